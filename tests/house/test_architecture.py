@@ -22,8 +22,10 @@ ALLOWED = {
     "analysis": {"core", "work", "trace", "memory"},
     "memory": {"core", "work"},
     "engine": {"core", "work", "measure", "models", "parallel", "trace", "analysis", "memory"},
-    "studies": {"core", "work", "measure", "models", "numerics", "parallel", "trace", "analysis", "memory", "engine"},
     "planning": {"core", "work", "memory"},
+    "studies": {
+        "core", "work", "measure", "models", "numerics", "parallel", "trace", "analysis", "memory", "planning", "engine",
+    },
     "pages": {"core", "work", "trace", "analysis", "memory"},
     "report": {"core", "work", "trace", "analysis", "memory"},
     "writeup": {"core", "work", "analysis", "memory", "pages", "report"},

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, ClassVar
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from stepscope.core.samples import Interval
 from stepscope.core.tuned import LossCurve, Tried, Tuned
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
-from stepscope.studies.tuning.curves import Training, departs_at, trained
+from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained
 from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of
 from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
 from stepscope.studies.tuning.search import Search
@@ -32,7 +33,7 @@ FACTORS = {
     ("dtype", "bf16-master"): 0.5, ("optimizer", "adamw-fused"): 0.97, ("optimizer", "adamw-one-launch"): 0.9,
     ("optimizer", "adamw-under-backward"): 0.85, ("compile", "default"): 0.8, ("compile", "blocks"): 0.82,
     ("loss", "fused"): 0.95, ("compile", "reduce-overhead"): 0.79, ("graph", "step"): 0.9,
-    ("checkpointing", "every-1"): 1.3,
+    ("checkpointing", "every-1"): 1.3, ("parallel", "fsdp2"): 0.8, ("parallel", "ddp-bucketed"): 0.9,
 }  # fmt: skip
 
 
@@ -49,6 +50,9 @@ class Written:
 
     def fits(self, workload: DrivenWorkload) -> str | None:
         return "too large" if workload.checkpointing in self.unfit else None
+
+    def planned_s(self, workload: DrivenWorkload) -> float | None:
+        return None
 
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         return None
@@ -295,3 +299,63 @@ def test_what_is_compiled_once_counts_in_no_forecast():
 
     assert of(first) == 57.0 and of(None) == 0.0
     assert of(msgspec.structs.replace(first, cached_graphs=1)) == 0.0
+
+
+def test_ranks_look_for_the_way_in_which_they_share_the_step():
+    search = searched(Written(), dtype="bf16", batch_size=4, parallel="ddp", ranks=2)
+    assert (search.best.parallel, search.best.ranks) == ("fsdp2", 2)
+    tried = [t.change["parallel"] for t in search.tried if t.round == "layout"]
+    assert "ddp" not in tried and {"ddp-bucketed", "zero1", "fsdp2:compute=bf16", "tensor-sequence"} <= {*tried}
+    assert "--parallel fsdp2 --ranks 2" in (run_command(search.best) or "") and run_call(search.best) is None
+    kept = searched(Written(), kept=frozenset({"parallel"}), batch_size=4, parallel="ddp", ranks=2)
+    assert kept.best.parallel == "ddp" and "layout" not in {t.round for t in kept.tried}
+    assert "layout" not in {t.round for t in searched(Written()).tried}
+
+
+def test_what_is_planned_to_be_far_slower_is_not_measured():
+    """Beside the shortest plan of what fits: one that does not fit makes nothing else slow."""
+
+    class Planned(Written):
+        seconds_planned: ClassVar = {
+            "ddp": 1.0,
+            "ddp-bucketed": 0.98,
+            "fsdp2": 1.12,
+            "zero1": 1.2,
+            "fsdp2:reshard=no": 0.1,
+        }
+
+        def planned_s(self, workload: DrivenWorkload) -> float | None:
+            return self.seconds_planned.get(workload.parallel)
+
+        def fits(self, workload: DrivenWorkload) -> str | None:
+            return "too large" if workload.parallel == "fsdp2:reshard=no" else super().fits(workload)
+
+    search = searched(Planned(), batch_size=4, parallel="ddp", ranks=2)
+    verdicts = {t.change["parallel"]: t.verdict for t in search.tried if t.round == "layout"}
+    assert verdicts["zero1"] == "slower by plan" and verdicts["fsdp2:reshard=no"] == "does not fit"
+    assert verdicts["fsdp2"] == "taken" and verdicts["tensor-sequence"] == "undecided", "of which no plan is"
+    (far,) = [t for t in search.tried if t.verdict == "slower by plan"]
+    assert far.ratio is None and far.why == "planned to take 1.2 s, and another 980 ms"
+
+
+def test_ranks_whose_state_does_not_fit_shard_it_first():
+    class Small(Written):
+        def fits(self, workload: DrivenWorkload) -> str | None:
+            return None if workload.parallel == "fsdp2" and workload.checkpointing == "every-1" else "too large"
+
+    asked = workload(batch_size=4, parallel="ddp", ranks=2)
+    found = one_that_fits(asked, Small())  # pyright: ignore[reportArgumentType]
+    assert (found.parallel, found.checkpointing, found.accumulation) == ("fsdp2", "every-1", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("choices", [{"parallel": "fsdp2"}, {"parallel": "ddp-bucketed", "accumulation": 2}])
+def test_ranks_train_with_the_losses_of_one_process(choices: dict[str, Any]):
+    """From another start, too: their mean is the loss of the whole batch."""
+    alone = mini(batch_size=4)
+    shared = msgspec.structs.replace(alone, ranks=2, **choices)
+    for start in (None, 1):
+        one, both = (
+            losses_of(Training(workload=each, device="cpu", start_seed=start, steps=4)) for each in (alone, shared)
+        )
+        assert both == pytest.approx(one, rel=1e-5)

@@ -9,6 +9,7 @@ from stepscope.api.shown import Shown, ShownAnswer, shown
 from stepscope.api.workloads import check_one_model, of_factory, textbook
 from stepscope.core.errors import InputError, choose
 from stepscope.core.shown_text import warn
+from stepscope.core.strategies import shared_somehow
 from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_seconds
 
@@ -64,6 +65,7 @@ def tune(
     check_one_model(model, module, arguments, batch=None, loss=None, optimizer=chosen.get("optimizer"))
     if model is not None and not isinstance(model, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError("tune measures in processes of its own: give a preset's name, or module='file.py:factory'")
+    chosen = shared_somehow(chosen)
     kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in keep)
     budget_s = parse_seconds(str(budget), "budget")
     limit = parse_bytes(memory) if isinstance(memory, str) else memory

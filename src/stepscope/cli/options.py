@@ -97,7 +97,7 @@ GROUPS = (
 _ATTENTION = ("study attention", "study attention-gate")
 _WITH_PARTS = ("run", "sweep", "fit", "tune")
 _PARTS = (*_WITH_PARTS, "plan")
-_SHARED = ("run", "sweep", "study parallel")
+_SHARED = ("run", "sweep", "tune", "study parallel")
 _TRAINED = ("study quality", "study scaling", "study swallowed")
 _TRACED = "Needs --record kineto."
 

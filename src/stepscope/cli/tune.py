@@ -12,6 +12,7 @@ from stepscope.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, choose
 from stepscope.core.finding import worst
+from stepscope.core.strategies import shared_somehow
 from stepscope.core.tuned import TUNED_FIELDS
 
 
@@ -42,6 +43,7 @@ def tune(
     """
     check_picture(save)
     kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in keep)
+    said = OneWorkload(shared_somehow(said.said))
     own = said.own
     if own is None:
         said.workload(model="tiny", seq_len=1, **({} if "model" in said.said else {"layers": 1000}))

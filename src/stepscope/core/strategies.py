@@ -9,6 +9,7 @@ the activations is a formula of its own, of the step's tokens.
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from stepscope.core.errors import InputError, choose
 
@@ -319,6 +320,12 @@ def option_words() -> str:
         for option in record.options:
             takers.setdefault(option.written, []).append(record.name)
     return ", ".join(f"{option} ({' and '.join(names)})" for option, names in takers.items())
+
+
+def shared_somehow(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What was chosen of a workload, with PyTorch's DDP for ranks of which nobody said how they share the step: what a
+    search begins with."""
+    return {"parallel": "ddp", **chosen} if chosen.get("ranks", 1) > 1 else dict(chosen)
 
 
 def strategy_word(parallel: str) -> str:

@@ -9,16 +9,20 @@ from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
 
-TUNED_FIELDS = ("attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", *PARTS)
+TUNED_FIELDS = (
+    "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,
+)  # fmt: skip
 """Fields of a workload that a search may change."""
 
 Verdict = Literal[
-    "taken", "faster", "undecided", "slower", "refused", "does not fit", "failed", "doubted", "not right", "not reached"
-]
+    "taken", "faster", "undecided", "slower", "slower by plan", "refused", "does not fit", "failed", "doubted",
+    "not right", "not reached",
+]  # fmt: skip
 """taken: the fastest of its round, and part of every later step. faster: surely, but another of its round was more so.
-undecided: its interval holds 1. refused: it cannot run here, or beside another choice. does not fit: by prediction, or
-it ran out of memory. failed: it was measured, and ended without a result. doubted: a check of its run found an error.
-not right: its losses depart from the baseline's. not reached: the time was over."""
+undecided: its interval holds 1. slower by plan: so much slower by prediction that it was not measured. refused: it
+cannot run here, or beside another choice. does not fit: by prediction, or it ran out of memory. failed: it was
+measured, and ended without a result. doubted: a check of its run found an error. not right: its losses depart from the
+baseline's. not reached: the time was over."""
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,8 +2,6 @@
 
 from typing import TypeGuard
 
-import msgspec
-
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.layout import layout_of
 from stepscope.core.own_workload import AnyWorkload
@@ -13,8 +11,7 @@ from stepscope.engine.plan import SweepPlan
 from stepscope.measure.nvml import smallest_gpu
 from stepscope.memory.prediction.estimate import estimate_quickly
 from stepscope.memory.prediction.fit import Budget, budget_of_memory, budget_of_total, will_fit
-from stepscope.memory.prediction.layouts import RankMemory
-from stepscope.work.planned_model import PlannedModel
+from stepscope.memory.prediction.layouts import memory_of_ranks
 
 _FAR_BELOW = 0.6
 """A peak below this share of the memory needs no closer look."""
@@ -39,15 +36,21 @@ def is_foretold(workload: AnyWorkload) -> TypeGuard[Workload]:
 
 def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
     """The workloads whose predicted step needs more than the budget, in the order of the plan."""
-    return [cell.workload for cell in plan.cells if is_foretold(cell.workload) and not _fits(cell.workload, budget)]
+    return [cell.workload for cell in plan.cells if is_foretold(cell.workload) and not fits(cell.workload, budget)]
 
 
-def _fits(workload: Workload, budget: Budget) -> bool:
+def needed_bytes(workload: Workload) -> int:
+    """The peak of a step that is foretold, in bytes: of one process, or of each rank."""
     layout = layout_of(workload)
-    if workload.parallel != NOT_PARALLEL and layout is not None:
-        alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
-        memory = RankMemory(alone, PlannedModel(config=workload.model))
-        return memory.needs(layout, exactly=True).peak <= budget.usable_bytes
+    if workload.parallel == NOT_PARALLEL or layout is None:
+        return estimate_quickly(workload).peak_bytes
+    return memory_of_ranks(workload).needs(layout, exactly=True).peak
+
+
+def fits(workload: Workload, budget: Budget) -> bool:
+    """Whether a step that is foretold fits."""
+    if workload.parallel != NOT_PARALLEL:
+        return needed_bytes(workload) <= budget.usable_bytes
     if workload.phase == "train" and estimate_quickly(workload).peak_bytes < _FAR_BELOW * budget.usable_bytes:
         return True
     return will_fit(workload, budget)

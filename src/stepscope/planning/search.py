@@ -7,13 +7,15 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.device_spec import DeviceSpec
+from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.network import Network
 from stepscope.core.units import GIB
+from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.fit import QUICK_SAFETY, Budget, will_fit
-from stepscope.memory.prediction.layouts import RankMemory, RankNeeds
-from stepscope.planning.rates import Rates
+from stepscope.memory.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
+from stepscope.planning.rates import Rates, rates_of
 from stepscope.planning.space import Question, Space
 from stepscope.planning.times import Clock, StepTime
 
@@ -175,6 +177,18 @@ def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:
     """A layout with its time and its memory, whether it fits or not."""
     needs = memory.needs(layout, exactly=True)
     return Planned(layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs)
+
+
+def planned_step(workload: Workload, spec: DeviceSpec, network: Network) -> Planned | None:
+    """A step in the layout in which its strategy runs it, on these devices; None where no plan is of that strategy.
+
+    Raises InputError for a step that no plan is of.
+    """
+    layout = layout_of(workload)
+    if layout is None:
+        return None
+    memory = memory_of_ranks(workload)
+    return planned(layout, memory, Clock(memory.workload, memory, rates_of(spec, memory.workload), network))
 
 
 def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Space) -> Plan:

@@ -3,14 +3,11 @@
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
 from stepscope.core.answer import PROSE, Answer, Cell, Line, Table, as_lines, table_of
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.device_spec import DeviceSpec, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
-from stepscope.core.layout import layout_of
 from stepscope.core.model_config import configure
 from stepscope.core.network import Network, network_for
 from stepscope.core.run import Run
@@ -21,7 +18,7 @@ from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.published import PUBLISHED, Published
 from stepscope.planning.rates import LAUNCH_S, rates_of
-from stepscope.planning.search import planned
+from stepscope.planning.search import planned, planned_step
 from stepscope.planning.times import Clock
 from stepscope.work.described import cell_name
 from stepscope.work.planned_model import PlannedModel
@@ -99,18 +96,16 @@ def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
     spec = find_device_spec(environment.device_name) if environment else None
     if workload is None or spec is None or step is None or run.status != "done" or workload.phase != "train":
         return None
-    measured_s, layout = step.median_s, layout_of(workload)
-    if measured_s is None or layout is None:
-        return None
-    alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
-    memory = RankMemory(alone, PlannedModel(config=workload.model))
-    measured = _measured_peak(run)
+    measured_s, measured = step.median_s, _measured_peak(run)
     try:
-        plan = Clock(alone, memory, rates_of(spec, alone), network_of(spec)).step(layout).step_s
-        fitted = layout.ranks == 1 and is_predicted(workload)
-        peak = estimate(workload).peak_bytes if fitted else memory.needs(layout, exactly=True).peak
+        found = planned_step(workload, spec, network_of(spec))
+        if measured_s is None or found is None:
+            return None
+        alone = workload.parallel == NOT_PARALLEL and is_predicted(workload)
+        peak = estimate(workload).peak_bytes if alone else found.peak_bytes
     except InputError:  # no plan is of such a step
         return None
+    plan = found.time.step_s
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
         100 * (peak / measured - 1) if measured else None, _computing_share(run, measured_s),

@@ -4,7 +4,8 @@ from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.parts import REFERENCE
 from stepscope.core.run import Settings
-from stepscope.core.units import format_count
+from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.units import counted, format_count
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import parameter_count
 
@@ -18,6 +19,8 @@ def describe_workload(workload: AnyWorkload) -> str:
     memory = f", checkpointing {workload.checkpointing}" if workload.checkpointing != "none" else ""
     if workload.accumulation != 1:
         memory += f", {_micro_batches(workload)}"
+    if not isinstance(workload, WatchedWorkload) and workload.parallel != NOT_PARALLEL:
+        memory += f", {workload.parallel} over {counted(workload.ranks, 'rank')}"
     attention = f" {workload.attention} attention,{_of_blocks(workload)}" if isinstance(workload, Workload) else ""
     return f"{_batch(workload)}, {workload.dtype}, {workload.phase},{attention} {compiled}{optimizer}{memory}"
 

@@ -26,9 +26,9 @@ def run_command(workload: AnyWorkload, settings: Settings | None = None) -> str 
 
 
 def run_call(workload: AnyWorkload) -> str | None:
-    """The same in Python: `stepscope.run(...)`; None where no arguments say it."""
+    """The same in Python: `stepscope.run(...)`; None where no arguments say it, as for ranks, which are processes."""
     chosen = _chosen(workload)
-    if chosen is None:
+    if chosen is None or "parallel" in dict(chosen):
         return None
     arguments = {name: value for name, value in chosen if name != "arg"}
     parts = {name: arguments.pop(name) for name in PARTS if name in arguments}

@@ -75,14 +75,17 @@ def _gave(found: Tuned) -> Table:
         ))  # fmt: skip
         if tried.verdict in _TONES:
             tones[number] = _TONES[tried.verdict]
+    how = "the two steps took turns in one process, and the ratio is that of neighbouring steps"
+    if found.asked.ranks > 1:
+        how = "each step ran in processes of its own, one for each rank, and the ratio is that of medians"
     reached = sum(1 for tried in found.tried if tried.ratio is not None)
     return table_of(
         "round", ("change", TEXT), ("step", "s"), ("of the best until then", "{:.3f} x"), ("95 % interval", TEXT),
         ("verdict", TEXT), ("why", TEXT),
         title=GAVE, rows=rows, tones=tones,
         notes=as_lines(
-            f"{counted(reached, 'race')} in {format_seconds(found.seconds)}: the two steps took turns in one process, "
-            "and the ratio is that of neighbouring steps. The races of a round are judged together (Holm)."
+            f"{counted(reached, 'race')} in {format_seconds(found.seconds)}: {how}. The races of a round are judged "
+            "together (Holm)."
         ),
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import of_fewer_layers, spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.precisions import PRECISIONS
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import DISTINCT_BATCHES, WORKSPACE_BYTES
 from stepscope.memory.prediction.rank_model import Share
@@ -330,6 +331,12 @@ class RankMemory:
                 self._corners[corner] = _needs(self._question(of_corner, stage))
             corners.append(self._corners[corner])
         return _interpolated(corners[0], corners[1], layout.micro_batch - 1)
+
+
+def memory_of_ranks(workload: Workload) -> RankMemory:
+    """What a rank needs in any layout of a step that ranks share."""
+    alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
+    return RankMemory(alone, PlannedModel(config=workload.model))
 
 
 def sharded_peak(workload: Workload, gpus: int) -> int:

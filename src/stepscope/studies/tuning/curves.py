@@ -6,6 +6,7 @@ the baseline itself, started from other parameters over the same batches (`numer
 
 import itertools
 import math
+import statistics
 from collections.abc import Sequence
 
 import msgspec
@@ -21,6 +22,9 @@ from stepscope.measure.precision import matmul_precision
 from stepscope.measure.step import drive
 from stepscope.models.training_step import AssembledStep
 from stepscope.numerics.quality.departure import departure, reach_of, smoothed, starts_apart, window_of
+from stepscope.parallel.calls import Say
+from stepscope.parallel.launching import launch
+from stepscope.parallel.ranks import Ranks
 
 STEPS = 50
 OTHER_STARTS = 2
@@ -40,8 +44,12 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def losses_of(training: Training) -> list[float]:
-    """The loss of each step before its update, trained in a process of its own; ends early where it is not finite.
-    Empty for a step of the user's own, which has no loss that is known."""
+    """The loss of each step before its update, trained in a process of its own, or in one for each rank; ends early
+    where it is not finite. Empty for a step of the user's own, which has no loss that is known."""
+    if training.workload.ranks > 1:
+        device = resolve_device(training.device).type
+        told = launch(f"{__name__}:train_on_ranks", training, ranks=training.workload.ranks, device=device)
+        return msgspec.json.decode(told.values[0], type=list[float])
     text = msgspec.json.encode(training).decode()
     told = ask_apart(__name__, text, what=f"the training of {training.workload.name}")
     return msgspec.json.decode(told, type=list[float])
@@ -52,26 +60,39 @@ def main(text: str) -> str:
     return msgspec.json.encode(trained(msgspec.json.decode(text, type=Training))).decode()
 
 
+def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[float]:
+    """The mean losses of all ranks, for `losses_of`."""
+    say("train")
+    of_ranks = ranks.gathered(_trained(msgspec.json.decode(argument, type=Training), device, ranks))
+    known = [losses for losses in of_ranks if losses]  # in a pipeline, the last stage alone has a loss
+    return [statistics.fmean(of_step) for of_step in zip(*known, strict=False)]
+
+
 def trained(training: Training) -> list[float]:
     """The losses of a training in this process."""
-    device = resolve_device(training.device)
+    return _trained(training, resolve_device(training.device))
+
+
+def _trained(training: Training, device: torch.device, ranks: Ranks | None = None) -> list[float]:
     limit_memory(device, training.memory_limit_bytes)
     with matmul_precision(training.workload.dtype):
-        step, _ = make_step(training.workload, device)
+        step, _ = make_step(training.workload, device, None, ranks)
         if not isinstance(step, AssembledStep):
             return []
         if training.start_seed is not None:
             batches = step.batches
             del step
-            step, _ = make_step(msgspec.structs.replace(training.workload, seed=training.start_seed), device)
+            step, _ = make_step(
+                msgspec.structs.replace(training.workload, seed=training.start_seed), device, None, ranks
+            )
             assert isinstance(step, AssembledStep)
             step.batches = batches
         step.keep_losses()
         losses: list[torch.Tensor] = []
         for _ in range(training.steps):
             drive(step)
-            assert step.mean_loss is not None
-            losses.append(step.mean_loss)
+            if step.mean_loss is not None:
+                losses.append(step.mean_loss)
     return list(itertools.takewhile(math.isfinite, map(float, losses)))
 
 

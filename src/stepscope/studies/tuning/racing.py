@@ -8,12 +8,16 @@ from pathlib import Path
 from typing import Self
 
 import msgspec
+import torch
 
 from stepscope.analysis.runs.run_sets import RunSet, change_of, paired_ratios, sets_of
 from stepscope.core.attention_support import is_predicted
+from stepscope.core.collective_figures import kept_fits
+from stepscope.core.device_spec import DeviceSpec, find_device_spec
 from stepscope.core.environment import Environment
-from stepscope.core.errors import DeviceError
+from stepscope.core.errors import DeviceError, InputError
 from stepscope.core.finding import worst
+from stepscope.core.network import Network, measured_network, network_for
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
@@ -22,12 +26,15 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval
 from stepscope.core.tuned import Tried, Verdict
 from stepscope.core.units import format_bytes
-from stepscope.engine.forecast import memory_of
+from stepscope.core.workload import Workload
+from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState, Tell, order_cells, repeated
 from stepscope.engine.sweep import Series, run_sweep
+from stepscope.measure.nvml import smallest_gpu
 from stepscope.memory.prediction.estimate import estimate_quickly
-from stepscope.memory.prediction.fit import Budget, will_fit
+from stepscope.memory.prediction.fit import Budget
+from stepscope.planning.search import planned_step
 from stepscope.studies.tuning.curves import TRAININGS
 
 RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profile=True), warmup_seconds=2.0)
@@ -62,6 +69,9 @@ class Racing:
         self.where: Environment | None = None
         """The environment of the last run."""
         self.budget: Budget | None = memory_of(self._plan(()))
+        self._machine = _machine_here() if device != "cpu" else None
+        self._alone: dict[str, Run] = {}
+        """The last run of each step that ranks share, by its key: it takes no turns, and its check takes long."""
 
     def __enter__(self) -> Self:
         return self
@@ -82,10 +92,19 @@ class Racing:
 
     def fits(self, workload: DrivenWorkload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
-        if self.budget is None or not is_predicted(workload) or will_fit(workload, self.budget):
+        if self.budget is None or not is_foretold(workload) or fits(workload, self.budget):
             return None
-        needs = estimate_quickly(workload).peak_bytes
-        return f"predicted to need {format_bytes(needs)} of {self.budget.said}"
+        return f"predicted to need {format_bytes(needed_bytes(workload))} of {self.budget.said}"
+
+    def planned_s(self, workload: DrivenWorkload) -> float | None:
+        """Seconds that the step takes by its plan; None on a CPU, and where no plan is of it."""
+        if self._machine is None or not isinstance(workload, Workload):
+            return None
+        try:
+            found = planned_step(workload, *self._machine)
+        except InputError:  # no plan is of such a step
+            return None
+        return found.time.step_s if found is not None else None
 
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
@@ -131,6 +150,8 @@ class Racing:
         return before, after, change_of(before, after)
 
     def _fit_together(self, best: DrivenWorkload, other: DrivenWorkload) -> bool:
+        if best.ranks > 1 or other.ranks > 1:
+            return False
         if (best.dtype == "tf32") != (other.dtype == "tf32"):
             return False  # whether fp32's products may be TF32 holds for a whole process
         if self.budget is None or not (is_predicted(best) and is_predicted(other)):
@@ -152,8 +173,12 @@ class Racing:
         return _timed(second, runs, ratios.median_s, ratios.interval())
 
     def _apart(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
-        found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in (best, other)))
-        first, second = sorted(found, key=lambda run: run.workload.identity == other.identity)
+        known = self._alone.get(best.key)
+        asked = (best, other) if known is None else (other,)
+        found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in asked))
+        runs = [*([known] if known is not None else []), *found]
+        first, second = sorted(runs, key=lambda run: run.workload.identity == other.identity)
+        self._alone.update({one.key: run for one, run in ((best, first), (other, second)) if one.ranks > 1})
         runs = (first, second)
         for run in (second, first):
             if run.status != "done":
@@ -181,6 +206,20 @@ class Racing:
         return SweepPlan(
             cells=cells, devices=(self._device,), out=self.out, tag=self._tag, memory_limit_bytes=self._limit
         )
+
+
+def _machine_here() -> tuple[DeviceSpec, Network] | None:
+    """The GPU with the least memory here, and what joins it to its like, as far as it was measured (`stepscope study
+    collectives`); None where no datasheet is known of it."""
+    gpu = smallest_gpu()
+    spec = find_device_spec(gpu[0]) if gpu is not None else None
+    if gpu is None or spec is None:
+        return None
+    kept = kept_fits(gpu[0], torch.__version__)
+    network = network_for(spec)
+    if kept is not None:
+        network = measured_network(network, kept.fits, f"measured here, {kept.measured_at}")
+    return spec, network
 
 
 def compiled_s(run: Run) -> float:

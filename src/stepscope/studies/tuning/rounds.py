@@ -1,7 +1,8 @@
 """The rounds of a search for the fastest step: which changes are tried together, and in which order.
 
 A round's changes all begin at the best step so far, and the fastest of them is taken. What only helps together is one
-change: bf16 weights, and the optimizer that writes them. What fits comes first, and what computes in fewer bits. Then
+change: bf16 weights, and the optimizer that writes them. How ranks
+share the step comes first, and what fits, and what computes in fewer bits. Then
 the step is replayed as one CUDA graph, which takes seconds to capture: where the host launches kernel after kernel, it
 would choose the attention with the fewest launches. What torch.compile has to compile comes last, since each try takes
 minutes.
@@ -17,7 +18,8 @@ from stepscope.core.checkpointing import KEEPING, mixtures, selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
-from stepscope.core.precisions import Dtype
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.strategies import PARAMETERS, strategy_named
 from stepscope.core.workload import Workload
 
 Change = dict[str, str | int]
@@ -45,6 +47,20 @@ class Round:
     """Whether it needs a GPU."""
     of_textbook: bool = False
     """Whether it says something of the textbook's model alone."""
+    by_plan: bool = False
+    """Whether what is planned to be far slower than the round's best is not measured."""
+
+
+def _layouts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.ranks == 1:
+        return
+    for name in ("ddp-bucketed", "ddp", "zero1", "fsdp2", "fsdp2:reshard=no"):
+        yield {"parallel": name}
+    if PRECISIONS[best.dtype].tensors == "bf16":
+        yield {"parallel": "fsdp2:compute=bf16"}
+        yield {"parallel": "fsdp2:compute=bf16:reshard=no"}
+    if isinstance(best, Workload):
+        yield {"parallel": "tensor-sequence"}
 
 
 def _attentions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
@@ -124,6 +140,13 @@ def lighter(best: DrivenWorkload) -> list[Change]:
     ]  # fmt: skip
 
 
+def lighter_ways(best: DrivenWorkload) -> list[Change]:
+    """What needs less memory: of ranks that keep all of the step's state each, shards of it come first."""
+    whole = best.ranks > 1 and PARAMETERS not in strategy_named(best.parallel).shards
+    sharded: list[Change] = [{"parallel": "fsdp2"}] if whole else []
+    return [*sharded, *({**each, **change} for each in (sharded or [{}]) for change in lighter(best))]
+
+
 def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     """What computes less again, or splits the batch less, than the best step does."""
     for change in lighter(best):
@@ -133,6 +156,7 @@ def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
 
 
 ROUNDS: tuple[Round, ...] = (
+    Round(name="layout", changes=_layouts, by_plan=True),
     Round(name="memory", changes=_lighter_work),
     Round(name="precision", changes=_precisions),
     Round(name="optimizer", changes=_optimizers),

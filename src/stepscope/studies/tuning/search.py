@@ -3,7 +3,7 @@
 It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -12,9 +12,13 @@ import msgspec
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.processes import standing
 from stepscope.core.tuned import Tried, Tuned
+from stepscope.core.units import format_seconds
 from stepscope.studies.tuning.rounds import ROUNDS, Change, Round, changes_of
 
 NOT_REACHED = "the time was over"
+FAR = 1.15
+"""How many times as long as the shortest plan another may be and still be measured: plans of steps that ran are off by
+up to a tenth (docs/planning.md)."""
 
 
 class Bench(Protocol):
@@ -22,6 +26,10 @@ class Bench(Protocol):
 
     def fits(self, workload: DrivenWorkload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
+        ...
+
+    def planned_s(self, workload: DrivenWorkload) -> float | None:
+        """Seconds that the step takes by prediction; None where nothing predicts it."""
         ...
 
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
@@ -56,18 +64,31 @@ class Search:
     def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> DrivenWorkload | None:
         """Try the changes of a round; returns the step with the one that is taken."""
         raced: list[tuple[int, DrivenWorkload]] = []
-        for change, made in changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept):
+        found = list(changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept))
+        possible = [made for _, made in found if round_.by_plan and not isinstance(made, str)]
+        planned = self._planned(possible, bench) if possible else {}
+        least_s = min(planned.values(), default=0.0)
+        for change, made in found:
             if isinstance(made, str):
                 self._note(round_, change, Tried(round="", change={}, verdict="refused", why=made))
             elif not bench.time_left(self.baseline, self.best):
                 self._note(round_, change, Tried(round="", change={}, verdict="not reached", why=NOT_REACHED))
             elif (why := bench.fits(made)) is not None:
                 self._note(round_, change, Tried(round="", change={}, verdict="does not fit", why=why))
+            elif (far_s := planned.get(made.key, 0.0)) > FAR * least_s:
+                why = f"planned to take {format_seconds(far_s)}, and another {format_seconds(least_s)}"
+                self._note(round_, change, Tried(round="", change={}, verdict="slower by plan", why=why))
             else:
                 tell(f"{round_.name}: {words_of(change)}")
                 raced.append((len(self.tried), made))
                 self._note(round_, change, bench.race(self.best, made))
         return self._judged(raced)
+
+    def _planned(self, steps: Iterable[DrivenWorkload], bench: Bench) -> dict[str, float]:
+        """By key, the seconds that these and the best one take, as far as they are planned; none of what does not
+        fit, beside which nothing else is slow."""
+        planned = {step.key: bench.planned_s(step) for step in (self.best, *steps) if bench.fits(step) is None}
+        return {key: seconds for key, seconds in planned.items() if seconds is not None}
 
     def _note(self, round_: Round, change: Change, tried: Tried) -> None:
         self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))

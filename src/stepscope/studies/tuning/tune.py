@@ -9,7 +9,7 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.tuned import Tuned
 from stepscope.studies.tuning.curves import curves, departs_at
 from stepscope.studies.tuning.racing import Racing
-from stepscope.studies.tuning.rounds import Change, changed, lighter
+from stepscope.studies.tuning.rounds import Change, changed, lighter_ways
 from stepscope.studies.tuning.search import Search
 
 NUMERIC = ("precision",)
@@ -60,7 +60,7 @@ def one_that_fits(asked: DrivenWorkload, racing: Racing) -> DrivenWorkload:
     why = racing.fits(asked) or racing.runs_alone(asked)
     if why is None:
         return asked
-    for change in lighter(asked):
+    for change in lighter_ways(asked):
         try:
             other = changed(asked, change)
             if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
