@@ -24,7 +24,8 @@ ALLOWED = {
     "engine": {"core", "work", "measure", "models", "parallel", "trace", "analysis", "memory"},
     "planning": {"core", "work", "memory"},
     "studies": {
-        "core", "work", "measure", "models", "numerics", "parallel", "trace", "analysis", "memory", "planning", "engine",
+        "core", "work", "measure", "models", "numerics", "parallel", "trace", "analysis", "memory", "planning",
+        "engine",
     },
     "pages": {"core", "work", "trace", "analysis", "memory"},
     "report": {"core", "work", "trace", "analysis", "memory"},
