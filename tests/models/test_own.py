@@ -12,20 +12,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from stepscope.analysis.runs.checks import check_run
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import Evidence
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.measure.driven import capture_memory, observe_step
+from stepscope.measure.device import HostDevice
+from stepscope.measure.driven import capture_memory, observe_step, step_operators
 from stepscope.measure.step import drive
 from stepscope.models.own.batches import named_tensors, split
 from stepscope.models.own.blocks import find_blocks
 from stepscope.models.own.loading import load_module, make_own_step
 from stepscope.models.own.own_step import DrivenStep, OwnStep
 from stepscope.models.training_step import Choices, Shared, StepParts
-from tests.conftest import mini
+from tests.conftest import make_run, mini
 from tests.cpu_allocations import allocated_bytes
 from tests.models.by_dtype import BY_DTYPE
 
@@ -330,6 +333,8 @@ def test_an_optimizer_that_the_factory_gives_is_the_one_that_runs(file: str, fac
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     run(step)
     assert any(not torch.equal(a, b) for a, b in zip(before, step.model.parameters(), strict=True))
+    evidence = Evidence(operators=step_operators(step, CPU, HostDevice()))
+    assert not check_run(make_run(evidence=evidence, workload=workload)), "its operators are its own"
 
 
 def test_a_step_of_ones_own_is_driven_as_it_is(file: str, tmp_path: Path):

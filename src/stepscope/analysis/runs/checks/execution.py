@@ -12,7 +12,7 @@ from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.workload import OF_ONE_LAUNCH, Compile, Optimizer, Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer, Workload
 
 _MODES: dict[Compile, dict[str, bool]] = {
     "default": {"triton.cudagraphs": False, "max_autotune": False},
@@ -137,6 +137,8 @@ def optimizer_mismatch(run: Run) -> Finding | None:
     asked, operators = run.workload.optimizer, run.evidence.operators
     if asked is None or operators is None:
         return None
+    if asked not in OPTIMIZERS:
+        return None  # one of the user's own, whose operators nobody knows
     if run.workload.graph == "step":
         return None  # what is replayed calls no operator
     calls = operators.calls
