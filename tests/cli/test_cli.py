@@ -378,6 +378,14 @@ def test_version():
             ([verb, *empty], "--runs is empty: name a path, or write `--runs .` for the current directory")
             for verb, *empty in (["ls", "--runs", ""], ["run", "--runs="], ["show", "last", "--runs", ""])
         ),
+        *(
+            (
+                ["run", "--against", empty],
+                f"--against {empty!r} names no run: it takes a run's name, or options of the workload in which the "
+                'other step differs, as in --against "--compile default"',
+            )
+            for empty in ("", " ")
+        ),
         (["study", "formats", "--from", "a.json", "--value", "3"], "--value says nothing with --from: leave it out"),
         (
             ["study", "underflow", "--from", "a.json", "--model", "tiny"],

@@ -14,9 +14,17 @@ from stepscope.core.errors import InputError, one_line
 from stepscope.core.own_workload import DrivenWorkload, WatchedWorkload
 from stepscope.core.run_directory import find_run
 
+_OF_ANOTHER_STEP = (
+    "it takes a run's name, or options of the workload in which the other step differs, as in "
+    '--against "--compile default"'
+)
+_OF_A_STEP = 'write those of a step, as in --against "--dtype bf16"'
+
 
 def stored_workload(name: str, runs: Path) -> DrivenWorkload:
     """The workload of the run of this name. Raises InputError for a watched loop, which only its script can run."""
+    if not name.strip():
+        raise InputError(f"--against {name!r} names no run: {_OF_ANOTHER_STEP}")
     workload = find_run(name, runs).workload
     if isinstance(workload, WatchedWorkload):
         raise InputError(f"--against {name}: a loop that was watched runs only by its script; name a run of `run`")
@@ -30,7 +38,7 @@ def is_options(text: str) -> bool:
 
 def with_options(said: OneWorkload, text: str) -> OneWorkload:
     """What was said of the workload, with the options in this text in place of those that it had."""
-    other = _read(text).said
+    other = _read(text, _OF_ANOTHER_STEP).said
     kept = dict(said.said)
     if {"model", "module"} & other.keys():  # another model: what was said of the first one's does not hold for it
         dropped = {"model", "module", "arg", *(TEXTBOOK_OPTIONS if "module" in other else ())}
@@ -43,8 +51,8 @@ def with_options(said: OneWorkload, text: str) -> OneWorkload:
 def options_in(text: str) -> dict[str, Any]:
     """The fields of a workload that options say. Raises InputError for a text that is none."""
     if not is_options(text):
-        raise InputError(f'--against {text!r} is no options: write those of a step, as in --against "--dtype bf16"')
-    return _read(text).fields
+        raise InputError(f"--against {text!r} is no options: {_OF_A_STEP}")
+    return _read(text, _OF_A_STEP).fields
 
 
 def _arguments(said: Mapping[str, Any]) -> dict[str, str]:
@@ -52,8 +60,8 @@ def _arguments(said: Mapping[str, Any]) -> dict[str, str]:
     return {name: value for name, _, value in parts}
 
 
-def _read(text: str) -> OneWorkload:
-    """Read options of a workload, as `run` has them."""
+def _read(text: str, takes: str) -> OneWorkload:
+    """Read options of a workload, as `run` has them. takes: what may be written, in words."""
     found: list[OneWorkload] = []
 
     def take(*, said: OneWorkload) -> None:
@@ -77,10 +85,8 @@ def _read(text: str) -> OneWorkload:
         message = getattr(error, "format_message", None)  # typer's own errors; their module differs between versions
         if message is None:
             raise
-        raise InputError(
-            f"--against {text!r}: {one_line(Exception(message()))}; it takes a run's name, or options of the workload "
-            'in which the other step differs, as in --against "--compile default"'
-        ) from None
+        said = one_line(Exception(message())).removesuffix(".")
+        raise InputError(f"--against {text!r}: {said}; {takes}") from None
     if not found or not found[0].said:
-        raise InputError(f"--against {text!r} says nothing of a workload: name a run, or options in which it differs")
+        raise InputError(f"--against {text!r} says nothing of a workload: {takes}")
     return found[0]

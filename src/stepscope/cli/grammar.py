@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stepscope.cli.given_options import remember
-from stepscope.cli.options import GROUPS, OPTIONS
+from stepscope.cli.options import GROUPS, OPTIONS, line_of
 from stepscope.cli.output import warn
 from stepscope.cli.verb import EXAMPLES
 from stepscope.core.errors import InputError
@@ -52,7 +52,7 @@ class Verb(TyperCommand):
             args = _ended_before_the_script(args, takes_value)
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         renewed = list(_renewed(args, takes_value, has_arguments))
-        _refuse_empty_paths(renewed)
+        _refuse_empty_paths(renewed, verb_name(ctx))
         rest = super().parse_args(ctx, renewed)
         sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
         remember(flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE")
@@ -155,9 +155,9 @@ def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool)
                 yield from _next_word(rest)
 
 
-def _refuse_empty_paths(args: list[str]) -> None:
+def _refuse_empty_paths(args: list[str], verb: str) -> None:
     """Raise InputError for an option whose path is empty: it would mean the directory that one stands in."""
-    paths = {option.flag for option in OPTIONS if option.takes is Path}
+    paths = {option.flag for option in OPTIONS if option.takes is Path and option is line_of(option.name, verb)}
     options = args[: args.index("--")] if "--" in args else args
     for i, arg in enumerate(options):
         flag, sign, value = arg.partition("=")

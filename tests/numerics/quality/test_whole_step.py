@@ -97,7 +97,8 @@ def test_a_step_that_trains_something_else_is_refused(change: dict[str, Any], sa
     [
         (("--against", "fast"), "--against 'fast' is no options: write those of a step"),
         (("--against", "--dtype bf17"), "bf17"),
-        (("--against", "--compil default"), "No such option"),
+        (("--against", ""), "--against '' is no options: write those of a step"),
+        (("--against", "--compil default"), "); write those of a step, as in"),
         (("--against", "--batch-size 3"), "--against has --batch-size"),
         (("--module", "train.py:make", "--against", "--dtype bf16"), "--against"),
     ],
