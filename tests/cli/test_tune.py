@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from stepscope.cli.output import sweep_progress
+from stepscope.engine.plan import Cell, CellState, SweepState
 from tests.command import stepscope
+from tests.conftest import make_run, workload
 
 SMALL = ("--model", "tiny", "--layers", "1", "--d-model", "32", "--heads", "2", "--seq-len", "16", "--device", "cpu")
 
@@ -32,6 +35,16 @@ def test_without_time_it_says_what_it_would_have_tried(tmp_path: Path):
     assert done.returncode == 0, done.stderr
     assert "No change made it surely faster" in done.stdout and "dtype bf16" in done.stdout
     assert done.stdout.count("the time was over") >= 3
+
+
+def test_each_sweep_of_a_search_tells_each_of_its_cells_once(capsys: pytest.CaptureFixture[str]):
+    ended = CellState(cell=Cell(workload=workload()), state="done", run=make_run(step=[1.0]))
+    with sweep_progress() as tell:
+        for state in (SweepState(cells=[ended], timeout_s=9.0), SweepState(cells=[ended, ended], timeout_s=9.0)):
+            tell(state)
+            tell(state)
+    places = [line.split()[1] for line in capsys.readouterr().err.splitlines()]
+    assert places == ["[1/1]", "[1/2]", "[2/2]"]
 
 
 @pytest.mark.long

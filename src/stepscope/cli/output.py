@@ -205,8 +205,13 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
             warn(f"measured again: {fault}")
         return
     told: set[int] = set()
+    last: SweepState | None = None
 
     def tell(state: "SweepState") -> None:
+        nonlocal last
+        if state is not last:  # sweeps may follow one another, as those of a search do
+            told.clear()
+            last = state
         for fault in state.faults:
             if fault not in faults:
                 faults.append(fault)
