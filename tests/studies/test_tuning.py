@@ -227,6 +227,12 @@ def test_losses_depart_where_they_leave_what_starts_do():
     assert departs_at([curve("baseline", steps=0), curve("fastest", steps=0)]) is None
 
 
+def test_where_nothing_was_raced_nothing_is_said_of_speed():
+    search = searched(Written(races=0))
+    (_, last) = answer_tuned(search.so_far(search.baseline)).lead
+    assert last.text == "No change was raced: it stays as it is."
+
+
 def tuned(**fields: object) -> Tuned:
     search = searched(Written(), dtype="bf16")
     return msgspec.structs.replace(

@@ -41,7 +41,8 @@ def _lead(found: Tuned) -> Iterator[Line]:
         yield Line(f"It does not fit, so the search began with: {_said(found.baseline)}.")
     if found.best == found.baseline:
         until = ", until it was interrupted" if found.interrupted else ": it stays as it is"
-        yield Line(f"No change made it surely faster{until}.", "strong")
+        raced = any(tried.ratio is not None for tried in found.tried)
+        yield Line(f"No change {'made it surely faster' if raced else 'was raced'}{until}.", "strong")
         return
     yield Line(f"Fastest: {_said(found.best)}.")
     change = found.confirmed
