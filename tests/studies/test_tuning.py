@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from stepscope.analysis.comparisons.tuned import answer_tuned
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence
-from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
 from stepscope.core.tuned import LossCurve, Tried, Tuned
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
-from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained
+from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained, why_not_compared
 from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of
 from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
 from stepscope.studies.tuning.search import Search
@@ -227,6 +227,63 @@ def test_losses_depart_where_they_leave_what_starts_do():
     assert departs_at([curve("baseline", steps=0), curve("fastest", steps=0)]) is None
 
 
+def test_losses_that_say_nothing_are_told_so():
+    starts = [curve("baseline"), curve("baseline, start 2", off=0.02)]
+    assert why_not_compared([*starts, curve("fastest")]) == ""
+    assert "same parameters" in why_not_compared([starts[0], curve("fastest")])
+    assert departs_at([starts[0], curve("fastest", off=0.001)]) is None, "nothing says how far is too far"
+    assert departs_at([starts[0], curve("fastest", steps=7)]) == 8, "but it must stay finite"
+    assert why_not_compared([curve("baseline", steps=9), starts[1], curve("fastest")]).startswith(
+        "the baseline's losses"
+    )
+    assert "another start" in why_not_compared([starts[0], curve("", steps=9), curve("fastest")])
+    found = tuned(curves=(curve("baseline"), curve("fastest")), why_no_losses="that is why")
+    answer = answer_tuned(found)
+    assert [f.sentence for f in answer.findings if f.kind == "losses-not-compared"] == [
+        "Losses could not be compared: that is why."
+    ]
+    (losses,) = (table for table in answer.tables if table.title == "Losses")
+    assert losses.notes and "stay as near" not in str(losses.notes)
+
+
+OWN = """
+import torch
+from torch import nn
+
+def square(out):
+    return out.square().mean()
+
+def make():
+    return nn.Linear(8, 8), torch.randn(4, 8), square
+
+def seeded():
+    torch.manual_seed(0)
+    return make()
+
+def with_optimizer():
+    model, batch, loss = make()
+    return model, batch, loss, torch.optim.SGD(model.parameters(), 0.01)
+
+class Steps:
+    def __init__(self):
+        self.model = nn.Linear(8, 8)
+        self.phases = [("all", lambda: self.model(torch.ones(2, 8)).sum().backward())]
+"""
+
+
+def test_a_factory_s_losses_from_another_start_are_of_other_parameters(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+
+    def losses(factory: str, start: int | None = None) -> list[float] | None:
+        own = OwnWorkload(model=OwnModel(name=""), factory=f"{tmp_path}/own.py:{factory}")
+        return trained(Training(workload=own, device="cpu", start_seed=start, steps=3))
+
+    assert len(losses("make") or []) == len(losses("make", 1) or []) == 3
+    assert len(losses("seeded") or []) == 3 and losses("seeded", 1) is None
+    with pytest.raises(InputError, match="tells no loss"):
+        losses("Steps")
+
+
 def test_where_nothing_was_raced_nothing_is_said_of_speed():
     search = searched(Written(races=0))
     (_, last) = answer_tuned(search.so_far(search.baseline)).lead
@@ -265,13 +322,13 @@ def test_a_training_s_losses_are_those_of_its_batches():
     """From another start they are those of other parameters, over the same batches."""
     training = Training(workload=mini(), device="cpu", steps=6)
     losses = trained(training)
-    assert len(losses) == 6 and losses == trained(training) and losses[4] < losses[0]
+    assert losses is not None and len(losses) == 6 and losses == trained(training) and losses[4] < losses[0]
     cpu = torch.device("cpu")
     other = TrainingStep(mini(seed=1), cpu)
     other.batches = TrainingStep(mini(), cpu).batches
     drive(other)
     assert other.loss is not None and float(other.loss) != losses[0]
-    assert trained(msgspec.structs.replace(training, start_seed=1))[0] == float(other.loss)
+    assert (trained(msgspec.structs.replace(training, start_seed=1)) or [])[0] == float(other.loss)
 
 
 def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):

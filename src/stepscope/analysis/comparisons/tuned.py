@@ -106,11 +106,15 @@ def _losses(found: Tuned) -> Table:
         (str(step), *(curve.losses[step - 1] if step <= len(curve.losses) else None for curve in found.curves))
         for step in (*(shown for shown in _SHOWN_STEPS if shown < length), *((length,) if length else ()))
     ]
-    said = "depart" if found.departs_at is not None else "stay as near to the baseline's as other starts of it do"
+    said = ": those of the fastest stay as near to the baseline's as other starts of it do"
+    if found.departs_at is not None:
+        said = ": those of the fastest depart"
+    elif found.why_no_losses:
+        said = ""
     return table_of(
         "step", *((curve.name, "{:.4f}") for curve in found.curves), title=LOSSES, rows=rows,
         notes=as_lines(
-            f"Before each step's update, in {counted(length, 'step')} of training: those of the fastest {said}."
+            f"Before each step's update, in {counted(length, 'step')} of training{said}."
         ),
     )  # fmt: skip
 
@@ -147,9 +151,9 @@ def _findings(found: Tuned) -> Iterator[Finding]:
             remedy="study quality and study parity say where the precision is lost",
             evidence={"taken_back": len(wrong)},
         )  # fmt: skip
-    if found.best != found.baseline and not found.curves and not found.interrupted:
+    if found.best != found.baseline and found.why_no_losses:
         yield warning(
-            "losses-not-compared", f"Losses were not compared: {found.why_no_losses or 'the step tells no loss'}.",
+            "losses-not-compared", f"Losses could not be compared: {found.why_no_losses}.",
             remedy="train both, and compare their losses", evidence={},
         )  # fmt: skip
     change = found.confirmed

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import msgspec
 import torch
 
+from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.tuned import LossCurve
 from stepscope.core.workload import Workload
@@ -43,16 +44,17 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = STEPS
 
 
-def losses_of(training: Training) -> list[float]:
+def losses_of(training: Training) -> list[float] | None:
     """The loss of each step before its update, trained in a process of its own, or in one for each rank; ends early
-    where it is not finite. Empty for a step of the user's own, which has no loss that is known."""
+    where it is not finite. None where another start would have the same parameters. Raises InputError for a step of the
+    user's own, which has no loss that is known."""
     if training.workload.ranks > 1:
         device = resolve_device(training.device).type
         told = launch(f"{__name__}:train_on_ranks", training, ranks=training.workload.ranks, device=device)
-        return msgspec.json.decode(told.values[0], type=list[float])
+        return msgspec.json.decode(told.values[0], type=list[float] | None)
     text = msgspec.json.encode(training).decode()
     told = ask_apart(__name__, text, what=f"the training of {training.workload.name}")
-    return msgspec.json.decode(told, type=list[float])
+    return msgspec.json.decode(told, type=list[float] | None)
 
 
 def main(text: str) -> str:
@@ -60,32 +62,37 @@ def main(text: str) -> str:
     return msgspec.json.encode(trained(msgspec.json.decode(text, type=Training))).decode()
 
 
-def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[float]:
+def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[float] | None:
     """The mean losses of all ranks, for `losses_of`."""
     say("train")
     of_ranks = ranks.gathered(_trained(msgspec.json.decode(argument, type=Training), device, ranks))
+    if None in of_ranks:
+        return None
     known = [losses for losses in of_ranks if losses]  # in a pipeline, the last stage alone has a loss
     return [statistics.fmean(of_step) for of_step in zip(*known, strict=False)]
 
 
-def trained(training: Training) -> list[float]:
-    """The losses of a training in this process."""
+def trained(training: Training) -> list[float] | None:
+    """The losses of a training in this process, as `losses_of` has them."""
     return _trained(training, resolve_device(training.device))
 
 
-def _trained(training: Training, device: torch.device, ranks: Ranks | None = None) -> list[float]:
+def _trained(training: Training, device: torch.device, ranks: Ranks | None = None) -> list[float] | None:
     limit_memory(device, training.memory_limit_bytes)
     with matmul_precision(training.workload.dtype):
         step, _ = make_step(training.workload, device, None, ranks)
         if not isinstance(step, AssembledStep):
-            return []
+            raise InputError("a step of your own tells no loss")
         if training.start_seed is not None:
-            batches = step.batches
+            batches, usual = step.batches, _sums(step)
             del step
             step, _ = make_step(
                 msgspec.structs.replace(training.workload, seed=training.start_seed), device, None, ranks
             )
             assert isinstance(step, AssembledStep)
+            alike = (ranks or Ranks()).gathered(_sums(step) == usual)
+            if all(alike):  # ranks go on together, or not at all
+                return None
             step.batches = batches
         step.keep_losses()
         losses: list[torch.Tensor] = []
@@ -96,10 +103,15 @@ def _trained(training: Training, device: torch.device, ranks: Ranks | None = Non
     return list(itertools.takewhile(math.isfinite, map(float, losses)))
 
 
+def _sums(step: AssembledStep) -> list[float]:
+    """The sum of each parameter, by which other parameters are told."""
+    return [float(parameter.detach().sum(dtype=torch.float64)) for parameter in step.model.parameters()]
+
+
 def curves(
     baseline: DrivenWorkload, best: DrivenWorkload, device: str, memory_limit_bytes: int | None = None
 ) -> tuple[LossCurve, ...]:
-    """Losses of the baseline, of the baseline from other starts, and of the fastest step."""
+    """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step."""
     runs: list[tuple[str, DrivenWorkload, int | None]] = [("baseline", baseline, None)]
     runs += [(f"baseline, start {n + 1}", baseline, baseline.seed + n) for n in range(1, 1 + OTHER_STARTS)]
     found: list[LossCurve] = []
@@ -107,8 +119,22 @@ def curves(
         training = Training(
             workload=workload, device=device, start_seed=start, memory_limit_bytes=memory_limit_bytes
         )  # fmt: skip
-        found.append(LossCurve(name=name, losses=tuple(losses_of(training))))
+        losses = losses_of(training)
+        if losses is not None:
+            found.append(LossCurve(name=name, losses=tuple(losses)))
     return tuple(found)
+
+
+def why_not_compared(found: Sequence[LossCurve], steps: int = STEPS) -> str:
+    """Why these losses cannot say how far the fastest step's may be from the baseline's; empty where they can."""
+    starts = found[:-1]
+    if len(starts) < 2:
+        return "the factory makes the same parameters from every seed, so no other start says how far is too far"
+    if len(starts[0].losses) < steps:
+        return "the baseline's losses do not stay finite"
+    if any(len(curve.losses) < steps for curve in starts):
+        return "the baseline's losses from another start do not stay finite"
+    return ""
 
 
 def departs_at(found: Sequence[LossCurve], steps: int = STEPS) -> int | None:
@@ -117,6 +143,8 @@ def departs_at(found: Sequence[LossCurve], steps: int = STEPS) -> int | None:
     length = min(map(len, starts), default=0)
     if not length:
         return None
+    if len(starts) < 2:
+        return len(best) + 1 if len(best) < length else None
     window, reach = window_of(steps), reach_of(steps)
     smooth = [smoothed(losses[:length], window) for losses in starts]
     return departure(best[:length], smooth[0], starts_apart(smooth, reach), window=window, reach=reach)

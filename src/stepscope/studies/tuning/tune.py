@@ -7,7 +7,7 @@ import msgspec
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.tuned import Tuned
-from stepscope.studies.tuning.curves import curves, departs_at
+from stepscope.studies.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.studies.tuning.racing import Racing
 from stepscope.studies.tuning.rounds import Change, changed, lighter_ways
 from stepscope.studies.tuning.search import Search
@@ -75,7 +75,9 @@ def _with_losses(found: Tuned, device: str, memory_limit_bytes: int | None) -> T
         losses = curves(found.baseline, found.best, device, memory_limit_bytes)
     except StepscopeError as error:
         return msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
-    return msgspec.structs.replace(found, curves=losses, departs_at=departs_at(losses))
+    return msgspec.structs.replace(
+        found, curves=losses, departs_at=departs_at(losses), why_no_losses=why_not_compared(losses)
+    )
 
 
 def without_numeric_changes(found: Tuned) -> Tuned:
@@ -93,7 +95,7 @@ def without_numeric_changes(found: Tuned) -> Tuned:
     tried = tuple(
         msgspec.structs.replace(one, verdict="not right", why=why) if one in blamed else one for one in found.tried
     )
-    return msgspec.structs.replace(found, best=best, tried=tried, curves=(), departs_at=None)
+    return msgspec.structs.replace(found, best=best, tried=tried, curves=(), departs_at=None, why_no_losses="")
 
 
 def _confirmed(found: Tuned, racing: Racing) -> Tuned:
