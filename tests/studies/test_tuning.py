@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from stepscope.analysis.comparisons.tuned import answer_tuned
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence
+from stepscope.core.finding import error
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
@@ -24,7 +25,7 @@ from stepscope.studies.tuning.curves import Training, departs_at, losses_of, tra
 from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of
 from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
 from stepscope.studies.tuning.search import Search
-from stepscope.studies.tuning.tune import one_that_fits, without_numeric_changes
+from stepscope.studies.tuning.tune import one_that_fits, tune, without_numeric_changes
 from stepscope.work.spelled import run_call, run_command
 from tests.conftest import make_run, mini, workload
 
@@ -288,6 +289,22 @@ def test_where_nothing_was_raced_nothing_is_said_of_speed():
     search = searched(Written(races=0))
     (_, last) = answer_tuned(search.so_far(search.baseline)).lead
     assert last.text == "No change was raced: it stays as it is."
+
+
+def test_the_factory_s_own_optimizer_stays_and_what_is_wrong_with_its_run_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked = OwnWorkload(model=OwnModel(name=""), factory="own.py:make")
+    found = msgspec.structs.replace(asked, optimizer="SGD", by_factory=("optimizer",))
+    run = make_run(step=[1.0] * 9, workload=found, findings=(error("wrong", "It is wrong."),))
+    racing = Racing(device="cpu", out=str(tmp_path), budget_s=0)
+    monkeypatch.setattr(racing, "_measured", lambda *_, **__: [run])
+    answer = answer_tuned(tune(asked, racing, device="cpu", on_gpu=False))
+    assert "SGD" in answer.lead[0].text
+    (gave,) = (table for table in answer.tables if table.title == "What each change gave")
+    assert [row[0] for row in gave.rows] == ["precision", "compile"]
+    (wrong,) = (finding for finding in answer.findings if finding.severity == "error")
+    assert wrong.kind == "baseline-doubted" and wrong.sentence.endswith("found an error: It is wrong.")
 
 
 def tuned(**fields: object) -> Tuned:

@@ -79,7 +79,11 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     departs_at: int | None = None
     """The step at which the best one's losses depart from the baseline's; None where they do not."""
     why_no_losses: str = ""
-    """Why there are no losses to compare, in one line."""
+    """Why no losses were compared, or why they cannot tell how much is far, in one line."""
+    doubt: str = ""
+    """The error that a check found in the run of the baseline by itself, in one line."""
+    own_optimizer: str = ""
+    """The class of the optimizer that the model's factory gives: no change replaces it."""
     seconds: float = 0.0
     """How long the search took."""
     budget_s: float = 0.0

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator
 
+import msgspec
+
 from stepscope.analysis.runs.against_answer import interval_text
 from stepscope.core.answer import INTERVALS, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.finding import Finding, error, note, warning
-from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.tuned import Tuned
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.work.described import cell_name, describe_workload
@@ -36,15 +38,15 @@ def answer_tuned(found: Tuned) -> Answer:
 
 
 def _lead(found: Tuned) -> Iterator[Line]:
-    yield Line(f"Asked for: {_said(found.asked)}.")
+    yield Line(f"Asked for: {_said(found, found.asked)}.")
     if found.baseline != found.asked:
-        yield Line(f"It does not fit, so the search began with: {_said(found.baseline)}.")
+        yield Line(f"It does not fit, so the search began with: {_said(found, found.baseline)}.")
     if found.best == found.baseline:
         until = ", until it was interrupted" if found.interrupted else ": it stays as it is"
         raced = any(tried.ratio is not None for tried in found.tried)
         yield Line(f"No change {'made it surely faster' if raced else 'was raced'}{until}.", "strong")
         return
-    yield Line(f"Fastest: {_said(found.best)}.")
+    yield Line(f"Fastest: {_said(found, found.best)}.")
     change = found.confirmed
     if change is None or found.baseline_s is None or found.best_s is None:
         yield Line("It was not confirmed in processes of its own, so how much faster it is stays open.", "strong")
@@ -61,8 +63,11 @@ def _lead(found: Tuned) -> Iterator[Line]:
     )
 
 
-def _said(workload: DrivenWorkload) -> str:
+def _said(found: Tuned, workload: DrivenWorkload) -> str:
     """The workload in words; of a model that is yet to be made, the batch is not known."""
+    if found.own_optimizer and isinstance(workload, OwnWorkload):
+        given = {"optimizer": found.own_optimizer, "by_factory": ("optimizer",)}
+        workload = msgspec.structs.replace(workload, **given)
     return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"
 
 
@@ -134,6 +139,11 @@ def _findings(found: Tuned) -> Iterator[Finding]:
         yield warning(
             "interrupted", "The search was interrupted: what it had not reached is not in it.",
             remedy="the same command goes on where this one stopped", evidence={},
+        )  # fmt: skip
+    if found.doubt:
+        yield error(
+            "baseline-doubted", f"In the run of the step by itself a check found an error: {found.doubt}",
+            remedy="mend it first: a race in which it shows again is not taken", evidence={},
         )  # fmt: skip
     late = sum(1 for tried in found.tried if tried.verdict == "not reached")
     if late:

@@ -18,7 +18,7 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import DeviceError, InputError
 from stepscope.core.finding import worst
 from stepscope.core.network import Network, measured_network, network_for
-from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, settings_from
@@ -68,6 +68,12 @@ class Racing:
         """Whether an earlier search had measured one of the last cells: then its time was another."""
         self.where: Environment | None = None
         """The environment of the last run."""
+        self.doubt = ""
+        """The error that a check found in the run of the step that is to be tuned, by itself."""
+        self.own_optimizer = ""
+        """The class of the optimizer that the step's factory gives."""
+        self.fixed: frozenset[str] = frozenset()
+        """Fields of the workload that the step's factory decides, so that a change of them changes nothing."""
         self.budget: Budget | None = memory_of(self._plan(()))
         self._machine = _machine_here() if device != "cpu" else None
         self._alone: dict[str, Run] = {}
@@ -117,6 +123,10 @@ class Racing:
         if run.status != "done":
             message = run.failure.message if run.failure is not None else run.status
             raise DeviceError(f"the step that is to be tuned {run.status}: {message}")
+        found = run.workload
+        if isinstance(found, OwnWorkload) and "optimizer" in found.by_factory:
+            self.own_optimizer, self.fixed = found.optimizer or "", frozenset({"optimizer"})
+        self.doubt = _gravest(run)
         return None
 
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
@@ -241,12 +251,16 @@ def p_value_of(ratio: float, interval: Interval | None) -> float | None:
 def _timed(
     run: Run, runs: tuple[Run, ...], ratio: float, interval: Interval | None, peak_bytes: int | None = None
 ) -> Tried:  # fmt: skip
-    gravest = next((finding for finding in run.findings if finding.severity == "error"), None)
     return _tried(
         "doubted" if worst(run.findings) == "error" else "undecided", runs, step_s=run.samples[STEP].median_s,
         ratio=ratio, interval=interval, p_value=p_value_of(ratio, interval), peak_bytes=peak_bytes,
-        why=gravest.sentence if gravest is not None else "",
+        why=_gravest(run),
     )  # fmt: skip
+
+
+def _gravest(run: Run) -> str:
+    """The first error that a check found in the run; empty where none did."""
+    return next((finding.sentence for finding in run.findings if finding.severity == "error"), "")
 
 
 def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:

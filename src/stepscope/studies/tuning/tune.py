@@ -31,7 +31,7 @@ def tune(
         baseline = one_that_fits(asked, racing)
     except KeyboardInterrupt:
         return Tuned(asked=asked, baseline=asked, best=asked, interrupted=True, seconds=racing.seconds)
-    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept)
+    search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | racing.fixed)
     found = Tuned(asked=asked, baseline=baseline, best=baseline)
     try:
         search.run(racing, tell)
@@ -50,7 +50,8 @@ def tune(
         found = msgspec.structs.replace(known, interrupted=True)
     where = racing.where
     return msgspec.structs.replace(
-        found, seconds=racing.seconds, budget_s=racing.budget_s, folder=racing.out,
+        found, seconds=racing.seconds, budget_s=racing.budget_s, folder=racing.out, doubt=racing.doubt,
+        own_optimizer=racing.own_optimizer,
         device=where.device_name if where is not None else "", versions=where.versions if where is not None else {},
     )  # fmt: skip
 
