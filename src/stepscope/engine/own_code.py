@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import NoReturn
 
 import msgspec
@@ -64,6 +64,16 @@ def ask_apart(module: str, *arguments: str, what: str, keeps: bool = False) -> b
     return answer.data.encode()
 
 
+@contextlib.contextmanager
+def _signal_held() -> Generator[None]:
+    """Inside, SIGINT waits; a process that is started here begins so."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class _Child:
     """The process that runs the user's code."""
 
@@ -78,7 +88,9 @@ class _Child:
 
     def run(self, command: list[str], answer: int, environment: dict[str, str]) -> int:
         """Run it to its end; returns its exit code."""
-        with subprocess.Popen(command, stdout=2, pass_fds=(answer,), env=environment) as self._process:
+        with _signal_held():  # the child holds it until it can answer: importing, it would end with a traceback
+            process = subprocess.Popen(command, stdout=2, pass_fds=(answer,), env=environment)
+        with process as self._process:
             if self.interrupted:
                 self._process.send_signal(signal.SIGINT)
             try:
@@ -102,6 +114,7 @@ def answer_apart(make: Callable[..., str]) -> NoReturn:
     file = int(sys.argv[1])
     os.set_inheritable(file, False)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         answer = _Answer(data=make(*sys.argv[2:]))
     except StepscopeError as error:
         answer = _Answer(error=str(error), exit_code=error.exit_code)
