@@ -26,7 +26,8 @@ def run_command(workload: AnyWorkload, settings: Settings | None = None) -> str 
 
 
 def run_call(workload: AnyWorkload) -> str | None:
-    """The same in Python: `stepscope.run(...)`; None where no arguments say it, as for ranks, which are processes."""
+    """The same in Python: `stepscope.run(...)`; None where no arguments say it. Ranks are processes, which no
+    call starts."""
     chosen = _chosen(workload)
     if chosen is None or "parallel" in dict(chosen):
         return None

@@ -63,7 +63,8 @@ class Racing:
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
         self._compiled_s = 0.0
-        """Of the processes since the last note, what they compiled for the first time. No forecast counts it."""
+        """Seconds that processes compiled for the first time, since a time was noted last. Later ones do not compile
+        again, so no forecast counts them."""
         self._found = False
         """Whether an earlier search had measured one of the last cells: then its time was another."""
         self.where: Environment | None = None
@@ -126,6 +127,8 @@ class Racing:
         found = run.workload
         if isinstance(found, OwnWorkload) and "optimizer" in found.by_factory:
             self.own_optimizer, self.fixed = found.optimizer or "", frozenset({"optimizer"})
+        if workload.ranks > 1:
+            self._alone[workload.key] = run
         self.doubt = _gravest(run)
         return None
 
