@@ -333,6 +333,12 @@ def test_the_answer_says_what_to_use_and_how_sure_it_is():
         ratio=1.2, processes=(5, 5), interval=Interval(low=1.1, high=1.3))))  # fmt: skip
     assert [finding.kind for finding in slower.findings if finding.severity == "error"] == ["slower-when-confirmed"]
     assert {f.kind for f in answer_tuned(tuned(interrupted=True)).findings} >= {"interrupted"}
+    open_ = answer_tuned(msgspec.structs.replace(found, confirmed=Change(
+        ratio=1.2, processes=(5, 5), interval=Interval(low=0.8, high=1.8))))  # fmt: skip
+    assert [f.kind for f in open_.findings if f.severity == "warning"] == ["undecided-when-confirmed"]
+    late = msgspec.structs.replace(found.tried[0], verdict="not reached")
+    (told,) = [f for f in answer_tuned(tuned(tried=(late,), needed_s=540.0)).findings if f.kind == "not-reached"]
+    assert "of over 540 s" in told.remedy
 
 
 def test_a_training_s_losses_are_those_of_its_batches():
@@ -361,7 +367,7 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     took(60, first, second)  # compiled for the first time
     took(30, second, third)
     # 110 s are over. Another race may take 60 s; 5 processes of 20 s and 5 of 30 s confirm, 4 of 30 s train: 540 s.
-    assert racing.time_left(first, second)
+    assert racing.time_left(first, second) and racing.needed_s == 540
     now[0] += 60.5
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.

@@ -11,6 +11,7 @@ from stepscope.core.samples import Interval
 
 TUNED_FIELDS = (
     "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,
+    "projections",
 )  # fmt: skip
 """Fields of a workload that a search may change."""
 
@@ -86,6 +87,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """The class of the optimizer that the model's factory gives: no change replaces it."""
     seconds: float = 0.0
     """How long the search took."""
+    needed_s: float = 0.0
+    """The time that one more race and the confirmation of the end would have taken, when it was asked for last."""
     budget_s: float = 0.0
     interrupted: bool = False
     device: str = ""

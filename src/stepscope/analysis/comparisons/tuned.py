@@ -150,8 +150,9 @@ def _findings(found: Tuned) -> Iterator[Finding]:
         yield note(
             "not-reached", f"The time of {format_seconds(found.budget_s)}, less what is kept to confirm the end in "
             f"processes of its own, was over before {counted(late, 'change')}.",
-            remedy="give it a larger --budget; what is measured already is not measured again",
-            evidence={"not_reached": late},
+            remedy=f"give it a --budget of over {format_seconds(found.needed_s)}: one of them and the end need it; "
+            "what is measured already is not measured again",
+            evidence={"not_reached": late, "needed_s": found.needed_s},
         )  # fmt: skip
     wrong = [tried for tried in found.tried if tried.verdict == "not right"]
     if wrong:
@@ -172,6 +173,11 @@ def _findings(found: Tuned) -> Iterator[Finding]:
             "slower-when-confirmed", f"In processes of their own the fastest step was {format_share(change.share)} "
             "slower than the baseline.",
             remedy="keep the step that you asked for; tune again on a quiet machine", evidence={"ratio": change.ratio},
+        )  # fmt: skip
+    if change is not None and not change.decided:
+        yield warning(
+            "undecided-when-confirmed", "In processes of their own neither step was surely faster.",
+            remedy="the same command with --fresh, on a quiet machine", evidence={"ratio": change.ratio},
         )  # fmt: skip
     more = (found.best_peak_bytes or 0) - (found.baseline_peak_bytes or 0)
     if found.best_peak_bytes and found.baseline_peak_bytes and more > found.baseline_peak_bytes // 50:

@@ -248,9 +248,11 @@ def _within(outcomes: RunsJudged) -> Iterator[Finding]:
     farthest = max(outcomes.variants, key=lambda each: abs(each.final_loss - outcomes.reference.final_loss))
     difference = farthest.final_loss - outcomes.reference.final_loss
     nothing = "no step" if all(each.kind == "whole steps" for each in outcomes.variants) else "no precision"
+    count = len(outcomes.variants)
+    departs = f"None of {count} runs departs" if count > 1 else f"{farthest.name} does not depart"
     yield note(
         "nothing-beyond-the-start",
-        f"None of {counted(len(outcomes.variants), 'run')} departs: at this size and length {nothing} changes the "
+        f"{departs}: at this size and length {nothing} changes the "
         f"training more than another start does. Farthest {outcomes.final.where} is {farthest.name}, "
         f"{_signed(difference)} fp32.",
         {"runs": len(outcomes.variants), "farthest": farthest.name, "difference": difference},

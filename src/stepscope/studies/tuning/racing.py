@@ -67,6 +67,8 @@ class Racing:
         again, so no forecast counts them."""
         self._found = False
         """Whether an earlier search had measured one of the last cells: then its time was another."""
+        self.needed_s = 0.0
+        """The time that another race and the end would have taken, when it was asked for last."""
         self.where: Environment | None = None
         """The environment of the last run."""
         self.doubt = ""
@@ -95,7 +97,8 @@ class Racing:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
         of_both = [self._took_s.get(one.key, self._longest_s) for one in (baseline, best)]
         kept_s = FEWEST_PROCESSES * sum(of_both) + TRAININGS * max(of_both)
-        return self.seconds + self._longest_s + kept_s < self.budget_s
+        self.needed_s = self.seconds + self._longest_s + kept_s
+        return self.needed_s < self.budget_s
 
     def fits(self, workload: DrivenWorkload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""

@@ -50,8 +50,8 @@ def tune(
         found = msgspec.structs.replace(known, interrupted=True)
     where = racing.where
     return msgspec.structs.replace(
-        found, seconds=racing.seconds, budget_s=racing.budget_s, folder=racing.out, doubt=racing.doubt,
-        own_optimizer=racing.own_optimizer,
+        found, seconds=racing.seconds, budget_s=racing.budget_s, needed_s=racing.needed_s,
+        folder=racing.out, doubt=racing.doubt, own_optimizer=racing.own_optimizer,
         device=where.device_name if where is not None else "", versions=where.versions if where is not None else {},
     )  # fmt: skip
 
