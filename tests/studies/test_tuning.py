@@ -432,6 +432,14 @@ def test_ranks_whose_state_does_not_fit_shard_it_first():
     asked = workload(batch_size=4, parallel="ddp", ranks=2)
     found = one_that_fits(asked, Small())  # pyright: ignore[reportArgumentType]
     assert (found.parallel, found.checkpointing, found.accumulation) == ("fsdp2", "every-1", 1)
+    with pytest.raises(InputError, match="however it is split"):
+        one_that_fits(asked, Small(), frozenset({"parallel"}))  # pyright: ignore[reportArgumentType]
+
+    class Unsharded(Written):
+        def fits(self, workload: DrivenWorkload) -> str | None:
+            return None if workload.parallel == "ddp" and workload.checkpointing == "every-1" else "too large"
+
+    assert one_that_fits(asked, Unsharded()).checkpointing == "every-1"  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.slow

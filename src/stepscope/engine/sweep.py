@@ -66,6 +66,10 @@ class Series:
         return self
 
     def __exit__(self, *raised: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the process that forks cells."""
         self.forks.close()
         self.loop.close()
 

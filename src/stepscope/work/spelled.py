@@ -26,8 +26,8 @@ def run_command(workload: AnyWorkload, settings: Settings | None = None) -> str 
 
 
 def run_call(workload: AnyWorkload) -> str | None:
-    """The same in Python: `stepscope.run(...)`; None where no arguments say it. Ranks are processes, which no
-    call starts."""
+    """The `stepscope.run(...)` in Python that measures the workload; None where no arguments say it, as for a step that
+    ranks share, since that function starts no processes."""
     chosen = _chosen(workload)
     if chosen is None or "parallel" in dict(chosen):
         return None

@@ -7,7 +7,7 @@ the baseline itself, started from other parameters over the same batches (`numer
 import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -63,9 +63,9 @@ def main(text: str) -> str:
 
 
 def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[float] | None:
-    """The mean losses of all ranks, for `losses_of`."""
-    say("train")
-    of_ranks = ranks.gathered(_trained(msgspec.json.decode(argument, type=Training), device, ranks))
+    """The mean losses of all ranks, for `losses_of`. Each step is told: ranks that say nothing are taken to hang."""
+    training = msgspec.json.decode(argument, type=Training)
+    of_ranks = ranks.gathered(_trained(training, device, ranks, lambda step: say(f"training step {step}")))
     if None in of_ranks:
         return None
     known = [losses for losses in of_ranks if losses]  # in a pipeline, the last stage alone has a loss
@@ -77,7 +77,10 @@ def trained(training: Training) -> list[float] | None:
     return _trained(training, resolve_device(training.device))
 
 
-def _trained(training: Training, device: torch.device, ranks: Ranks | None = None) -> list[float] | None:
+def _trained(
+    training: Training, device: torch.device, ranks: Ranks | None = None,
+    tell: Callable[[int], object] = lambda _step: None,
+) -> list[float] | None:  # fmt: skip
     limit_memory(device, training.memory_limit_bytes)
     with matmul_precision(training.workload.dtype):
         step, _ = make_step(training.workload, device, None, ranks)
@@ -96,7 +99,8 @@ def _trained(training: Training, device: torch.device, ranks: Ranks | None = Non
             step.batches = batches
         step.keep_losses()
         losses: list[torch.Tensor] = []
-        for _ in range(training.steps):
+        for number in range(training.steps):
+            tell(number + 1)
             drive(step)
             if step.mean_loss is not None:
                 losses.append(step.mean_loss)

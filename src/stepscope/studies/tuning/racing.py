@@ -86,7 +86,7 @@ class Racing:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        self._series.__exit__(*raised)
+        self._series.close()
 
     @property
     def seconds(self) -> float:

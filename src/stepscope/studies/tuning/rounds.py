@@ -141,10 +141,13 @@ def lighter(best: DrivenWorkload) -> list[Change]:
 
 
 def lighter_ways(best: DrivenWorkload) -> list[Change]:
-    """What needs less memory: of ranks that keep all of the step's state each, shards of it come first."""
+    """What needs less memory than the step does, in the order in which it is tried.
+
+    Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
+    """
     whole = best.ranks > 1 and PARAMETERS not in strategy_named(best.parallel).shards
     sharded: list[Change] = [{"parallel": "fsdp2"}] if whole else []
-    return [*sharded, *({**each, **change} for each in (sharded or [{}]) for change in lighter(best))]
+    return [*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(best))]
 
 
 def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:

@@ -28,7 +28,7 @@ def tune(
     if asked.phase != "train":
         raise InputError(f"tune makes a training step faster, and --phase {asked.phase} asks for another: leave it out")
     try:
-        baseline = one_that_fits(asked, racing)
+        baseline = one_that_fits(asked, racing, kept)
     except KeyboardInterrupt:
         return Tuned(asked=asked, baseline=asked, best=asked, interrupted=True, seconds=racing.seconds)
     search = Search(baseline=baseline, on_gpu=on_gpu, kept=kept | racing.fixed)
@@ -56,12 +56,16 @@ def tune(
     )  # fmt: skip
 
 
-def one_that_fits(asked: DrivenWorkload, racing: Racing) -> DrivenWorkload:
-    """The step, or the one that computes least again of those that fit and run."""
+def one_that_fits(
+    asked: DrivenWorkload, racing: Racing, kept: frozenset[str] = frozenset()
+) -> DrivenWorkload:  # fmt: skip
+    """The step, or the one that computes least again of those that fit and run. kept: fields that stay as they are."""
     why = racing.fits(asked) or racing.runs_alone(asked)
     if why is None:
         return asked
     for change in lighter_ways(asked):
+        if any(name in kept and getattr(asked, name) != value for name, value in change.items()):
+            continue
         try:
             other = changed(asked, change)
             if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
