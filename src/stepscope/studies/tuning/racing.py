@@ -123,8 +123,11 @@ class Racing:
         (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
         if workload.ranks > 1:  # each rank is a new process, in a race as well
             self.note_time(began, workload)
-        else:  # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again
+        else:
+            # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What
+            # the steps took, another process takes at least.
             self._compiled_s = 0.0
+            self._note(steps_s(run))
         if run.status == "out-of-memory":
             return "it ran out of memory"
         if run.status != "done":
@@ -153,6 +156,9 @@ class Racing:
     def note_time(self, began: float, *workloads: DrivenWorkload) -> None:
         """Note how long a process took that measured these since then, less what it compiled for the first time."""
         took_s, self._compiled_s = self._clock() - began - self._compiled_s, 0.0
+        self._note(took_s, *workloads)
+
+    def _note(self, took_s: float, *workloads: DrivenWorkload) -> None:
         if self._found:
             return
         self._longest_s = max(self._longest_s, took_s)
@@ -239,6 +245,12 @@ def _machine_here() -> tuple[DeviceSpec, Network] | None:
     if kept is not None:
         network = measured_network(network, kept.fits, f"measured here, {kept.measured_at}")
     return spec, network
+
+
+def steps_s(run: Run) -> float:
+    """Seconds that the run's steps took, those of its warm-up with them."""
+    steps = run.samples.get(STEP)
+    return sum(steps.warmup_s) + sum(steps.values_s) if steps is not None else 0.0
 
 
 def compiled_s(run: Run) -> float:
