@@ -23,7 +23,7 @@ from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained, why_not_compared
 from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of
-from stepscope.studies.tuning.rounds import ROUNDS, changes_of, lighter
+from stepscope.studies.tuning.rounds import BEFORE, ROUNDS, changes_of, groups_that_may, lighter, together
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, tune, without_numeric_changes
 from stepscope.work.spelled import run_call, run_command
@@ -108,7 +108,8 @@ def test_the_host_decides_nothing_once_the_step_is_replayed():
         def seconds(self, step: DrivenWorkload) -> float:
             waits = step.compile == "eager" and step.graph == "none"
             flash = getattr(step, "attention", "") == "flash"
-            return super().seconds(step) * ((1.4 if waits else 1) if flash else 1)
+            joint = getattr(step, "projections", "") == "joint"  # so that the usual changes are tried one by one
+            return super().seconds(step) * ((1.4 if waits else 1) if flash else 1) * (9 if joint else 1)
 
     search = searched(Hosted())
     verdicts = [(t.round, t.verdict) for t in search.tried if t.change == {"attention": "flash"}]
@@ -126,14 +127,16 @@ def test_what_must_be_compiled_is_raced_last_and_no_graph_of_parts_within_one_of
 
 
 def test_kernels_are_raced_apart_only_where_together_they_are_not_taken():
-    apart = {t.round for t in searched(Written()).tried}
+    kept = frozenset({"projections"})
+    apart = {t.round for t in searched(Written(), kept).tried}
     assert "kernels apart" not in apart, "the fused loss makes all of them together faster"
 
     class Worse(Written):
         def seconds(self, step: DrivenWorkload) -> float:
-            return super().seconds(step) * (1.3 if getattr(step, "norm", "") == "fused" else 1)
+            return super().seconds(step) * (3.0 if getattr(step, "norm", "") == "fused" else 1)
 
-    search = searched(Worse())
+    search = searched(Worse(), kept)
+    assert next(t.verdict for t in search.tried if t.round == "together") == "slower"
     assert {t.round: t.change for t in search.tried if t.verdict == "taken"}["kernels apart"] == {"loss": "fused"}
 
 
@@ -142,6 +145,37 @@ def test_without_time_nothing_is_measured_and_all_of_it_is_said():
     assert sum(1 for tried in search.tried if tried.ratio is not None) == 2
     late = [tried for tried in search.tried if tried.verdict == "not reached"]
     assert late and all(tried.why == "the time was over" for tried in late)
+
+
+def test_what_is_usually_faster_is_one_race_and_is_taken_back_choice_by_choice():
+    search = searched(Written(races=1), dtype="fp32")
+    best = search.best
+    assert (best.dtype, best.optimizer, best.graph) == ("bf16-master", "adamw-one-launch", "step")
+    assert getattr(best, "attention", "") == "flash" and getattr(best, "projections", "") == "joint"
+
+    class Joint(Written):
+        def seconds(self, step: DrivenWorkload) -> float:
+            return super().seconds(step) * (1.1 if getattr(step, "projections", "") == "joint" else 1)
+
+    search = searched(Joint(), frozenset({"compile", "optimizer"}), dtype="fp32")
+    back = {tuple(t.change.items()): t for t in search.tried if t.round == "without"}
+    assert len(back) == 5 and (("dtype", "fp32"),) in back, "its optimizer is kept, so it stays as it is"
+    assert back[("projections", "apart"),].verdict == "taken" and back[("attention", "reference"),].verdict == "slower"
+    assert getattr(search.best, "projections", "") == "apart"
+
+
+def test_the_usual_changes_are_those_that_the_step_may_have():
+    def fields(kept: Sequence[str] = (), **step: object) -> set[str]:
+        return {name for group in groups_that_may(workload(**step), frozenset(kept)) for name in group}
+
+    parts = {"norm", "rope", "mlp", "loss"}
+    assert fields() == {"dtype", "optimizer", "graph", "attention", "projections", *parts}
+    assert fields(["norm", "dtype"]) == {"optimizer", "graph", "attention", "projections", *parts} - {"norm"}
+    assert "graph" not in fields(compile="reduce-overhead"), "it captures graphs of its own"
+    ranks = {"parallel": "fsdp2", "ranks": 2, "batch_size": 4, "dtype": "bf16"}
+    assert fields(**ranks) == {"optimizer", "attention", *parts}, "no graph holds it"
+    own = OwnWorkload(model=OwnModel(name=""), factory="own.py:make")
+    assert [set(group) for group in groups_that_may(own, frozenset())] == [{"dtype", "optimizer"}, {"graph"}]
 
 
 def test_noise_takes_nothing():
@@ -177,7 +211,8 @@ def test_on_a_cpu_nothing_of_a_gpu_is_tried():
 @given(st.sampled_from(["fp32", "bf16", "tf32", "bf16-master"]), st.sampled_from(["eager", "default"]), st.booleans())
 def test_each_change_of_a_round_changes_something_once(dtype: str, compiled: str, on_gpu: bool):
     best = workload(dtype=dtype, compile=compiled, batch_size=8, checkpointing="every-1")
-    for round_ in ROUNDS:
+    usual = together(groups_that_may(best, frozenset()))
+    for round_ in (*BEFORE, usual, *ROUNDS):
         made = [m for _, m in changes_of(round_, best, on_gpu=on_gpu, kept=frozenset()) if not isinstance(m, str)]
         keys = [one.key for one in made]
         assert best.key not in keys and len(set(keys)) == len(keys)
@@ -198,7 +233,7 @@ def test_what_computes_least_again_comes_first():
 
 
 def test_kept_attention_is_tried_where_attention_is_fused():
-    (memory,) = (round_ for round_ in ROUNDS if round_.name == "memory")
+    (memory,) = (round_ for round_ in BEFORE if round_.name == "memory")
 
     def tried(attention: str, checkpointing: str = "every-1") -> list[str]:
         best = workload(batch_size=1, checkpointing=checkpointing, attention=attention)
@@ -318,7 +353,11 @@ def test_a_change_whose_losses_depart_is_taken_back():
     found = without_numeric_changes(tuned(departs_at=7))
     assert found.best.dtype == "bf16" and found.best.graph == "step" and found.departs_at is None
     wrong = [tried for tried in found.tried if tried.verdict == "not right"]
-    assert [tried.round for tried in wrong] == ["precision"] and "step 7" in wrong[0].why
+    assert [tried.round for tried in wrong] == ["together"] and "step 7" in wrong[0].why
+    assert set(wrong[0].change) == {"dtype", "optimizer"}, "what computes something else"
+    (stays,) = (t for t in found.tried if t.round == "together" and t.verdict == "taken")
+    assert stays.change["graph"] == "step" and stays.ratio is None, "it was not timed apart"
+    assert found.best.optimizer == "adamw-under-backward", "another round's"
 
 
 def test_the_answer_says_what_to_use_and_how_sure_it_is():
@@ -351,7 +390,9 @@ def test_a_training_s_losses_are_those_of_its_batches():
     other.batches = TrainingStep(mini(), cpu).batches
     drive(other)
     assert other.loss is not None and float(other.loss) != losses[0]
-    assert (trained(msgspec.structs.replace(training, start_seed=1)) or [])[0] == float(other.loss)
+    restarted = msgspec.structs.replace(training, start_seed=1)
+    assert (trained(restarted) or [])[0] == float(other.loss)
+    assert losses_of(training, restarted) == [losses, trained(restarted)], "one process trains as several do"
 
 
 def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
@@ -359,16 +400,16 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
     first, second, third = (workload(layers=layers) for layers in (1, 2, 3))
 
-    def took(seconds: float, *steps: DrivenWorkload) -> None:
+    def took(seconds: float, *steps: DrivenWorkload, processes: int = 1) -> None:
         began, now[0] = now[0], now[0] + seconds
-        racing.note_time(began, *steps)
+        racing.note_time(began, *steps, processes=processes)
 
     took(20, first)
     took(60, first, second)  # compiled for the first time
-    took(30, second, third)
-    # 110 s are over. Another race may take 60 s; 5 processes of 20 s and 5 of 30 s confirm, 4 of 30 s train: 540 s.
-    assert racing.time_left(first, second) and racing.needed_s == 540
-    now[0] += 60.5
+    took(60, second, third, processes=2)  # one after the other: 30 s each
+    # 140 s are over. Another race may take 60 s; 5 processes of 20 s and 5 of 30 s confirm, 4 of 30 s train: 570 s.
+    assert racing.time_left(first, second) and racing.needed_s == 570
+    now[0] += 30.5
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.
     assert racing.time_left(first, first)
@@ -451,6 +492,6 @@ def test_ranks_train_with_the_losses_of_one_process(choices: dict[str, Any], sta
     alone = mini(batch_size=4)
     shared = msgspec.structs.replace(alone, ranks=2, **choices)
     one, both = (
-        losses_of(Training(workload=each, device="cpu", start_seed=start, steps=4)) for each in (alone, shared)
+        losses_of(Training(workload=each, device="cpu", start_seed=start, steps=4))[0] for each in (alone, shared)
     )
     assert both == pytest.approx(one, rel=1e-5)

@@ -4,6 +4,7 @@ A step that is faster because it computes something else shows it in its losses.
 the baseline itself, started from other parameters over the same batches (`numerics/quality/departure.py`).
 """
 
+import gc
 import itertools
 import math
 import statistics
@@ -30,7 +31,7 @@ from stepscope.parallel.ranks import Ranks
 STEPS = 50
 OTHER_STARTS = 2
 TRAININGS = 2 + OTHER_STARTS
-"""Processes that train: the baseline, the same from other parameters, and the fastest step."""
+"""The baseline, the same from other parameters, and the fastest step."""
 
 
 class Training(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,22 +45,31 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = STEPS
 
 
-def losses_of(training: Training) -> list[float] | None:
-    """The loss of each step before its update, trained in a process of its own, or in one for each rank; ends early
-    where it is not finite. None where another start would have the same parameters. Raises InputError for a step of the
-    user's own, which has no loss that is known."""
-    if training.workload.ranks > 1:
-        device = resolve_device(training.device).type
-        told = launch(f"{__name__}:train_on_ranks", training, ranks=training.workload.ranks, device=device)
-        return msgspec.json.decode(told.values[0], type=list[float] | None)
-    text = msgspec.json.encode(training).decode()
-    told = ask_apart(__name__, text, what=f"the training of {training.workload.name}")
-    return msgspec.json.decode(told, type=list[float] | None)
+def losses_of(*trainings: Training) -> list[list[float] | None]:
+    """Of each training, the loss of each step before its update; ends early where it is not finite. They train one
+    after another, in one process of their own, or, where ranks share the step, each in one for each rank. None where
+    another start would have the same parameters. Raises InputError for a step of the user's own, which has no loss
+    that is known."""
+    if trainings[0].workload.ranks > 1:
+        return [_on_ranks(training) for training in trainings]
+    text = msgspec.json.encode(trainings).decode()
+    told = ask_apart(__name__, text, what=f"the training of {trainings[0].workload.name}")
+    return msgspec.json.decode(told, type=list[list[float] | None])
+
+
+def _on_ranks(training: Training) -> list[float] | None:
+    device = resolve_device(training.device).type
+    told = launch(f"{__name__}:train_on_ranks", training, ranks=training.workload.ranks, device=device)
+    return msgspec.json.decode(told.values[0], type=list[float] | None)
 
 
 def main(text: str) -> str:
     """Train, and write the losses as JSON, for `losses_of`."""
-    return msgspec.json.encode(trained(msgspec.json.decode(text, type=Training))).decode()
+    found: list[list[float] | None] = []
+    for training in msgspec.json.decode(text, type=list[Training]):
+        found.append(trained(training))
+        gc.collect()  # a step's hooks hold it in circles, and the next one needs its memory
+    return msgspec.json.encode(found).decode()
 
 
 def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[float] | None:
@@ -116,17 +126,12 @@ def curves(
     baseline: DrivenWorkload, best: DrivenWorkload, device: str, memory_limit_bytes: int | None = None
 ) -> tuple[LossCurve, ...]:
     """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step."""
-    runs: list[tuple[str, DrivenWorkload, int | None]] = [("baseline", baseline, None)]
-    runs += [(f"baseline, start {n + 1}", baseline, baseline.seed + n) for n in range(1, 1 + OTHER_STARTS)]
-    found: list[LossCurve] = []
-    for name, workload, start in (*runs, ("fastest", best, None)):
-        training = Training(
-            workload=workload, device=device, start_seed=start, memory_limit_bytes=memory_limit_bytes
-        )  # fmt: skip
-        losses = losses_of(training)
-        if losses is not None:
-            found.append(LossCurve(name=name, losses=tuple(losses)))
-    return tuple(found)
+    asked = Training(workload=baseline, device=device, memory_limit_bytes=memory_limit_bytes)
+    starts = {f"baseline, start {n + 1}": baseline.seed + n for n in range(1, 1 + OTHER_STARTS)}
+    others = (msgspec.structs.replace(asked, start_seed=seed) for seed in starts.values())
+    found = dict(zip(("baseline", *starts), losses_of(asked, *others), strict=True))
+    found |= {"fastest": losses_of(msgspec.structs.replace(asked, workload=best))[0]}
+    return tuple(LossCurve(name=name, losses=tuple(losses)) for name, losses in found.items() if losses is not None)
 
 
 def why_not_compared(found: Sequence[LossCurve], steps: int = STEPS) -> str:

@@ -40,7 +40,7 @@ from stepscope.studies.tuning.curves import TRAININGS
 RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profile=True), warmup_seconds=2.0)
 """How long the two steps of a race take turns. What drifts meets both, so they need not be as steady as one alone."""
 
-CONFIRMED = settings_from(None, None, seconds=3.0)
+CONFIRMED = settings_from(None, None, seconds=3.0, no_profile=True)
 
 _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 
@@ -125,9 +125,9 @@ class Racing:
             self.note_time(began, workload)
         else:
             # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What
-            # the steps took, another process takes at least.
+            # the steps took, a race takes at least.
             self._compiled_s = 0.0
-            self._note(steps_s(run))
+            self._longest_s = max(self._longest_s, steps_s(run))
         if run.status == "out-of-memory":
             return "it ran out of memory"
         if run.status != "done":
@@ -143,27 +143,26 @@ class Racing:
 
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
-        began = self._clock()
+        began, processes = self._clock(), 1
         try:
             if self._fit_together(best, other):
                 found = self._by_turns(best, other)
                 if found.verdict != "does not fit":
                     return found
+            processes = 1 if best.key in self._alone else 2
             return self._apart(best, other)
         finally:
-            self.note_time(began, best, other)
+            self.note_time(began, best, other, processes=processes)
 
-    def note_time(self, began: float, *workloads: DrivenWorkload) -> None:
-        """Note how long a process took that measured these since then, less what it compiled for the first time."""
+    def note_time(self, began: float, *workloads: DrivenWorkload, processes: int = 1) -> None:
+        """Note how long so many processes took that measured these since then, one after another, less what was
+        compiled for the first time."""
         took_s, self._compiled_s = self._clock() - began - self._compiled_s, 0.0
-        self._note(took_s, *workloads)
-
-    def _note(self, took_s: float, *workloads: DrivenWorkload) -> None:
         if self._found:
             return
         self._longest_s = max(self._longest_s, took_s)
         for one in workloads:
-            self._took_s[one.key] = min(self._took_s.get(one.key, took_s), took_s)
+            self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), took_s / processes)
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""

@@ -1,13 +1,16 @@
 """The rounds of a search for the fastest step: which changes are tried together, and in which order.
 
 A round's changes all begin at the best step so far, and the fastest of them is taken. What only helps together is one
-change: bf16 weights, and the optimizer that writes them. How ranks
-share the step comes first, and what fits, and what computes in fewer bits. Then
-the step is replayed as one CUDA graph, which takes seconds to capture: where the host launches kernel after kernel, it
-would choose the attention with the fewest launches. What torch.compile has to compile comes last, since each try takes
-minutes.
+change: bf16 weights, and the optimizer that writes them. How ranks share the step comes first, and what fits. Then all
+that is usually faster on a GPU is one change: where it is faster here, one race stands for those of half the rounds,
+and a search with little time has most of what there is to gain. The rounds after it try what else there is; and where
+it was not faster, each choice by itself. Of these, what computes in fewer bits comes first. Then the step is replayed
+as one CUDA graph, which takes seconds to capture: where the host launches kernel after kernel, it would choose the
+attention with the fewest launches. What torch.compile has to compile comes late, since each try takes minutes. Last,
+what was taken together is taken back, choice by choice, which says what each of them gives.
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -63,8 +66,42 @@ def _layouts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield {"parallel": "tensor-sequence"}
 
 
+def _groups(best: DrivenWorkload) -> Iterator[Change]:
+    """What is usually faster on a GPU, each with what belongs to it."""
+    lower = PRECISIONS_TRIED.get(best.dtype, ())
+    if best.ranks > 1:  # no ranks share a step with masters
+        yield {"dtype": "bf16"} if "bf16" in lower else {}
+        yield {"optimizer": "adamw-fused"}
+    else:
+        yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
+    yield {"graph": "step"}
+    if isinstance(best, Workload):
+        yield {"attention": PREFERRED["cuda"][0]}
+        yield dict.fromkeys(PARTS, "fused")
+        yield {"projections": "joint"}
+
+
+def groups_that_may(best: DrivenWorkload, kept: frozenset[str]) -> list[Change]:
+    """Those of the usual changes that the step may have, all together, without the fields in `kept`."""
+    found: list[Change] = []
+    step = best
+    for group in _groups(best):
+        different = {name: value for name, value in group.items() if getattr(best, name) != value and name not in kept}
+        if different:
+            with contextlib.suppress(InputError):  # the rest may do without
+                step = changed(step, different)
+                found.append(different)
+    return found
+
+
+def back_again(group: Change, baseline: DrivenWorkload) -> Change:
+    """The change that takes this one back."""
+    return {name: getattr(baseline, name) for name in group}
+
+
 def _attentions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
-    for name in PREFERRED["cuda"][:-1] if on_gpu else PREFERRED_ELSEWHERE:
+    # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
+    for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
         yield {"attention": name}
 
 
@@ -158,9 +195,16 @@ def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield change
 
 
-ROUNDS: tuple[Round, ...] = (
+BEFORE: tuple[Round, ...] = (
     Round(name="layout", changes=_layouts, by_plan=True),
     Round(name="memory", changes=_lighter_work),
+)
+"""What is looked for before what is usually faster."""
+
+TOGETHER, WITHOUT = "together", "without"
+"""The round of all that is usually faster, and the one that takes its choices back, one by one."""
+
+ROUNDS: tuple[Round, ...] = (
     Round(name="precision", changes=_precisions),
     Round(name="optimizer", changes=_optimizers),
     Round(name="graph", changes=_replayed, of_gpu=True),
@@ -172,6 +216,26 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="graph again", changes=_replayed_again, of_gpu=True),
     Round(name="update under backward", changes=_under_backward, of_gpu=True),
 )
+
+
+def together(groups: list[Change]) -> Round:
+    """All of these at once; where they are one or none, their own rounds try them."""
+    return Round(name=TOGETHER, changes=lambda _best, _on_gpu: [_all_of(groups)] if len(groups) > 1 else [])
+
+
+def without(groups: list[Change], baseline: DrivenWorkload) -> Round:
+    """Each of these taken back, as far as the best step still has it."""
+
+    def changes(best: DrivenWorkload, _on_gpu: bool) -> Iterator[Change]:
+        for group in groups:
+            if all(getattr(best, name) == value for name, value in group.items()):
+                yield back_again(group, baseline)
+
+    return Round(name=WITHOUT, changes=changes)
+
+
+def _all_of(groups: list[Change]) -> Change:
+    return {name: value for group in groups for name, value in group.items()}
 
 
 def changed(best: DrivenWorkload, change: Change) -> DrivenWorkload:

@@ -3,7 +3,7 @@
 It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,7 +13,16 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.processes import standing
 from stepscope.core.tuned import Tried, Tuned
 from stepscope.core.units import format_seconds
-from stepscope.studies.tuning.rounds import ROUNDS, Change, Round, changes_of
+from stepscope.studies.tuning.rounds import (
+    BEFORE,
+    ROUNDS,
+    Change,
+    Round,
+    changes_of,
+    groups_that_may,
+    together,
+    without,
+)  # fmt: skip
 
 NOT_REACHED = "the time was over"
 FAR = 1.15
@@ -48,7 +57,6 @@ class Search:
     baseline: DrivenWorkload
     on_gpu: bool
     kept: frozenset[str] = frozenset()
-    rounds: Sequence[Round] = ROUNDS
     best: DrivenWorkload = field(init=False)
     tried: list[Tried] = field(default_factory=list[Tried])
 
@@ -57,9 +65,20 @@ class Search:
 
     def run(self, bench: Bench, tell: Callable[[str], None] = lambda _: None) -> None:
         """Go through the rounds. A KeyboardInterrupt leaves what was found."""
-        for round_ in self.rounds:
-            if (taken := self._round(round_, bench, tell)) is not None:
-                self.best = taken
+        for round_ in BEFORE:
+            self._go(round_, bench, tell)
+        before = self.best
+        usual = groups_that_may(before, self.kept) if self.on_gpu else []
+        self._go(together(usual), bench, tell)
+        taken = self.best != before
+        for round_ in ROUNDS:
+            self._go(round_, bench, tell)
+        if taken:
+            self._go(without(usual, before), bench, tell)
+
+    def _go(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> None:
+        if (taken := self._round(round_, bench, tell)) is not None:
+            self.best = taken
 
     def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> DrivenWorkload | None:
         """Try the changes of a round; returns the step with the one that is taken."""

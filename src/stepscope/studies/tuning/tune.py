@@ -1,19 +1,21 @@
 """Search, check the losses, confirm: `tune` goes this way, and what it has when it is interrupted is its answer."""
 
+import contextlib
 from collections.abc import Callable
 
 import msgspec
 
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.own_workload import DrivenWorkload
-from stepscope.core.tuned import Tuned
+from stepscope.core.tuned import Tried, Tuned
 from stepscope.studies.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.studies.tuning.racing import Racing
-from stepscope.studies.tuning.rounds import Change, changed, lighter_ways
+from stepscope.studies.tuning.rounds import changed, lighter_ways
 from stepscope.studies.tuning.search import Search
 
-NUMERIC = ("precision",)
-"""Rounds whose changes compute something else on purpose. They are taken back where the losses depart."""
+NUMERIC = ("dtype", "optimizer")
+"""Fields that compute something else on purpose, where a change has a dtype: what writes its weights goes with it. They
+are taken back where the losses depart."""
 
 
 def tune(
@@ -88,19 +90,28 @@ def _with_losses(found: Tuned, device: str, memory_limit_bytes: int | None) -> T
 def without_numeric_changes(found: Tuned) -> Tuned:
     """The search with what it took less the changes that compute something else; without any, the baseline is best."""
     taken = [tried for tried in found.tried if tried.verdict == "taken"]
-    blamed = [tried for tried in taken if tried.round in NUMERIC] or taken
-    kept: list[Change] = [tried.change for tried in taken if tried not in blamed]
-    best = found.baseline
-    for change in kept:
-        try:
-            best = changed(best, change)
-        except InputError:  # it was for what is taken back
-            continue
+    numeric = [tried for tried in taken if "dtype" in tried.change]
     why = f"losses depart from the baseline's at step {found.departs_at}"
-    tried = tuple(
-        msgspec.structs.replace(one, verdict="not right", why=why) if one in blamed else one for one in found.tried
-    )
-    return msgspec.structs.replace(found, best=best, tried=tried, curves=(), departs_at=None, why_no_losses="")
+    best, tried = found.baseline, list[Tried]()
+    for one in found.tried:
+        if one.verdict != "taken":
+            tried.append(one)
+            continue
+        stays = {name: value for name, value in one.change.items() if name not in NUMERIC} if one in numeric else {}
+        if numeric and one not in numeric:
+            stays = one.change
+        wrong = {name: value for name, value in one.change.items() if name not in stays}
+        if wrong:
+            tried.append(msgspec.structs.replace(one, change=wrong, verdict="not right", why=why))
+        if stays:
+            # What was raced together was not timed apart.
+            alone = Tried(round=one.round, change=stays, verdict="taken", why="raced with what was taken back")
+            tried.append(one if not wrong else alone)
+            with contextlib.suppress(InputError):  # it was for what is taken back
+                best = changed(best, stays)
+    return msgspec.structs.replace(
+        found, best=best, tried=tuple(tried), curves=(), departs_at=None, why_no_losses=""
+    )  # fmt: skip
 
 
 def _confirmed(found: Tuned, racing: Racing) -> Tuned:
