@@ -71,6 +71,30 @@ def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
+class Others:
+    """Counts how often a process waits for the others."""
+
+    def __init__(self) -> None:
+        self.met = 0
+
+    def agree(self, here: bool) -> bool:
+        return here
+
+    def barrier(self) -> None:
+        self.met += 1
+
+
+def test_ranks_begin_each_recorded_step_together(tmp_path: Path):
+    """A profiler starts at its own time in each process: the first step would begin with waiting for the last one."""
+    step, others = TrainingStep(mini(), CPU), Others()
+    driven.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=3, peers=others)
+    assert others.met == 1 + 3, "the one that pays for the profiler's start, too"
+    driven.profile_step(step, CPU, HostDevice(), others)
+    assert others.met == 4 + 2
+    driven.trace_nvtx(step, CPU, HostDevice(), 2, others)
+    assert others.met == 6 + 2
+
+
 def test_a_kineto_trace_holds_ranges_shapes_and_sequence_numbers(tmp_path: Path):
     step = TrainingStep(mini(), CPU)
     taken = driven.capture_kineto(step, CPU, HostDevice(), tmp_path, steps=3)

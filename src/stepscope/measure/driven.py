@@ -22,7 +22,7 @@ from stepscope.measure.observe import Observer, PhasePeaks, look_at_batches, par
 from stepscope.measure.operators import OperatorCounts
 from stepscope.measure.profile import profiled_step, profiler_for
 from stepscope.measure.step import Driven, Step, drive
-from stepscope.measure.timer import timed_steps
+from stepscope.measure.timer import ALONE, Peers, timed_steps
 from stepscope.measure.traffic import TrafficCounts
 
 
@@ -104,39 +104,44 @@ def step_traffic(step: Driven, timing: Device) -> tuple[CollectiveCalls, ...]:
     return counts.counted
 
 
-def profile_step(step: Driven, device: torch.device, timing: Device) -> ProfiledStep:
-    """Profile two steps and report the second: the first pays for the profiler's own start."""
+def profile_step(step: Driven, device: torch.device, timing: Device, peers: Peers = ALONE) -> ProfiledStep:
+    """Profile two steps and report the second: the first pays for the profiler's own start. All `peers` begin each
+    together: a profiler starts at its own time in each process."""
     with profiler_for(device):
-        timed_steps(step, timing, 1)
+        timed_steps(step, timing, 1, peers=peers)
     with profiler_for(device) as profiler:
-        samples = timed_steps(step, timing, 1)
+        samples = timed_steps(step, timing, 1, peers=peers)
     return profiled_step(profiler, device, samples["step"].values_s[0])
 
 
 def capture_kineto(
-    step: Step, device: torch.device, timing: Device, directory: Path, *, steps: int, stacks: bool = False
-) -> Capture:
+    step: Step, device: torch.device, timing: Device, directory: Path, *, steps: int, stacks: bool = False,
+    peers: Peers = ALONE,
+) -> Capture:  # fmt: skip
     """Trace steps with torch.profiler into `trace.kineto.json.gz`, after a session that pays for the profiler's start
-    and is thrown away."""
+    and is thrown away. All `peers` begin each step together."""
     with kineto_session(step, device, stacks=stacks):
-        timed_steps(step, timing, 1)
+        timed_steps(step, timing, 1, peers=peers)
     with kineto_session(step, device, stacks=stacks) as profiler:
-        samples = timed_steps(step, timing, steps)
+        samples = timed_steps(step, timing, steps, peers=peers)
     export_kineto(profiler, directory / KINETO_FILE)
     return Capture(tool="kineto", tool_version=str(torch.__version__), samples=samples, artifact="kineto")
 
 
-def trace_nvtx(step: Step, device: torch.device, timing: Device, steps: int) -> dict[str, Samples]:
-    """Run steps for an NVTX tool that watches, with every range; those of a compiled step are its phases alone.
+def trace_nvtx(
+    step: Step, device: torch.device, timing: Device, steps: int, peers: Peers = ALONE
+) -> dict[str, Samples]:  # fmt: skip
+    """Run steps for an NVTX tool that watches, with every range; those of a compiled step are its phases alone. All
+    `peers` begin each step together.
 
     Timed by the host alone: what the phases took on the device is for the trace to say.
     """
     timing = Unmarked(timing)
     if step.compiled:
-        samples = timed_steps(step, timing, steps)
+        samples = timed_steps(step, timing, steps, peers=peers)
     else:
         with BackwardMarks(step).running() as marks:
-            samples = timed_steps(step, timing, steps, marks)
+            samples = timed_steps(step, timing, steps, marks, peers=peers)
     return {name: samples[name] for name in ("step", "host")}
 
 

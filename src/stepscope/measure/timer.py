@@ -170,11 +170,12 @@ def measure(
 
 
 def measure_one(
-    subject: Driven, *, device: Device, settings: Settings, recorders: Sequence[Recorder] = ()
-) -> dict[str, Samples]:
+    subject: Driven, *, device: Device, settings: Settings, recorders: Sequence[Recorder] = (), peers: Peers = ALONE
+) -> dict[str, Samples]:  # fmt: skip
     """Time the steps of one subject. Raises the exception of its phases, and KeyboardInterrupt."""
     try:
-        found = measure({"step": subject}, device=device, settings=settings, recorders=recorders)["step"]
+        subjects = {"step": subject}
+        found = measure(subjects, device=device, settings=settings, recorders=recorders, peers=peers)["step"]
     except StepFailed as failure:
         raise failure.__cause__ or failure from None
     if found.interrupted:
@@ -182,10 +183,12 @@ def measure_one(
     return found.samples
 
 
-def timed_steps(subject: Driven, device: Device, steps: int, *recorders: Recorder) -> dict[str, Samples]:
-    """Time exactly `steps` steps, without warm-up."""
+def timed_steps(
+    subject: Driven, device: Device, steps: int, *recorders: Recorder, peers: Peers = ALONE
+) -> dict[str, Samples]:  # fmt: skip
+    """Time exactly `steps` steps, without warm-up. peers: the other processes that take part in each."""
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
-    return measure_one(subject, device=device, settings=settings, recorders=recorders)
+    return measure_one(subject, device=device, settings=settings, recorders=recorders, peers=peers)
 
 
 class _Timer:

@@ -44,6 +44,8 @@ def test_a_rank_that_computes_longer_is_waited_for(tmp_path: Path):
     # nccl-tests: 2 (n - 1) / n bytes on each link for each byte; 25 million floats in 2 ms.
     assert row["bus_bytes_per_s"] == pytest.approx(2 * 2 / 3 * 100e6 / 2e-3)
     assert (row["kind"], row["bytes"], row["calls"], row["skew_ns"]) == ("all-reduce", 100_000_000, 4, LATER_NS)
+    (waits,) = (table for table in answer_job(job, (), "here").tables if table.columns[0] == "who waits for whom")
+    assert set(waits.rows) == {(f"rank {rank} for rank 1", 4, LATER_NS, LATER_NS) for rank in (0, 2)}
 
 
 def test_the_straggler_is_named_with_the_module_that_delays_it(tmp_path: Path):

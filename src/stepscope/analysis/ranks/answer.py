@@ -84,12 +84,15 @@ def _rank_table(job: Job) -> Table:
 
 
 def _wait_table(job: Job) -> Table:
-    rows = [
-        (f"rank {rank} for rank {late}", waits, waiting_ns / job.steps)
-        for rank, late, waits, waiting_ns in job.waits.head(_ROWS).iter_rows()
-        if waiting_ns
-    ]
-    return table_of("who waits for whom", ("collectives", "d"), ("ms a step", "ms of ns"), rows=rows)
+    rows: list[tuple[Cell, ...]] = [
+        (f"rank {row['rank']} for rank {row['late']}", row["waits"], row["waiting_ns"] / job.steps,
+         row["stalled_ns"] / job.steps)
+        for row in job.waits.head(_ROWS).iter_rows(named=True)
+        if row["waiting_ns"]
+    ]  # fmt: skip
+    return table_of(
+        "who waits for whom", ("collectives", "d"), ("ms a step", "ms of ns"), ("stalled", "ms of ns"), rows=rows
+    )
 
 
 def _collective_table(job: Job) -> Table:

@@ -32,7 +32,7 @@ def observe(draft: Draft) -> None:
         draft.note("no profile: CUDA lets one profiler in at a time, and a tool watches this process already")
         return
     draft.begin("profile")
-    profile = profile_step(step, device, draft.timing)
+    profile = profile_step(step, device, draft.timing, draft.ranks)
     draft.set_evidence(profile=profile, precision=with_kernels(precision, profile))
 
 

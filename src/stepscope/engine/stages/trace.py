@@ -22,8 +22,9 @@ def trace_by_kineto(draft: Draft) -> None:
 
     def take() -> Capture:
         return capture_kineto(
-            draft.step, draft.device, draft.timing, draft.directory, steps=asked.steps, stacks=asked.stacks
-        )
+            draft.step, draft.device, draft.timing, draft.directory, steps=asked.steps, stacks=asked.stacks,
+            peers=draft.ranks,
+        )  # fmt: skip
 
     _take(draft, "kineto", str(torch.__version__), take, kineto=KINETO_FILE)
 
@@ -37,7 +38,7 @@ def trace_for_the_watching_tool(draft: Draft) -> None:
         if not ranges.current_emitters():
             raise InputError(NO_NVTX)
         with capture_range(draft.device):
-            samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps)
+            samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
         return Capture(tool="nvtx", tool_version="", samples=samples)
 
     _take(draft, "nvtx", "", take)
