@@ -1,5 +1,8 @@
 """Products of 8 bits: held against the same product in float64, and against what eight bits can hold."""
 
+import importlib.util
+import os
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.models.scaled_products import By, ScaledLinear, plain_products, scale_products, scaled_product
+from stepscope.models.scaled_products import (
+    By,
+    ScaledLinear,
+    cast_as_on_a_gpu,
+    plain_products,
+    scale_products,
+    scaled_product,
+)
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import mini
 
@@ -15,6 +25,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BITS = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 """Half a unit in the last place of a number of each format."""
+
+needs_kernels = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None or (DEVICE.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1"),
+    reason="needs Triton, and a GPU or its interpreter",
+)
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -85,6 +100,54 @@ def test_a_layer_s_gradients_are_those_of_a_linear_layer(by: By, bias: bool):
         assert ours.dtype == torch.float32 and distance(ours, theirs.double()) < 0.15
     plain_products(plain)
     assert type(plain) is nn.Linear
+
+
+def results_of(layer: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
+    made: Tensor = layer(x)
+    made.backward(gradient.to(made.dtype))
+    found = [made.detach(), *(one.grad for one in (x, *layer.parameters()) if one.grad is not None)]
+    x.grad = None
+    layer.zero_grad()
+    return found
+
+
+def two_ways(by: By = "tensor") -> tuple[nn.Linear, nn.Linear]:
+    """The same layer, cast by PyTorch's operators and by kernels."""
+    torch.manual_seed(0)
+    ways = nn.Linear(64, 48, device=DEVICE), nn.Linear(64, 48, device=DEVICE)
+    ways[1].load_state_dict(ways[0].state_dict())
+    scale_products(ways, by, "fp8")
+    cast_as_on_a_gpu(ways[1])
+    setattr(ways[0], "kernels", False)  # noqa: B010  (types know no such change)
+    return ways
+
+
+@needs_kernels
+@pytest.mark.parametrize("asked", [(True, True), (False, True), (True, False)])
+def test_kernels_and_operators_give_a_layer_the_same_bits(asked: tuple[bool, bool]):
+    """Whether or not backward wants the gradient of the input, or that of the weight."""
+    plain, fused = two_ways()
+    x, gradient = random(4, 8, 64).requires_grad_(asked[0]), random(4, 8, 48, seed=1)
+    for layer in (plain, fused):
+        layer.weight.requires_grad_(asked[1])
+    expected, found = results_of(plain, x, gradient), results_of(fused, x, gradient)
+    assert len(found) == len(expected) == 2 + sum(asked)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+@needs_kernels
+def test_kernels_in_a_compiled_layer_give_the_same_bits():
+    _, fused = two_ways()
+    x, gradient = random(4, 8, 64).requires_grad_(), random(4, 8, 48, seed=1)
+    expected = results_of(fused, x, gradient)
+    compiled = torch.compile(fused, backend="aot_eager", fullgraph=True)
+    assert isinstance(compiled, nn.Module)
+    assert all(torch.equal(a, b) for a, b in zip(results_of(compiled, x, gradient), expected, strict=True))
+
+
+@needs_kernels
+def test_by_row_no_kernel_casts():
+    assert not any(getattr(layer, "kernels") for layer in two_ways("row"))  # noqa: B009
 
 
 def test_layers_that_cannot_are_left_and_a_model_of_them_is_refused():

@@ -35,6 +35,7 @@ from stepscope.measure.step import Recorder, drive
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
 from stepscope.memory.prediction.symbolic_tensors import Allocator
+from stepscope.models.scaled_products import cast_as_on_a_gpu
 from stepscope.models.training_step import AssembledStep, TrainingStep
 
 LARGEST_TENSOR = 2**58
@@ -175,6 +176,7 @@ def make_fake_step(workload: Workload) -> TrainingStep:
     )
     with _default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32):
         step = TrainingStep(stand_in, torch.device("cpu"))
+    cast_as_on_a_gpu(step.model)
     # On the CPU the batches are views of one tensor; on a GPU each is a tensor of its own.
     step.batches = [(tokens.clone(), targets.clone()) for tokens, targets in step.batches]
     return step

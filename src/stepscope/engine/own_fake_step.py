@@ -35,6 +35,7 @@ from stepscope.models.own.identity import describe_own
 from stepscope.models.own.loading import load_module
 from stepscope.models.own.own_module import OwnModule
 from stepscope.models.own.own_step import OwnStep
+from stepscope.models.scaled_products import cast_as_on_a_gpu
 
 LARGE = 4 * MIB
 """Bytes from which a tensor is not filled with random numbers."""
@@ -98,6 +99,7 @@ def watch_module(
         label_residents(step, watch, on_host=on_host)
         built = len(watch.events)
         if device_type == "cuda":
+            cast_as_on_a_gpu(step.model)
             as_on_cuda = AsOnCuda(_attention_backend, heads_as_given=True)
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         run_steps(step, watch, steps, on_host=on_host)

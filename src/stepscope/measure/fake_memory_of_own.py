@@ -116,7 +116,7 @@ class FakeMemoryOfOwn(FakeMemory):
 
     def _look_at(self, func: Any, tensors: list[Tensor], outputs: Any) -> None:
         name = func.overloadpacket.__name__
-        if func.namespace not in _OURS and func._schema.name not in scaled_mm.OPERATORS:
+        if func.namespace not in _OURS and func._schema.name not in (*scaled_mm.OPERATORS, *scaled_mm.CASTS):
             self.custom[str(func)] += 1
         elif func.namespace == "aten" and name in _CONVOLUTIONS:
             self.convolutions += 1

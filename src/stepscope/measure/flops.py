@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from stepscope.core.work import Convention, Work
+from stepscope.measure import scaled_mm
 from stepscope.measure.step import Recorder
 
 CONVENTION = Convention(causal="full", recompute=True)
@@ -129,6 +130,8 @@ class FlopCounts(Recorder):
 
     @staticmethod
     def _may_multiply(func: Any) -> bool:
+        if func._schema.name in scaled_mm.CASTS:
+            return False
         if func.namespace != "aten":
             return True  # an operator of the user's own, or of a library: nobody knows
         name = func._schema.name.removeprefix("aten::")
@@ -144,7 +147,9 @@ class FlopCounts(Recorder):
             return
 
         def launched(metadata: Any) -> None:
-            self.unknown[f"Triton kernel {metadata.get()['name']}"] += 1
+            name = metadata.get()["name"]
+            if name not in scaled_mm.CAST_KERNELS:
+                self.unknown[f"Triton kernel {name}"] += 1
 
         hooks: Any = knobs.runtime.launch_enter_hook
         hooks.add(launched)

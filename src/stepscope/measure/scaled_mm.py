@@ -6,6 +6,12 @@ from torch import Tensor
 OPERATORS = ("aten::_scaled_mm", "stepscope::scaled_product")
 """The operators of the product, by device: that of a GPU first."""
 
+CASTS = ("stepscope::eight_bit_scale", "stepscope::eight_bit_layouts")
+"""The operators that make its operands on a GPU (kernels/eight_bits.py). They multiply nothing, and keep nothing."""
+
+CAST_KERNELS = ("largest_of_eight_bits", "scale_to_eight_bits", "cast_to_eight_bits")
+"""Their kernels in Triton."""
+
 
 def scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *, fast: bool = False) -> Tensor:
     """a (R, K) b (K, N) as bf16 (R, N), times both scales. Rows of a and columns of b must lie together, and all three

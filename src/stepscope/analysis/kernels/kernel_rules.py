@@ -95,6 +95,7 @@ KERNEL_RULES = Rulebook((
     Rule(family="activation/elementwise", function=r"^(?:silu_product_(?:forward|backward)|rotate_halves|scaled_by)$",
          example="silu_product_forward"),
     Rule(family="softmax", function=r"^cross_entropy_rows$", example="cross_entropy_rows"),
+    Rule(family="quantisation", function=r"^(?:largest_of|scale_to|cast_to)_eight_bits$", example="cast_to_eight_bits"),
     Rule(family="optimizer", function=r"^(?:adamw_update|square_sums|clip_coefficient)$", example="adamw_update"),
     Rule(family="attention (fused)", function=r"^cudnn\w*(?:_sdpa_|_flash_|_mha_)|^cudnn::fusion::(?:compute_dot_do_o|"
          r"convert_dq)",

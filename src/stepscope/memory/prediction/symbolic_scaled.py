@@ -1,7 +1,9 @@
 """A linear layer whose products take operands of 8 bits (models/scaled_products.py), in symbolic tensors.
 
 It keeps its input as it came, in 16 bits. Each product's operands are there for the product alone: of n numbers each
-has n bytes, and its scales; while it is cast, n numbers in fp32 besides; and n bytes more where it is laid out anew.
+has n bytes, and its scales. By tensor, kernels on a GPU make nothing else; they write both layouts of what comes back
+at once, and forward keeps its two scales. PyTorch's operators, by row and on a CPU, have n numbers in fp32 besides
+while they cast, and n bytes more where an operand is laid out anew.
 """
 
 from collections.abc import Sequence
@@ -11,6 +13,9 @@ from typing import Self
 from stepscope.core.precisions import PRECISIONS, takes_scaled
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.symbolic_tensors import Node, Parameter, Storage, Tape, Tensor, passes
+
+_SCALE = 4
+"""Bytes of a scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +35,10 @@ class ScaledProducts:
             return None
         return cls(by_row=precision.scaled == "row", on_gpu=device_type == "cuda", itemsize=precision.products)
 
+    @property
+    def _by_kernels(self) -> bool:
+        return self.on_gpu and not self.by_row
+
     def take(self, weight: Parameter, in_features: int) -> bool:
         """Whether the products of a linear layer with this weight are among them."""
         return takes_scaled(in_features, weight.elements // in_features)
@@ -44,10 +53,29 @@ class ScaledProducts:
             for_weight = self._product(tape, out_features, rows, in_features, copied=(True, True))
             return for_x, for_weight
 
+        def backward_by_kernels(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """dy in both layouts; w^T for dx, and x^T for dw."""
+            _scale = tape.storage(_SCALE)
+            along, across = tape.storage(rows * out_features), tape.storage(rows * out_features)
+            turned = tape.storage(in_features * out_features)
+            for_x = self._made(tape, rows, in_features)
+            del along, turned
+            _turned = tape.storage(rows * in_features)
+            for_weight = self._made(tape, out_features, in_features)
+            del across
+            return for_x, for_weight
+
         # The weight's gradient is passed on before that of x, which is given the shape of x first.
         x = tape.alias("View", x, passes)
         if isinstance(x.node, Node):
             x.node.gives_views = True
+        if self._by_kernels:
+            scales = tape.storage(_SCALE), tape.storage(_SCALE)
+            _small = tape.storage(rows * in_features), tape.storage(in_features * out_features)
+            return tape.op(
+                "ScaledMm", rows * out_features, x.itemsize, [x, weight], saves=[x], also_saves=scales,
+                backward=backward_by_kernels, saves_late=True,
+            )  # fmt: skip
         _operands = self._operands(tape, rows, in_features, out_features)
         return tape.op(
             "ScaledMm", rows * out_features, x.itemsize, [x, weight], saves=[x], backward=backward, saves_late=True
@@ -55,6 +83,10 @@ class ScaledProducts:
 
     def _product(self, tape: Tape, rows: int, inner: int, columns: int, copied: tuple[bool, bool]) -> Storage:
         _operands = self._operands(tape, rows, inner, columns, copied)
+        return self._made(tape, rows, columns)
+
+    def _made(self, tape: Tape, rows: int, columns: int) -> Storage:
+        """What a product returns, while its operands are there."""
         product = tape.storage(rows * columns * self.itemsize)
         tape.take_workspace("ScaledMm")
         return product
