@@ -109,7 +109,9 @@ def test_a_state_that_is_saved_goes_on_as_if_it_had_not_been(optimizer: str):
         ({"graph": "step", "compile": "reduce-overhead"}, "captures CUDA graphs of its own"),
         ({"graph": "step", "optimizer": "adamw-bf16-state"}, "counts its updates on the host"),
         ({"graph": "whole"}, "graph 'whole'"),
-        ({"dtype": "bf16-master", "parallel": "ddp", "ranks": 2}, "a step that one process runs"),
+        ({"dtype": "bf16-master", "parallel": "ddp", "ranks": 2}, "say --dtype bf16 --parallel fsdp2:compute=bf16"),
+        ({"dtype": "fp8", "parallel": "fsdp2", "ranks": 2}, "say --dtype fp8 --parallel fsdp2:compute=bf16"),
+        ({"optimizer": "adamw-under-backward", "parallel": "ddp", "ranks": 2}, "a step that one process runs"),
     ],
 )
 def test_choices_that_exclude_each_other_are_one_line(choices: dict[str, object], says: str):

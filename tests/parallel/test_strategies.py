@@ -18,7 +18,7 @@ from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spel
 from stepscope.core.workload import Workload
 from stepscope.engine.stages.right import said_of
 from stepscope.models.clipping import clip_gradients, updated_by
-from stepscope.models.training_step import textbook_parts
+from stepscope.models.training_step import autocast_of, textbook_parts
 from stepscope.parallel.collective import broadcast_from_first, trained
 from stepscope.parallel.correctness import check_ranks, furthest
 from stepscope.parallel.ranks import Ranks
@@ -149,7 +149,7 @@ WRONG: dict[str, Strategy] = {
 }  # fmt: skip
 
 
-WRONG_AT_TIMES = ("off by some bf16", "keeps one local", "lets go")
+WRONG_AT_TIMES = ("off by some bf16", "keeps one local", "lets go", "twice of eight bits")
 """What is wrong with some options of a step alone."""
 
 
@@ -164,6 +164,47 @@ def with_micro_batches(checkpointing: str) -> Workload:
     """A small step of two micro-batches whose blocks keep so little."""
     choices: dict[str, Any] = {"accumulation": 2, "attention": "sdpa", "checkpointing": checkpointing}
     return msgspec.structs.replace(WORKLOAD, model=SMALL, **choices)
+
+
+IN_16 = "fsdp2:compute=bf16"
+EIGHT_BITS = msgspec.structs.replace(WORKLOAD, dtype="fp8", seq_len=32, model=SMALL, parallel=IN_16, ranks=2)
+
+
+def twice(whole: Whole, ranks: Ranks) -> Spread:
+    """Doubles every gradient of sharded parameters."""
+    right = fsdp2.spread(dataclasses.replace(whole, record=strategy_named(IN_16)), ranks)
+
+    def finish() -> None:
+        right.finish()
+        for parameter in trained(whole.model):
+            assert parameter.grad is not None
+            parameter.grad *= 2
+
+    return dataclasses.replace(right, finish=finish)
+
+
+def of_eight_bits(rank: int, ranks: int) -> tuple[float, float]:
+    """How far gradients of ranks, whose products take eight bits, are from those of one process: of one that splits the
+    batch as the ranks do, and of one that takes it whole, with one scale for all of its rows."""
+    record, parts, here = strategy_named(IN_16), textbook_parts(EIGHT_BITS, CPU), Here(rank, ranks)
+    spread = spread_parts(record, parts, EIGHT_BITS, here)
+    with autocast_of(EIGHT_BITS, "cpu"):
+        loss = spread.forward(*part_of(parts.batches[0], parts, record, here))
+    loss.backward()
+    spread.finish()
+    found = spread.full_gradients()
+    apart: list[float] = []
+    for pieces in (ranks, 1):
+        alone = textbook_parts(EIGHT_BITS, CPU)
+        for parameter in alone.model.parameters():
+            parameter.data = parameter.data.bfloat16()  # as what is gathered
+        for piece in alone.split(alone.batches[0], pieces):
+            with autocast_of(EIGHT_BITS, "cpu"):
+                loss = alone.forward(*piece)
+            (loss / pieces).backward()
+        gradients = {name: p.grad.float() for name, p in alone.model.named_parameters() if p.grad is not None}
+        apart.append(furthest(found, gradients)[0])
+    return apart[0], apart[1]
 
 
 def every_checkpointing(rank: int, ranks: int) -> list[str]:
@@ -205,6 +246,8 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     tied = msgspec.structs.replace(SMALL, tied=True)
     for name in ("fsdp2:compute=bf16", "fsdp-textbook:compute=bf16"):
         judge(f"small {name}", name, msgspec.structs.replace(WORKLOAD, dtype="bf16", seq_len=16, model=tied))
+    judge("of eight bits", IN_16, EIGHT_BITS)
+    judge("twice of eight bits", IN_16, EIGHT_BITS, twice)
     for name in ("ddp", "zero1"):
         judge(f"small {name} fp16", name, msgspec.structs.replace(WORKLOAD, dtype="fp16", seq_len=16, model=SMALL))
     for name, checkpointing in WITH_MICRO_BATCHES.items():
@@ -221,7 +264,7 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
     halved = msgspec.structs.replace(WORKLOAD, dtype="bf16")
     judge("off by some bf16", "fsdp2:compute=bf16", halved, off_by_some_in_bf16)
     judge("fsdp-textbook clipped", "fsdp-textbook", msgspec.structs.replace(WORKLOAD, clip=0.5))
-    return {"verdicts": found, "norms": norms(Here(rank, ranks))}
+    return {"verdicts": found, "norms": norms(Here(rank, ranks)), "of eight bits": of_eight_bits(rank, ranks)}
 
 
 def norms(ranks: Ranks) -> dict[str, tuple[float, float, float]]:
@@ -269,9 +312,17 @@ def test_every_strategy_computes_what_one_process_does(verdicts: list[dict[str, 
     assert not [name for name, verdict in right.items() if not verdict.passed], right
     alone = right.pop("three samples")
     assert alone.gradient_spread == 0 and alone.gradient_allowed == 1e-5
+    eight = right.pop("of eight bits")
+    assert 0.01 < eight.gradient_spread < 0.3, "ways to split the batch scale their rows differently"
     assert all(0 < verdict.gradient_spread < 0.01 for verdict in right.values())
     losses = [verdict.loss_error for verdict in right.values()]
     assert all(error is not None and error < 0.01 for error in losses)
+
+
+def test_ranks_scale_eight_bits_as_one_process_does_that_splits_the_batch(of_ranks: list[dict[str, Any]]):
+    for of_rank in of_ranks:
+        split, whole = of_rank["of eight bits"]
+        assert split < 0.01 < whole
 
 
 def test_clipping_takes_the_norm_of_all_ranks(of_ranks: list[dict[str, Any]]):

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.errors import InputError, choose
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL, strategy_word
 from stepscope.core.workload import Workload
 
@@ -187,7 +188,8 @@ _WITHOUT_EFFECT = ("ddp", "ddp-bucketed")
 
 
 def layout_of(workload: Workload) -> Layout | None:
-    """The layout in which a step ran; None where no plan is of its strategy."""
+    """The layout in which a step ran; None where no plan is of its strategy, or of its products of 8 bits on ranks:
+    a plan takes weights of such a step for bf16 beside masters."""
     micro_batches, ranks = workload.accumulation, workload.ranks
     if workload.parallel == NOT_PARALLEL:
         return Layout(
@@ -195,7 +197,7 @@ def layout_of(workload: Workload) -> Layout | None:
         )
     name = strategy_word(workload.parallel)
     sharding = _SHARDINGS.get(name if name in _WITHOUT_EFFECT else workload.parallel)
-    if sharding is None:
+    if sharding is None or PRECISIONS[workload.dtype].scaled:
         return None
     return Layout(
         data=ranks, sharding=sharding, shard=ranks if SHARDINGS[sharding].shares else 1, micro_batches=micro_batches,

@@ -383,6 +383,11 @@ def spelled(parallel: str) -> str:
     return ":".join([record.name, *(f"{name}={value}" for name, value in said if value != defaults[name])])
 
 
+def computes_in_16_bits(parallel: str) -> bool:
+    """Whether ranks gather bf16 copies of parameters whose shards are fp32."""
+    return ":compute=bf16" in parallel
+
+
 def stages_of(parallel: str, ranks: int) -> int:
     """Into how many stages this strategy divides the model's blocks; 1 where it does not."""
     return strategy_named(parallel).stages(ranks) if parallel != NOT_PARALLEL else 1

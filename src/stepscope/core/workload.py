@@ -18,6 +18,7 @@ from stepscope.core.strategies import (
     NOT_PARALLEL,
     STRATEGIES,
     batch_parts,
+    computes_in_16_bits,
     sequence_parts,
     spelled,
     stages_of,
@@ -120,10 +121,16 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         if self.graph == "step" and not captured:
             may = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
             raise InputError(f"graph step holds no step that is shared by {self.parallel}: choose one of {may}")
-        shared = {f"dtype {self.dtype}": masters,
-                  f"optimizer {self.optimizer}": self.optimizer == "adamw-under-backward"}  # fmt: skip
-        for what in (name for name, chosen in shared.items() if chosen and self.parallel != NOT_PARALLEL):
-            raise InputError(f"{what} is for a step that one process runs: leave out --parallel, or choose another")
+        shared = self.parallel != NOT_PARALLEL
+        if shared and masters and not (PRECISIONS[self.dtype].scaled and computes_in_16_bits(self.parallel)):
+            other = "bf16" if self.dtype == "bf16-master" else self.dtype
+            raise InputError(
+                f"dtype {self.dtype} has bf16 weights beside masters, for a step that one process runs: say --dtype "
+                f"{other} --parallel fsdp2:compute=bf16, where the shards are the masters"
+            )
+        if shared and self.optimizer == "adamw-under-backward":
+            raise InputError("optimizer adamw-under-backward is for a step that one process runs: leave out "
+                             "--parallel, or choose another")  # fmt: skip
         plain = ("adamw-bf16-state", *OF_ONE_LAUNCH)  # they update plain tensors alone
         dtensors = self.parallel != NOT_PARALLEL and strategy_named(self.parallel).dtensors
         if dtensors and self.optimizer in plain and self.phase == "train":
@@ -144,7 +151,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InputError(f"{self.ranks} ranks need a way to share the step: say --parallel, as in --parallel ddp")
         if self.parallel != NOT_PARALLEL and self.phase == "forward":
             raise InputError(f"--parallel {self.parallel} shares a training step: leave out --phase forward")
-        if ":compute=bf16" in self.parallel and PRECISIONS[self.dtype].tensors != "bf16":
+        if computes_in_16_bits(self.parallel) and PRECISIONS[self.dtype].tensors != "bf16":
             raise InputError(
                 f"--parallel {self.parallel} computes in bf16: say --dtype bf16, or leave out compute=bf16"
             )

@@ -23,6 +23,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
+from stepscope.core.strategies import computes_in_16_bits
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.measure.step import Phase
@@ -80,6 +81,8 @@ class Choices(Protocol):
     def clip(self) -> float | None: ...
     @property
     def accumulation(self) -> int: ...
+    @property
+    def parallel(self) -> str: ...
 
 
 Batch = tuple[Any, ...]
@@ -308,7 +311,7 @@ def textbook_parts(
     model, inference = build_model(workload, device), workload.phase == "forward"
     if start is not None:
         model.load_state_dict(dict(start))
-    masters = in_16_bits(model, workload.dtype, tuple(model.blocks))
+    masters = in_16_bits(model, workload, tuple(model.blocks))
     if workload.projections == "joint":
         for weights in model.projections():
             lie_together(weights)
@@ -325,13 +328,14 @@ def textbook_parts(
     )
 
 
-def in_16_bits(model: nn.Module, dtype: Dtype, blocks: Sequence[nn.Module]) -> dict[Tensor, Tensor]:
-    """Make the weights bf16 where the precision has masters, and give their first values in fp32. Where it scales
-    operands of 8 bits, the linear layers of the blocks take such, or of the whole model where no blocks are known."""
-    precision = PRECISIONS[dtype]
+def in_16_bits(model: nn.Module, choices: Choices, blocks: Sequence[nn.Module]) -> dict[Tensor, Tensor]:
+    """Make the weights bf16 where the precision has masters, and give their first values in fp32; of ranks that gather
+    bf16 copies of fp32 shards, the shards are the masters. Where the precision scales operands of 8 bits, the linear
+    layers of the blocks take such, or of the whole model where no blocks are known."""
+    precision = PRECISIONS[choices.dtype]
     if precision.scaled:
-        scale_products(blocks or (model,), precision.scaled, dtype)
-    return halve(model) if precision.masters else {}
+        scale_products(blocks or (model,), precision.scaled, choices.dtype)
+    return halve(model) if precision.masters and not computes_in_16_bits(choices.parallel) else {}
 
 
 def _tokens_and_targets(batch: Batch) -> list[tuple[str, Tensor]]:

@@ -195,7 +195,7 @@ def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = 
 
     return StepParts(
         model=own.module,
-        masters=in_16_bits(own.module, choices.dtype, blocks),
+        masters=in_16_bits(own.module, choices, blocks),
         forward=ModuleAlone(own) if choices.phase == "forward" else ModuleWithLoss(own),
         batches=[(batch,) for batch in own.batches],
         named_tensors=lambda batch: named_tensors(batch[0], names),
