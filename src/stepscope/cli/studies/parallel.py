@@ -13,9 +13,7 @@ from stepscope.engine.request import TraceRequest
 
 @verb(
     "study parallel",
-    "stepscope study parallel --model large --parallel ddp-bucketed,ddp,fsdp2 --ranks 2",
-    "stepscope study parallel --model large --batch-size 24 --attention flash --kernels fused --graph step "
-    "--optimizer adamw-fused --scaling weak --ranks 2,4 --parallel ddp-bucketed",
+    "stepscope study parallel --model large --parallel ddp-bucketed --ranks 2,4 --graph step --scaling weak",
     "stepscope study parallel --model tiny --device cpu --save strategies.svg",
     model="large; tiny on a CPU",
     seq_len="512; 64 on a CPU",
