@@ -103,6 +103,17 @@ def test_a_cell_that_is_wrong_or_cannot_be_is_a_row_with_why():
     ]  # fmt: skip
 
 
+def test_where_ranks_had_a_batch_each_alone_all_is_said_of_that():
+    answer = answer_parallel([cell(), cell("ddp-flat", 2, batch=8, sync_s=0.1), cell("ddp-overlap", 2, batch=8)])
+    assert STRONG not in [table.title for table in answer.tables]
+    title = "Communication of a step, the same batch for each rank"
+    assert column(answer, title, "strategy") == ["ddp-flat", "ddp-overlap"]
+    assert len(column(answer, "The step by its phases, the same batch for each rank", "step")) == 3
+    said = sentences(answer)
+    assert "the steps cannot be told apart" in said["overlap"] and "gradient-sync" in said
+    assert "fastest" not in said and said["by-formula"] == "Ranks send what the formula says in 2 of 2 cells."
+
+
 def test_without_one_process_there_is_nothing_to_compare():
     with pytest.raises(InputError, match="no cell here was measured both by ranks and by one process"):
         answer_parallel(LESSONS[1:])
