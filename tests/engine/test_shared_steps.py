@@ -189,6 +189,31 @@ def test_a_small_step_of_the_same_choices_is_checked(
     assert (small.checkpointing, small.accumulation) == (checked, workload.accumulation)
 
 
+@pytest.mark.parametrize(
+    ("asked", "sequences"),
+    [
+        ({}, 8), ({"accumulation": 3}, 24), ({"parallel": "pipeline"}, 32), ({"batch_size": 8}, None),
+        ({"parallel": "fsdp2-tensor"}, 8), ({"parallel": "pipeline:schedule=interleaved"}, None),
+    ],
+)  # fmt: skip
+def test_two_sequences_of_each_rank_and_micro_batch_are_checked(
+    asked: dict[str, Any], sequences: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Workload] = []
+
+    def check(name: str, make: object, choices: Workload, *_: object) -> Correctness:
+        seen.append(choices)
+        return RIGHT
+
+    monkeypatch.setattr(correctness, "check_ranks", check)
+    choices: dict[str, Any] = {"parallel": "ddp", "batch_size": 48, **asked}
+    workload = Workload(model=configure("small"), seq_len=16, ranks=4, **choices)
+    draft = Draft(StepRequest(workload=workload), torch.device("cpu"), tmp_path, lambda _: None, None)
+    check_the_ranks(draft)
+    assert seen[0].batch_size == (sequences or workload.batch_size)
+    assert draft.correct is not None and draft.correct.batch_size == sequences
+
+
 def refusals(rank: int, ranks: int) -> list[str]:
     """What a rank is told where some rank cannot write, or is asked for something else."""
     found: list[str] = []
