@@ -108,7 +108,7 @@ def test_what_cannot_be_is_one_line(arguments: tuple[str, ...], said: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_gloo_ranks_leave_answers_and_what_no_time_is_left_for_is_named(tmp_path: Path):
-    done = script("--device", "cpu", "--ranks", 2, "--budget", 150, "--out", tmp_path)
+    done = script("--device", "cpu", "--ranks", 2, "--budget", 120, "--out", tmp_path)
     steps = steps_of(tmp_path)
     outcomes = {name: str(step["outcome"]) for name, step in steps.items()}
     assert done.returncode == any(outcome.startswith("failed") for outcome in outcomes.values()), done.stdout
