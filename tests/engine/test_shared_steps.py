@@ -99,8 +99,8 @@ def test_traces_of_all_ranks_are_read_together(measured: tuple[Run, Path, str]):
     assert [rank["rank"] for rank in json.loads(done.stdout)["ranks"]] == [0, 1]
 
 
-def ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
-    """The processes of the ranks that this command started, by the end of their marks."""
+def ranks_of(process: subprocess.Popen[str]) -> list[int]:
+    """The processes of the ranks that this command started, in the order of their marks, which are numbered."""
     found: dict[str, int] = {}
     for place in Path("/proc").glob("[0-9]*"):
         try:
@@ -110,8 +110,8 @@ def ranks_of(process: subprocess.Popen[str]) -> dict[str, int]:
             continue
         mark = next((v.decode() for v in variables if v.startswith(f"{MARK}=".encode())), "")
         if parent == process.pid and mark.endswith("."):
-            found[mark.rsplit(".", 2)[1]] = int(place.name)
-    return found
+            found[mark] = int(place.name)
+    return [found[mark] for mark in sorted(found)]
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds the ranks in /proc")
@@ -121,13 +121,40 @@ def test_a_rank_that_is_killed_ends_all_and_is_named(tmp_path: Path):
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob("*/run.json")) and time.monotonic() < deadline:
             time.sleep(0.1)
-        ranks = ranks_of(process)
-        os.kill(ranks["r1"], signal.SIGKILL)
+        _, second = ranks_of(process)
+        os.kill(second, signal.SIGKILL)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 3 and "rank 1 was killed by SIGKILL during" in said
     assert not ranks_of(process)
     (run,) = (load_run(file) for file in tmp_path.glob("*/run.json"))
     assert run.status == "killed" and run.failure is not None and run.failure.message.startswith("rank 1 was killed")
+
+
+DIES = """import os, signal, torch
+def make(dies=0):
+    if dies and torch.distributed.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.nn.Linear(8, 4), torch.ones(2, 8), lambda y: y.square().mean()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="forks only where the system has pidfd_open")
+def test_ranks_of_a_sweep_are_forked_and_one_that_is_killed_ends_its_own_cell(tmp_path: Path):
+    (tmp_path / "own.py").write_text(DIES)
+    done = stepscope(
+        "sweep", "--module", f"{tmp_path / 'own.py'}:make", "--arg", "dies=1,0", "--device", "cpu", *QUICK,
+        "--parallel", "ddp-flat,fsdp2", "--ranks", 2, "--runs", tmp_path / "runs",
+    )  # fmt: skip
+    assert done.returncode == 3 and "Traceback" not in done.stderr, done.stderr
+    runs = [load_run(file) for file in (tmp_path / "runs").glob("*/run.json")]
+    assert sorted(run.status for run in runs) == ["done", "done", "killed", "killed"]
+    for run in runs:
+        if run.status == "killed":
+            assert run.failure is not None and run.failure.message.startswith("rank 1 was killed by SIGKILL")
+        else:
+            assert run.evidence.process_start == "fork" and run.shared is not None
+            assert run.shared.correct is not None and run.shared.correct.passed and len(run.shared.ranks) == 2
 
 
 RIGHT = Correctness(
@@ -160,6 +187,31 @@ def test_a_small_step_of_the_same_choices_is_checked(
     (small,) = seen
     assert small.model.layers == 2 < workload.model.layers
     assert (small.checkpointing, small.accumulation) == (checked, workload.accumulation)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sequences"),
+    [
+        ({}, 8), ({"accumulation": 3}, 24), ({"parallel": "pipeline"}, 32), ({"batch_size": 8}, None),
+        ({"parallel": "fsdp2-tensor"}, 8), ({"parallel": "pipeline:schedule=interleaved"}, None),
+    ],
+)  # fmt: skip
+def test_two_sequences_of_each_rank_and_micro_batch_are_checked(
+    asked: dict[str, Any], sequences: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Workload] = []
+
+    def check(name: str, make: object, choices: Workload, *_: object) -> Correctness:
+        seen.append(choices)
+        return RIGHT
+
+    monkeypatch.setattr(correctness, "check_ranks", check)
+    choices: dict[str, Any] = {"parallel": "ddp", "batch_size": 48, **asked}
+    workload = Workload(model=configure("small"), seq_len=16, ranks=4, **choices)
+    draft = Draft(StepRequest(workload=workload), torch.device("cpu"), tmp_path, lambda _: None, None)
+    check_the_ranks(draft)
+    assert seen[0].batch_size == (sequences or workload.batch_size)
+    assert draft.correct is not None and draft.correct.batch_size == sequences
 
 
 def refusals(rank: int, ranks: int) -> list[str]:

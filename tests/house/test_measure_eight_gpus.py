@@ -8,11 +8,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 from stepscope.core.model_config import configure
+from stepscope.core.parts import named_kernels
 from stepscope.core.run import Settings
+from stepscope.core.workload import Workload
+from stepscope.engine.grid import grid
 from stepscope.studies.parallel import parallel_cells
 
 SCRIPT = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "measure-eight-gpus")]
@@ -29,22 +34,52 @@ def steps_of(folder: Path) -> dict[str, dict[str, str | float | None]]:
     return {step["step"]: step for step in json.loads((folder / "summary.json").read_text())["steps"]}
 
 
+def workloads_of(words: list[str]) -> list[Workload]:
+    """The workloads of a line of --list that measures; those of a study without what it refuses, of which there is
+    none. Raises InputError for a workload that cannot be."""
+    verb = 3 if words[1] == "study" else 2
+    asked = dict(zip(words[verb::2], words[verb + 1 :: 2], strict=True))
+    choices: dict[str, Any] = {
+        "attention": asked["--attention"], "optimizer": asked["--optimizer"], "graph": asked.get("--graph", "none"),
+        "checkpointing": asked.get("--checkpointing", "none"), "accumulation": int(asked.get("--accumulation", 1)),
+        **named_kernels(asked["--kernels"]),
+    }  # fmt: skip
+    model, sizes = [configure(asked["--model"])], {"dtype": "bf16", "seq_len": int(asked["--seq-len"])}
+    strategies, ranks = asked["--parallel"].split(","), [int(number) for number in asked["--ranks"].split(",")]
+    batch = int(asked["--batch-size"])
+    if words[1] != "study":
+        return grid(model=model, **sizes, batch_size=batch, parallel=strategies, ranks=ranks, **choices)
+    cells, refused = parallel_cells(
+        strategies=strategies, ranks=ranks, models=model, seq_lens=[int(asked["--seq-len"])], batch_size=batch,
+        dtypes=["bf16"], settings=Settings(), scaling=asked["--scaling"], **choices,
+    )  # fmt: skip
+    assert refused == []
+    return [cell.workload for cell in cells if isinstance(cell.workload, Workload)]
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_study_on_gpus_is_of_cells_that_may_be(ranks: int):
+def test_every_step_on_gpus_may_be_and_is_measured_once_beside_its_one_process(ranks: int):
     lines = [shlex.split(line) for line in script("--list", "--ranks", ranks).stdout.splitlines()]
-    studies = [words for words in lines if words[1:3] == ["study", "parallel"] and "--from" not in words]
-    asked = [dict(zip(words[3::2], words[4::2], strict=True)) for words in studies]
-    assert {one["--model"] for one in asked} == {"xl", "2.7B", "8B"}
-    assert {number for one in asked for number in one["--ranks"].split(",")} == {"2", "4", "8"} - {
-        str(number) for number in (4, 8) if number > ranks
-    }
-    for one in asked:
-        _, refused = parallel_cells(
-            strategies=one["--parallel"].split(","), ranks=[int(number) for number in one["--ranks"].split(",")],
-            models=[configure(one["--model"])], seq_lens=[512], batch_size=int(one["--batch-size"]), dtypes=["bf16"],
-            settings=Settings(),
-        )  # fmt: skip
-        assert refused == []
+    lines = [words for words in lines if "--parallel" in words and words[1] != "run"]
+    found = [workload for words in lines for workload in workloads_of(words)]
+    assert len(found) == len(set(found))
+    assert {one.model.name for one in found} == {"large", "xl", "2.7B"} | ({"8B"} if ranks > 2 else set())
+    assert {one.ranks for one in found} == {1, *(number for number in (2, 4, 8) if number <= ranks)}
+    assert all(one.graph == "step" for one in found if one.parallel.startswith(("ddp", "zero1")))
+    # A step of few tokens a rank waits for its hosts, and says nothing of ranks. Strong scaling asks for just that.
+    weak = [one for one in found if one.batch_size != 24]
+    assert all(one.tokens >= 4096 * one.ranks for one in weak)
+    alone = {one.key for one in found if one.ranks == 1}
+    for one in found:
+        if one.parallel in ("ddp-bucketed", "fsdp2") and one.model.name != "8B":
+            assert {key_of(one, 1), key_of(one, one.ranks)} & alone, one.key
+
+
+def key_of(workload: Workload, ranks: int) -> str:
+    """The key of the one process that has a share of so many of its batch."""
+    return msgspec.structs.replace(
+        workload, parallel="none", ranks=1, batch_size=workload.batch_size // ranks
+    ).key  # fmt: skip
 
 
 def test_without_gpus_a_line_says_the_remedy():
@@ -73,19 +108,27 @@ def test_what_cannot_be_is_one_line(arguments: tuple[str, ...], said: str, tmp_p
 @pytest.mark.slow
 @pytest.mark.long
 def test_two_gloo_ranks_leave_answers_and_what_no_time_is_left_for_is_named(tmp_path: Path):
-    done = script("--device", "cpu", "--ranks", 2, "--budget", 150, "--out", tmp_path)
+    done = script("--device", "cpu", "--ranks", 2, "--budget", 120, "--out", tmp_path)
     steps = steps_of(tmp_path)
     outcomes = {name: str(step["outcome"]) for name, step in steps.items()}
     assert done.returncode == any(outcome.startswith("failed") for outcome in outcomes.values()), done.stdout
-    assert (outcomes["collectives"], outcomes["traces of all ranks"]) == ("done", "done")
-    assert outcomes["tiny: fsdp2,ddp x 2"].startswith(("done", "cut after"))  # by how busy the machine is
+    assert outcomes["collectives"] == "done" and outcomes["traces of all ranks"].startswith("done")
+    assert outcomes["tiny, weak: ddp-bucketed,fsdp2 x 2"].startswith(
+        ("done", "cut after")
+    )  # by how busy the machine is
     assert all((step["exit_code"] == 0) == (step["outcome"] == "done") for step in steps.values())
+    assert all("doubted" in str(step["outcome"]) for step in steps.values() if step["exit_code"] == 1)
     late = [step for step in steps.values() if str(step["outcome"]).startswith("not begun")]
     assert late and all("s left" in str(step["outcome"]) and step["seconds"] == 0 for step in late)
-    assert "Strong scaling" in (tmp_path / "tiny.txt").read_text()
+    assert "Weak scaling" in (tmp_path / "tiny.txt").read_text()
     assert "2 ranks" in (tmp_path / "traces.txt").read_text()
     assert "Latency and bandwidth" in (tmp_path / "collectives.txt").read_text()
     assert "Published figures" in (tmp_path / "plans.txt").read_text()
+    assert "fsdp2" in (tmp_path / "steps.txt").read_text()
+    # The same command again measures nothing of this a second time.
+    again = script("--device", "cpu", "--ranks", 2, "--budget", 20, "--out", tmp_path)
+    assert "collectives: before: done" in again.stdout and "traces of all ranks: before: done" in again.stdout
+    assert steps_of(tmp_path)["collectives"] == steps["collectives"]
 
 
 @pytest.mark.slow
@@ -99,8 +142,8 @@ def test_sigterm_leaves_what_was_measured(tmp_path: Path):
     assert process.wait(60) == 128 + signal.SIGTERM
     steps = steps_of(tmp_path)
     assert steps["collectives"]["outcome"] == "done"
-    assert str(steps["tiny: fsdp2,ddp x 2"]["outcome"]).startswith("cut by SIGTERM")
-    assert steps["context parallel"]["outcome"] == "not begun: stopped by SIGTERM"
+    assert str(steps["tiny, weak: ddp-bucketed,fsdp2 x 2"]["outcome"]).startswith("cut by SIGTERM")
+    assert steps["long sequences: context-textbook x 2"]["outcome"] == "not begun: stopped by SIGTERM"
     assert (tmp_path / "collectives.json").exists() and list(tmp_path.glob("runs/*/run.json"))
 
 

@@ -103,6 +103,17 @@ def test_a_cell_that_is_wrong_or_cannot_be_is_a_row_with_why():
     ]  # fmt: skip
 
 
+def test_where_ranks_had_a_batch_each_alone_all_is_said_of_that():
+    answer = answer_parallel([cell(), cell("ddp-flat", 2, batch=8, sync_s=0.1), cell("ddp-overlap", 2, batch=8)])
+    assert STRONG not in [table.title for table in answer.tables]
+    title = "Communication of a step, the same batch for each rank"
+    assert column(answer, title, "strategy") == ["ddp-flat", "ddp-overlap"]
+    assert len(column(answer, "The step by its phases, the same batch for each rank", "step")) == 3
+    said = sentences(answer)
+    assert "the steps cannot be told apart" in said["overlap"] and "gradient-sync" in said
+    assert "fastest" not in said and said["by-formula"] == "Ranks send what the formula says in 2 of 2 cells."
+
+
 def test_without_one_process_there_is_nothing_to_compare():
     with pytest.raises(InputError, match="no cell here was measured both by ranks and by one process"):
         answer_parallel(LESSONS[1:])
@@ -128,6 +139,26 @@ def test_the_cells_are_one_process_and_both_batches_of_each_strategy():
     assert [name for name, _ in refused] == ["ddp x 3, batch 4", "fsdp2 x 3, batch 4"]
 
 
+def test_the_choices_of_a_step_hold_for_one_process_too_and_what_cannot_be_is_refused():
+    cells, refused = parallel_cells(
+        strategies=("ddp-bucketed", "fsdp2"), ranks=(2, 4), models=[configure("tiny")], seq_lens=[16], batch_size=3,
+        dtypes=["bf16"], settings=Settings(), scaling="weak", graph="step", attention="flash",
+    )  # fmt: skip
+    of = [(one.workload.parallel, one.workload.ranks, one.workload.batch_size) for one in cells]
+    assert sorted(of) == [("ddp-bucketed", 2, 6), ("ddp-bucketed", 4, 12), ("none", 1, 3)]
+    assert {(one.workload.graph, "flash" in one.workload.key) for one in cells} == {("step", True)}
+    assert [name for name, _ in refused] == ["fsdp2 x 2, batch 6", "fsdp2 x 4, batch 12"]
+    assert "graph step holds no step that is shared by fsdp2" in refused[0][1]
+
+
+def test_a_scaling_that_is_none_is_named():
+    with pytest.raises(InputError, match="scaling"):
+        parallel_cells(
+            strategies=("ddp",), ranks=(2,), models=[configure("tiny")], seq_lens=[16], batch_size=4, dtypes=["fp32"],
+            settings=Settings(), scaling="fast",
+        )  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -146,7 +177,8 @@ def test_what_cannot_be_asked_is_one_line(options: tuple[str, ...], said: str, t
 def test_real_ranks_are_measured_and_read_again(tmp_path: Path):
     done = stepscope(
         "study", "parallel", "--model", "tiny", "--seq-len", 16, "--batch-size", 2, "--device", "cpu", "--parallel",
-        "ddp-flat,zero1", "--steps", 3, "--runs", tmp_path,
+        "ddp-flat,zero1", "--attention", "sdpa", "--checkpointing", "every-1", "--optimizer", "adamw-fused",
+        "--steps", 3, "--runs", tmp_path,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr
     assert "Strong scaling" in done.stdout and "Ranks send what the formula says in 2 of 2 cells" in done.stdout
@@ -154,3 +186,8 @@ def test_real_ranks_are_measured_and_read_again(tmp_path: Path):
     assert again.returncode == 0, again.stderr
     (strong,) = (table for table in json.loads(again.stdout)["tables"] if table["title"] == STRONG)
     assert [row[1] for row in strong["rows"]] == ["zero1"]
+    asked = ("study", "parallel", "--from", tmp_path, "--kernels", "reference", "--attention")
+    assert "Strong scaling" in stepscope(*asked, "sdpa", "--checkpointing", "every-1").stdout
+    other = stepscope(*asked, "reference")
+    assert other.returncode == 2 and "no run here (of those asked for)" in other.stderr
+    assert "--scaling says nothing with --from" in stepscope(*asked, "sdpa", "--scaling", "weak").stderr

@@ -26,7 +26,7 @@ from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import KERNELS, PART_WORDS, kernels_of
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
-from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
+from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, option_words, strategy_names
 from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
 from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, Workload
@@ -97,6 +97,7 @@ GROUPS = (
 _ATTENTION = ("study attention", "study attention-gate")
 _WITH_PARTS = ("run", "sweep", "fit", "tune")
 _PARTS = (*_WITH_PARTS, "plan")
+_KERNELS = (*_PARTS, "study parallel")
 _SHARED = ("run", "sweep", "tune", "study parallel")
 _TRAINED = ("study quality", "study scaling", "study swallowed")
 _TRACED = "Needs --record kineto."
@@ -132,11 +133,13 @@ OPTIONS = (
         Workload, choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED,
     ),
     Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
+    Option("scaling", str, PARALLEL, "Whether ranks share one process's batch, or have one as large each.",
+           default="both", choices=SCALINGS, verbs=("study parallel",)),
     Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
     *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_PARTS)
       for part, said in PART_WORDS.items()),
     Option("kernels", str, WORKLOAD, "How norm, rope, mlp and loss are computed, where they are not said.", Workload,
-           choices=KERNELS, verbs=_PARTS),
+           choices=KERNELS, verbs=_KERNELS),
     Option("projections", str, WORKLOAD, "Whether projections of one input are one product.", Workload,
            choices=PROJECTIONS, verbs=_WITH_PARTS),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),

@@ -101,6 +101,8 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     """Its vocabulary; None where it was the whole."""
     seq_len: int | None = None
     """The tokens of its sequences; None where they were whole."""
+    batch_size: int | None = None
+    """The sequences of all ranks together; None where the whole batch was taken."""
     loss_error: float | None = None
     """Of the losses of steps of AdamW; None in runs from before they were compared."""
     loss_spread: float | None = None

@@ -16,6 +16,9 @@ from stepscope.core.errors import InputError, choose
 NOT_PARALLEL = "none"
 """No ranks share the step."""
 
+SCALINGS = ("both", "strong", "weak")
+"""What ranks are given beside one process: its batch, one as large for each rank, or either."""
+
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 BATCH, SEQUENCE, PRODUCTS, LAYERS = "batch", "sequence", "products", "layers"
 """What a strategy divides among the ranks."""

@@ -113,8 +113,12 @@ class MeasuredCell:
 
     async def _measured(self, fork: Fork | None) -> Run | None:
         """The cell's run; None where nobody can tell how its process ended, and it left no result."""
-        started = RankProcesses if self._request.workload.parallel != NOT_PARALLEL else CellProcess
-        process = await started.start(msgspec.json.encode(self._request), mark=self._next_mark(), fork=fork)
+        request = msgspec.json.encode(self._request)
+        process: CellProcess | RankProcesses
+        if self._request.workload.parallel != NOT_PARALLEL:
+            process = await RankProcesses.start(request, next_mark=self._next_mark, fork=fork)
+        else:
+            process = await CellProcess.start(request, mark=self._next_mark(), fork=fork)
         in_time, stopped = True, False
         try:
             try:

@@ -12,7 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,8 +32,6 @@ _ITS_OWN_WORD_S = 1.0
 class RankProcesses:
     """The ranks of one cell on this machine, with the face of a CellProcess."""
 
-    lost = False
-
     def __init__(self, processes: Sequence[CellProcess], meeting: Path) -> None:
         self._processes, self._meeting = list(processes), meeting
         self.events: asyncio.Queue[CellEvent | None] = asyncio.Queue()
@@ -47,11 +45,9 @@ class RankProcesses:
         self._ending: asyncio.Task[None] | None = None
 
     @classmethod
-    async def start(
-        cls, request: bytes, *, mark: str, devices: Sequence[str] = (), fork: Fork | None = None
-    ) -> "RankProcesses":
-        """Start a process for each rank of the request's workload, each a Python of its own."""
-        del devices, fork
+    async def start(cls, request: bytes, *, next_mark: Callable[[], str], fork: Fork | None = None) -> "RankProcesses":
+        """Start a process for each rank of the request's workload: by `fork`, where it is given and can, else each as
+        a Python of its own."""
         asked = msgspec.json.decode(request, type=StepRequest)
         ranks = asked.workload.ranks
         check_processes(ranks)
@@ -64,13 +60,18 @@ class RankProcesses:
                     began_s=time.time(),
                 )  # fmt: skip
                 own = msgspec.structs.replace(asked, place=place)
-                processes.append(await CellProcess.start(msgspec.json.encode(own), mark=f"{mark}r{rank}."))
+                processes.append(await CellProcess.start(msgspec.json.encode(own), mark=next_mark(), fork=fork))
         except BaseException:
             for process in processes:
                 await process.close()
             shutil.rmtree(meeting, ignore_errors=True)
             raise
         return cls(processes, meeting)
+
+    @property
+    def lost(self) -> bool:
+        """Whether nobody can tell any more how one of the ranks ended."""
+        return any(process.lost for process in self._processes)
 
     @property
     def culprit(self) -> str | None:

@@ -4,7 +4,8 @@ One process splits the global batch into micro-batches in several ways. Arithmet
 gradients, and how far these lie apart is the spread that rounding alone makes. The ranks' gradients of the first step,
 and what five steps of plain SGD make of the parameters, must lie within twice that spread of one process's. SGD, since
 AdamW divides by the gradient's own size and makes as much of noise near zero as of the rest. Of five steps of AdamW the
-losses alone are compared. Where the step clips gradients, all of them do; where the ranks compute with copies of their
+losses alone are compared: a loss is one number, and how far it may be is said by all losses of one process
+(parallel/rounding.py). Where the step clips gradients, all of them do; where the ranks compute with copies of their
 parameters in bf16, so does the one process.
 
 Distances are taken parameter by parameter, ||a - b|| / ||b||, and the largest counts: a forgotten bias must not hide
@@ -25,6 +26,7 @@ from stepscope.core.strategies import strategy_named
 from stepscope.models.clipping import NormOf, clip_gradients, global_norm, gradients_of, updated_by
 from stepscope.models.training_step import AUTOCAST_DTYPE, Choices, StepParts, autocast_of
 from stepscope.parallel.ranks import Ranks
+from stepscope.parallel.rounding import difference_bound
 from stepscope.parallel.spread import Batch, MakeOptimizer, Spread, Strategy
 from stepscope.parallel.step import part_of, spread_parts
 
@@ -67,8 +69,10 @@ def check_ranks(
         )
         if expected is not None:
             # What the parameters became has the roundings of every step in it.
-            verdicts += [_distance(found[i], expected[0][i], [away[i] for away in expected[1]],
-                                   least * (STEPS if i == 1 else 1), expected[2] if i == 1 else {})
+            # Of losses, too few ways may say nothing: no more than what is allowed to ranks that cut sums.
+            allowed = (least, STEPS * least, max(least, min(expected.losses_apart, _FEWEST[_product_dtype(choices)])))
+            verdicts += [_distance(found[i], expected.whole[i], [away[i] for away in expected.apart], allowed[i],
+                                   expected.slack if i == 1 else {})
                          for i in parts_of_found]  # fmt: skip
     verdict: Correctness | None = None
     if verdicts:
@@ -90,6 +94,17 @@ _Slack = dict[str, float]
 a number of the parameter the other way, and a norm's weight, near one, changes by little more than such a rounding."""
 _Apart = tuple[float, float, float]
 """How far another way is from the first, of each of these three."""
+
+
+class _Expected(NamedTuple):
+    """What one process finds."""
+
+    whole: _Found
+    apart: list[_Apart]
+    """How far its other ways to split the batch are from that."""
+    losses_apart: float
+    """How far, as a share, a loss may be from another's, by the losses of all ways."""
+    slack: _Slack
 
 
 class _Distance(NamedTuple):
@@ -118,11 +133,13 @@ def _least(choices: Choices, *, cuts_sums: bool) -> float:
 def _expected(
     make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
     copies: "_Copies", compute: torch.dtype | None,
-) -> tuple[_Found, list[_Apart], _Slack]:  # fmt: skip
-    """What one process finds, how far its other ways to split the batch are from that, and roundings of parameters."""
-    slack = _roundings(make_parts().model) if copies.wanted else {}
-    whole = _alone(make_parts(), choices, device, 1, make_optimizer, copies=copies, compute=compute)
+) -> _Expected:  # fmt: skip
+    parts = make_parts()
+    independent, slack = len(parts.batches), _roundings(parts.model) if copies.wanted else {}
+    whole = _alone(parts, choices, device, 1, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []
+    del parts  # there is room for one model at a time
+    losses = [_after_a_step(whole[2])]
     for pieces in dict.fromkeys((ranks.ranks, 2, 2 * ranks.ranks, 4, choices.accumulation * ranks.ranks)):
         with contextlib.suppress(_NoSplit):
             other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies, compute=compute)
@@ -131,7 +148,13 @@ def _expected(
                 furthest(other[0], whole[0])[0], furthest(other[1], whole[1], slack)[0],
                 furthest(other[2], whole[2])[0],
             ))  # fmt: skip
-    return whole, others, slack
+            losses.append(_after_a_step(other[2]))
+    return _Expected(whole, others, difference_bound(losses, independent), slack)
+
+
+def _after_a_step(losses: Mapping[str, Tensor]) -> list[float]:
+    """The losses that an update had a part in; the first one's error is of another size."""
+    return [float(loss) for loss in losses.values()][1:]
 
 
 @torch.no_grad()

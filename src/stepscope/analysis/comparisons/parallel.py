@@ -123,7 +123,8 @@ Scaling = Comparison[Any, SharedPair]
 
 
 def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Sequence[tuple[str, str]] = ()) -> Answer:
-    """The whole answer. refused: combinations that cannot be, each with why. Raises InputError where nothing pairs."""
+    """The whole answer. Phases, communication and memory are of the same batch; where no ranks had that, of the same
+    batch for each rank. refused: combinations that cannot be, each with why. Raises InputError where nothing pairs."""
     del unread  # no capture is asked
     cells = list(found)
     strong = compare_runs(cells, SharedPair, order=lambda cell: cell.order)
@@ -136,20 +137,22 @@ def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Se
             )
         )
     runs = [pair.other.run for pair in pairs]
+    shown, of_batch = (strong, "") if _shared(strong) else (weak, " for each rank")
     more = [(cell, "", why) for cell, why in refused]
     return measured_answer(
         pairs[0].base.run.environment,
         study=STUDY,
         question=QUESTION,
         tables=(
-            _scaling(STRONG, strong), _scaling(WEAK, weak), _phases(strong), _communication(strong), _memory(strong),
+            _scaling(STRONG, strong), _scaling(WEAK, weak), _phases(shown, f"{PHASES}{of_batch}"),
+            _communication(shown, f"{COMMUNICATION}{of_batch}"), _memory(shown),
             missing_cells(MISSING, SharedCell.FIELD, strong.unmeasured, more),
         ),
         panels=_panels(strong, weak),
         date=max(run.day for run in runs),
         intervals=strong.intervals,
         settings=_settings(runs),
-        findings=tuple(_findings(strong, weak)),
+        findings=tuple(_findings(strong, weak, shown)),
     )  # fmt: skip
 
 
@@ -198,12 +201,12 @@ def _doubted(scaling: Scaling) -> Iterator[str]:
         yield said
 
 
-def _phases(scaling: Scaling) -> Table:
+def _phases(scaling: Scaling, title: str) -> Table:
     parts = (FORWARD, BACKWARD, GRADIENT_SYNC, OPTIMIZER, STEP)
     cells = _with_bases(scaling)
     rows = [(*_named(cell), *(metrics.median_s(cell.run, part) for part in parts)) for cell in cells]
     return table_of(
-        *_HEAD, *((part, "s") for part in parts), title=PHASES, rows=rows,
+        *_HEAD, *((part, "s") for part in parts), title=title, rows=rows,
         notes=as_lines(
             f"The phases are those of rank 0. In {GRADIENT_SYNC} a rank waits for gradients when backward has ended."
         ),
@@ -216,7 +219,7 @@ def _with_bases(scaling: Scaling) -> list[SharedCell]:
     return sorted(kept.values(), key=lambda cell: cell.order)
 
 
-def _communication(scaling: Scaling) -> Table:
+def _communication(scaling: Scaling, title: str) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for pair in _shared(scaling):
         run = pair.other.run
@@ -231,7 +234,7 @@ def _communication(scaling: Scaling) -> Table:
     return table_of(
         *_HEAD, ("communication", "s"), ("exposed", "s"), ("hidden", "%"), ("sent by a rank", "B"),
         ("by formula", "B"), ("sent more", "+%"), "collectives",
-        title=COMMUNICATION, rows=rows,
+        title=title, rows=rows,
         notes=as_lines(
             "Means of the ranks; times are of one step under the profiler. Exposed is what passes while a rank "
             "computes nothing, its waiting for the others with it."
@@ -311,19 +314,19 @@ SHARDED = ("sharded-optimizer", "fully-sharded", "own-fsdp")
 """Kinds of findings that answer questions on data parallel, and on sharding."""
 
 
-def _findings(strong: Scaling, weak: Scaling) -> Iterator[Finding]:
-    pairs = _shared(strong)
+def _findings(strong: Scaling, weak: Scaling, shown: Scaling) -> Iterator[Finding]:
+    pairs = _shared(shown)
     for pair in pairs:
         yield from _gradient_sync(pair.other)
     for asked in _STEPS:
         yield from _from_to(asked, pairs)
-    yield from _fastest(pairs)
+    yield from _fastest(_shared(strong))
     yield from _best_weak(weak)
     yield from _by_formula(pairs)
-    yield from doubtful_runs(strong)
+    yield from doubtful_runs(shown)
     # One process has all threads of a CPU, and each rank its share: it is no other environment.
     yield from unlike_environments([SharedPair(base=pairs[0].other, other=pair.other) for pair in pairs[1:]])
-    yield from replaced_runs(strong)
+    yield from replaced_runs(shown)
 
 
 def _gradient_sync(cell: SharedCell) -> Iterator[Finding]:

@@ -39,6 +39,7 @@ def _cut_for_the_check(right: Correctness) -> list[str]:
     """What of the step was made smaller before it was held against one process, in words."""
     return [
         *([counted(right.layers, "layer")] if right.layers is not None else []),
+        *([counted(right.batch_size, "sequence")] if right.batch_size is not None else []),
         *([f"{right.seq_len:,} tokens a sequence"] if right.seq_len is not None else []),
         *([f"a vocabulary of {right.vocabulary:,}"] if right.vocabulary is not None else []),
     ]

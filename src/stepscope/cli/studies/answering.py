@@ -176,9 +176,12 @@ class Comparing:
     """The answer from these; `unread` is how many captures nothing here can read."""
     keep_digests: bool
 
-    def from_stored(self, places: Sequence[Path], given: Mapping[str, tuple[Any, ...] | None]) -> None:
-        """Answer from folders of runs, of those that have what was given; or show a finished answer."""
-        refuse_beside("--from", "--keep-digests", *(f"--{field.replace('_', '-')}" for field in given))
+    def from_stored(
+        self, places: Sequence[Path], given: Mapping[str, tuple[Any, ...] | None], *read: str
+    ) -> None:  # fmt: skip
+        """Answer from folders of runs, of those that have what was given; or show a finished answer. read: options
+        that name no field of a workload."""
+        refuse_beside("--from", "--keep-digests", *read, *(f"--{field.replace('_', '-')}" for field in given))
         wanted = wanted_runs(given)
         file = finished_answer(tuple(places), wanted)
         if file is not None:

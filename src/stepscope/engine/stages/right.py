@@ -7,7 +7,7 @@ import msgspec
 from stepscope.core.checkpointing import of_fewer_layers, selective_of
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.ranks import Correctness
-from stepscope.core.strategies import NOT_PARALLEL, stages_of
+from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
 from stepscope.core.workload import Workload
 from stepscope.engine.draft import Draft
 from stepscope.engine.stages.build import release
@@ -17,6 +17,10 @@ _LAYERS = 2
 _VOCABULARY, _SEQUENCE = 32_768, 4096
 """The largest vocabulary and the longest sequence of what is checked. Both change how long the check takes, and nothing
 in how a matrix or a batch is spread."""
+_SAMPLES = 2
+"""Sequences of each rank and micro-batch that are checked. One process runs the whole batch, some fifty times, while
+all ranks wait for it: of 24 sequences for each of 8 ranks, longer than what is measured. With two, each rank adds up
+over samples, and one process has several ways to split the batch."""
 
 
 def check_the_ranks(draft: Draft) -> None:
@@ -48,9 +52,12 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
     vocabulary = min(workload.model.vocabulary, _VOCABULARY)
     both_chunks = 2 * workload.ranks  # where ranks share a sequence, each takes two chunks
     seq_len = min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks)
+    micro_batches = strategy_named(workload.parallel).micro_batches(workload.ranks, workload.accumulation)
+    batch_size = min(workload.batch_size, _SAMPLES * workload.ranks * micro_batches)
     small = msgspec.structs.replace(
-        workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary), seq_len=seq_len,
-        compile="eager", checkpointing=_of_fewer_layers(workload.checkpointing, layers),
+        workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
+        batch_size=batch_size, seq_len=seq_len, compile="eager",
+        checkpointing=_of_fewer_layers(workload.checkpointing, layers),
     )  # fmt: skip
     found = check_ranks(workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks)
     return msgspec.structs.replace(
@@ -58,6 +65,7 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
         layers=layers if layers < workload.model.layers else None,
         vocabulary=vocabulary if vocabulary < workload.model.vocabulary else None,
         seq_len=seq_len if seq_len < workload.seq_len else None,
+        batch_size=batch_size if batch_size < workload.batch_size else None,
     )
 
 
