@@ -13,6 +13,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from stepscope.core.processes import student_quantile
+
 REFUSED = 1e-6
 """How often a loss of one right step may lie beyond the bound."""
 
@@ -28,30 +30,4 @@ def difference_bound(draws: Sequence[Sequence[float]], independent: int) -> floa
     variances = [statistics.variance(step) / (statistics.fmean(step) or 1.0) ** 2 for step in zip(*draws, strict=True)]
     freedom = (len(draws) - 1) * min(independent, len(variances))
     # Of two draws the difference varies twice as much as one.
-    return student_t(REFUSED, freedom) * math.sqrt(2 * statistics.fmean(variances))
-
-
-def student_t(share: float, freedom: int) -> float:
-    """The t beyond which, to both sides, lies this share of Student's distribution.
-
-    Source: Abramowitz and Stegun (1964), "Handbook of Mathematical Functions", 26.7.3 and 26.7.4.
-    """
-    low, high = 0.0, 1.0
-    while _beyond(high, freedom) > share:
-        low, high = high, 2 * high
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _beyond(middle, freedom) > share else (low, middle)
-    return high
-
-
-def _beyond(t: float, freedom: int) -> float:
-    angle = math.atan(t / math.sqrt(freedom))
-    odd = freedom % 2
-    term = math.cos(angle) if odd else 1.0
-    total = 0.0
-    for power in range(freedom // 2):
-        total += term
-        term *= math.cos(angle) ** 2 * (2 * power + 1 + odd) / (2 * power + 2 + odd)
-    within = 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
-    return 1 - within
+    return student_quantile(1 - REFUSED / 2, freedom) * math.sqrt(2 * statistics.fmean(variances))
