@@ -119,15 +119,11 @@ class Racing:
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
         and DeviceError for one that fails."""
-        began = self._clock()
         (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
-        if workload.ranks > 1:  # each rank is a new process, in a race as well
-            self.note_time(began, workload)
-        else:
-            # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What
-            # the steps took, a race takes at least.
-            self._compiled_s = 0.0
-            self._longest_s = max(self._longest_s, steps_s(run))
+        # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What the
+        # steps took, a race takes at least.
+        self._compiled_s = 0.0
+        self._longest_s = max(self._longest_s, steps_s(run))
         if run.status == "out-of-memory":
             return "it ran out of memory"
         if run.status != "done":
