@@ -8,6 +8,10 @@ losses alone are compared: a loss is one number, and how far it may be is said b
 (parallel/rounding.py). Where the step clips gradients, all of them do; where the ranks compute with copies of their
 parameters in bf16, so does the one process.
 
+Products of eight bits take one scale for all rows that a process holds, so that ways to split the batch differ by a
+fifth of a small gradient. Of these the one process splits its batch as the ranks do, and what is allowed is as much as
+to ranks that cut sums.
+
 Distances are taken parameter by parameter, ||a - b|| / ||b||, and the largest counts: a forgotten bias must not hide
 behind a matrix.
 """
@@ -21,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
 from stepscope.models.clipping import NormOf, clip_gradients, global_norm, gradients_of, updated_by
@@ -54,7 +59,7 @@ def check_ranks(
     """
     record = strategy_named(name)
     compute = torch.bfloat16 if record.settings.get("compute") == "bf16" else None
-    least = _least(choices, cuts_sums=record.cuts_sums)
+    least = _least(choices, cuts_sums=record.cuts_sums or scales_what_it_holds(choices))
     verdicts: list[_Distance] = []
     # AdamW is judged by its losses alone, so nothing else is copied for it.
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
@@ -130,17 +135,26 @@ def _least(choices: Choices, *, cuts_sums: bool) -> float:
     return _FEWEST[_product_dtype(choices)] if cuts_sums else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
+def scales_what_it_holds(choices: Choices) -> bool:
+    """Whether products take one scale for the rows that a process holds: then ways to split the batch differ by more
+    than rounding, and one process must split it as the ranks do."""
+    return bool(PRECISIONS[choices.dtype].scaled)
+
+
 def _expected(
     make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
     copies: "_Copies", compute: torch.dtype | None,
 ) -> _Expected:  # fmt: skip
     parts = make_parts()
     independent, slack = len(parts.batches), _roundings(parts.model) if copies.wanted else {}
-    whole = _alone(parts, choices, device, 1, make_optimizer, copies=copies, compute=compute)
+    as_ranks = choices.accumulation * ranks.ranks
+    ways = (as_ranks,) if scales_what_it_holds(choices) else (1, ranks.ranks, 2, 2 * ranks.ranks, 4, as_ranks)
+    first, *other_ways = dict.fromkeys(ways)
+    whole = _alone(parts, choices, device, first, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []
     del parts  # there is room for one model at a time
     losses = [_after_a_step(whole[2])]
-    for pieces in dict.fromkeys((ranks.ranks, 2, 2 * ranks.ranks, 4, choices.accumulation * ranks.ranks)):
+    for pieces in other_ways:
         with contextlib.suppress(_NoSplit):
             other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies, compute=compute)
             # Only the distance is kept: a model of billions of parameters has no room for every way.
