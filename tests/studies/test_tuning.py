@@ -272,6 +272,8 @@ def test_losses_that_say_nothing_are_told_so():
     assert why_not_compared([curve("baseline", steps=9), starts[1], curve("fastest")]).startswith(
         "the baseline's losses"
     )
+    still = curve("baseline", slope=0.0)
+    assert "never change" in why_not_compared([still, still, still])
     assert "another start" in why_not_compared([starts[0], curve("", steps=9), curve("fastest")])
     found = tuned(curves=(curve("baseline"), curve("fastest")), why_no_losses="that is why")
     answer = answer_tuned(found)

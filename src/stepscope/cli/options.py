@@ -262,7 +262,7 @@ OPTIONS = (
            metavar="RATE"),
     Option("budget", float, MEASURING, "Seconds for the whole grid; the rest is not reached.", least=0),
     Option("budget", partial(parse_seconds, option="--budget"), MEASURING,
-           "How long the search may take, as in 90s, 10min or 1h; what has begun is ended.", default=600.0,
+           "How long the search may take, as in 90s, 10min or 1h; what has begun is finished.", default=600.0,
            metavar="TIME", verbs=("tune",)),
     Option("keep", str, MEASURING, "Choices that stay as they are said.", choices=TUNED_FIELDS),
     Option("workers", int, MEASURING, "Processes that judge, or compile ahead (on a GPU).", least=0),

@@ -96,7 +96,7 @@ def check_scaled_layers(layers: int, dtype: str) -> None:
     if not layers:
         raise InputError(
             f"dtype {dtype} needs linear layers whose sizes are multiples of {SCALED_MULTIPLE}, and this model has "
-            "none: choose bf16-master"
+            "none: choose bf16"
         )
 
 
@@ -105,5 +105,5 @@ def check_scaled_rows(rows: int) -> None:
     if rows % SCALED_MULTIPLE:
         raise InputError(
             f"products of 8 bits take rows in multiples of {SCALED_MULTIPLE}, and a layer was given {rows}: "
-            "change the batch or the sequence, or choose --dtype bf16-master"
+            "change the batch or the sequence, or choose --dtype bf16"
         )

@@ -350,7 +350,12 @@ def strategy_named(parallel: str) -> StrategyRecord:
     settings: dict[str, str] = {}
     for word in chosen:
         option, sign, value = word.partition("=")
-        if option not in options or option in settings or not sign:
+        if "," in value:
+            raise InputError(f"--parallel {parallel}: several options are joined by colons, as in "
+                             f"{name}:{word.replace(',', ':')}")  # fmt: skip
+        if option in settings:
+            raise InputError(f"--parallel {parallel}: {option} is said twice, leave out one of them")
+        if option not in options or not sign:
             takes = ", ".join(one.written for one in record.options) or "no options"
             raise InputError(f"--parallel {parallel}: {name} takes {takes}, and not {word!r} here")
         settings[option] = options[option].checked(value, name)

@@ -90,8 +90,8 @@ def _gave(found: Tuned) -> Table:
         ("verdict", TEXT), ("why", TEXT),
         title=GAVE, rows=rows, tones=tones,
         notes=as_lines(
-            f"{counted(reached, 'race')} in {format_seconds(found.seconds)}: {how}. The races of a round are judged "
-            "together (Holm)."
+            f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). The whole search "
+            f"took {format_seconds(found.seconds)}."
         ),
     )  # fmt: skip
 
@@ -148,10 +148,10 @@ def _findings(found: Tuned) -> Iterator[Finding]:
     late = sum(1 for tried in found.tried if tried.verdict == "not reached")
     if late:
         yield note(
-            "not-reached", f"The time of {format_seconds(found.budget_s)}, less what is kept to confirm the end in "
-            f"processes of its own, was over before {counted(late, 'change')}.",
-            remedy=f"give it a --budget of over {format_seconds(found.needed_s)}: one of them and the end need it; "
-            "what is measured already is not measured again",
+            "not-reached", f"{counted(late, 'change')} had to be left out: of {format_seconds(found.budget_s)}, the "
+            "end in processes of its own needs a part.",
+            remedy=f"a --budget of over {format_seconds(found.needed_s)} has time for one more; what is measured "
+            "already is not measured again",
             evidence={"not_reached": late, "needed_s": found.needed_s},
         )  # fmt: skip
     wrong = [tried for tried in found.tried if tried.verdict == "not right"]

@@ -4,7 +4,7 @@ from stepscope.cli.studies.answering import AskedSteps, given_ones
 from stepscope.cli.verb import verb
 from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
-from stepscope.core.errors import choose
+from stepscope.core.errors import InputError, choose
 from stepscope.core.parts import named_kernels
 from stepscope.core.run import settings_from
 from stepscope.core.strategies import spelled
@@ -55,6 +55,8 @@ def parallel(
         choose(attention, attention_names(), "attention")
     if kernels is not None:
         chosen |= named_kernels(kernels)
+    if graph == "step" and not asked.from_ and asked.device_type != "cuda":
+        raise InputError(f"--graph step captures CUDA graphs, which {asked.device_type} has not: leave it out")
 
     def answer(cells: list[SharedCell], unread: int) -> Answer:
         return answer_parallel(cells, unread=unread, refused=refused)

@@ -67,10 +67,7 @@ class OwnStep(AssembledStep):
     ) -> None:  # fmt: skip
         """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
-        trained = [parameter for parameter in own.module.parameters() if parameter.requires_grad]
-        if choices.phase != "forward" and not trained:
-            remedy = "give it some, or measure forward alone with stepscope run --phase forward"
-            raise InputError(f"{own.name} has no parameters to train: {remedy}")
+        check_trained(own, choices)
         own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
         if PRECISIONS[choices.dtype].masters and own.optimizer is not None:
             raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
@@ -184,6 +181,13 @@ class DrivenStep:
         prepare = getattr(self.given, "prepare", None)
         if prepare is not None:
             self._first.run("prepare", prepare)
+
+
+def check_trained(own: OwnModule, choices: OwnChoices) -> None:
+    """Raise InputError for a training step of a module without parameters that are trained."""
+    if choices.phase != "forward" and not any(parameter.requires_grad for parameter in own.module.parameters()):
+        remedy = "give it some, or measure forward alone with stepscope run --phase forward"
+        raise InputError(f"{own.name} has no parameters to train: {remedy}")
 
 
 def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:

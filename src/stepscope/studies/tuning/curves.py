@@ -141,6 +141,8 @@ def why_not_compared(found: Sequence[LossCurve], steps: int = STEPS) -> str:
         return "the factory makes the same parameters from every seed, so no other start says how far is too far"
     if len(starts[0].losses) < steps:
         return "the baseline's losses do not stay finite"
+    if all(len(set(curve.losses)) == 1 for curve in starts):
+        return "the baseline's losses never change, so they say nothing of training"
     if any(len(curve.losses) < steps for curve in starts):
         return "the baseline's losses from another start do not stay finite"
     return ""
