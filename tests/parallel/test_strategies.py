@@ -383,7 +383,9 @@ def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
     ("changes", "said"),
     [
         ({"parallel": "ddp:bucket=0"}, "bucket is a whole number from 1 on"),
-        ({"parallel": "ddp:bucket=1:bucket=2"}, "ddp takes bucket=N, unused=no|yes, and not 'bucket=2' here"),
+        ({"parallel": "ddp:bucket=1:bucket=2"}, "bucket is said twice, leave out one of them"),
+        ({"parallel": "ddp:bucket=1,unused=no"}, "several options are joined by colons, as in ddp:bucket=1:unused=no"),
+        ({"parallel": "ddp:buckets=2"}, "ddp takes bucket=N, unused=no|yes, and not 'buckets=2' here"),
         ({"parallel": "ddp-naive:bucket=1"}, "ddp-naive takes no options"),
         ({"parallel": "fsdp2:reshard=maybe"}, "reshard is one of yes, no"),
         ({"parallel": "fsdp2:reshard"}, "and not 'reshard' here"),
