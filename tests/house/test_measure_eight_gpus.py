@@ -125,7 +125,7 @@ def test_two_gloo_ranks_leave_answers_and_what_no_time_is_left_for_is_named(tmp_
     assert "Latency and bandwidth" in (tmp_path / "collectives.txt").read_text()
     assert "Published figures" in (tmp_path / "plans.txt").read_text()
     assert "fsdp2" in (tmp_path / "steps.txt").read_text()
-    # The same command again measures nothing of this a second time.
+    # Started again, the script measures no step a second time that was done.
     again = script("--device", "cpu", "--ranks", 2, "--budget", 20, "--out", tmp_path)
     assert "collectives: before: done" in again.stdout and "traces of all ranks: before: done" in again.stdout
     assert steps_of(tmp_path)["collectives"] == steps["collectives"]

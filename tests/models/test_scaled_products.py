@@ -112,7 +112,7 @@ def results_of(layer: nn.Module, x: Tensor, gradient: Tensor) -> list[Tensor]:
 
 
 def two_ways(by: By = "tensor") -> tuple[nn.Linear, nn.Linear]:
-    """The same layer, cast by PyTorch's operators and by kernels."""
+    """Two linear layers with the same weights: the first casts by PyTorch's operators, the second by kernels."""
     torch.manual_seed(0)
     ways = nn.Linear(64, 48, device=DEVICE), nn.Linear(64, 48, device=DEVICE)
     ways[1].load_state_dict(ways[0].state_dict())

@@ -59,7 +59,7 @@ def check_ranks(
     """
     record = strategy_named(name)
     compute = torch.bfloat16 if record.settings.get("compute") == "bf16" else None
-    least = _least(choices, cuts_sums=record.cuts_sums or scales_what_it_holds(choices))
+    least = _least(choices, cuts_sums=record.cuts_sums or _scales_what_it_holds(choices))
     verdicts: list[_Distance] = []
     # AdamW is judged by its losses alone, so nothing else is copied for it.
     for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
@@ -74,7 +74,7 @@ def check_ranks(
         )
         if expected is not None:
             # What the parameters became has the roundings of every step in it.
-            # Of losses, too few ways may say nothing: no more than what is allowed to ranks that cut sums.
+            # A bound from few losses can be so wide that it checks nothing: it is held to what ranks that cut sums get.
             allowed = (least, STEPS * least, max(least, min(expected.losses_apart, _FEWEST[_product_dtype(choices)])))
             verdicts += [_distance(found[i], expected.whole[i], [away[i] for away in expected.apart], allowed[i],
                                    expected.slack if i == 1 else {})
@@ -135,7 +135,7 @@ def _least(choices: Choices, *, cuts_sums: bool) -> float:
     return _FEWEST[_product_dtype(choices)] if cuts_sums else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
-def scales_what_it_holds(choices: Choices) -> bool:
+def _scales_what_it_holds(choices: Choices) -> bool:
     """Whether products take one scale for the rows that a process holds: then ways to split the batch differ by more
     than rounding, and one process must split it as the ranks do."""
     return bool(PRECISIONS[choices.dtype].scaled)
@@ -148,7 +148,7 @@ def _expected(
     parts = make_parts()
     independent, slack = len(parts.batches), _roundings(parts.model) if copies.wanted else {}
     as_ranks = choices.accumulation * ranks.ranks
-    ways = (as_ranks,) if scales_what_it_holds(choices) else (1, ranks.ranks, 2, 2 * ranks.ranks, 4, as_ranks)
+    ways = (as_ranks,) if _scales_what_it_holds(choices) else (1, ranks.ranks, 2, 2 * ranks.ranks, 4, as_ranks)
     first, *other_ways = dict.fromkeys(ways)
     whole = _alone(parts, choices, device, first, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []

@@ -29,5 +29,5 @@ def difference_bound(draws: Sequence[Sequence[float]], independent: int) -> floa
         return 0.0
     variances = [statistics.variance(step) / (statistics.fmean(step) or 1.0) ** 2 for step in zip(*draws, strict=True)]
     freedom = (len(draws) - 1) * min(independent, len(variances))
-    # Of two draws the difference varies twice as much as one.
+    # The variance of the difference of two draws is twice that of one draw.
     return student_quantile(1 - REFUSED / 2, freedom) * math.sqrt(2 * statistics.fmean(variances))

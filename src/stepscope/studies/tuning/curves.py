@@ -46,10 +46,10 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def losses_of(*trainings: Training) -> list[list[float] | None]:
-    """Of each training, the loss of each step before its update; ends early where it is not finite. They train one
-    after another, in one process of their own, or, where ranks share the step, each in one for each rank. None where
-    another start would have the same parameters. Raises InputError for a step of the user's own, which has no loss
-    that is known."""
+    """The losses of each training: that of each step before its update, until one is not finite. A training whose other
+    start would have the same parameters has None. One process of its own runs all trainings, one after another; where
+    ranks share the step, each training has a process for each rank. Raises InputError for a step of the user's own,
+    which has no loss that is known."""
     if trainings[0].workload.ranks > 1:
         return [_on_ranks(training) for training in trainings]
     text = msgspec.json.encode(trainings).decode()

@@ -69,9 +69,8 @@ def _layouts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
 def _groups(best: DrivenWorkload) -> Iterator[Change]:
     """What is usually faster on a GPU, each with what belongs to it."""
     lower = PRECISIONS_TRIED.get(best.dtype, ())
-    if best.ranks > 1:  # no ranks share a step with masters
-        yield {"dtype": "bf16"} if "bf16" in lower else {}
-        yield {"optimizer": "adamw-fused"}
+    if best.ranks > 1:  # bf16-master and AdamW in one launch are for one process
+        yield {"dtype": "bf16" if "bf16" in lower else best.dtype, "optimizer": "adamw-fused"}
     else:
         yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
     yield {"graph": "step"}
@@ -82,7 +81,7 @@ def _groups(best: DrivenWorkload) -> Iterator[Change]:
 
 
 def groups_that_may(best: DrivenWorkload, kept: frozenset[str]) -> list[Change]:
-    """Those of the usual changes that the step may have, all together, without the fields in `kept`."""
+    """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`."""
     found: list[Change] = []
     step = best
     for group in _groups(best):
