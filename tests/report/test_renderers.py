@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Doubted, Line, decode_answer, encode_answer, table_of, text
+from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, decode_answer, encode_answer, table_of, text
 from stepscope.core.errors import InputError
 from stepscope.core.finding import note
 from stepscope.core.units import UNITS
@@ -157,7 +157,7 @@ def test_a_name_of_several_lines_breaks_no_table():
 
 
 @pytest.mark.parametrize(
-    "unit", ["zz", "d", "1000000000.3f", "{:q}", "{:.2f", "{} {}", "{0.__class__}", "{:.2f} {:.2f}", "s of B"]
+    "unit", ["zz", "x", "1000000000.3f", "{:q}", "{:.2f", "{} {}", "{0.__class__}", "{:.2f} {:.2f}", "s of B"]
 )
 def test_an_answer_with_a_unit_that_does_not_exist_is_damaged(unit: str):
     document = json.loads(encode_answer(ANSWER))
@@ -169,9 +169,21 @@ def test_an_answer_with_a_unit_that_does_not_exist_is_damaged(unit: str):
         decode_answer(json.dumps(document).encode(), "here")
 
 
-@pytest.mark.parametrize("unit", [*UNITS, "", ",", ".2f", ",.0f", ".3g", "{:+.3f} %", TEXT, PROSE])
+def test_an_answer_with_a_fraction_where_it_counts_is_damaged():
+    found = Answer(study="demo", question="", tables=(table_of(("a", "d"), title="t", rows=[(2.5,)]),))
+    with pytest.raises(InputError, match="here is damaged: the table 't' has 2.5 where it counts"):
+        decode_answer(encode_answer(found).encode(), "here")
+
+
+def test_no_table_is_made_in_a_unit_that_does_not_exist():
+    with pytest.raises(ValueError, match="no unit 'bytes'"):
+        table_of(("peak", "bytes"), rows=[(None,)])
+
+
+@pytest.mark.parametrize("unit", [*UNITS, "", ",", ".2f", ",.0f", ".3g", "g", "d", ",d", "{:+.3f} %", TEXT, PROSE])
 def test_an_answer_is_read_again_in_every_unit(unit: str):
-    found = Answer(study="demo", question="", tables=(table_of(("a", unit), rows=[(1.5,), (2,)]),))
+    rows: list[tuple[Cell, ...]] = [(2,)] if unit.endswith("d") else [(1.5,), (2,)]
+    found = Answer(study="demo", question="", tables=(table_of(("a", unit), rows=rows),))
     assert decode_answer(encode_answer(found).encode(), "here") == found
     assert shown(found)
 

@@ -238,12 +238,22 @@ def as_lines(*lines: str | Line) -> tuple[Line, ...]:
 
 
 def table_of(*columns: tuple[str, str] | str, rows: Iterable[tuple[Cell, ...]], **more: Any) -> Table:
-    """A table whose columns are each a name, or a name and a unit; the first column's head says what it is of."""
+    """A table whose columns are each a name, or a name and a unit; the first column's head says what it is of.
+
+    Raises ValueError for a unit in which no figure can be read: where a column has figures on some devices alone, it
+    would show nowhere else.
+    """
     pairs = [(column, "") if isinstance(column, str) else column for column in columns]
+    if unknown := _unknown_units(unit for _, unit in pairs):
+        raise ValueError(f"no unit {unknown[0]!r}")
     return Table(
         title=more.pop("title", ""), columns=tuple(name for name, _ in pairs), units=tuple(unit for _, unit in pairs),
         rows=tuple(rows), **more,
     )  # fmt: skip
+
+
+def _unknown_units(units: Iterable[str]) -> list[str]:
+    return [unit for unit in units if unit not in (TEXT, PROSE) and not is_unit(unit)]
 
 
 def measured_answer(
@@ -289,10 +299,17 @@ def decode_answer(data: bytes, source: str) -> Answer:
                 f"{source} is damaged: the table {table.title!r} has a row that is not of its "
                 f"{len(table.columns)} columns; write it again with --json"
             )
-        unknown = [unit for unit in table.units if unit not in (TEXT, PROSE) and not is_unit(unit)]
+        unknown = _unknown_units(table.units)
         if unknown or len(table.units) not in (0, len(table.columns)):
             what = f"a unit that does not exist, {unknown[0][:40]!r}" if unknown else "not a unit for each column"
             raise InputError(f"{source} is damaged: the table {table.title!r} has {what}; write it again with --json")
+        for row in table.rows:
+            for cell, unit in zip(row, table.units, strict=False):
+                if isinstance(cell, float) and unit.endswith("d"):
+                    raise InputError(
+                        f"{source} is damaged: the table {table.title!r} has {cell:g} where it counts; write it again "
+                        "with --json"
+                    )
     return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
 
 

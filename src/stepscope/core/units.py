@@ -102,7 +102,7 @@ UNITS: dict[str, tuple[str, float, Callable[[float], str]]] = {
 (empty where the head names it already), the factor to that unit, and the text of a figure."""
 
 
-_SPEC = r"\+?,?(?:\.\d[feg])?"
+_SPEC = r"\+?,?(?:(?:\.\d)?[feg]|d)?"
 _FORMAT = re.compile(rf"{_SPEC}|[^{{}}]*\{{:{_SPEC}\}}[^{{}}]*")
 
 

@@ -102,7 +102,7 @@ def _sides(found: Tuned) -> Table:
         rows = [
             ("baseline", found.baseline_s, found.baseline_peak_bytes), ("fastest", found.best_s, found.best_peak_bytes)
         ]  # fmt: skip
-    return table_of("step", ("typical time", "s"), ("peak of tensors", "bytes"), title=SIDES, rows=rows)
+    return table_of("step", ("typical time", "s"), ("peak of tensors", "B"), title=SIDES, rows=rows)
 
 
 def _losses(found: Tuned) -> Table:
