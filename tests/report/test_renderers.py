@@ -171,7 +171,7 @@ def test_an_answer_with_a_unit_that_does_not_exist_is_damaged(unit: str):
 
 def test_an_answer_with_a_fraction_where_it_counts_is_damaged():
     found = Answer(study="demo", question="", tables=(table_of(("a", "d"), title="t", rows=[(2.5,)]),))
-    with pytest.raises(InputError, match="here is damaged: the table 't' has 2.5 where it counts"):
+    with pytest.raises(InputError, match=r"here is damaged: the table 't' has 2\.5 where it counts"):
         decode_answer(encode_answer(found).encode(), "here")
 
 

@@ -21,8 +21,10 @@ from stepscope.core.samples import Interval
 from stepscope.core.tuned import LossCurve, Tried, Tuned
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
+from stepscope.report.plain import plain_text
+from stepscope.report.terminal import render_answer
 from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained, why_not_compared
-from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of
+from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of, steps_s
 from stepscope.studies.tuning.rounds import BEFORE, ROUNDS, changes_of, groups_that_may, lighter, together
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, tune, without_numeric_changes
@@ -364,8 +366,13 @@ def test_a_change_whose_losses_depart_is_taken_back():
 
 def test_the_answer_says_what_to_use_and_how_sure_it_is():
     change = Change(ratio=0.5, processes=(5, 5), interval=Interval(low=0.4, high=0.625))
-    found = tuned(confirmed=change, baseline_s=0.04, best_s=0.02, curves=(curve("baseline"), curve("fastest")))
+    found = tuned(
+        confirmed=change, baseline_s=0.04, best_s=0.02, baseline_peak_bytes=2 << 30, best_peak_bytes=1 << 30,
+        curves=(curve("baseline"), curve("fastest")),
+    )  # fmt: skip
     answer = answer_tuned(found)
+    told = [line.split() for line in plain_text(render_answer(answer)).splitlines()]
+    assert ["baseline", "40", "ms", "2.00", "GiB"] in told and ["fastest", "20", "ms", "1.00", "GiB"] in told
     assert "2.00 times as fast (interval 1.60 to 2.50; 5 processes a side)" in answer.lead[-1].text
     assert answer.asides[0].startswith("Measure it: stepscope run --model") and "--graph step" in answer.asides[0]
     assert answer.asides[1].startswith("In Python: stepscope.run(") and "graph='step'" in answer.asides[1]
@@ -415,6 +422,22 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.
     assert racing.time_left(first, first)
+
+
+def test_a_step_alone_takes_what_a_race_took_less_the_steps_of_the_other(tmp_path: Path):
+    now = [0.0]
+    racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
+    first, second = workload(layers=1), workload(layers=2)
+    now[0] = 30.0
+    racing.note_time(0.0, first, second, by_turns_s={first.key: 12.0, second.key: 4.0})
+    # 30 s are over, and another race may take 30; of a process alone the first takes 26 s, the second 18.
+    assert racing.time_left(first, second) and racing.needed_s == 30 + 30 + 5 * (26 + 18) + 4 * 26
+    run = make_run(step=[1.0, 2.0])
+    warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
+    run = msgspec.structs.replace(run, samples={"step": warmed})
+    assert (steps_s(run), steps_s(run, first=False)) == (12.5, 3.5), (
+        "the first step compiles, and no later process does"
+    )
 
 
 def test_what_is_compiled_once_counts_in_no_forecast():

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -62,6 +62,8 @@ class Racing:
         self._longest_s = 0.0
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
+        self._steps_s: dict[str, float] = {}
+        """By a step's key, what its steps took in the last race by turns."""
         self._compiled_s = 0.0
         """Seconds that processes compiled for the first time, since a time was noted last. Later ones do not compile
         again, so no forecast counts them."""
@@ -140,25 +142,35 @@ class Racing:
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
         began, processes = self._clock(), 1
+        self._steps_s = {}
         try:
             if self._fit_together(best, other):
                 found = self._by_turns(best, other)
                 if found.verdict != "does not fit":
                     return found
             processes = 1 if best.key in self._alone else 2
+            self._steps_s = {}
             return self._apart(best, other)
         finally:
-            self.note_time(began, best, other, processes=processes)
+            self.note_time(began, best, other, processes=processes, by_turns_s=self._steps_s)
 
-    def note_time(self, began: float, *workloads: DrivenWorkload, processes: int = 1) -> None:
+    def note_time(
+        self, began: float, *workloads: DrivenWorkload, processes: int = 1,
+        by_turns_s: Mapping[str, float] | None = None,
+    ) -> None:  # fmt: skip
         """Note how long so many processes took that measured these since then, one after another, less what was
-        compiled for the first time."""
+        compiled for the first time.
+
+        by_turns_s: by key, what the steps of each took where they took turns in one process: alone, none waits for
+        another's.
+        """
         took_s, self._compiled_s = self._clock() - began - self._compiled_s, 0.0
         if self._found:
             return
         self._longest_s = max(self._longest_s, took_s)
         for one in workloads:
-            self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), took_s / processes)
+            others_s = sum(seconds for key, seconds in (by_turns_s or {}).items() if key != one.key)
+            self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), took_s / processes - others_s)
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
@@ -185,6 +197,7 @@ class Racing:
             return _without_result(first, (first,))
         second = load_run(Path(self.out) / first.beside)
         runs = (first, second)
+        self._steps_s = {one.key: steps_s(run, first=False) for one, run in zip((best, other), runs, strict=True)}
         if first.status != "done" or second.status != "done":
             return _without_result(second if second.failure is not None else first, runs)
         ratios = paired_ratios(first, second, STEP)
@@ -242,10 +255,10 @@ def _machine_here() -> tuple[DeviceSpec, Network] | None:
     return spec, network
 
 
-def steps_s(run: Run) -> float:
-    """Seconds that the run's steps took, those of its warm-up with them."""
+def steps_s(run: Run, *, first: bool = True) -> float:
+    """Seconds that the run's steps took, those of its warm-up with them; with or without the first, which compiles."""
     steps = run.samples.get(STEP)
-    return sum(steps.warmup_s) + sum(steps.values_s) if steps is not None else 0.0
+    return sum(steps.warmup_s[0 if first else 1 :]) + sum(steps.values_s) if steps is not None else 0.0
 
 
 def compiled_s(run: Run) -> float:

@@ -114,6 +114,8 @@ def _precisions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
 
 
 def _optimizers(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.optimizer == "adamw-one-launch":
+        return  # the one that may write bf16 weights; the last round takes it back, and them with it
     for name in ("adamw-fused", *(("adamw-one-launch",) if on_gpu else ())):
         yield {"optimizer": name}
 
