@@ -25,7 +25,7 @@ from stepscope.measure.driven import capture_memory, observe_step, step_operator
 from stepscope.measure.step import drive
 from stepscope.models.own.batches import named_tensors, split
 from stepscope.models.own.blocks import find_blocks
-from stepscope.models.own.loading import load_module, make_own_step
+from stepscope.models.own.loading import load_module, load_own, make_own_step
 from stepscope.models.own.own_step import DrivenStep, OwnStep
 from stepscope.models.training_step import Choices, Shared, StepParts
 from tests.conftest import make_run, mini
@@ -583,6 +583,16 @@ def test_a_model_made_of_its_configuration(tmp_path: Path, fields: dict[str, Any
         torch.testing.assert_close(a, b)
     observation, _ = observe_step(again, CPU)
     assert observation.blocks_again == blocks and observation.covers_batch and observation.distinct_batches == 4
+
+
+def test_parameters_of_a_configuration_are_made_where_the_step_is(tmp_path: Path):
+    """A device draws half a billion random numbers sooner than a CPU does; a batch is drawn on the CPU everywhere."""
+    pytest.importorskip("transformers")
+    meta = torch.device("meta")
+    loaded = load_own(configuration(tmp_path, LLAMA), {"batch_size": 2, "seq_len": 8}, device=meta)
+    assert loaded.made is not None
+    assert {parameter.device for parameter in loaded.made.module.parameters()} == {meta}
+    assert loaded.made.batches[0]["input_ids"].device.type == "cpu"
 
 
 @pytest.mark.slow

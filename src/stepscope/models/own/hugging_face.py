@@ -5,6 +5,7 @@ The file names the `model_type` and, in `architectures`, the class. Without a cl
 type is made.
 """
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -25,10 +26,11 @@ BATCH_SIZE, SEQ_LEN = 4, 512
 _BATCHES = 4
 
 
-def make_from_config(file: str, arguments: Mapping[str, Any]) -> OwnModule:
+def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.device | None = None) -> OwnModule:
     """The model of a configuration with random batches for it.
 
-    arguments: `batch_size` and `seq_len`; any other replaces a field of the configuration.
+    arguments: `batch_size` and `seq_len`; any other replaces a field of the configuration. device: where the parameters
+    are made. A CPU takes seconds to draw half a billion random numbers, once for each process that measures.
     """
     name = f"--model {file}"
     fields = _fields(Path(file), name)
@@ -40,7 +42,8 @@ def make_from_config(file: str, arguments: Mapping[str, Any]) -> OwnModule:
             raise InputError(f"{name}: {key} is {value!r}: give a whole number from 1 on")
     with printed_to_stderr():
         config = _config(fields, {key: v for key, v in arguments.items() if key not in sizes}, name)
-        model = _model(config, fields, name)
+        with device or contextlib.nullcontext():
+            model = _model(config, fields, name)
         length = sizes["seq_len"] if length_is_asked else min(sizes["seq_len"], _positions(config) or SEQ_LEN)
         batches = [_batch(model, config, sizes["batch_size"], length, name) for _ in range(_BATCHES)]
     return OwnModule(name=name, module=model, batches=batches)

@@ -38,11 +38,16 @@ class Loaded:
     """The file that defines it."""
 
 
-def load_own(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> Loaded:
-    """Load what a factory returns, or a Hugging Face model by its configuration (`.json`)."""
+def load_own(
+    spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0, device: torch.device | None = None
+) -> Loaded:  # fmt: skip
+    """Load what a factory returns, or a Hugging Face model by its configuration (`.json`).
+
+    device: where a configuration's parameters are made; a factory decides for itself, and None is the CPU.
+    """
     torch.manual_seed(seed)
     if is_configuration(spelled):
-        own = make_from_config(spelled, arguments or {})
+        own = make_from_config(spelled, arguments or {}, device)
         return Loaded(name=own.name, made=own, file=Path(spelled))
     factory = find_factory(spelled)
     found, name = call_factory(factory, arguments or {}), f"--module {spelled}"
@@ -99,7 +104,7 @@ def make_own_step(
     given: an object that exists already, in place of what the workload's factory would return. share: spreads the step
     over several processes. Raises InputError for a step of the user's own that others should share.
     """
-    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed)
+    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed, device=device)
     if loaded.made is None:
         if share is not None:
             raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
@@ -124,7 +129,7 @@ def own_parts(
     workload: OwnWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
 ) -> StepParts:  # fmt: skip
     """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
-    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed)
+    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed, device=device)
     if loaded.made is None:
         raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
     check_trained(loaded.made, workload)
