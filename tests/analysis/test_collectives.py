@@ -6,11 +6,14 @@ from stepscope.analysis.collectives import answer_collectives, fits_of
 from stepscope.core.collective_figures import CollectiveTime, keep_fits, kept_fits
 from stepscope.core.environment import Environment
 from stepscope.core.samples import Samples
+from stepscope.report.picture import draw_svg
 
 
-def time(message_bytes: int, seconds: float, kind: str = "all-reduce", backend: str = "nccl") -> CollectiveTime:
+def time(
+    message_bytes: int, seconds: float, kind: str = "all-reduce", backend: str = "nccl", ranks: int = 4
+) -> CollectiveTime:  # fmt: skip
     return CollectiveTime(
-        kind=kind, backend=backend, ranks=4, message_bytes=message_bytes,
+        kind=kind, backend=backend, ranks=ranks, message_bytes=message_bytes,
         samples=Samples(values_s=(seconds,) * 5, clock="made up"),
     )  # fmt: skip
 
@@ -34,6 +37,17 @@ def test_bandwidths_and_their_share_of_the_peak():
     fit = answer.table("Latency and bandwidth").rows[0]
     assert fit[3:5] == (pytest.approx(10e-6, rel=1e-2), pytest.approx(1e11, rel=1e-3))
     assert [point.y for point in answer.panels[0].points] == [pytest.approx(75), pytest.approx(149.85, rel=1e-3)]
+
+
+def test_each_number_of_ranks_has_a_panel():
+    """Six kinds over 2, 4 and 8 ranks would be eighteen lines of one, more than a plot can tell apart."""
+    kinds = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "send and receive")
+    found = [time(size, 1e-3, kind, ranks=ranks) for ranks in (2, 4, 8) for kind in kinds for size in (10**6, 10**7)]
+    answer = answer_collectives(found, place("NVIDIA H200"), "2026-11-23")
+    assert [panel.y_title.partition(", ")[2] for panel in answer.panels] == [
+        f"{ranks} ranks over nccl" for ranks in (2, 4, 8)
+    ]
+    assert "<svg" in draw_svg(answer)
 
 
 def test_gloo_has_no_peak_and_what_failed_no_time():

@@ -114,6 +114,16 @@ def test_where_ranks_had_a_batch_each_alone_all_is_said_of_that():
     assert "fastest" not in said and said["by-formula"] == "Ranks send what the formula says in 2 of 2 cells."
 
 
+def test_steps_of_several_models_have_bars_of_their_own():
+    """With a batch for each rank, the cell of more ranks has another name than that of its one process."""
+    found = [cell(), cell("fsdp2", 2, batch=8), cell(batch=6), cell("fsdp2", 2, batch=12)]
+    names = [point.name for point in answer_parallel(found).panels[0].points]
+    assert len(names) == len(set(names)) == 4
+    assert [name.split("-")[1] for name in names] == ["b4", "b6", "b4", "b6"]
+    assert [name.rpartition(" fsdp2 x ")[2] for name in names[2:]] == ["2", "2"]
+    assert [point.name for point in answer_parallel(found[:2]).panels[0].points] == ["none", "fsdp2 x 2"]
+
+
 def test_without_one_process_there_is_nothing_to_compare():
     with pytest.raises(InputError, match="no cell here was measured both by ranks and by one process"):
         answer_parallel(LESSONS[1:])

@@ -30,7 +30,7 @@ def answer_collectives(
         settings["threads of a rank"] = threads
     return measured_answer(
         where, study="collectives", question="How fast do ranks communicate here?", date=date, settings=settings,
-        tables=(_times(times, peak), _fits(fits)), panels=(_panel(times),),
+        tables=(_times(times, peak), _fits(fits)), panels=tuple(_panels(times)),
         findings=tuple(_findings(times, fits, peak)),
     )  # fmt: skip
 
@@ -120,19 +120,20 @@ def _fits(fits: Sequence[CollectiveFit]) -> Table:
     )  # fmt: skip
 
 
-def _panel(times: Sequence[CollectiveTime]) -> Panel:
-    several = len({(time.backend, time.ranks) for time in times}) > 1
-    points = [
-        Point(
-            line=f"{time.kind}, {time.ranks} ranks, {time.backend}" if several else time.kind,
-            x=float(time.message_bytes), y=bus * 1e-9,
+def _panels(times: Sequence[CollectiveTime]) -> Iterator[Panel]:
+    """A panel for each backend and number of ranks: the lines of all of them are more than the eye tells apart."""
+    groups = list(dict.fromkeys((time.backend, time.ranks) for time in times))
+    for backend, ranks in groups:
+        points = tuple(
+            Point(line=time.kind, x=float(time.message_bytes), y=bus * 1e-9)
+            for time in times
+            if (time.backend, time.ranks) == (backend, ranks) and (bus := _bus(time)) is not None
         )
-        for time in times
-        if (bus := _bus(time)) is not None
-    ]  # fmt: skip
-    return Panel(
-        x_title="message (bytes)", y_title="bus bandwidth (GB/s)", points=tuple(points), x_log=True, y_log=True
-    )
+        of = f", {ranks} ranks over {backend}" if len(groups) > 1 else ""
+        if points:
+            yield Panel(
+                x_title="message (bytes)", y_title=f"bus bandwidth (GB/s){of}", points=points, x_log=True, y_log=True
+            )  # fmt: skip
 
 
 def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], peak: float | None) -> Iterator[Finding]:

@@ -273,12 +273,20 @@ def _memory(scaling: Scaling) -> Table:
 
 
 def _panels(strong: Scaling, weak: Scaling) -> tuple[Panel, ...]:
-    """The step of each strategy beside that of one process, for one batch and for a batch for each rank."""
+    """The step of each strategy beside that of one process, for one batch and for a batch for each rank. Where there
+    are several, a bar has the name of its one process's cell: with a batch for each rank the cells of more ranks have
+    others."""
     points: list[Point] = []
-    several = len({cell.name for cell in _with_bases(strong)}) > 1
+    beside = {
+        id(cell): pair.base
+        for scaling in (strong, weak)
+        for pair in _shared(scaling)
+        for cell in (pair.base, pair.other)
+    }
+    several = len({base.name for base in beside.values()}) > 1
     for words, scaling in (("the same batch", strong), ("the same batch for each rank", weak)):
         for cell in _with_bases(scaling):
-            name = f"{cell.name} {cell.value}" if several else cell.value
+            name = f"{beside[id(cell)].name} {cell.value}" if several else cell.value
             points.append(bar(words, name, cell.samples(STEP), doubted=bool(doubt_mark(cell.run))))
     return (Panel(x_title="", y_title="step, ms", points=tuple(points), kind="bars"),) if points else ()
 
