@@ -1,5 +1,6 @@
 """The result of a search for the fastest step: each change that was tried, and the step that it ended with."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -48,6 +49,14 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """The reason of a refusal, a failure or a doubt, in one line."""
     runs: tuple[str, ...] = ()
     """The runs of the best step until then, and of this one."""
+
+
+def change_words(change: Mapping[str, str | int]) -> str:
+    """A change in words: `dtype bf16-master, kernels fused`, where all parts have one name."""
+    said, parts = dict(change), {change.get(part) for part in PARTS}
+    if len(parts) == 1 and None not in parts:
+        said = {name: value for name, value in change.items() if name not in PARTS} | {"kernels": parts.pop() or ""}
+    return ", ".join(f"{name} {value}" for name, value in said.items())
 
 
 class LossCurve(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.analysis.runs.against_answer import interval_text
-from stepscope.core.answer import INTERVALS, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.answer import INTERVALS, PROSE, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
-from stepscope.core.tuned import Tuned
+from stepscope.core.tuned import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.work.described import cell_name, describe_workload
 from stepscope.work.spelled import run_call, run_command
@@ -75,19 +75,20 @@ def _gave(found: Tuned) -> Table:
     rows: list[tuple[Cell, ...]] = []
     tones: dict[int, str] = {}
     for number, tried in enumerate(found.tried):
-        words = ", ".join(f"{name} {value}" for name, value in tried.change.items())
+        why = "" if tried.verdict == "not reached" else tried.why  # which a finding says once
         rows.append((
-            tried.round, words, tried.step_s, tried.ratio, interval_text(tried.interval), tried.verdict, tried.why,
+            tried.round, change_words(tried.change), tried.step_s, tried.ratio, interval_text(tried.interval),
+            tried.verdict, why,
         ))  # fmt: skip
         if tried.verdict in _TONES:
             tones[number] = _TONES[tried.verdict]
-    how = "the two steps took turns in one process, and the ratio is that of neighbouring steps"
+    how = "the two steps took turns in one process, and each step is set beside its neighbour of the best until then"
     if found.asked.ranks > 1:
-        how = "each step ran in processes of its own, one for each rank, and the ratio is that of medians"
+        how = "each step ran in a process for each rank, and its median is set beside that of the best until then"
     reached = sum(1 for tried in found.tried if tried.ratio is not None)
     return table_of(
-        "round", ("change", TEXT), ("step", "s"), ("of the best until then", "{:.3f} x"), ("95 % interval", TEXT),
-        ("verdict", TEXT), ("why", TEXT),
+        "round", ("change", PROSE), ("step", "s"), ("of the best", "{:.3f} x"), ("95 % interval", TEXT),
+        ("verdict", TEXT), ("why", PROSE),
         title=GAVE, rows=rows, tones=tones,
         notes=as_lines(
             f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). The whole search "

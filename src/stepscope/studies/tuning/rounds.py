@@ -215,7 +215,7 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="projections", changes=_joint_projections, of_textbook=True),
     Round(name="compile", changes=_compiled),
     Round(name="graph again", changes=_replayed_again, of_gpu=True),
-    Round(name="update under backward", changes=_under_backward, of_gpu=True),
+    Round(name="under backward", changes=_under_backward, of_gpu=True),
 )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.processes import standing
-from stepscope.core.tuned import Tried, Tuned
+from stepscope.core.tuned import Tried, Tuned, change_words
 from stepscope.core.units import format_seconds
 from stepscope.studies.tuning.rounds import (
     BEFORE,
@@ -98,7 +98,7 @@ class Search:
                 why = f"planned to take {format_seconds(far_s)}, and another {format_seconds(least_s)}"
                 self._note(round_, change, Tried(round="", change={}, verdict="slower by plan", why=why))
             else:
-                tell(f"{round_.name}: {words_of(change)}")
+                tell(f"{round_.name}: {change_words(change)}")
                 raced.append((len(self.tried), made))
                 self._note(round_, change, bench.race(self.best, made))
         return self._judged(raced)
@@ -136,8 +136,3 @@ class Search:
     def so_far(self, asked: DrivenWorkload) -> Tuned:
         """What was found until now."""
         return Tuned(asked=asked, baseline=self.baseline, best=self.best, tried=tuple(self.tried))
-
-
-def words_of(change: Change) -> str:
-    """A change in words: `dtype bf16-master, optimizer adamw-one-launch`."""
-    return ", ".join(f"{name} {value}" for name, value in change.items())
