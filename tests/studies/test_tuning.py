@@ -16,9 +16,10 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence
 from stepscope.core.finding import error
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
-from stepscope.core.tuned import LossCurve, Tried, Tuned
+from stepscope.core.tuned import LossCurve, Tried, Tuned, change_words
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.report.plain import plain_text
@@ -387,6 +388,13 @@ def test_the_answer_says_what_to_use_and_how_sure_it_is():
     late = msgspec.structs.replace(found.tried[0], verdict="not reached")
     (told,) = [f for f in answer_tuned(tuned(tried=(late,), needed_s=540.0)).findings if f.kind == "not-reached"]
     assert "of over 540 s" in told.remedy
+
+
+def test_a_change_of_all_parts_is_one_word():
+    said: dict[str, str | int] = {"graph": "step", **dict.fromkeys(PARTS, "fused")}
+    assert change_words(said) == "graph step, kernels fused"
+    assert change_words({"norm": "fused", "accumulation": 2}) == "norm fused, accumulation 2"
+    assert change_words(said | {"norm": "liger"}).startswith("graph step, norm liger, rope fused")
 
 
 def test_a_training_s_losses_are_those_of_its_batches():
