@@ -22,7 +22,7 @@ import math
 import msgspec
 
 from stepscope.core.attentions import scores_of
-from stepscope.core.checkpointing import of_fewer_layers, spans_of
+from stepscope.core.checkpointing import Span, of_fewer_layers, spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
@@ -121,11 +121,12 @@ def _stage(question: _Question) -> Stage:
     )  # fmt: skip
 
 
-def _interpolated(low: StageNeeds, high: StageNeeds, steps: float) -> StageNeeds:
-    """The needs so many steps beyond `low`, where `high` is one step beyond it."""
+def _interpolated(low: StageNeeds, high: StageNeeds, steps: float, *, beyond: StageNeeds | None = None) -> StageNeeds:
+    """The needs so many steps beyond `low`, where `high` is one step beyond it, or beyond the needs that are given."""
+    under = low if beyond is None else beyond
     return StageNeeds(
         **{
-            name: getattr(low, name) + math.ceil((getattr(high, name) - getattr(low, name)) * steps)
+            name: getattr(low, name) + math.ceil((getattr(high, name) - getattr(under, name)) * steps)
             for name in StageNeeds.__struct_fields__
         }
     )
@@ -310,14 +311,28 @@ class RankMemory:
 
     def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs by interpolation between few and more blocks, one sequence and two."""
-        alike = len(spans_of(layout.checkpointing, stage.blocks)) == 1
-        if stage.blocks > _FEW_BLOCKS and alike:
-            low, high = (
-                self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count))
-                for count in (_FEW_BLOCKS - 1, _FEW_BLOCKS)
+        if stage.blocks <= _FEW_BLOCKS:
+            return self._by_tokens(layout, stage)
+        spans = spans_of(layout.checkpointing, stage.blocks)
+        if len(spans) > 1:
+            return self._of_unlike(layout, stage, spans)
+        low, high = (
+            self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count))
+            for count in (_FEW_BLOCKS - 1, _FEW_BLOCKS)
+        )
+        return _interpolated(low, high, stage.blocks - _FEW_BLOCKS + 1)
+
+    def _of_unlike(self, layout: Layout, stage: "_RankStage", spans: tuple[Span, ...]) -> StageNeeds:
+        """The needs of two spans of blocks, from those of a block of each, and of one more of either."""
+        first, last = (span.blocks for span in spans)
+        low, longer_first, longer_last = (
+            self._by_tokens(
+                msgspec.structs.replace(layout, checkpointing=f"selective-{count}"),
+                msgspec.structs.replace(stage, blocks=blocks),
             )
-            return _interpolated(low, high, stage.blocks - _FEW_BLOCKS + 1)
-        return self._by_tokens(layout, stage)
+            for blocks, count in ((2, 1), (3, 1), (3, 2))
+        )
+        return _interpolated(_interpolated(low, longer_first, first - 1), longer_last, last - 1, beyond=low)
 
     def _by_tokens(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs of so many tokens, for fused attention from those of a whole sequence and of two."""
