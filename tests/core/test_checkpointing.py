@@ -1,8 +1,19 @@
 """What a choice of checkpointing makes of a model's blocks."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stepscope.core.checkpointing import Span, group_of, grouped, mixtures, of_fewer_layers, selective_of, spans_of
+from stepscope.core.checkpointing import (
+    Span,
+    group_of,
+    grouped,
+    keeping,
+    mixtures,
+    of_fewer_layers,
+    selective_of,
+    spans_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +48,14 @@ def test_the_last_blocks_of_a_mixture_keep_more():
     assert [selective_of(one) for one in ("selective-12", "selective-0", "selective", "every-2", None)] == [
         12, None, None, None, None,
     ]  # fmt: skip
+
+
+@given(layers=st.integers(1, 50), share=st.floats(0, 1))
+def test_the_choice_of_so_many_blocks_that_keep_more(layers: int, share: float):
+    """None of them is `attention`, all are `selective`, and what lies between has its spans."""
+    last = round(share * layers)
+    spans = [span for span in (Span("attention", layers - last), Span("selective", last)) if span.blocks]
+    assert list(spans_of(keeping(last, layers), layers)) == spans
 
 
 def test_blocks_in_the_groups_of_their_spans():

@@ -32,7 +32,7 @@ _NOT_ASKED = {
     "stepscope plan --model llama3-70B --ranks 64 --device H100 --seq-len 8192 --batch-size 512",
     "stepscope plan --model llama3-8B --ranks 8 --seq-len 8192 --batch-size 16 --layout sharding=zero3",
     model="small", seq_len="512", dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused",
-    checkpointing="the best of none, selective and every-1", phase="train",
+    checkpointing="the best of none, selective, selective-K, attention and every-1", phase="train",
 )  # fmt: skip
 def plan(
     *,
@@ -62,7 +62,7 @@ def plan(
     from stepscope.core.layout import parse_layout
     from stepscope.core.model_config import whole_number
     from stepscope.core.network import MOST_RANKS
-    from stepscope.planning.space import CHECKPOINTINGS, Question
+    from stepscope.planning.space import Question
     from stepscope.work.planned_model import PlannedModel
 
     whole_number(ranks, "--ranks", 1, MOST_RANKS)
@@ -72,7 +72,7 @@ def plan(
         ranks=ranks,
         node=1,
         fixed=parse_layout(layout) if layout else {},
-        checkpointings=checkpointings or CHECKPOINTINGS,
+        checkpointings=checkpointings,
     )
     gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
     planning = _planned(question, device, network, {"efficiency": efficiency, "spread": spread})

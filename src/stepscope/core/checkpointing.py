@@ -79,9 +79,15 @@ def selective_of(checkpointing: object) -> int | None:
 
 
 def mixtures(layers: int) -> tuple[str, ...]:
-    """The choices `selective-K` that a search tries: K is three quarters, half and a quarter of the blocks."""
+    """The choices `selective-K` that `tune` and `fit` try: K is three quarters, half and a quarter of the blocks."""
     last = (layers * quarters // 4 for quarters in (3, 2, 1))
     return tuple(f"selective-{blocks}" for blocks in dict.fromkeys(last) if blocks)
+
+
+def keeping(last: int, layers: int) -> str:
+    """The choice by which the last blocks, so many of `layers`, keep what `selective` does, and the others what
+    `attention` does."""
+    return {0: "attention", layers: "selective"}.get(last, f"selective-{last}")
 
 
 def of_fewer_layers(checkpointing: str, layers: int) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Frame, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.checkpointing import selective_of
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.layout import SHARDINGS, Layout
@@ -170,6 +171,12 @@ def _tokens(planned: Planned, planning: Planning) -> float:
     return planning.plan.question.workload.tokens / planned.time.step_s
 
 
+_MIXTURES = (
+    "selective-K: the last K blocks keep what their products and attention return, and the others what attention does "
+    "alone. Backward computes the rest again. Where --checkpointing settles no K, it is the largest that fits."
+)
+
+
 def _best_table(planning: Planning) -> Table:
     names = dict.fromkeys(planned.layout.sharding for planned in planning.plan.best)
     return table_of(
@@ -187,6 +194,7 @@ def _best_table(planning: Planning) -> Table:
         notes=as_lines(
             "tp, cp, pp, ep, dp: tensor (with sequence), context, pipeline, expert and data parallel; v: chunks of an "
             "interleaved pipeline.",
+            *([_MIXTURES] if any(selective_of(one.layout.checkpointing) for one in planning.plan.best) else []),
             *(
                 f"{name}: {SHARDINGS[name].words} ({SHARDINGS[name].source})."
                 for name in names
@@ -278,12 +286,13 @@ def _scaling_table(planning: Planning) -> Table:
             (one.ranks, step, _mfu(one.best, planning, one.ranks), efficiency, one.best.time.bound, _short(one))
         )
     tones = {i: "strong" for i, row in enumerate(rows) if row[0] == planning.plan.question.ranks}
+    mixed = planning.plan.best[0].layout.checkpointing not in planning.plan.question.tried
+    alike = ", with any checkpointing," if mixed else " and checkpointing"
     return table_of(
         ("ranks", ","), ("step", "s"), ("MFU", "%"), ("efficiency", "%"), "bound by", "best layout",
         title="Strong scaling: the same batch on more ranks", rows=rows, tones=tones,
         notes=as_lines(
-            "Of the kind of sharding and checkpointing that is best above; efficiency against the first row that has a "
-            "step."
+            f"Of the kind of sharding{alike} that is best above; efficiency against the first row that has a step."
         ),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ import msgspec
 from stepscope.core.network import MOST_RANKS
 from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.search import Machine, Plan, Planned, search
+from stepscope.planning.space import CHECKPOINTINGS
 from stepscope.planning.times import Clock
 
 DOUBLINGS = range(-3, 4)
@@ -40,14 +41,15 @@ def scaling(plan: Plan, machine: Machine) -> tuple[Scaled, ...]:
     fixed = {name: value for name, value in plan.question.fixed.items() if name not in ("data", "shard")}
     if best.data * best.context > 1:
         fixed["sharding"] = best.sharding
+    # A mixture is what the memory of so many ranks leaves: other numbers have another, or no need of one.
+    alike = best.checkpointing in CHECKPOINTINGS
+    checkpointings = (best.checkpointing,) if alike else plan.question.checkpointings
     found: list[Scaled] = []
     for ranks in _numbers(plan.question.ranks):
         if ranks == plan.question.ranks:
             found.append(Scaled(ranks=ranks, best=plan.best[0]))
             continue
-        question = msgspec.structs.replace(
-            plan.question, ranks=ranks, fixed=fixed, checkpointings=(best.checkpointing,)
-        )
+        question = msgspec.structs.replace(plan.question, ranks=ranks, fixed=fixed, checkpointings=checkpointings)
         other = search(question, machine, shown=1)
         found.append(Scaled(ranks=ranks, best=next(iter(other.best), None), why_not=_why_not(other)))
     return tuple(found)

@@ -1,5 +1,6 @@
 """The search: every layout of a step, whether it fits, how long it takes, and which is best."""
 
+import functools
 import heapq
 import math
 from collections import Counter
@@ -13,8 +14,9 @@ from stepscope.core.network import Network
 from stepscope.core.units import GIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.estimate import estimate
-from stepscope.memory.prediction.fit import QUICK_SAFETY, Budget, will_fit
+from stepscope.memory.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
 from stepscope.memory.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
+from stepscope.planning.mixtures import mixed, on_line, open_to_mixtures, with_most
 from stepscope.planning.rates import Rates, rates_of
 from stepscope.planning.space import Question, Space
 from stepscope.planning.times import Clock, StepTime
@@ -55,7 +57,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     nearest: Planned | None
     """Where nothing fits, the layout whose states are smallest."""
     fastest: tuple[Layout, ...] = ()
-    """The fastest layouts, as the search saw them: what another network would choose from."""
+    """The fastest layouts, as the search saw them, but for mixtures: what another network would choose from."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
     space = Space(question)
     if question.ranks == 1 and question.model.experts == 1:
         return _of_one_rank(question, machine, clock, space)
-    tried = _Tried(memory, clock, room_of(machine.budget, question.ranks))
+    tried = _Tried(question, memory, clock, room_of(machine.budget, question.ranks))
     for grid in space.grids():
         for alike in space.layouts(grid):
             tried.add(alike)
@@ -100,8 +102,8 @@ def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
 class _Tried:
     """Layouts that were tried: how many fit, and the fastest of them."""
 
-    def __init__(self, memory: RankMemory, clock: Clock, room: int) -> None:
-        self._memory, self._clock, self._room = memory, clock, room
+    def __init__(self, question: Question, memory: RankMemory, clock: Clock, room: int) -> None:
+        self._question, self._memory, self._clock, self._room = question, memory, clock, room
         self.count = self.fitting = 0
         self.too_large: Counter[str] = Counter()
         self.smallest: Layout | None = None
@@ -110,7 +112,7 @@ class _Tried:
         self._fastest: list[tuple[float, int, Layout]] = []
 
     def add(self, alike: list[Layout]) -> None:
-        """Try layouts that differ only in micro-batch and checkpointing."""
+        """Try layouts that differ only in micro-batch and checkpointing, and of each micro-batch also the mixture."""
         self.count += len(alike)
         least = self._memory.least(alike[0])
         if least < self._least:
@@ -119,23 +121,38 @@ class _Tried:
         if least > self._room:
             self.too_large[_STATES] += len(alike)
             return
+        fit = [self._memory.needs(layout).peak <= self._room for layout in alike]
+        self.fitting += fit.count(True)
+        if not all(fit):
+            self.too_large[_ACTIVATIONS] += fit.count(False)
+        slow: set[int] = set()
+        """Micro-batches whose step is too slow already: what computes more again is slower, and need not be timed."""
         for number, layout in enumerate(alike):
-            if self._memory.needs(layout).peak > self._room:
-                self.too_large[_ACTIVATIONS] += 1
-                continue
-            self.fitting += 1
-            full = len(self._fastest) == _KEPT
-            if full and self._clock.least_s(layout) > -self._fastest[0][0]:
-                continue
-            entry = (-self._clock.step(layout).step_s, -self.count + number, layout)
-            if not full:
-                heapq.heappush(self._fastest, entry)
-            elif entry[:2] > self._fastest[0][:2]:
-                heapq.heapreplace(self._fastest, entry)
+            if fit[number] and layout.micro_batch not in slow and not self._take(layout, number - self.count):
+                slow.add(layout.micro_batch)
+        for layout in open_to_mixtures(self._question, alike, fit):
+            found = mixed(layout, self._memory, self._room)
+            if found is not None:
+                self.count += 1
+                self.fitting += 1
+                self._take(found, -self.count)
+
+    def _take(self, layout: Layout, number: int) -> bool:
+        """Keep the layout if it is fast, of two as fast the one whose number is larger. False: it is far too slow."""
+        full = len(self._fastest) == _KEPT
+        if full and self._clock.least_s(layout) > -self._fastest[0][0]:
+            return False
+        entry = (-self._clock.step(layout).step_s, number, layout)
+        if not full:
+            heapq.heappush(self._fastest, entry)
+        elif entry[:2] > self._fastest[0][:2]:
+            heapq.heapreplace(self._fastest, entry)
+        return True
 
     @property
     def fastest(self) -> tuple[Layout, ...]:
-        return tuple(layout for _, _, layout in self._fastest)
+        # How many blocks of a mixture fit is settled for those of `best` alone.
+        return tuple(one for _, _, one in self._fastest if one.checkpointing in self._question.tried)
 
     def simplest(self, best: Planned) -> Planned | None:
         """Of the fastest layouts, the one of fewest dimensions, and of these the fastest; None where that is `best`."""
@@ -144,10 +161,16 @@ class _Tried:
             if _dimensions(layout) >= _dimensions(best.layout):
                 return None
             if -negative_s <= _NEARLY * best.time.step_s:
-                found = planned(layout, self._memory, self._clock)
+                found = self._planned(layout)
                 if found.peak_bytes <= self._room:
                     return found
         return None
+
+    def _planned(self, layout: Layout) -> Planned:
+        """A layout by its very stages; one of `selective` or of a mixture with what these leave room for."""
+        if self._question.mixes and layout.checkpointing not in ("none", "every-1"):
+            layout = mixed(layout, self._memory, self._room, exactly=True) or layout
+        return planned(layout, self._memory, self._clock)
 
     def best(self, shown: int) -> list[Planned]:
         """The fastest layouts of different grids or shardings, the fastest first, that fit by their very stages."""
@@ -157,11 +180,11 @@ class _Tried:
             kind = (layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.sharding)
             if kind in seen or len(best) == shown:
                 continue
-            found = planned(layout, self._memory, self._clock)
+            found = self._planned(layout)
             if found.peak_bytes <= self._room:
                 seen.add(kind)
                 best.append(found)
-        return best
+        return sorted(best, key=lambda found: found.time.step_s)
 
 
 def _dimensions(layout: Layout) -> int:
@@ -193,24 +216,31 @@ def planned_step(workload: Workload, spec: DeviceSpec, network: Network) -> Plan
 
 def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Space) -> Plan:
     """One GPU: memory and verdict are those of `stepscope fit`, with the layout's micro-batches as --accumulation."""
-    best: list[Planned] = []
-    too_large: Counter[str] = Counter()
-    every: list[Planned] = []
+
+    @functools.cache
+    def alone(layout: Layout) -> tuple[Planned, bool, int]:
+        """The layout, whether it fits, and what the allocator's cache holds at most."""
+        workload = msgspec.structs.replace(
+            question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
+        )
+        predicted = estimate(workload)
+        found = Planned(layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None)
+        return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or predicted.peak_bytes
+
+    every: list[Layout] = []
+    layers, room = question.model.config.layers, int(machine.budget.usable_bytes * (1 - SAFETY))
     for grid in space.grids():
-        for layout in (one for alike in space.layouts(grid) for one in alike):
-            workload = msgspec.structs.replace(
-                question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
-            )
-            predicted = estimate(workload)
-            found = Planned(layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None)
-            every.append(found)
-            if will_fit(workload, machine.budget, predicted):
-                best.append(found)
-            else:
-                too_large[_ACTIVATIONS] += 1
-    best.sort(key=lambda found: found.time.step_s)
+        for alike in space.layouts(grid):
+            every += alike
+            for most in open_to_mixtures(question, alike, [alone(one)[1] for one in alike]):
+                least = msgspec.structs.replace(most, checkpointing="attention")
+                if alone(least)[1]:
+                    guess = on_line(layers, alone(least)[2], alone(most)[2], room)
+                    every.append(with_most(least, layers, guess, lambda one: alone(one)[1]))
+    best = sorted((one for one, fits, _ in map(alone, every) if fits), key=lambda one: one.time.step_s)
+    too_large = len(every) - len(best)
+    nearest = min((alone(one)[0] for one in every), key=lambda one: one.peak_bytes) if every and not best else None
     return Plan(
         question=question, best=tuple(best[:SHOWN]), layouts=len(every), fitting=len(best), grids=space.grids_seen,
-        refused=dict(space.refused), too_large=dict(too_large),
-        nearest=min(every, key=lambda found: found.peak_bytes) if every and not best else None,
+        refused=dict(space.refused), too_large={_ACTIVATIONS: too_large} if too_large else {}, nearest=nearest,
     )  # fmt: skip

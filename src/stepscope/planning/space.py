@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
-from stepscope.core.attentions import scores_of
+from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE
@@ -14,6 +14,8 @@ from stepscope.core.workload import Workload
 from stepscope.work.planned_model import PlannedModel
 
 CHECKPOINTINGS = ("none", "selective", "every-1")
+"""The checkpointing that is tried unasked, what computes least again first. Where `selective` does not fit, a search
+tries `selective-K` and `attention` besides (`mixtures.py`)."""
 MOST_SEQUENCES = 8
 """The most sequences of a micro-batch that are tried."""
 CHUNKS = (1, 2, 4, 8)
@@ -30,7 +32,18 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     node: int
     """GPUs of a node."""
     fixed: Mapping[str, int | str] = {}
-    checkpointings: tuple[str, ...] = CHECKPOINTINGS
+    checkpointings: tuple[str, ...] = ()
+    """Those that are settled, if any."""
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """The checkpointing of its layouts, but for mixtures."""
+        return self.checkpointings or CHECKPOINTINGS
+
+    @property
+    def mixes(self) -> bool:
+        """Whether mixtures of `selective` and `attention` are tried where `selective` does not fit."""
+        return not self.checkpointings and is_kept(self.workload.attention)
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,7 +99,7 @@ class Space:
                     )
                     for size in sizes
                     if chunks == 1 or per_rank // size % grid.pipeline == 0
-                    for checkpointing in question.checkpointings
+                    for checkpointing in question.tried
                 ]  # fmt: skip
                 if found:
                     yield found
@@ -140,7 +153,7 @@ def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
     yield "a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE
     yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
     yield "more pipeline stages than blocks", grid.pipeline > config.layers
-    unlike = any(len(spans_of(one, config.layers)) > 1 for one in question.checkpointings)
+    unlike = any(len(spans_of(one, config.layers)) > 1 for one in question.tried)
     yield "blocks that keep unlike for backward are not cut into pipeline stages", grid.pipeline > 1 and unlike
     yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert
     yield "data parallel ranks do not divide the batch", question.workload.batch_size % grid.data
