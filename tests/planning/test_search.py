@@ -12,6 +12,7 @@ from stepscope.core.network import NETWORKS
 from stepscope.core.units import GIB
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.fit import budget_of_memory, fit
+from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.rates import rates_of
 from stepscope.planning.scaling import scaling, sensitivity, stops_at
 from stepscope.planning.search import Machine, search
@@ -110,6 +111,23 @@ def test_where_nothing_fits_the_nearest_is_named():
     assert (found.best, found.fitting) == ((), 0)
     assert found.nearest is not None
     assert found.nearest.peak_bytes > 2**20
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "every-1"])
+def test_what_fits_by_its_very_stages_fits(checkpointing: str):
+    """Where parameters come and go, interpolation counts more than the stage needs."""
+    asked = msgspec.structs.replace(
+        question(2, fixed={"data": 2, "sharding": "zero3", "micro_batch": 4}, seq_len=4096),
+        checkpointings=(checkpointing,),
+    )
+    memory = RankMemory(asked.workload, asked.model)
+    layout = Layout(data=2, sharding="zero3", shard=2, micro_batch=4, micro_batches=2, checkpointing=checkpointing)
+    quick, exact = memory.needs(layout).peak, memory.needs(layout, exactly=True).peak
+    assert exact < quick
+    (found,) = search(asked, machine(int(1.04 * (exact + quick) / 2) + GIB)).best
+    assert (found.layout, found.peak_bytes) == (layout, exact)
+    none = search(asked, machine(int(1.04 * exact) + GIB - 2**20))
+    assert (none.best, none.fitting, none.layouts) == ((), 0, sum(none.too_large.values()))
 
 
 @settings(max_examples=8, deadline=None)

@@ -27,6 +27,8 @@ SHOWN = 10
 _NEARLY = 1.05
 _KEPT = 200
 """Layouts of which the search keeps the time, the fastest ones."""
+_MISSED = 40
+"""Layouts whose very stages are run before a plan says that nothing fits, those that need least."""
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
@@ -110,6 +112,8 @@ class _Tried:
         """The layout whose states are smallest."""
         self._least = math.inf
         self._fastest: list[tuple[float, int, Layout]] = []
+        self._missed: list[tuple[int, int, Layout]] = []
+        """Layouts that do not fit by interpolation. Their peaks are negated, so that the heap drops the largest."""
 
     def add(self, alike: list[Layout]) -> None:
         """Try layouts that differ only in micro-batch and checkpointing, and of each micro-batch also the mixture."""
@@ -121,7 +125,7 @@ class _Tried:
         if least > self._room:
             self.too_large[_STATES] += len(alike)
             return
-        fit = [self._memory.needs(layout).peak <= self._room for layout in alike]
+        fit = [self._fits(layout, number - self.count) for number, layout in enumerate(alike)]
         self.fitting += fit.count(True)
         if not all(fit):
             self.too_large[_ACTIVATIONS] += fit.count(False)
@@ -136,6 +140,13 @@ class _Tried:
                 self.count += 1
                 self.fitting += 1
                 self._take(found, -self.count)
+
+    def _fits(self, layout: Layout, number: int) -> bool:
+        peak = self._memory.needs(layout).peak
+        if peak > self._room and not self._fastest:
+            entry = (-peak, number, layout)
+            (heapq.heappush if len(self._missed) < _MISSED else heapq.heappushpop)(self._missed, entry)
+        return peak <= self._room
 
     def _take(self, layout: Layout, number: int) -> bool:
         """Keep the layout if it is fast, of two as fast the one whose number is larger. False: it is far too slow."""
@@ -174,6 +185,8 @@ class _Tried:
 
     def best(self, shown: int) -> list[Planned]:
         """The fastest layouts of different grids or shardings, the fastest first, that fit by their very stages."""
+        if not self._fastest:
+            self._look_again()
         best: list[Planned] = []
         seen: set[tuple[object, ...]] = set()
         for _, _, layout in sorted(self._fastest, key=lambda entry: entry[:2], reverse=True):
@@ -185,6 +198,17 @@ class _Tried:
                 seen.add(kind)
                 best.append(found)
         return sorted(best, key=lambda found: found.time.step_s)
+
+    def _look_again(self) -> None:
+        """Take the layouts that fit by their very stages, where none did by interpolation, which counts more for shards
+        that come and go: a layout that a search found is found again where it is settled."""
+        for _, number, layout in self._missed:
+            found = self._planned(layout)
+            if found.peak_bytes <= self._room:
+                self.too_large[_ACTIVATIONS] -= 1
+                self.fitting += 1
+                self._take(found.layout, number)
+        self.too_large = +self.too_large
 
 
 def _dimensions(layout: Layout) -> int:
