@@ -41,6 +41,24 @@ def test_the_document_is_an_answer_whose_parts_add_up(tmp_path: Path):
     assert [panel.kind for panel in answer.panels] == ["stack", "curves", "timeline"]
 
 
+def test_the_best_layout_is_planned_again_by_its_options(tmp_path: Path):
+    """A mixture that the search found, and the run that has it."""
+    step = (
+        "--model", "8B", "--ranks", 2, "--device", "H200", "--seq-len", 32768, "--batch-size", 2, "--kernels", "fused",
+        "--compile", "eager",
+    )  # fmt: skip
+    found = planned(*step, "--layout", "sharding=zero3", runs=tmp_path)
+    said = {before: after for before, _, after in (line.text.partition(": ") for line in found.tables[0].notes)}
+    options = said["To plan it alone"].split()
+    checkpointing = options[-1]
+    assert options[:3] == ["--layout", "data=2,sharding=zero3,shard=2,micro-batch=1", "--checkpointing"]
+    assert checkpointing.startswith("selective-")
+    again = planned(*step, *options, runs=tmp_path)
+    assert again.table("Best layouts").rows == found.table("Best layouts").rows[:1]
+    assert said["To run it"].startswith("stepscope run --model 8B --dtype bf16")
+    assert f"--checkpointing {checkpointing} --parallel fsdp2:compute=bf16 --ranks 2" in said["To run it"]
+
+
 def test_one_rank_agrees_with_fit(tmp_path: Path):
     step = (
         "--model", "small", "--seq-len", 512, "--batch-size", 4, "--dtype", "fp32", "--attention", "reference",

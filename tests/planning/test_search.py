@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.device_spec import DATASHEET
-from stepscope.core.layout import Layout
+from stepscope.core.layout import Layout, parse_layout, settled
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.network import NETWORKS
 from stepscope.core.units import GIB
@@ -75,6 +75,20 @@ def test_settled_dimensions_stay():
         assert one.layout.tensor == 2
         assert one.layout.micro_batch == 2
         assert one.layout.sharding == "zero3" or one.layout.data * one.layout.context == 1
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("ranks", [1, 4, 16])
+def test_what_settles_a_layout_leaves_no_other(ranks: int, experts: int):
+    asked = question(ranks, experts=experts)
+    layouts = [layout for grid in Space(asked).grids() for alike in Space(asked).layouts(grid) for layout in alike]
+    assert len(layouts) > 3
+    for layout in layouts[::7]:
+        alone = msgspec.structs.replace(
+            asked, fixed=parse_layout(settled(layout, experts)), checkpointings=(layout.checkpointing,)
+        )
+        space = Space(alone)
+        assert [one for grid in space.grids() for alike in space.layouts(grid) for one in alike] == [layout]
 
 
 def test_interleaved_schedules_take_micro_batches_in_multiples_of_the_pipeline():

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.layout import Layout, layout_of
+from stepscope.core.layout import Layout, layout_of, step_of
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workload import Workload
@@ -30,6 +30,28 @@ def test_a_run_of_several_ranks_has_a_layout():
     assert in_bf16 == Layout(data=2, sharding="zero3", shard=2, micro_batch=4)
     for unplanned in ("tensor", "fsdp2:reshard=no", "fsdp2:offload=yes"):
         assert layout_of(ran(unplanned, 2)) is None
+
+
+def test_a_layout_has_a_run_where_a_strategy_has_it():
+    step = ran("none", 1, dtype="bf16", attention="sdpa")
+    sharded = Layout(data=2, sharding="zero3", shard=2, micro_batch=2, micro_batches=2, checkpointing="selective-3")
+    found = step_of(step, sharded)
+    assert found == ran(
+        "fsdp2:compute=bf16", 2, accumulation=2, dtype="bf16", attention="sdpa", checkpointing="selective-3"
+    )
+    alone = step_of(step, Layout(micro_batch=4, micro_batches=2))
+    assert alone == ran("none", 1, accumulation=2, dtype="bf16", attention="sdpa")
+    plain = step_of(step, Layout(data=4, micro_batch=2))
+    assert plain is not None and plain.parallel == "ddp"
+    of_no_strategy = (
+        Layout(tensor=2, micro_batch=8), Layout(data=2, sharding="zero2", shard=2, micro_batch=4),
+        Layout(context=2, sharding="zero3", shard=2, micro_batch=8),
+    )  # fmt: skip
+    assert [step_of(step, one) for one in of_no_strategy] == [None] * 3
+    assert (
+        step_of(ran("none", 1, dtype="bf16-master", optimizer="adamw-one-launch"), Layout(data=2, micro_batch=4))
+        is None
+    )
 
 
 def test_fsdp_under_autocast_gathers_what_is_stored_and_casts_it():

@@ -177,6 +177,22 @@ def parse_layout(text: str) -> dict[str, int | str]:
     return found
 
 
+def settled(layout: Layout, experts: int = 1) -> str:
+    """What `--layout` takes to leave this layout alone of those of its ranks, but for its checkpointing; of a model of
+    so many experts."""
+    sizes = {name: getattr(layout, name) for name in ("tensor", "context", "pipeline", "data")}
+    words = {name: size for name, size in sizes.items() if size > 1}
+    if experts > 1:
+        words["expert"] = layout.expert
+    if layout.pipeline > 1:
+        words["chunks"] = layout.chunks
+    if layout.data * layout.context > 1:
+        words["sharding"] = layout.sharding
+        if SHARDINGS[layout.sharding].parameters:
+            words["shard"] = layout.shard
+    return ",".join(f"{name}={value}" for name, value in {**words, "micro-batch": layout.micro_batch}.items())
+
+
 _SHARDINGS = {
     "ddp": "ddp", "ddp-naive": "ddp-each-after", "ddp-flat": "ddp-after", "ddp-overlap": "ddp-views",
     "ddp-bucketed": "ddp-views", "zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast",
@@ -203,3 +219,19 @@ def layout_of(workload: Workload) -> Layout | None:
         data=ranks, sharding=sharding, shard=ranks if SHARDINGS[sharding].shares else 1, micro_batches=micro_batches,
         micro_batch=workload.batch_size // ranks // micro_batches, checkpointing=workload.checkpointing,
     )  # fmt: skip
+
+
+def step_of(workload: Workload, layout: Layout) -> Workload | None:
+    """The step of one process as a strategy runs it in this layout; None where there is no such strategy."""
+    names = _SHARDINGS if layout.ranks > 1 else (NOT_PARALLEL,)
+    for name in names:
+        try:
+            made = msgspec.structs.replace(
+                workload, parallel=name, ranks=layout.ranks, accumulation=layout.micro_batches,
+                checkpointing=layout.checkpointing,
+            )  # fmt: skip
+        except InputError:
+            continue  # the step has what this strategy does not take
+        if layout_of(made) == layout:
+            return made
+    return None

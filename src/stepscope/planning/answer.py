@@ -8,7 +8,7 @@ from stepscope.core.answer import PROSE, TEXT, Answer, Frame, Line, Panel, Point
 from stepscope.core.checkpointing import selective_of
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.finding import Finding, note, warning
-from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
 from stepscope.core.network import Network
 from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
 from stepscope.memory.prediction.layouts import bytes_of
@@ -16,9 +16,11 @@ from stepscope.planning.rates import STEP_SPREAD
 from stepscope.planning.scaling import Scaled, Sensitivity, stops_at
 from stepscope.planning.search import COMMUNICATION_BYTES, Machine, Plan, Planned
 from stepscope.planning.simulation import Simulated
+from stepscope.planning.space import Question
 from stepscope.planning.times import PARTS, beside
 from stepscope.work.collectives import bus_bandwidth
 from stepscope.work.communication import Transfer, transfer_s, transfers_of
+from stepscope.work.spelled import run_command
 
 
 class Planning(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +142,7 @@ def _headline(planning: Planning) -> Iterable[Line]:
         f"{format_bytes(best.peak_bytes)} of {format_bytes(budget.usable_bytes)} on the rank that needs most.",
         "good",
     )
+    yield from _commands(best.layout, plan.question)
     simple = plan.simplest
     if simple is not None:
         slower = format_share(simple.time.step_s / best.time.step_s - 1)
@@ -158,6 +161,16 @@ def _headline(planning: Planning) -> Iterable[Line]:
 def _described(layout: Layout) -> str:
     words = [layout.name, f"{layout.micro_batches:,} x {layout.micro_batch}", f"checkpointing {layout.checkpointing}"]
     return ", ".join(words)
+
+
+def _commands(layout: Layout, question: Question) -> Iterable[Line]:
+    """The options that plan this layout alone, and the command that runs it, where a strategy does."""
+    experts = question.model.experts
+    yield Line(f"To plan it alone: --layout {settled(layout, experts)} --checkpointing {layout.checkpointing}", "aside")
+    ran = step_of(question.workload, layout) if experts == 1 else None
+    command = run_command(ran) if ran is not None else None
+    if command is not None:
+        yield Line(f"To run it: {command}", "aside")
 
 
 def _mfu(planned: Planned, planning: Planning, ranks: int | None = None) -> float:
