@@ -10,6 +10,8 @@ from stepscope.analysis.runs.answer import answer_cells, answer_list, answer_run
 from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.analysis.runs.tables import TableQuery, answer_table
+from stepscope.api.workloads import of_factory
+from stepscope.cli.workloads import ManyWorkloads
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
@@ -19,6 +21,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.workload import Workload
 from stepscope.work.described import cell_name, describe_model, describe_workload, parameters_of
+from stepscope.work.spelled import run_call, run_command
 from tests.conftest import make_run, workload
 from tests.shown import shown
 
@@ -134,3 +137,33 @@ def test_what_is_asked_does_not_depend_on_what_was_found():
 def test_a_choice_that_does_not_exist_is_refused(field: str, value: object):
     with pytest.raises(InputError):
         msgspec.structs.replace(OWN, **{field: value})
+
+
+def test_how_parts_are_computed_counts_only_where_it_is_not_the_model_s_own_code():
+    """Runs that were stored before it could be said keep their keys."""
+    plain = msgspec.structs.replace(OWN, norm="reference", mlp="reference")
+    assert plain.key == "make-fp32-train-width64-fastTrue-7acf340b"
+    assert not {"norm", "mlp"} & {*plain.identity}
+    stored = msgspec.json.decode(msgspec.json.encode(OWN))
+    assert msgspec.convert({n: v for n, v in stored.items() if n not in ("norm", "mlp")}, OwnWorkload) == OWN
+    norm = msgspec.structs.replace(OWN, norm="fused")
+    both = msgspec.structs.replace(norm, mlp="fused")
+    assert norm.key.startswith("make-fp32-train-width64-fastTrue-fused-norm-") and norm.identity["norm"] == "fused"
+    assert cell_name(both).endswith("-fused-parts") and len({plain.key, norm.key, both.key}) == 3
+    assert "fp32, train, fused norm, eager" in describe_workload(norm)
+    assert "fp32, train, fused parts, eager" in describe_workload(both)
+
+
+def test_options_and_arguments_say_how_parts_are_computed():
+    asked = {"module": ("own.py:make",), "kernels": ("reference", "fused"), "mlp": ("reference",)}
+    found = [own for own in ManyWorkloads(asked).workloads() if isinstance(own, OwnWorkload)]
+    assert [own.parts for own in found] == [{"norm": n, "mlp": "reference"} for n in ("reference", "fused")]
+    assert len(ManyWorkloads({**asked, "norm": ("fused",)}).workloads()) == 1, "what is said is so in all kernels"
+    both = msgspec.structs.replace(OWN, norm="fused", mlp="fused")
+    assert "--kernels fused" in (run_command(both) or "") and "kernels='fused'" in (run_call(both) or "")
+    norm = msgspec.structs.replace(OWN, norm="fused")
+    assert "--norm fused" in (run_command(norm) or "") and "kernels={'norm': 'fused'}" in (run_call(norm) or "")
+    assert of_factory("a.py:make", None, {"kernels": {"norm": "fused"}}).parts == norm.parts
+    assert of_factory("a.py:make", None, {"kernels": "fused"}).parts == both.parts
+    with pytest.raises(InputError, match="rope is computed by other kernels in the textbook's model alone"):
+        of_factory("a.py:make", None, {"kernels": {"rope": "fused"}})

@@ -26,7 +26,8 @@ def replace_parts(
     replacement first, forward and backward, on random numbers; one that differs is left. Move the model to its device
     and dtype before. Parameters and the keys of the state dict stay the same.
 
-    Raises InputError where the kernels do not run on the model's device, and for a part that the model does not have.
+    Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
+    asked for.
     """
     said = {part: name for part, name in (("norm", norm), ("mlp", mlp)) if name is not None}
     chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(said)

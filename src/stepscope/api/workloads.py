@@ -8,13 +8,15 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.own_arguments import code_digest
 from stepscope.core.own_workload import OwnModel, OwnWorkload
-from stepscope.core.parts import named_kernels
+from stepscope.core.parts import named_kernels, own_kernels
 from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.models.own.loading import Loaded
 
-_OF_ANY_MODEL = ("dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "seed")
+_OF_ANY_MODEL = (
+    "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "seed", "kernels",
+)  # fmt: skip
 """The choices for a step of any model. All others belong to the textbook's model."""
 _SIZES = tuple(field for field in ModelConfig.__struct_fields__ if field != "name")
 
@@ -52,9 +54,9 @@ def check_one_model(
 
 def of_factory(factory: str, arguments: Mapping[str, Any] | None, said: Mapping[str, Any]) -> OwnWorkload:
     """The workload of what a factory makes of its arguments. Raises InputError for choices of the textbook's model."""
-    _check_choices(said, "give the factory arguments")
+    chosen = _choices(said, "give the factory arguments")
     return OwnWorkload(
-        factory=factory, code=code_digest(factory), model=OwnModel(name=""), arguments=dict(arguments or {}), **said
+        factory=factory, code=code_digest(factory), model=OwnModel(name=""), arguments=dict(arguments or {}), **chosen
     )
 
 
@@ -74,16 +76,19 @@ def of_object(
     if "seed" in said:
         raise InputError("seed is of weights that are made, and this model has its own: leave it out")
     own = said.pop("optimizer") if isinstance(said.get("optimizer"), optim.Optimizer) else None
-    _check_choices(said, "your module and its batch say their own sizes and attention")
+    chosen = _choices(said, "your module and its batch say their own sizes and attention")
     name = type(model).__name__
     parts = {"module": model, "batch": () if batch is None else batch, "loss": loss, "optimizer": own}
     loaded = take_own(model if is_step else parts, f"the model {name}")
-    return OwnWorkload(factory=name, code=code_of(loaded), model=OwnModel(name=""), **said), functools.partial(
+    return OwnWorkload(factory=name, code=code_of(loaded), model=OwnModel(name=""), **chosen), functools.partial(
         copy_of, loaded
     )
 
 
-def _check_choices(said: Mapping[str, Any], remedy: str) -> None:
+def _choices(said: Mapping[str, Any], remedy: str) -> dict[str, Any]:
+    """The fields of an OwnWorkload that were said. Raises InputError for choices of the textbook's model."""
     strangers = [name for name in said if name not in _OF_ANY_MODEL]
     if strangers:
         raise InputError(f"only the textbook's model takes {', '.join(strangers)}: {remedy}")
+    parts = own_kernels(said["kernels"]) if "kernels" in said else {}
+    return {**{name: value for name, value in said.items() if name != "kernels"}, **parts}

@@ -1,7 +1,7 @@
 """What the command line says of one workload or of many: the textbook's model, or one of the user's own."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.own_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
-from stepscope.core.parts import named_kernels
+from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
 from stepscope.core.workload import Workload
 from stepscope.engine.grid import combinations, grid
 
@@ -87,7 +87,7 @@ _TWO_MODELS = "--module and --model both say which model: give one of them"
 _ARG_ALONE = "--arg belongs to --module, or --model CONFIG.json: say whose argument it is"
 _OF_ANY_MODEL = (
     "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "parallel", "ranks",
-    "seed",
+    "seed", "kernels", *MODULE_PARTS,
 )  # fmt: skip
 """Options of a workload that say something of a user's own model, too."""
 
@@ -108,6 +108,7 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
         if said.get("arg"):
             raise InputError(_ARG_ALONE)
         return []
+    check_modules(said)
     takes = (*_OF_ANY_MODEL, *(("model", *_OF_A_CONFIGURATION) if files else ()))
     strangers = [flag for flag in _flags(said) if flag.removeprefix("--").replace("-", "_") not in takes]
     if strangers:
@@ -122,16 +123,18 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
             if name in arguments:
                 raise InputError(f"--{name.replace('_', '-')} and --arg {name} say the same: give one of them")
             arguments[name] = tuple(said[name])
-    choices = {name: said[name] for name in _OF_ANY_MODEL if name in said}
-    return [
+    choices = {name: said[name] for name in _OF_ANY_MODEL if name in said and name != "kernels"}
+    found = [
         OwnWorkload(
             factory=str(factory), code=code_digest(str(factory)), model=OwnModel(name=""),
             arguments=dict(zip(arguments, values, strict=True)), **chosen,
         )
         for factory in files or factories
         for values in itertools.product(*arguments.values())
-        for chosen in combinations(choices)
+        for kernels in said.get("kernels", (None,))
+        for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True, parts=MODULE_PARTS))
     ]  # fmt: skip
+    return [*{workload.key: workload for workload in found}.values()]  # parts that are said are so in all kernels
 
 
 def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]:
@@ -152,13 +155,17 @@ def _one_value_each(written: Sequence[str]) -> dict[str, Any]:
     return {name: values[0] for name, values in found.items()}
 
 
-def _with_parts(chosen: Mapping[str, Any], *, several: bool = False) -> dict[str, Any]:
-    """What was chosen, with what `kernels` says of every part that was not. several: whether values are tuples."""
+def _with_parts(
+    chosen: Mapping[str, Any], *, several: bool = False, parts: Collection[str] = tuple(PARTS)
+) -> dict[str, Any]:
+    """What was chosen, with what `kernels` says of every part that was not. several: whether values are tuples. parts:
+    those that it says something of."""
     found = dict(chosen)
     kernels = found.pop("kernels", None)
     if kernels is None:
         return found
-    return {**{part: (name,) if several else name for part, name in named_kernels(kernels).items()}, **found}
+    named = {part: name for part, name in named_kernels(kernels).items() if part in parts}
+    return {**{part: (name,) if several else name for part, name in named.items()}, **found}
 
 
 def _flags(said: Mapping[str, Any]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.attentions import Attention, check_attention
+from stepscope.core.parts import PartFound
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 
@@ -373,6 +374,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """None without a counter that is this device's alone, or where the steps were too short for it."""
     attention: Attention | None = None
     """What `auto` picked; None where the workload names its attention."""
+    parts: tuple[PartFound, ...] = ()
+    """Which modules of a user's model other kernels compute, and which were left; empty where none were asked for."""
     captures: tuple[Capture, ...] = ()
     """A record for each profiler that was asked for a trace, also where it failed."""
     loop: WatchedLoop | None = None

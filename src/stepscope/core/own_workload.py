@@ -13,8 +13,9 @@ import msgspec
 
 from stepscope.core.errors import choose
 from stepscope.core.model_config import LARGEST, whole_number
+from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import OPTIMIZERS, StepChoices, Workload
+from stepscope.core.workload import OPTIMIZERS, StepChoices, Workload, part_words
 
 
 class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +61,9 @@ class OwnModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.batch_size * self.seq_len if self.batch_size and self.seq_len else None
 
 
-_LATER: dict[str, object] = {"parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None}
+_LATER: dict[str, object] = {
+    "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "mlp": REFERENCE,
+}  # fmt: skip
 """Fields that came after the first results were stored, with their defaults: they count where they differ."""
 
 
@@ -133,6 +136,10 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     """The arguments that the factory is called with."""
     code: str = ""
     """A digest of the factory's own file, which is known before it is called."""
+    norm: Kernels = REFERENCE
+    mlp: Kernels = REFERENCE
+    """How these parts are computed: the model's own code, or the kernels of core/parts.py, where a module computes the
+    same (models/parts/replaced.py)."""
     seed: int = 0
     by_factory: tuple[str, ...] = ()
     """The choices that the factory made, in place of options: `optimizer`, `phases`."""
@@ -142,12 +149,19 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
         whole_number(self.seed, "seed", 0, LARGEST)
         if "optimizer" not in self.by_factory and self.phase == "train":
             choose(str(self.optimizer), OPTIMIZERS, "optimizer")
+        for part, name in self.parts.items():
+            choose(name, kernels_of(part), part)
         self.without_what_has_no_effect()
 
     @property
     def identity(self) -> dict[str, object]:
         """What digests of an experiment are made of: all that can be known before the factory is called."""
         return _without_defaults(msgspec.to_builtins(self.asked))
+
+    @property
+    def parts(self) -> dict[Part, Kernels]:
+        """How each part that is a module is computed."""
+        return {"norm": self.norm, "mlp": self.mlp}
 
     @property
     def asked(self) -> "OwnWorkload":
@@ -167,7 +181,7 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     def _own_words(self) -> dict[str, str]:
         said = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # The key has these as b4 and s128 already.
         values = [f"{n}{value}" for n, value in self.arguments.items() if n not in said or said[n] != value]
-        return {"arguments": "-".join(values)}
+        return {"arguments": "-".join(values), **part_words(self.parts)}
 
 
 class WatchedWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="watched"):

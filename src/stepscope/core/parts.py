@@ -7,7 +7,7 @@ models/transformer.py and models/training_step.py. Attention has records of its 
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
@@ -28,6 +28,12 @@ PART_WORDS: dict[Part, str] = {
 """What each part is, as words of a sentence."""
 
 REFERENCE: Kernels = "reference"
+
+NO_MODULES: dict[Part, str] = {
+    "rope": "a function turns queries and keys inside attention's forward, which no module can replace",
+    "loss": "the model or its loss function computes it, and may need the logits",
+}
+"""Parts that are no modules in a model that is not ours, so that no other kernels can compute them there, and why."""
 
 LOSS_CHUNK_BYTES = 64 << 20
 """The bytes of logits that the fused loss has in memory at a time, where that is LOSS_LEAST_ROWS or more."""
@@ -157,6 +163,9 @@ def kernels_of(part: Part) -> tuple[Kernels, ...]:
     return tuple(PARTS[part])
 
 
+MODULE_PARTS: tuple[Part, ...] = tuple(part for part in PARTS if part not in NO_MODULES)
+"""Parts that other kernels may compute in a model that is not ours."""
+
 KERNELS: tuple[Kernels, ...] = tuple(dict.fromkeys(name for ways in PARTS.values() for name in ways))
 """The names that `--kernels` takes: each is an implementation of every part."""
 
@@ -170,6 +179,24 @@ def named_kernels(kernels: object) -> dict[Part, Kernels]:
             raise InputError(f"kernels has the part {strangers[0]!r}: choose among {', '.join(PARTS)}")
         return {part: choose(said[part], kernels_of(part), part) for part in PARTS if part in said}
     return dict.fromkeys(PARTS, choose(str(kernels), KERNELS, "kernels"))
+
+
+def own_kernels(kernels: object) -> dict[Part, Kernels]:
+    """What `kernels` says of a model that is not ours: of the parts that are modules. Raises InputError where it names
+    another by itself."""
+    found = named_kernels(kernels)
+    if isinstance(kernels, Mapping):
+        check_modules(found)
+    return {part: name for part, name in found.items() if part in MODULE_PARTS}
+
+
+def check_modules(parts: Iterable[str]) -> None:
+    """Raise InputError for a part that is no module in a model that is not ours."""
+    for part, why in NO_MODULES.items():
+        if part in parts:
+            raise InputError(
+                f"{part} is computed by other kernels in the textbook's model alone: in your own {why}; leave it out"
+            )
 
 
 def calls_in_forward(part: Part, layers: int) -> int:

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from typing import Literal, get_args
 
 import msgspec
@@ -248,18 +249,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             "dtype": self.dtype,
             "phase": self.phase,
             "attention": self.attention if self.attention != "reference" else "",
-            **self._part_words(),
+            **part_words(self.parts),
             "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
             **self.choice_words,
         }
         return [word for field, word in said.items() if word and field not in without]
-
-    def _part_words(self) -> dict[str, str]:
-        """The words for the parts; one word, with the first, where all have one name."""
-        names = set(self.parts.values())
-        if len(names) == 1 and names != {REFERENCE}:
-            return {"norm": f"{self.norm}-parts"}
-        return {part: f"{name}-{part}" if name != REFERENCE else "" for part, name in self.parts.items()}
 
     @property
     def identity(self) -> dict[str, object]:
@@ -404,6 +398,14 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
                 f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "
                 f"{micro_batches} micro-batches: give a multiple, or --accumulation, of {self.ranks} or more"
             )
+
+
+def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:
+    """The words of a key for the parts of a model; one word, with the first, where all have one name."""
+    names = {*parts.values()}
+    if len(names) == 1 and names != {REFERENCE}:
+        return {"norm": f"{parts['norm']}-parts"}
+    return {part: f"{name}-{part}" if name != REFERENCE else "" for part, name in parts.items()}
 
 
 def _norm_bound(clip: object) -> float | None:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from stepscope.core.errors import InputError
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
@@ -66,6 +67,11 @@ def watch_own_step(
     """
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
+    if any(name != REFERENCE for name in workload.parts.values()):
+        # Whether they compute what a module does is told by numbers, which fake tensors have not.
+        raise InputError(
+            "other kernels in a model of your own cannot be run on fake tensors: leave out --kernels, --norm and --mlp"
+        )
     if given is not None:
         return watch_module(given().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)
     arguments, by_argument = (
@@ -162,7 +168,7 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
     del before
     batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in own.batches]
-    return OwnModule(name=own.name, module=own.module, batches=batches, loss=own.loss, optimizer=own.optimizer)
+    return dataclasses.replace(own, batches=batches)
 
 
 def default_of(factory: str, size: Literal["batch_size", "seq_len"]) -> int | None:

@@ -1,7 +1,7 @@
 """A workload and a model in words, each on one line."""
 
 from stepscope.core.own_arguments import is_configuration
-from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
+from stepscope.core.own_workload import AnyWorkload, DrivenWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.parts import REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
@@ -21,16 +21,19 @@ def describe_workload(workload: AnyWorkload) -> str:
         memory += f", {_micro_batches(workload)}"
     if not isinstance(workload, WatchedWorkload) and workload.parallel != NOT_PARALLEL:
         memory += f", {workload.parallel} over {counted(workload.ranks, 'rank')}"
-    attention = f" {workload.attention} attention,{_of_blocks(workload)}" if isinstance(workload, Workload) else ""
+    attention = f" {workload.attention} attention," if isinstance(workload, Workload) else ""
+    attention += _of_blocks(workload) if not isinstance(workload, WatchedWorkload) else ""
     return f"{_batch(workload)}, {workload.dtype}, {workload.phase},{attention} {compiled}{optimizer}{memory}"
 
 
-def _of_blocks(workload: Workload) -> str:
-    """How the parts of a block are computed, where that is not the textbook's own code."""
+def _of_blocks(workload: DrivenWorkload) -> str:
+    """How the parts of a block are computed, where that is not the model's own code."""
     others = [f" {name} {part}," for part, name in workload.parts.items() if name != REFERENCE]
     names = set(workload.parts.values())
     said = f" {names.pop()} parts," if len(names) == 1 and others else "".join(others)
-    return said + (f" projections {workload.projections}," if workload.projections != "apart" else "")
+    if isinstance(workload, OwnWorkload) or workload.projections == "apart":
+        return said
+    return f"{said} projections {workload.projections},"
 
 
 def _batch(workload: AnyWorkload) -> str:

@@ -1,12 +1,12 @@
 """A workload as the words that measure it: options of the command line, and arguments of `stepscope.run`."""
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnModel, OwnWorkload
-from stepscope.core.parts import PARTS
+from stepscope.core.parts import MODULE_PARTS, PARTS
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
 
@@ -59,7 +59,7 @@ def _chosen(workload: AnyWorkload) -> list[tuple[str, object]] | None:
         chosen = [
             ("model" if is_configuration(workload.factory) else "module", workload.factory),
             *(("arg", f"{name}={value}") for name, value in workload.arguments.items()),
-            *_different(workload, usual, without=without),
+            *_kernels_at_once(dict(_different(workload, usual, without=without)), MODULE_PARTS),
         ]
     else:
         return None
@@ -74,9 +74,9 @@ def _different(one: _Sized, usual: _Sized, *, without: tuple[str, ...]) -> Itera
             yield field, value
 
 
-def _kernels_at_once(of_step: dict[str, object]) -> list[tuple[str, object]]:
-    """With `kernels` in place of the parts, where all have one name."""
-    names = {of_step.get(part) for part in PARTS}
+def _kernels_at_once(of_step: dict[str, object], parts: Iterable[str] = PARTS) -> list[tuple[str, object]]:
+    """With `kernels` in place of the model's parts, where all have one name."""
+    names = {of_step.get(part) for part in parts}
     chosen = [*of_step.items()]
     if len(names) > 1 or None in names:
         return chosen

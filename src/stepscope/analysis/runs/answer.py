@@ -27,6 +27,7 @@ from stepscope.core.answer import (
 )
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture, WatchedLoop
+from stepscope.core.parts import PartFound
 from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
@@ -244,9 +245,25 @@ def _rates(run: Run) -> list[str]:
     lines += [line for capture in run.evidence.captures if (line := _capture_line(capture, samples.median_s))]
     if run.evidence.attention:
         lines.append(f"Attention auto picked {run.evidence.attention}.")
+    if run.evidence.parts:
+        lines.append(_by_other_kernels(run.evidence.parts))
     if run.evidence.profile and run.evidence.profile.attention_operators:
         lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
     return lines
+
+
+def _by_other_kernels(found: Sequence[PartFound]) -> str:
+    """Which modules of a user's model other kernels compute, and which stayed as they are, by type and why."""
+    taken = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in found if one.replaced]
+    left = [
+        f"{one.modules} {one.type} ({one.part}), since {one.why}"
+        if one.modules
+        else f"{one.part}, since {one.why.replace('it has', 'the model has')}"
+        for one in found
+        if not one.replaced
+    ]
+    stays = f" Left as the model has it: {'; '.join(left)}." if left else ""
+    return printable(f"Computed by other kernels, each held against its own code first: {', '.join(taken)}.{stays}")
 
 
 def _energy_and_clocks(run: Run) -> list[str]:

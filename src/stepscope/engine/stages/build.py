@@ -31,6 +31,7 @@ def build(draft: Draft) -> None:
     draft.set(workload=found)
     if isinstance(workload, Workload) and workload.attention == "auto":
         draft.set_evidence(attention=chosen_attention(workload, device.type))
+    draft.set_evidence(parts=getattr(draft.made, "found", ()))  # a step of a user's module alone has any
 
 
 def make_step(

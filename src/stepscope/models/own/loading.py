@@ -19,7 +19,7 @@ from stepscope.models.own.factory import call_factory, find_factory
 from stepscope.models.own.hugging_face import make_from_config
 from stepscope.models.own.identity import describe_own
 from stepscope.models.own.own_module import OwnModule, understand
-from stepscope.models.own.own_step import DrivenStep, OwnStep, check_trained, parts_of
+from stepscope.models.own.own_step import DrivenStep, OwnStep, check_trained, parts_of, placed
 from stepscope.models.own.user_code import said_of
 from stepscope.models.training_step import Batch, Choices, Share, Shared, StepParts
 
@@ -133,12 +133,12 @@ def own_parts(
     if loaded.made is None:
         raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
     check_trained(loaded.made, workload)
-    return parts_of(loaded.made.on(device, torch.bfloat16 if workload.dtype == "bf16-pure" else None), workload)
+    return parts_of(placed(loaded.made, workload, device), workload)
 
 
 def _driven(loaded: Loaded, workload: OwnWorkload, device: torch.device) -> tuple[DrivenStep, OwnWorkload]:
     usual = OwnWorkload(model=workload.model, factory=workload.factory)
-    for field in ("dtype", "phase", "compile", "clip", "checkpointing", "accumulation"):
+    for field in ("dtype", "phase", "compile", "clip", "checkpointing", "accumulation", "norm", "mlp"):
         if getattr(workload, field) != getattr(usual, field):
             raise InputError(
                 f"{loaded.name} gave a step of its own, on which {field} {getattr(workload, field)} has no effect: "

@@ -13,6 +13,7 @@ A batch is a tensor, a tuple of positional arguments or a dict of keyword argume
 gives several, which the steps rotate through.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,8 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
+from stepscope.core.parts import REFERENCE, Kernels, Part, PartFound
 from stepscope.models.own.batches import Call, batches_of, moved
 from stepscope.models.own.user_code import said_of
+from stepscope.models.parts.replaced import replace_in
 
 FORMS = "return (module, inputs, loss), or (module, inputs) or a module whose forward returns the loss"
 
@@ -46,6 +49,8 @@ class OwnModule:
     loss: Callable[..., Any] | None = None
     """A function from forward's output to the loss. If it is None, forward returns the loss."""
     optimizer: torch.optim.Optimizer | None = None
+    found: tuple[PartFound, ...] = ()
+    """Which modules other kernels compute, and which were left, where any were asked for."""
 
     @functools.cached_property
     def call(self) -> Call:
@@ -77,7 +82,21 @@ class OwnModule:
             there = dtype is None and _devices(self.module) <= {device}
             module = self.module if there else self.module.to(device, dtype)
         batches = [moved(batch, device, dtype, self.name) for batch in self.batches]
-        return OwnModule(name=self.name, module=module, batches=batches, loss=self.loss, optimizer=self.optimizer)
+        return dataclasses.replace(self, module=module, batches=batches)
+
+    def computed_by(self, chosen: Mapping[Part, Kernels]) -> "OwnModule":
+        """The module, parts of which these kernels compute, where its modules compute the same; it is changed in place.
+
+        Raises InputError, one line, where they replace nothing.
+        """
+        if all(name == REFERENCE for name in chosen.values()):
+            return self
+        replaced = replace_in(self.module, chosen)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the trials took is no memory of the step
+        if not replaced.replaced:
+            raise InputError(f"{self.name} stays as it is: {replaced}; leave out --kernels, --norm and --mlp")
+        return dataclasses.replace(self, found=replaced.found)
 
 
 def understand(found: Any, name: str) -> OwnModule:

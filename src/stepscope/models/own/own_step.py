@@ -1,13 +1,14 @@
 """Makes a step like the textbook's of a user's own module, or takes the step that a user's factory made."""
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
+from stepscope.core.parts import Kernels, Part, PartFound
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.step import Phase
@@ -31,6 +32,8 @@ class OwnChoices(Choices, Protocol):
 
     @property
     def checkpointing(self) -> str: ...
+    @property
+    def parts(self) -> Mapping[Part, Kernels]: ...
 
 
 class ModuleWithLoss(nn.Module):
@@ -68,13 +71,18 @@ class OwnStep(AssembledStep):
         """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
         check_trained(own, choices)
-        own = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
+        own = placed(own, choices, device)
         if PRECISIONS[choices.dtype].masters and own.optimizer is not None:
             raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
         blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
         self.own, self._checkpointing = own, choices.checkpointing
         self._first = _FirstRuns(own.name)
         super().__init__(parts_of(own, choices, blocks), choices, device, share)
+
+    @property
+    def found(self) -> tuple[PartFound, ...]:
+        """Which modules other kernels compute, and which were left, where any were asked for."""
+        return self.own.found
 
     def _forward(self, micro: int) -> None:
         if FORWARD in self._first.done:
@@ -188,6 +196,17 @@ def check_trained(own: OwnModule, choices: OwnChoices) -> None:
     if choices.phase != "forward" and not any(parameter.requires_grad for parameter in own.module.parameters()):
         remedy = "give it some, or measure forward alone with stepscope run --phase forward"
         raise InputError(f"{own.name} has no parameters to train: {remedy}")
+
+
+def placed(own: OwnModule, choices: OwnChoices, device: torch.device) -> OwnModule:
+    """The module on its device and in its dtype, with the parts that other kernels compute.
+
+    They come first of all that changes a module: a replacement is held against the module's own forward and its own
+    linear layers, before blocks run again in backward, weights are halved, and products take eight bits. All of these
+    keep the replacement, which calls the layers as modules and reads their dtypes when it runs.
+    """
+    there = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
+    return there.computed_by(choices.parts)
 
 
 def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:

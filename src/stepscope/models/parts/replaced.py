@@ -11,6 +11,7 @@ module's own forward.
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from torch.func import functional_call
 
 from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
-from stepscope.core.parts import PARTS, REFERENCE, Kernels, Part, PartFound, check_parts
+from stepscope.core.parts import MODULE_PARTS, NO_MODULES, PARTS, REFERENCE, Kernels, Part, PartFound, check_parts
 from stepscope.models.attention.inputs import TORCH_DTYPES
 from stepscope.models.parts import part_function
 from stepscope.models.parts.gate import compare, interpreter_slack
@@ -32,11 +33,8 @@ SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1"
 
 _NAMES: dict[torch.dtype, TensorDtype] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NOT_RMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-_LEFT = {
-    "rope": "a function turns queries and keys inside attention's forward, which no module can replace",
-    "loss": "the model or its loss function computes it, and may need the logits",
-}
-"""Parts that are no modules: they are never replaced in a model of others."""
+_ABSENT: dict[Part, str] = {"norm": "no RMSNorm", "mlp": "no SwiGLU of gate, up and down"}
+"""What a model has not, where it has no module of a part."""
 _SEED = 20
 
 
@@ -94,7 +92,8 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
     """Replace in place what the chosen kernels compute equally. Raises InputError, one line, for kernels that do not
     run where the model lies, and for a part that the model does not have.
 
-    Where all parts are chosen, those that the model does not have are named in the result, if any is replaced or left.
+    Where all parts that are modules are chosen, those that the model does not have are named in the result; but it
+    must have one of them.
     """
     asked: dict[Part, Kernels] = {part: name for part, name in chosen.items() if name != REFERENCE}
     first = next((p for p in model.parameters() if p.is_floating_point()), None)
@@ -105,9 +104,14 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
     check_parts(asked, first.device.type, _NAMES[first.dtype], {})
     found = [record for part, name in asked.items() for record in _replaced(model, part, name)]
     missing = [record for record in found if not record.modules]
-    if missing and (
-        len(asked) < len(PARTS) or not any(each.part in ("norm", "mlp") and each.modules for each in found)
-    ):
+    of_modules: list[Part] = [part for part in MODULE_PARTS if part in asked]
+    if len(of_modules) == len(MODULE_PARTS) and not any(record.modules for record in found):
+        names = " and ".join(dict.fromkeys(asked[part] for part in of_modules))
+        raise InputError(
+            f"kernels {names} replace nothing in {type(model).__name__}: it has "
+            f"{' and '.join(_ABSENT[part] for part in of_modules)}; leave out --kernels"
+        )
+    if missing and len(of_modules) < len(MODULE_PARTS):
         first_missing = missing[0]
         raise InputError(
             f"{first_missing.part} {first_missing.kernels} replaces nothing in {type(model).__name__}: "
@@ -118,8 +122,8 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
 
 def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
     """Replace the modules that compute a part, and say which were replaced and which were not."""
-    if part in _LEFT:
-        return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=_LEFT[part])]
+    if part in NO_MODULES:
+        return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=NO_MODULES[part])]
     outcomes: dict[tuple[str, bool, str], list[tuple[str, _Unlike | None]]] = {}
     for path, module in model.named_modules():
         ways = _ways(module, part)
@@ -130,8 +134,7 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
         kind = "" if unlike is None else "differs" if unlike.error < float("inf") else unlike.why
         outcomes.setdefault((type(module).__name__, unlike is None, kind), []).append((path, unlike))
     if not outcomes:
-        what = {"norm": "no RMSNorm", "mlp": "no SwiGLU of gate, up and down"}[part]
-        return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=f"it has {what}")]
+        return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=f"it has {_ABSENT[part]}")]
     found: list[PartFound] = []
     for (kind, fits, _), each in outcomes.items():
         differing = [unlike for _, unlike in each if unlike is not None]
@@ -262,7 +265,8 @@ def _check(module: nn.Module, replacement: type[nn.Module], epsilon: float) -> N
     original, trains = type(module), module.training
     device = next(module.parameters()).device
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad():
+    with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what a module says of a trial's dtypes is no fault of the user's step
         module.train()  # where a dropout would show
         try:
             for trial in _trials(module, epsilon):

@@ -5,14 +5,16 @@ reads what the step did, never what it was told to do.
 """
 
 import re
+from collections.abc import Iterable
 
 from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.workload import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer, Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer
 
 _MODES: dict[Compile, dict[str, bool]] = {
     "default": {"triton.cudagraphs": False, "max_autotune": False},
@@ -96,12 +98,16 @@ def _written_out(calls: dict[str, int]) -> list[Attention]:
 
 def part_mismatch(run: Run) -> Finding | None:
     """[27] How norm, rope, mlp and loss were computed, against what was asked for."""
-    if run.textbook is None or run.evidence.operators is None:
+    workload = run.workload
+    if isinstance(workload, WatchedWorkload) or run.evidence.operators is None:
         return None
-    return next((found for part in PARTS if (found := _part_mismatch(run, run.textbook, part)) is not None), None)
+    parts: Iterable[Part] = workload.parts
+    if isinstance(workload, OwnWorkload):
+        parts = dict.fromkeys(found.part for found in run.evidence.parts if found.replaced)
+    return next((found for part in parts if (found := _part_mismatch(run, workload, part)) is not None), None)
 
 
-def _part_mismatch(run: Run, workload: Workload, part: Part) -> Finding | None:
+def _part_mismatch(run: Run, workload: DrivenWorkload, part: Part) -> Finding | None:
     assert run.evidence.operators is not None
     asked, ways = workload.parts[part], PARTS[part]
     (calls, _), profile = _forward_calls(run), run.evidence.profile
@@ -112,11 +118,13 @@ def _part_mismatch(run: Run, workload: Workload, part: Part) -> Finding | None:
         if way.signs
     }
     ran = [n for n in counted if counted[n] or any(re.search(ways[n].signs, kernel.name) for kernel in kernels)]
-    due = calls_in_forward(part, workload.model.layers) * workload.accumulation
+    # A user's model may call a module as often as it likes, and other kernels beside it.
+    is_own = isinstance(workload, OwnWorkload)
+    due = 1 if is_own else calls_in_forward(part, workload.model.layers) * workload.accumulation
     replayed = _replayed(run)
     seen = ways[asked].operators and not replayed
     fault = ""
-    if strangers := [name for name in ran if name != asked]:
+    if not is_own and (strangers := [name for name in ran if name != asked]):
         fault = f"{' and '.join(strangers)} ran"
     elif seen and workload.compile == "eager" and counted[asked] < due:
         fault = f"it ran {counted[asked]} times where the step has {due} calls"
