@@ -18,6 +18,8 @@ from stepscope.core.evidence import Evidence, StepOperators
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PartFound
 from stepscope.engine.own_fake_step import watch_own_step
+from stepscope.measure.device import timing_device
+from stepscope.measure.driven import step_flops
 from stepscope.measure.step import drive
 from stepscope.models.own.loading import make_own_step
 from stepscope.models.own.own_step import OwnStep
@@ -131,6 +133,11 @@ def test_training_updates_the_parameters_that_the_kernels_read(file: Path):
         step = made(file, dtype=dtype, optimizer="adamw-fused", **FUSED)
         losses = [numbers(step)[0] for _ in range(4)]
         assert losses[-1] < losses[0], dtype
+
+
+def test_kernels_of_parts_are_no_products_of_unknown_flops(file: Path):
+    counted = [step_flops(made(file, **parts), timing_device(DEVICE)) for parts in ({}, FUSED)]
+    assert counted[0] == counted[1] and not counted[1][1]
 
 
 @pytest.mark.parametrize("how", [{"compile": "default"}, {"compile": "blocks"}], ids=str)

@@ -17,6 +17,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from stepscope.core.parts import PARTS
 from stepscope.core.work import Convention, Work
 from stepscope.measure import scaled_mm
 from stepscope.measure.step import Recorder
@@ -26,6 +27,10 @@ CONVENTION = Convention(causal="full", recompute=True)
 _PRODUCT = re.compile(r"mm|matmul|mv$|dot|conv|attention|rnn|lstm|gru|bilinear|linear|einsum|fft|outer|cdist|scan")
 """Names of ATen's operators that multiply, or may."""
 _NO_PRODUCT = re.compile(r"^_?(convert|upsample|linspace)")
+_ELEMENTWISE = re.compile(
+    "|".join(way.signs for part in ("norm", "rope", "mlp") for way in PARTS[part].values() if way.signs)
+)
+"""Names of the operators and kernels of parts that multiply no matrices, as norms in PyTorch's operators do not."""
 _NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional", "fsdp", "debugprims", "rngprims")
 """Namespaces of operators that do no arithmetic of the model's own."""
 
@@ -130,7 +135,7 @@ class FlopCounts(Recorder):
 
     @staticmethod
     def _may_multiply(func: Any) -> bool:
-        if func._schema.name in scaled_mm.CASTS:
+        if func._schema.name in scaled_mm.CASTS or _ELEMENTWISE.search(func._schema.name):
             return False
         if func.namespace != "aten":
             return True  # an operator of the user's own, or of a library: nobody knows
@@ -148,7 +153,7 @@ class FlopCounts(Recorder):
 
         def launched(metadata: Any) -> None:
             name = metadata.get()["name"]
-            if name not in scaled_mm.CAST_KERNELS:
+            if name not in scaled_mm.CAST_KERNELS and not _ELEMENTWISE.search(name):
                 self.unknown[f"Triton kernel {name}"] += 1
 
         hooks: Any = knobs.runtime.launch_enter_hook
