@@ -49,7 +49,7 @@ class Written:
 
     def seconds(self, step: DrivenWorkload) -> float:
         return math.prod(
-            factor for (field, value), factor in FACTORS.items() if getattr(step, field) == value
+            factor for (field, value), factor in FACTORS.items() if getattr(step, field, None) == value
         ) * (1 + 0.05 * (step.accumulation - 1))  # fmt: skip
 
     def fits(self, workload: DrivenWorkload) -> str | None:
@@ -178,7 +178,88 @@ def test_the_usual_changes_are_those_that_the_step_may_have():
     ranks = {"parallel": "fsdp2", "ranks": 2, "batch_size": 4, "dtype": "bf16"}
     assert fields(**ranks) == {"optimizer", "attention", *parts}, "no graph holds it"
     own = OwnWorkload(model=OwnModel(name=""), factory="own.py:make")
-    assert [set(group) for group in groups_that_may(own, frozenset())] == [{"dtype", "optimizer"}, {"graph"}]
+    assert [set(group) for group in groups_that_may(own, frozenset())] == [
+        {"dtype", "optimizer"}, {"graph"}, {"norm", "mlp"},
+    ]  # fmt: skip
+
+
+class Own(Written):
+    """A bench for a user's model, whose kernels say a factor, or are refused because it has no such modules."""
+
+    def __init__(self, factor: float | None) -> None:
+        super().__init__()
+        self.factor, self.raced = factor, list[DrivenWorkload]()
+
+    def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        self.raced.append(other)
+        if self.factor is None and "fused" in (other.norm, other.mlp):
+            why = "kernels fused replace nothing in ViT: it has no RMSNorm and no SwiGLU of gate, up and down"
+            return Tried(round="", change={}, verdict="refused", why=why)
+        return super().race(best, other)
+
+    def seconds(self, step: DrivenWorkload) -> float:
+        fused = "fused" in (step.norm, step.mlp)
+        return super().seconds(step) * (self.factor or 1 if fused else 1)
+
+
+def searched_own(factor: float | None, kept: frozenset[str] = frozenset()) -> tuple[Search, Own]:
+    search = Search(OwnWorkload(model=OwnModel(name=""), factory="own.py:make"), on_gpu=True, kept=kept)
+    bench = Own(factor)
+    search.run(bench)
+    return search, bench
+
+
+def test_kernels_in_a_user_s_model_are_tried_together_and_taken_back():
+    search, _ = searched_own(0.9)
+    together, *others = search.tried
+    assert (together.round, together.verdict) == ("together", "taken")
+    assert together.change.items() >= {"norm": "fused", "mlp": "fused", "graph": "step"}.items()
+    assert not {"kernels", "kernels apart"} & {tried.round for tried in others}
+    back = [tried for tried in others if tried.round == "without" and "norm" in tried.change]
+    assert [(tried.change, tried.verdict) for tried in back] == [({"norm": "reference", "mlp": "reference"}, "slower")]
+    assert "--kernels fused" in (run_command(search.best) or "")
+    assert "kernels='fused'" in (run_call(search.best) or "")
+
+
+def test_kernels_that_are_slower_in_a_user_s_model_are_tried_alone_and_apart():
+    search, _ = searched_own(4.0)
+    changes = {
+        name: [(t.change, t.verdict) for t in search.tried if t.round == name] for name in ("kernels", "kernels apart")
+    }
+    assert changes["kernels"] == [({"norm": "fused", "mlp": "fused"}, "slower")]
+    assert changes["kernels apart"] == [({"norm": "fused"}, "slower"), ({"mlp": "fused"}, "slower")]
+    kept, _ = searched_own(0.9, frozenset({"norm"}))
+    assert (getattr(kept.best, "norm", ""), getattr(kept.best, "mlp", "")) == ("reference", "fused")
+
+
+def test_a_user_s_model_without_such_modules_has_the_rest_of_what_is_usually_faster():
+    """One row says why, and nothing asks again."""
+    search, bench = searched_own(None)
+    refused, again = (tried for tried in search.tried if tried.round == "together")
+    assert refused.verdict == "refused" and "it has no RMSNorm and no SwiGLU" in refused.why
+    assert again.verdict == "taken" and set(again.change) == {"dtype", "optimizer", "graph"}
+    assert sum("fused" in (step.norm, step.mlp) for step in bench.raced) == 1
+    assert not [tried for tried in search.tried if tried.round.startswith("kernels")]
+    assert search.best.graph == "step" and getattr(search.best, "norm", "") == "reference"
+
+
+def test_kernels_alone_that_are_refused_are_one_row_each():
+    """Where nothing else is tried with them, their own rounds find out."""
+    search, _ = searched_own(None, frozenset({"dtype", "optimizer"}))
+    assert [(t.round, t.verdict) for t in search.tried if "norm" in t.change or "mlp" in t.change] == [
+        ("together", "refused"), ("kernels", "refused"), ("kernels apart", "refused"), ("kernels apart", "refused"),
+    ]  # fmt: skip
+    assert search.best.graph == "step"
+
+
+@pytest.mark.slow
+def test_a_race_of_kernels_that_replace_nothing_is_refused_with_the_reason(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    own = OwnWorkload(model=OwnModel(name=""), factory=f"{tmp_path}/own.py:make")
+    with Racing(device="cpu", out=str(tmp_path / "runs"), budget_s=600) as racing:
+        found = racing.race(own, msgspec.structs.replace(own, norm="fused", mlp="fused"))
+    assert (found.verdict, found.ratio) == ("refused", None)
+    assert found.why.startswith("kernels fused replace nothing in Linear: it has no RMSNorm and no SwiGLU")
 
 
 def test_noise_takes_nothing():

@@ -76,7 +76,8 @@ def _groups(best: DrivenWorkload) -> Iterator[Change]:
     yield {"graph": "step"}
     if isinstance(best, Workload):
         yield {"attention": PREFERRED["cuda"][0]}
-        yield dict.fromkeys(PARTS, "fused")
+    yield dict.fromkeys(best.parts, "fused")
+    if isinstance(best, Workload):
         yield {"projections": "joint"}
 
 
@@ -91,6 +92,11 @@ def groups_that_may(best: DrivenWorkload, kept: frozenset[str]) -> list[Change]:
                 step = changed(step, different)
                 found.append(different)
     return found
+
+
+def without_parts(groups: list[Change]) -> list[Change]:
+    """These changes without the one of the parts' kernels."""
+    return [group for group in groups if not group.keys() <= PARTS.keys()]
 
 
 def back_again(group: Change, baseline: DrivenWorkload) -> Change:
@@ -130,12 +136,12 @@ def _replayed_again(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
 
 
 def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
-    yield dict.fromkeys(PARTS, "fused")
+    yield dict.fromkeys(best.parts, "fused")
 
 
 def _fused_apart(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
-    if not all(getattr(best, part) == "fused" for part in PARTS):
-        for part in PARTS:
+    if not all(name == "fused" for name in best.parts.values()):
+        for part in best.parts:
             yield {part: "fused"}
 
 
@@ -210,8 +216,8 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="optimizer", changes=_optimizers),
     Round(name="graph", changes=_replayed, of_gpu=True),
     Round(name="attention", changes=_attentions, of_textbook=True),
-    Round(name="kernels", changes=_fused_parts, of_gpu=True, of_textbook=True),
-    Round(name="kernels apart", changes=_fused_apart, of_gpu=True, of_textbook=True),
+    Round(name="kernels", changes=_fused_parts, of_gpu=True),
+    Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
     Round(name="projections", changes=_joint_projections, of_textbook=True),
     Round(name="compile", changes=_compiled),
     Round(name="graph again", changes=_replayed_again, of_gpu=True),

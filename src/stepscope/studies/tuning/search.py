@@ -9,19 +9,22 @@ from typing import Protocol
 
 import msgspec
 
-from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
+from stepscope.core.parts import PARTS
 from stepscope.core.processes import standing
-from stepscope.core.tuned import Tried, Tuned, change_words
+from stepscope.core.tuned import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
 from stepscope.studies.tuning.rounds import (
     BEFORE,
     ROUNDS,
+    TOGETHER,
     Change,
     Round,
     changes_of,
     groups_that_may,
     together,
     without,
+    without_parts,
 )  # fmt: skip
 
 NOT_REACHED = "the time was over"
@@ -69,12 +72,35 @@ class Search:
             self._go(round_, bench, tell)
         before = self.best
         usual = groups_that_may(before, self.kept) if self.on_gpu else []
-        self._go(together(usual), bench, tell)
+        usual = self._go_together(usual, bench, tell)
         taken = self.best != before
         for round_ in ROUNDS:
             self._go(round_, bench, tell)
         if taken:
             self._go(without(usual, before), bench, tell)
+
+    def _go_together(self, usual: list[Change], bench: Bench, tell: Callable[[str], None]) -> list[Change]:
+        """Try all of these as one change; returns those that were tried last.
+
+        Whether a user's model has modules that other kernels compute, only its process can tell: it makes the model,
+        and holds each module against its replacement on the device. Where it has none, the race is refused as soon as
+        the model is made. So nobody asks before: the change is tried again without the kernels. Where it then runs,
+        they were the reason, and no later round asks for them.
+        """
+        self._go(together(usual), bench, tell)
+        others, tries = without_parts(usual), len(self.tried)
+        refused = isinstance(self.best, OwnWorkload) and self._last_verdict(TOGETHER) in ("refused", "failed")
+        if not refused or len(others) == len(usual):
+            return usual
+        because_of = self._last_verdict(TOGETHER)
+        self._go(together(others), bench, tell)
+        if because_of == "refused" and len(self.tried) > tries and self.tried[-1].ratio is not None:
+            self.kept |= PARTS.keys()
+        return others
+
+    def _last_verdict(self, round_: str) -> Verdict | None:
+        """The verdict of the last change that was tried; None where another round tried it."""
+        return self.tried[-1].verdict if self.tried and self.tried[-1].round == round_ else None
 
     def _go(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> None:
         if (taken := self._round(round_, bench, tell)) is not None:
