@@ -1,7 +1,9 @@
 """Fused parts in a user's own model: what is replaced computes the same, what differs is left and named."""
 
 import copy
+import gc
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ pytest.importorskip("triton", reason="the fused parts are written in Triton, whi
 from stepscope.api.replacing import replace_parts
 from stepscope.core import parts as records
 from stepscope.core.errors import InputError
+from stepscope.models.parts import replaced as replaced_module
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -96,6 +99,50 @@ def test_a_module_that_computes_something_else_is_left_and_named():
     assert {each.part for each in replaced.left if not each.modules} == {"rope", "loss"}
     assert [type(each).__mro__[1] for each in (model[2], model[4])] == [SwiGLU, nn.RMSNorm]
     assert [type(each) for each in (model[1], model[3])] == [types[2], Shifted]
+
+
+def test_of_modules_that_are_alike_one_is_held_for_all(monkeypatch: pytest.MonkeyPatch):
+    """What differs in a size, an attribute, an object of its own or a hook is held by itself."""
+    held: list[str] = []
+    check = replaced_module._check
+
+    def noted(module: nn.Module, *rest: Any) -> None:
+        held.append(f"{type(module).__name__} {getattr(module, 'eps', '')}")
+        check(module, *rest)
+
+    monkeypatch.setattr(replaced_module, "_check", noted)
+    modules = [module for _ in range(3) for module in (nn.RMSNorm(12, eps=1e-5), SwiGLU(nn.SiLU()))]
+    hooked, trained = SwiGLU(nn.SiLU()), nn.RMSNorm(12, eps=1e-5)
+    hooked.register_forward_hook(lambda *_: None)
+    nn.init.constant_(trained.weight, 2.0)
+    model = net(*modules, trained, nn.RMSNorm(12, eps=1e-3), hooked)
+    before = gradients(model)
+    replaced = replace_parts(model, norm="fused", mlp="fused")
+    assert [(each.type, each.modules) for each in replaced.replaced] == [("RMSNorm", 5), ("SwiGLU", 4)]
+    assert set(held) == {"RMSNorm 1e-05", "RMSNorm 0.001", "SwiGLU "}
+    assert held.count("RMSNorm 1e-05") == held.count("RMSNorm 0.001") and held.count("SwiGLU ") == 2
+    after = gradients(model)
+    for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
+    held.clear()
+    with_constants = [SwiGLU(nn.Hardtanh(0.0, top)) for top in (1.0, 2.0)]
+    assert len(replace_parts(net(*with_constants), mlp="fused").left) == 1 and len(held) == 2
+
+
+def test_what_is_left_keeps_no_numbers_of_its_trials():
+    def tensors() -> int:
+        return sum(isinstance(each, Tensor) for each in gc.get_objects())
+
+    model = net(SwiGLU(nn.GELU()), Shifted(power=1.5))
+    replace_parts(model, "fused")
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        left = replace_parts(model, "fused").left
+        assert tensors() == before and len(left) == 4
+    finally:
+        gc.enable()
 
 
 def test_a_dropout_inside_is_seen():

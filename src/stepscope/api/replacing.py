@@ -22,9 +22,9 @@ def replace_parts(
         print(replaced)         # what was replaced, what was left, and why
         replaced.restore()      # the model's own code again
 
-    kernels: fused or liger, for all parts or by part; norm and mlp say it of one. Each module is held against its
-    replacement first, forward and backward, on random numbers; one that differs is left. Move the model to its device
-    and dtype before. Parameters and the keys of the state dict stay the same.
+    kernels: fused or liger, for all parts or by part; norm and mlp say it of one. A module is held against its
+    replacement first, forward and backward, on random numbers, and of those that are alike one for all; what differs is
+    left. Move the model to its device and dtype before. Parameters and the keys of the state dict stay the same.
 
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for.

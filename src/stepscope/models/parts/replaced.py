@@ -1,9 +1,10 @@
 """Lets modules of a user's own model be computed by other kernels, where they compute the same.
 
 A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down. What it is
-called says nothing: before it is replaced, each module is held against its replacement, forward and backward, on random
+called says nothing: before it is replaced, a module is held against its replacement, forward and backward, on random
 numbers, by the bounds of the gate (`gate.py`): at several shapes, in its own dtype, and under autocast where its
-weights are fp32. Weights are random there, too, since fresh norms are all ones. What differs is left, and named.
+weights are fp32. Weights are random there, too, since fresh norms are all ones. What differs is left, and named. Of
+modules that are alike but for their weights, as those of a model's blocks, one is held for all.
 
 A module that is replaced gets another class, a subclass of its own. Its parameters, buffers and hooks stay the same
 objects with the same names. Calls that the kernel does not take, of other arguments or on another device, run the
@@ -12,7 +13,7 @@ module's own forward.
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ _NAMES: dict[torch.dtype, TensorDtype] = {dtype: name for name, dtype in TORCH_D
 _NOT_RMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
 _ABSENT: dict[Part, str] = {"norm": "no RMSNorm", "mlp": "no SwiGLU of gate, up and down"}
 """What a model has not, where it has no module of a part."""
+_HOMES = ("_parameters", "_buffers", "_modules")
+"""Where a module keeps its tensors and the modules in it."""
 _SEED = 20
 
 
@@ -125,11 +128,18 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
     if part in NO_MODULES:
         return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=NO_MODULES[part])]
     outcomes: dict[tuple[str, bool, str], list[tuple[str, _Unlike | None]]] = {}
+    held: dict[Hashable, type[nn.Module] | _Unlike] = {}
     for path, module in model.named_modules():
         ways = _ways(module, part)
         if not ways:
             continue
-        unlike = _replace(module, part, name, ways)
+        kind_of = _kind(module)
+        if kind_of not in held:
+            held[kind_of] = _replacement(module, part, name, ways)
+        replacement = held[kind_of]
+        unlike = replacement if isinstance(replacement, _Unlike) else None
+        if not isinstance(replacement, _Unlike):
+            module.__class__ = replacement
         # Modules that differ by unequal numbers are one line, with the largest.
         kind = "" if unlike is None else "differs" if unlike.error < float("inf") else unlike.why
         outcomes.setdefault((type(module).__name__, unlike is None, kind), []).append((path, unlike))
@@ -177,8 +187,27 @@ def _epsilon_of(module: nn.Module, dtype: torch.dtype) -> float | None:
     return float(found) if isinstance(found, (int, float)) and not isinstance(found, bool) else None
 
 
-def _replace(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> _Unlike | None:
-    """Replace one module by the first way that computes the same; says why none does."""
+def _kind(value: object) -> Hashable:
+    """What tells whether two modules compute the same of the same weights: classes, attributes, and shapes, all the way
+    down. Blocks of a model are alike, and their trials would be of equal numbers: one of a kind is held against its
+    replacement for all. An object that nothing tells of is like itself alone."""
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype, torch.device)):
+        return type(value), value
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, nn.Parameter):
+        return type(value), tuple(value.shape), value.dtype, value.device, value.requires_grad
+    if isinstance(value, nn.Module):
+        inside = ((name, each) for home in _HOMES for name, each in vars(value)[home].items())
+        itself = ((name, each) for name, each in vars(value).items() if name not in _HOMES)
+        return type(value), tuple((name, _kind(each)) for name, each in (*inside, *itself))
+    if isinstance(value, (dict, list, set)) and not value:  # as the hooks of most modules
+        return type(value)
+    return id(value)
+
+
+def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> type[nn.Module] | _Unlike:
+    """The class that replaces a module's, of the first way that computes the same; or why none does."""
     original = type(module)
     if hasattr(original, "_stepscope_original"):
         return _Unlike("they are replaced already")
@@ -196,10 +225,11 @@ def _replace(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> 
         try:
             _check(module, replacement, _epsilon_of(module, weight.dtype) or 0.0)
         except _Unlike as unlike:
-            nearest = unlike if nearest is None or unlike.error < nearest.error else nearest
+            # Without its traceback, which would hold all numbers of the trial.
+            nearest = _Unlike(unlike.why, unlike.error) if nearest is None or unlike.error < nearest.error else nearest
             continue
-        module.__class__ = replacement
-        return None
+        return replacement
+    assert nearest is not None
     return nearest
 
 
