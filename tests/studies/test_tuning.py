@@ -25,7 +25,7 @@ from stepscope.models.training_step import TrainingStep
 from stepscope.report.plain import plain_text
 from stepscope.report.terminal import render_answer
 from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained, why_not_compared
-from stepscope.studies.tuning.racing import Racing, compiled_s, p_value_of, steps_s
+from stepscope.studies.tuning.racing import Racing, Turns, compiled_s, p_value_of, steps_s
 from stepscope.studies.tuning.rounds import BEFORE, ROUNDS, changes_of, groups_that_may, lighter, together
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, tune, without_numeric_changes
@@ -513,14 +513,19 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     assert racing.time_left(first, first)
 
 
-def test_a_step_alone_takes_what_a_race_took_less_the_steps_of_the_other(tmp_path: Path):
+def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
     now = [0.0]
     racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
     first, second = workload(layers=1), workload(layers=2)
-    now[0] = 30.0
-    racing.note_time(0.0, first, second, by_turns_s={first.key: 12.0, second.key: 4.0})
-    # 30 s are over, and another race may take 30; of a process alone the first takes 26 s, the second 18.
-    assert racing.time_left(first, second) and racing.needed_s == 30 + 30 + 5 * (26 + 18) + 4 * 26
+    now[0] = 60.0
+    turns = Turns(
+        start_s=9.0, first_s={first.key: 1.0, second.key: 19.0}, later_s={first.key: 12.0, second.key: 4.0}
+    )  # fmt: skip
+    racing.note_time(0.0, first, second, turns=turns)
+    # Of 60 s, 15 went to neither the start nor steps: two thirds of that, the start, and its own steps but the first.
+    alone = (9 + 10 + 12, 9 + 10 + 4)
+    # 60 s are over, and another race may take 60.
+    assert racing.time_left(first, second) and racing.needed_s == 60 + 60 + 5 * sum(alone) + 4 * max(alone)
     run = make_run(step=[1.0, 2.0])
     warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
     run = msgspec.structs.replace(run, samples={"step": warmed})

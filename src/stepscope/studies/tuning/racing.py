@@ -4,6 +4,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Self
 
@@ -45,6 +47,27 @@ CONFIRMED = settings_from(None, None, seconds=3.0, no_profile=True)
 _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Turns:
+    """The parts of the time that one process took for two steps by turns."""
+
+    start_s: float
+    """Until its run had begun: the process, and the device's own start."""
+    first_s: Mapping[str, float]
+    """By a step's key, what its first step took, which compiles what no later process compiles again."""
+    later_s: Mapping[str, float]
+    """The same of its other steps."""
+
+    def alone_s(self, key: str, whole_s: float) -> float:
+        """What a process would take that measures this step alone, of the whole time for both.
+
+        What is neither start nor steps is making both models and looking at what they do, of which they share some: on
+        an H200, processes of `large` and of a Qwen-like model of half a billion parameters took two thirds of it.
+        """
+        both_s = whole_s - self.start_s - sum(self.first_s.values()) - sum(self.later_s.values())
+        return self.start_s + max(0.0, both_s) * 2 / 3 + self.later_s[key]
+
+
 class Racing:
     """Measures steps for a search, and keeps the time. Use it as a context: races are forked from one process, which
     ends with it."""
@@ -62,8 +85,8 @@ class Racing:
         self._longest_s = 0.0
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
-        self._steps_s: dict[str, float] = {}
-        """By a step's key, what its steps took in the last race by turns."""
+        self._turns: Turns | None = None
+        """The time of the last race, where both steps took turns in one process."""
         self._compiled_s = 0.0
         """Seconds that processes compiled for the first time, since a time was noted last. Later ones do not compile
         again, so no forecast counts them."""
@@ -142,35 +165,30 @@ class Racing:
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
         began, processes = self._clock(), 1
-        self._steps_s = {}
+        self._turns = None
         try:
             if self._fit_together(best, other):
                 found = self._by_turns(best, other)
                 if found.verdict != "does not fit":
                     return found
-            processes = 1 if best.key in self._alone else 2
-            self._steps_s = {}
+            self._turns, processes = None, 1 if best.key in self._alone else 2
             return self._apart(best, other)
         finally:
-            self.note_time(began, best, other, processes=processes, by_turns_s=self._steps_s)
+            self.note_time(began, best, other, processes=processes, turns=self._turns)
 
     def note_time(
-        self, began: float, *workloads: DrivenWorkload, processes: int = 1,
-        by_turns_s: Mapping[str, float] | None = None,
+        self, began: float, *workloads: DrivenWorkload, processes: int = 1, turns: Turns | None = None
     ) -> None:  # fmt: skip
         """Note how long so many processes took that measured these since then, one after another, less what was
-        compiled for the first time.
-
-        by_turns_s: by key, what the steps of each took where they took turns in one process: alone, none waits for
-        another's.
-        """
-        took_s, self._compiled_s = self._clock() - began - self._compiled_s, 0.0
+        compiled for the first time. turns: where one process measured both, the parts of its time."""
+        whole_s = self._clock() - began
+        took_s, self._compiled_s = whole_s - self._compiled_s, 0.0
         if self._found:
             return
         self._longest_s = max(self._longest_s, took_s)
         for one in workloads:
-            others_s = sum(seconds for key, seconds in (by_turns_s or {}).items() if key != one.key)
-            self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), took_s / processes - others_s)
+            alone_s = took_s / processes if turns is None else turns.alone_s(one.key, whole_s)
+            self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), alone_s)
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
@@ -192,12 +210,18 @@ class Racing:
         return needs < self.budget.usable_bytes
 
     def _by_turns(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        began = datetime.now(UTC)
         (first,) = self._measured(Cell(workload=best, settings=RACED, against=other))
         if first.beside is None:
             return _without_result(first, (first,))
         second = load_run(Path(self.out) / first.beside)
         runs = (first, second)
-        self._steps_s = {one.key: steps_s(run, first=False) for one, run in zip((best, other), runs, strict=True)}
+        sides = tuple(zip((best, other), runs, strict=True))
+        self._turns = Turns(
+            start_s=max(0.0, (datetime.fromisoformat(first.created) - began).total_seconds()),
+            first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
+            later_s={one.key: steps_s(run, first=False) for one, run in sides},
+        )  # fmt: skip
         if first.status != "done" or second.status != "done":
             return _without_result(second if second.failure is not None else first, runs)
         ratios = paired_ratios(first, second, STEP)
