@@ -189,3 +189,13 @@ def test_bad_input_is_one_line(options: str, words: str, tmp_path: Path):
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert words in done.stderr
+
+
+def test_a_mixture_that_fills_the_memory_is_said_to_be_near_its_end():
+    case = (
+        "plan", "--model", "8B", "--ranks", "2", "--device", "H200", "--seq-len", "32768", "--batch-size", "2",
+        "--kernels", "fused", "--compile", "eager", "--layout", "data=2,sharding=zero3", "--only", "findings",
+    )  # fmt: skip
+    full = stepscope(*case).stdout
+    assert "The best layout fills 95.1 % of a rank's memory." in " ".join(full.split())
+    assert "of a rank's memory" not in stepscope(*case, "--checkpointing", "selective-11").stdout

@@ -59,3 +59,21 @@ def test_it_goes_on_where_it_stopped_and_confirms(tmp_path: Path):
     ]
     if first["best"] != first["baseline"]:
         assert first["confirmed"]["processes"] == [5, 5] and len(first["curves"]) == 4
+
+
+def test_a_stored_search_is_shown_again_with_its_exit_code(tmp_path: Path):
+    stored = Path("results/h200/tune/large.json")
+    done = stepscope("tune", "--from", stored)
+    assert done.returncode == 0 and "4.89 times as fast" in done.stdout and "23.29 GiB" in done.stdout, done.stderr
+    assert json.loads(stepscope("tune", "--from", stored, "--json").stdout) == json.loads(stored.read_text())
+    refused = stepscope("tune", "--from", stored, "--budget", "9s")
+    assert (refused.returncode, refused.stderr.strip()) == (
+        2,
+        "stepscope: --budget says nothing with --from: leave it out",
+    )
+    (tmp_path / "other.json").write_text('{"tables": []}')
+    other = stepscope("tune", "--from", tmp_path / "other.json")
+    assert other.returncode == 2 and "other.json holds no search of `stepscope tune --json`" in other.stderr
+    cut = json.loads(stored.read_text()) | {"interrupted": True}
+    (tmp_path / "cut.json").write_text(json.dumps(cut))
+    assert stepscope("tune", "--from", tmp_path / "cut.json").returncode == 130

@@ -1,19 +1,22 @@
 """`stepscope tune`: find the fastest step that fits and stays right."""
 
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
 from stepscope.cli.captured_runs import type_of_device
+from stepscope.cli.given_options import refuse_beside
 from stepscope.cli.output import check_picture, draw, stdout_kept_clean, sweep_progress, warn
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
 from stepscope.cli.workloads import OneWorkload
+from stepscope.core.bounded_file import read_named
 from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, choose
 from stepscope.core.finding import worst
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.tuned import TUNED_FIELDS
+from stepscope.core.tuned import TUNED_FIELDS, Tuned, decode_tuned
 
 
 @verb(
@@ -31,6 +34,7 @@ def tune(
     keep: tuple[str, ...] = (),
     memory: int | None,
     fresh: bool,
+    from_: Path | None,
     tag: str | None,
     runs: Path,
     save: Path | None,
@@ -42,6 +46,9 @@ def tune(
     processes of its own.
     """
     check_picture(save)
+    if from_ is not None:
+        refuse_beside("--from")
+        _leave_with(decode_tuned(read_named(from_), str(from_)), save, shown)
     kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in keep)
     said = OneWorkload(shared_somehow(said.said))
     own = said.own
@@ -50,7 +57,6 @@ def tune(
     on_gpu = type_of_device(device) == "cuda"
     asked = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
 
-    from stepscope.analysis.comparisons.tuned import answer_tuned
     from stepscope.studies.tuning.racing import Racing
     from stepscope.studies.tuning.tune import tune as search
 
@@ -62,6 +68,13 @@ def tune(
         ) as racing,
     ):
         found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
+    _leave_with(found, save, shown)
+
+
+def _leave_with(found: Tuned, save: Path | None, shown: Presentation) -> NoReturn:
+    """Show what a search found, and leave with its exit code."""
+    from stepscope.analysis.comparisons.tuned import answer_tuned
+
     answer = answer_tuned(found)
     shown.show(answer, document=lambda: json_document(found))
     draw(answer, save)

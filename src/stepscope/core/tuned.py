@@ -5,6 +5,7 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.document import decode_document
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
@@ -104,3 +105,8 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     folder: str = ""
     """Where the runs are."""
+
+
+def decode_tuned(data: bytes, source: str) -> Tuned:
+    """What `stepscope tune --json` wrote. Raises InputError that names the source."""
+    return decode_document(data, Tuned, source, holds="search of `stepscope tune --json`")

@@ -9,8 +9,9 @@ losses alone are compared: a loss is one number, and how far it may be is said b
 parameters in bf16, so does the one process.
 
 Products of eight bits take one scale for all rows that a process holds, so that ways to split the batch differ by a
-fifth of a small gradient. Of these the one process splits its batch as the ranks do, and what is allowed is as much as
-to ranks that cut sums.
+fifth of a small gradient. Of these the one process splits its batch as the ranks do, and does so twice: where kernels
+add up in any order, as attention's backward does on Hopper, a last bit of 16 may be a whole unit of eight, and two runs
+say how far that goes. What is allowed at least is as much as to ranks that cut sums.
 
 Distances are taken parameter by parameter, ||a - b|| / ||b||, and the largest counts: a forgotten bias must not hide
 behind a matrix.
@@ -148,8 +149,8 @@ def _expected(
     parts = make_parts()
     independent, slack = len(parts.batches), _roundings(parts.model) if copies.wanted else {}
     as_ranks = choices.accumulation * ranks.ranks
-    ways = (as_ranks,) if _scales_what_it_holds(choices) else (1, ranks.ranks, 2, 2 * ranks.ranks, 4, as_ranks)
-    first, *other_ways = dict.fromkeys(ways)
+    ways = dict.fromkeys((1, ranks.ranks, 2, 2 * ranks.ranks, 4, as_ranks))
+    first, *other_ways = (as_ranks, as_ranks) if _scales_what_it_holds(choices) else ways
     whole = _alone(parts, choices, device, first, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []
     del parts  # there is room for one model at a time
