@@ -123,8 +123,9 @@ Scaling = Comparison[Any, SharedPair]
 
 
 def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Sequence[tuple[str, str]] = ()) -> Answer:
-    """The whole answer. Phases, communication and memory are of the same batch; where no ranks had that, of the same
-    batch for each rank. refused: combinations that cannot be, each with why. Raises InputError where nothing pairs."""
+    """The whole answer. Phases, communication and memory are of the same batch; where none are known of that, of the
+    same batch for each rank. refused: combinations that cannot be, each with why. Raises InputError where nothing
+    pairs."""
     del unread  # no capture is asked
     cells = list(found)
     strong = compare_runs(cells, SharedPair, order=lambda cell: cell.order)
@@ -138,6 +139,7 @@ def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Se
         )
     runs = [pair.other.run for pair in pairs]
     shown, of_batch = (strong, "") if _shared(strong) else (weak, " for each rank")
+    sent = _communication(strong, COMMUNICATION)  # of replayed steps no collective is known
     more = [(cell, "", why) for cell, why in refused]
     return measured_answer(
         pairs[0].base.run.environment,
@@ -145,7 +147,7 @@ def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Se
         question=QUESTION,
         tables=(
             _scaling(STRONG, strong), _scaling(WEAK, weak), _phases(shown, f"{PHASES}{of_batch}"),
-            _communication(shown, f"{COMMUNICATION}{of_batch}"), _memory(shown),
+            sent if sent.rows else _communication(weak, f"{COMMUNICATION} for each rank"), _memory(shown),
             missing_cells(MISSING, SharedCell.FIELD, strong.unmeasured, more),
         ),
         panels=_panels(strong, weak),
