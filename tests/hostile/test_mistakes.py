@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +37,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
+from stepscope.core.run_directory import load_run
 from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
 from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
@@ -543,6 +545,22 @@ def test_20_clocks_power_and_company():
     assert kinds(with_readings(hot))["clocks-held-down"] == "warning"
     shared = msgspec.structs.replace(cool, other_processes=2)
     assert kinds(with_readings(shared))["gpu-shared"] == "warning"
+
+
+def test_20_a_cache_that_is_given_back_in_each_step():
+    """Of 8 billion parameters on two H200, with 21 blocks that keep their products, and with 11."""
+    for name, found in (("selective-21", True), ("selective-11", False)):
+        (place,) = Path("results/h200-x2/long-step").glob(f"*-{name}-*")
+        run = load_run(place)
+        said = {finding.kind: finding.sentence for finding in check_run(run)}
+        assert ("cache-given-back" in said) is found
+        assert not found or "took 71.27 GiB from the device in a step like those before" in said["cache-given-back"]
+    memory = PhaseMemory(parameter_bytes=1, reserved_before=100, reserved_peak=200)
+    seen = make_run(step=[0.1] * 10, evidence=Evidence(memory=memory))
+    assert kinds(seen) == {"cache-given-back": "warning"}
+    assert kinds(make_run(step=[0.1] * 3, evidence=Evidence(memory=memory))).get("cache-given-back") is None
+    settled = msgspec.structs.replace(memory, reserved_before=200)
+    assert kinds(make_run(step=[0.1] * 10, evidence=Evidence(memory=settled))) == {}
 
 
 def test_20_a_busy_host_is_seen_for_real():

@@ -48,6 +48,7 @@ CHECKS: tuple[Check, ...] = (
     timing.correlated_samples,
     timing.warm_up_unsettled,
     timing.wide_spread,
+    conditions.cache_given_back,
     conditions.clocks_held_down,
     conditions.gpu_shared,
     conditions.host_busy,

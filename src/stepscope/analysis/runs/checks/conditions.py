@@ -5,7 +5,8 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.model_config import PRESETS, ModelConfig
-from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.own_workload import OwnWorkload, WatchedWorkload
+from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
 from stepscope.core.workload import Workload
@@ -138,6 +139,28 @@ def host_busy(run: Run) -> Finding | None:
         f"Other processes kept {others:.1f} of {environment.cpu_cores} cores busy during the run.",
         remedy="stop them and measure again",
         evidence={"other_cores": others, "cpu_cores": environment.cpu_cores},
+    )
+
+
+_SETTLED_STEPS = 4
+"""Steps after which a step like them needs nothing new of the device: each of four batches was seen."""
+
+
+def cache_given_back(run: Run) -> Finding | None:
+    """[20] Where a step hardly fits, PyTorch's allocator gives its cache back to the device, and takes it again."""
+    memory, steps = run.evidence.memory, run.samples.get(STEP)
+    if memory is None or steps is None or isinstance(run.workload, WatchedWorkload):
+        return None  # a loop of the user's own may have batches of any shape
+    before, peak = memory.reserved_before, memory.reserved_peak
+    taken = (peak or 0) - (before or 0)
+    if not before or taken * 100 < (peak or 0) or len(steps.warmup_s) + steps.count < _SETTLED_STEPS:
+        return None
+    return warning(
+        "cache-given-back",
+        f"PyTorch's allocator took {format_bytes(taken)} from the device in a step like those before it: it gives its "
+        "cache back within each step and takes it again, and the GPU waits.",
+        remedy="leave it room: more checkpointing, smaller micro-batches, fewer blocks of selective-K",
+        evidence={"taken_bytes": taken, "reserved_bytes": peak},
     )
 
 
