@@ -33,7 +33,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """GPUs of a node."""
     fixed: Mapping[str, int | str] = {}
     checkpointings: tuple[str, ...] = ()
-    """Those that are settled, if any."""
+    """The checkpointings that the question settles, if any."""
 
     @property
     def tried(self) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ class Turns:
     first_s: Mapping[str, float]
     """By a step's key, what its first step took, which compiles what no later process compiles again."""
     later_s: Mapping[str, float]
-    """The same of its other steps."""
+    """By a step's key, what its other steps took."""
 
     def alone_s(self, key: str, whole_s: float) -> float:
         """What a process would take that measures this step alone, of the whole time for both.
