@@ -199,3 +199,17 @@ def test_a_mixture_that_fills_the_memory_is_said_to_be_near_its_end():
     full = stepscope(*case).stdout
     assert "The best layout fills 95.1 % of a rank's memory." in " ".join(full.split())
     assert "of a rank's memory" not in stepscope(*case, "--checkpointing", "selective-11").stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--checkpointing", "selective-31"), "another --checkpointing may fit; else more ranks"),
+        (("--attention", "sdpa-math"), "--attention flash may fit; else more ranks"),
+        (("--seq-len", "400000"), "on a rank: more ranks, a shorter sequence"),
+    ],
+)
+def test_where_nothing_fits_what_was_settled_is_named_first(options: tuple[str, ...], said: str):
+    case = ("--model", "2.7B", "--seq-len", "16384", "--batch-size", "1", "--device", "H100")
+    done = stepscope("plan", *(case if "--seq-len" not in options else (*case[:2], *case[4:])), *options)
+    assert said in " ".join(done.stdout.split()), done.stdout

@@ -174,7 +174,8 @@ def _no_layout(found: "Plan") -> str:
         f"{question.workload.batch_size} of {question.workload.seq_len}"
     )
     why = "; ".join(reasons) or "chunks of a pipeline need micro-batches in multiples of its ranks"
-    return f"{said}: {why} ({figures}); choose other ranks, another --layout or --batch-size"
+    others = ", --checkpointing" if question.checkpointings else ""
+    return f"{said}: {why} ({figures}); choose other ranks, another --layout{others} or --batch-size"
 
 
 def _keep(planning: "Planning", runs: Path) -> None:

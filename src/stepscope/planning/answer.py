@@ -131,7 +131,7 @@ def _headline(planning: Planning) -> Iterable[Line]:
         needs = format_bytes(plan.nearest.peak_bytes)
         yield Line(
             f"Nothing fits into {budget.said}. {_described(plan.nearest.layout)}, whose states are smallest, needs "
-            f"{needs} on a rank: more ranks, a shorter sequence, optimizer state in 16 bits or more memory is needed.",
+            f"{needs} on a rank: {plan.question.what_would_fit}.",
             "bad",
         )
         return

@@ -36,6 +36,14 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     """The checkpointings that the question settles, if any."""
 
     @property
+    def what_would_fit(self) -> str:
+        """What needs less memory, in words: first what the question itself settles."""
+        own = ["another --checkpointing"] if self.checkpointings else []
+        own += [] if is_kept(self.workload.attention) else ["--attention flash"]
+        usual = "more ranks, a shorter sequence, optimizer state in 16 bits or more memory is needed"
+        return f"{' or '.join(own)} may fit; else {usual}" if own else usual
+
+    @property
     def tried(self) -> tuple[str, ...]:
         """The checkpointing of its layouts, but for mixtures."""
         return self.checkpointings or CHECKPOINTINGS
@@ -154,7 +162,10 @@ def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
     yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
     yield "more pipeline stages than blocks", grid.pipeline > config.layers
     unlike = any(len(spans_of(one, config.layers)) > 1 for one in question.tried)
-    yield "blocks that keep unlike for backward are not cut into pipeline stages", grid.pipeline > 1 and unlike
+    yield (
+        "blocks that differ in what they keep (--checkpointing) are not divided among pipeline stages",
+        grid.pipeline > 1 and unlike,
+    )
     yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert
     yield "data parallel ranks do not divide the batch", question.workload.batch_size % grid.data
 
