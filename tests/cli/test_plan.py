@@ -207,6 +207,7 @@ def test_a_mixture_that_fills_the_memory_is_said_to_be_near_its_end():
         (("--checkpointing", "selective-31"), "another --checkpointing may fit; else more ranks"),
         (("--attention", "sdpa-math"), "--attention flash may fit; else more ranks"),
         (("--seq-len", "400000"), "on a rank: more ranks, a shorter sequence"),
+        (("--seq-len", "400000", "--checkpointing", "every-1"), "on a rank: more ranks, a shorter sequence"),
     ],
 )
 def test_where_nothing_fits_what_was_settled_is_named_first(options: tuple[str, ...], said: str):

@@ -19,8 +19,10 @@ from stepscope.planning.space import Question
 
 
 def open_to_mixtures(question: Question, alike: list[Layout], fit: list[bool]) -> list[Layout]:
-    """Of layouts that differ only in micro-batch and checkpointing, those of `selective` that do not fit, but do with
-    `every-1`, which needs less than any mixture. `fit` says of each whether it fits."""
+    """The layouts of `selective` that do not fit, but do with `every-1`, which needs less than any mixture.
+
+    alike: layouts that differ only in micro-batch and checkpointing. fit: whether each of them fits.
+    """
     if not question.mixes:
         return []
     fitting = {(one.micro_batch, one.checkpointing) for one, fits in zip(alike, fit, strict=True) if fits}
