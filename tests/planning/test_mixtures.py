@@ -190,7 +190,7 @@ def test_scaling_asks_again_what_checkpointing_fits():
 
 
 def checkpointings(asked: Question, share: float) -> set[str]:
-    """The fastest layouts' checkpointing, memory being short: `share` of the way from what `every-1` needs to `none`."""
+    """The fastest layouts' checkpointing in little memory: `share` of the way from what `every-1` needs to `none`."""
     memory = RankMemory(asked.workload, asked.model)
     layout = next(iter(Space(asked).layouts(next(iter(Space(asked).grids())))))[0]
     low, high = (memory.needs(msgspec.structs.replace(layout, checkpointing=one)).peak for one in ("every-1", "none"))
