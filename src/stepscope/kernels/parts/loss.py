@@ -69,8 +69,10 @@ def cross_entropy_rows(
         higher = tl.maximum(highest, tl.max(values, 0))
         total = total * tl.exp(highest - higher) + tl.sum(tl.exp(values - higher), 0)
         highest = higher
-    logsumexp = highest + tl.log(total)
-    loss = logsumexp - of_target + z_loss * logsumexp * logsumexp
+    # Near the highest logit differences are exact, where a sum with it would be rounded.
+    rest = tl.log(total)
+    logsumexp = highest + rest
+    loss = (highest - of_target) + rest + z_loss * logsumexp * logsumexp
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
         of_all = tl.where(known, factor * (1.0 + 2.0 * z_loss * logsumexp), float("nan"))
@@ -78,7 +80,7 @@ def cross_entropy_rows(
             column = start + tl.arange(0, BLOCK)
             inside = column < width
             values = tl.load(logits + column, mask=inside, other=float("-inf")).to(WIDE)
-            gradient = tl.exp(values - logsumexp) * of_all - tl.where(column == target, factor, 0.0)
+            gradient = tl.exp(values - highest - rest) * of_all - tl.where(column == target, factor, 0.0)
             gradient = tl.where(counts, gradient, 0.0)
             tl.store(logits + column, gradient.to(logits.dtype.element_ty), mask=inside)
 
