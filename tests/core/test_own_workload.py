@@ -141,13 +141,13 @@ def test_a_choice_that_does_not_exist_is_refused(field: str, value: object):
 
 def test_how_parts_are_computed_counts_only_where_it_is_not_the_model_s_own_code():
     """Runs that were stored before it could be said keep their keys."""
-    plain = msgspec.structs.replace(OWN, norm="reference", mlp="reference")
+    plain = msgspec.structs.replace(OWN, norm="reference", mlp="reference", loss="reference")
     assert plain.key == "make-fp32-train-width64-fastTrue-7acf340b"
-    assert not {"norm", "mlp"} & {*plain.identity}
+    assert not {"norm", "mlp", "loss"} & {*plain.identity}
     stored = msgspec.json.decode(msgspec.json.encode(OWN))
-    assert msgspec.convert({n: v for n, v in stored.items() if n not in ("norm", "mlp")}, OwnWorkload) == OWN
+    assert msgspec.convert({n: v for n, v in stored.items() if n not in ("norm", "mlp", "loss")}, OwnWorkload) == OWN
     norm = msgspec.structs.replace(OWN, norm="fused")
-    both = msgspec.structs.replace(norm, mlp="fused")
+    both = msgspec.structs.replace(norm, mlp="fused", loss="fused")
     assert norm.key.startswith("make-fp32-train-width64-fastTrue-fused-norm-") and norm.identity["norm"] == "fused"
     assert cell_name(both).endswith("-fused-parts") and len({plain.key, norm.key, both.key}) == 3
     assert "fp32, train, fused norm, eager" in describe_workload(norm)
@@ -157,9 +157,11 @@ def test_how_parts_are_computed_counts_only_where_it_is_not_the_model_s_own_code
 def test_options_and_arguments_say_how_parts_are_computed():
     asked = {"module": ("own.py:make",), "kernels": ("reference", "fused"), "mlp": ("reference",)}
     found = [own for own in ManyWorkloads(asked).workloads() if isinstance(own, OwnWorkload)]
-    assert [own.parts for own in found] == [{"norm": n, "mlp": "reference"} for n in ("reference", "fused")]
-    assert len(ManyWorkloads({**asked, "norm": ("fused",)}).workloads()) == 1, "what is said is so in all kernels"
-    both = msgspec.structs.replace(OWN, norm="fused", mlp="fused")
+    assert [own.parts for own in found] == [{"norm": n, "mlp": "reference", "loss": n} for n in ("reference", "fused")]
+    assert len(ManyWorkloads({**asked, "norm": ("fused",), "loss": ("fused",)}).workloads()) == 1, (
+        "what is said is so in all kernels"
+    )
+    both = msgspec.structs.replace(OWN, norm="fused", mlp="fused", loss="fused")
     assert "--kernels fused" in (run_command(both) or "") and "kernels='fused'" in (run_call(both) or "")
     norm = msgspec.structs.replace(OWN, norm="fused")
     assert "--norm fused" in (run_command(norm) or "") and "kernels={'norm': 'fused'}" in (run_call(norm) or "")

@@ -28,7 +28,7 @@ from tests.conftest import make_run
 from tests.shown import shown
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-FUSED = {"norm": "fused", "mlp": "fused"}
+FUSED = {"norm": "fused", "mlp": "fused", "loss": "fused"}
 QUICK = ("--warmup", 1, "--steps", 3, "--no-profile", "--device", "cpu")
 
 OWN = """
@@ -164,17 +164,19 @@ def test_what_differs_is_left_and_the_rest_is_replaced(file: Path):
     found = made(file, arguments={"gelus": 1}, **FUSED).found
     assert [(one.part, one.replaced, one.modules, one.where) for one in found] == [
         ("norm", True, 2, "blocks.0.norm"), ("mlp", False, 1, "blocks.0.mlp"), ("mlp", True, 1, "blocks.1.mlp"),
+        ("loss", False, 0, ""),
     ]  # fmt: skip
     absent = made(file, arguments={"norms": False}, **FUSED).found
     assert [(one.part, one.replaced, one.why) for one in absent] == [
         ("norm", False, "it has no RMSNorm"), ("mlp", True, ""),
+        ("loss", False, "it has no causal language model of transformers with a head of one product"),
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("factory", "choices", "said"),
     [
-        ("plain", FUSED, "kernels fused replace nothing in Sequential: it has no RMSNorm and no SwiGLU of gate, up"),
+        ("plain", FUSED, "kernels fused replace nothing in Sequential: it has no RMSNorm, no SwiGLU of gate, up"),
         ("plain", {"norm": "fused"}, "norm fused replaces nothing in Sequential: it has no RMSNorm; leave out --norm"),
         (
             "make",
@@ -210,7 +212,7 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
     run = json.loads(stored.read_bytes())
     assert (run["workload"]["norm"], run["workload"]["mlp"]) == ("fused", "fused")
     assert [(one["type"], one["modules"], one["replaced"]) for one in run["evidence"]["parts"]] == [
-        ("RMSNorm", 2, True), ("SwiGLU", 1, False), ("SwiGLU", 1, True),
+        ("RMSNorm", 2, True), ("SwiGLU", 1, False), ("SwiGLU", 1, True), ("", 0, False),
     ]  # fmt: skip
     assert "part-mismatch" not in [finding["kind"] for finding in run["findings"]]
     assert "2 RMSNorm by fused norm" in stepscope("show", "last", cwd=file.parent).stdout
@@ -220,8 +222,11 @@ def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
     ("words", "said"),
     [
         (("run", "--rope", "fused"), "rope is computed by other kernels in the textbook's model alone: in your own a"),
-        (("run", "--loss", "fused"), "the model or its loss function computes it, and may need the logits; leave it"),
-        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out --kernels, --norm and --mlp"),
+        (
+            ("run", "--loss", "fused", *QUICK),
+            "loss fused replaces nothing in Net: it has no causal language model of t",
+        ),
+        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out --kernels, --norm, --mlp and --loss"),
         (("run", "--norm", "liger", *QUICK), "norm liger runs on cuda, not on cpu: choose --norm reference"),
     ],
 )

@@ -104,13 +104,13 @@ def test_a_module_that_computes_something_else_is_left_and_named():
 def test_of_modules_that_are_alike_one_is_held_for_all(monkeypatch: pytest.MonkeyPatch):
     """What differs in a size, an attribute, an object of its own or a hook is held by itself."""
     held: list[str] = []
-    check = replaced_module._check
+    check = replaced_module.hold
 
     def noted(module: nn.Module, *rest: Any) -> None:
         held.append(f"{type(module).__name__} {getattr(module, 'eps', '')}")
         check(module, *rest)
 
-    monkeypatch.setattr(replaced_module, "_check", noted)
+    monkeypatch.setattr(replaced_module, "hold", noted)
     modules = [module for _ in range(3) for module in (nn.RMSNorm(12, eps=1e-5), SwiGLU(nn.SiLU()))]
     hooked, trained = SwiGLU(nn.SiLU()), nn.RMSNorm(12, eps=1e-5)
     hooked.register_forward_hook(lambda *_: None)
@@ -167,22 +167,20 @@ def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("llama", {("LlamaRMSNorm", True), ("LlamaMLP", True)}),
-        ("qwen2", {("Qwen2RMSNorm", True), ("Qwen2MLP", True)}),
-        ("gemma", {("GemmaRMSNorm", True), ("GemmaMLP", False)}),
-        ("gpt2", None),
+        ("llama", {("LlamaRMSNorm", True), ("LlamaMLP", True), ("LlamaForCausalLM", True)}),
+        ("qwen2", {("Qwen2RMSNorm", True), ("Qwen2MLP", True), ("Qwen2ForCausalLM", True)}),
+        ("gemma", {("GemmaRMSNorm", True), ("GemmaMLP", False), ("GemmaForCausalLM", True)}),
+        ("gpt2", {("GPT2LMHeadModel", True)}),
     ],
 )
-def test_hugging_faces_models(kind: str, said: set[tuple[str, bool]] | None):
+def test_hugging_faces_models(kind: str, said: set[tuple[str, bool]]):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     if kind != "gpt2":
         sizes |= {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
     model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes)).to(DEVICE)
-    if said is None:
-        with pytest.raises(InputError, match="kernels fused replace nothing in GPT2LMHeadModel"):
-            replace_parts(model, "fused")
-        return
+    for module in model.modules():
+        module.p = 0.0  # of dropouts, whose numbers differ from call to call
     tokens = torch.arange(14, device=DEVICE).view(2, 7)
     before = model(input_ids=tokens, labels=tokens).loss
     replaced = replace_parts(model, "fused")

@@ -179,7 +179,7 @@ def test_the_usual_changes_are_those_that_the_step_may_have():
     assert fields(**ranks) == {"optimizer", "attention", *parts}, "no graph holds it"
     own = OwnWorkload(model=OwnModel(name=""), factory="own.py:make")
     assert [set(group) for group in groups_that_may(own, frozenset())] == [
-        {"dtype", "optimizer"}, {"graph"}, {"norm", "mlp"},
+        {"dtype", "optimizer"}, {"graph"}, {"norm", "mlp", "loss"},
     ]  # fmt: skip
 
 
@@ -192,14 +192,15 @@ class Own(Written):
 
     def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         self.raced.append(other)
-        if self.factor is None and "fused" in (other.norm, other.mlp):
-            why = "kernels fused replace nothing in ViT: it has no RMSNorm and no SwiGLU of gate, up and down"
+        if self.factor is None and "fused" in other.parts.values():
+            why = "kernels fused replace nothing in ViT: it has no RMSNorm, no SwiGLU of gate, up and down"
             return Tried(round="", change={}, verdict="refused", why=why)
         return super().race(best, other)
 
     def seconds(self, step: DrivenWorkload) -> float:
-        fused = "fused" in (step.norm, step.mlp)
-        return super().seconds(step) * (self.factor or 1 if fused else 1)
+        fused = "fused" in step.parts.values()
+        alone = super().seconds(msgspec.structs.replace(step, loss="reference"))
+        return alone * (self.factor or 1 if fused else 1)
 
 
 def searched_own(factor: float | None, kept: frozenset[str] = frozenset()) -> tuple[Search, Own]:
@@ -213,10 +214,11 @@ def test_kernels_in_a_user_s_model_are_tried_together_and_taken_back():
     search, _ = searched_own(0.9)
     together, *others = search.tried
     assert (together.round, together.verdict) == ("together", "taken")
-    assert together.change.items() >= {"norm": "fused", "mlp": "fused", "graph": "step"}.items()
+    assert together.change.items() >= {"norm": "fused", "mlp": "fused", "loss": "fused", "graph": "step"}.items()
     assert not {"kernels", "kernels apart"} & {tried.round for tried in others}
     back = [tried for tried in others if tried.round == "without" and "norm" in tried.change]
-    assert [(tried.change, tried.verdict) for tried in back] == [({"norm": "reference", "mlp": "reference"}, "slower")]
+    own = {"norm": "reference", "mlp": "reference", "loss": "reference"}
+    assert [(tried.change, tried.verdict) for tried in back] == [(own, "slower")]
     assert "--kernels fused" in (run_command(search.best) or "")
     assert "kernels='fused'" in (run_call(search.best) or "")
 
@@ -226,8 +228,8 @@ def test_kernels_that_are_slower_in_a_user_s_model_are_tried_alone_and_apart():
     changes = {
         name: [(t.change, t.verdict) for t in search.tried if t.round == name] for name in ("kernels", "kernels apart")
     }
-    assert changes["kernels"] == [({"norm": "fused", "mlp": "fused"}, "slower")]
-    assert changes["kernels apart"] == [({"norm": "fused"}, "slower"), ({"mlp": "fused"}, "slower")]
+    assert changes["kernels"] == [({"norm": "fused", "mlp": "fused", "loss": "fused"}, "slower")]
+    assert changes["kernels apart"] == [({part: "fused"}, "slower") for part in ("norm", "mlp", "loss")]
     kept, _ = searched_own(0.9, frozenset({"norm"}))
     assert (getattr(kept.best, "norm", ""), getattr(kept.best, "mlp", "")) == ("reference", "fused")
 
@@ -236,9 +238,9 @@ def test_a_user_s_model_without_such_modules_has_the_rest_of_what_is_usually_fas
     """One row says why, and nothing asks again."""
     search, bench = searched_own(None)
     refused, again = (tried for tried in search.tried if tried.round == "together")
-    assert refused.verdict == "refused" and "it has no RMSNorm and no SwiGLU" in refused.why
+    assert refused.verdict == "refused" and "it has no RMSNorm, no SwiGLU" in refused.why
     assert again.verdict == "taken" and set(again.change) == {"dtype", "optimizer", "graph"}
-    assert sum("fused" in (step.norm, step.mlp) for step in bench.raced) == 1
+    assert sum("fused" in step.parts.values() for step in bench.raced) == 1
     assert not [tried for tried in search.tried if tried.round.startswith("kernels")]
     assert search.best.graph == "step" and getattr(search.best, "norm", "") == "reference"
 
@@ -246,8 +248,8 @@ def test_a_user_s_model_without_such_modules_has_the_rest_of_what_is_usually_fas
 def test_kernels_alone_that_are_refused_are_one_row_each():
     """Where nothing else is tried with them, their own rounds find out."""
     search, _ = searched_own(None, frozenset({"dtype", "optimizer"}))
-    assert [(t.round, t.verdict) for t in search.tried if "norm" in t.change or "mlp" in t.change] == [
-        ("together", "refused"), ("kernels", "refused"), ("kernels apart", "refused"), ("kernels apart", "refused"),
+    assert [(t.round, t.verdict) for t in search.tried if "fused" in t.change.values()] == [
+        ("together", "refused"), ("kernels", "refused"), *[("kernels apart", "refused")] * 3,
     ]  # fmt: skip
     assert search.best.graph == "step"
 
@@ -257,9 +259,9 @@ def test_a_race_of_kernels_that_replace_nothing_is_refused_with_the_reason(tmp_p
     (tmp_path / "own.py").write_text(OWN)
     own = OwnWorkload(model=OwnModel(name=""), factory=f"{tmp_path}/own.py:make")
     with Racing(device="cpu", out=str(tmp_path / "runs"), budget_s=600) as racing:
-        found = racing.race(own, msgspec.structs.replace(own, norm="fused", mlp="fused"))
+        found = racing.race(own, msgspec.structs.replace(own, norm="fused", mlp="fused", loss="fused"))
     assert (found.verdict, found.ratio) == ("refused", None)
-    assert found.why.startswith("kernels fused replace nothing in Linear: it has no RMSNorm and no SwiGLU")
+    assert found.why.startswith("kernels fused replace nothing in Linear: it has no RMSNorm, no SwiGLU")
 
 
 def test_noise_takes_nothing():

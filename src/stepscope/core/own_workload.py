@@ -63,6 +63,7 @@ class OwnModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 _LATER: dict[str, object] = {
     "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "mlp": REFERENCE,
+    "loss": REFERENCE,
 }  # fmt: skip
 """Fields that came after the first results were stored, with their defaults: they count where they differ."""
 
@@ -138,6 +139,7 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     """A digest of the factory's own file, which is known before it is called."""
     norm: Kernels = REFERENCE
     mlp: Kernels = REFERENCE
+    loss: Kernels = REFERENCE
     """How these parts are computed: the model's own code, or the kernels of core/parts.py, where a module computes the
     same (models/parts/replaced.py)."""
     seed: int = 0
@@ -161,7 +163,7 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     @property
     def parts(self) -> dict[Part, Kernels]:
         """How each part that is a module is computed."""
-        return {"norm": self.norm, "mlp": self.mlp}
+        return {"norm": self.norm, "mlp": self.mlp, "loss": self.loss}
 
     @property
     def asked(self) -> "OwnWorkload":

@@ -31,7 +31,6 @@ REFERENCE: Kernels = "reference"
 
 NO_MODULES: dict[Part, str] = {
     "rope": "a function turns queries and keys inside attention's forward, which no module can replace",
-    "loss": "the model or its loss function computes it, and may need the logits",
 }
 """Parts that are no modules in a model that is not ours, so that no other kernels can compute them there, and why."""
 

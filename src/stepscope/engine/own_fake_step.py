@@ -70,7 +70,8 @@ def watch_own_step(
     if any(name != REFERENCE for name in workload.parts.values()):
         # Whether they compute what a module does is told by numbers, which fake tensors have not.
         raise InputError(
-            "other kernels in a model of your own cannot be run on fake tensors: leave out --kernels, --norm and --mlp"
+            "other kernels in a model of your own cannot be run on fake tensors: leave out --kernels, --norm, --mlp "
+            "and --loss"
         )
     if given is not None:
         return watch_module(given().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)

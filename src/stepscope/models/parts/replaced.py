@@ -1,10 +1,11 @@
 """Lets modules of a user's own model be computed by other kernels, where they compute the same.
 
-A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down. What it is
-called says nothing: before it is replaced, a module is held against its replacement, forward and backward, on random
-numbers, by the bounds of the gate (`gate.py`): at several shapes, in its own dtype, and under autocast where its
-weights are fp32. Weights are random there, too, since fresh norms are all ones. What differs is left, and named. Of
-modules that are alike but for their weights, as those of a model's blocks, one is held for all.
+A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down; a loss is a
+causal language model of Hugging Face's (`language_loss.py`). What it is called says nothing: before it is replaced, a
+module is held against its replacement, forward and backward, on random numbers, by the bounds of the gate (`gate.py`,
+`trials.py`): at several shapes, in its own dtype, and under autocast where its weights are fp32. Weights of norms and
+SwiGLUs are random there, too, since fresh norms are all ones. What differs is left, and named. Of modules that are
+alike but for their weights, as those of a model's blocks, one is held for all.
 
 A module that is replaced gets another class, a subclass of its own. Its parameters, buffers and hooks stay the same
 objects with the same names. Calls that the kernel does not take, of other arguments or on another device, run the
@@ -12,33 +13,34 @@ module's own forward.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.core.parts import MODULE_PARTS, NO_MODULES, PARTS, REFERENCE, Kernels, Part, PartFound, check_parts
 from stepscope.models.attention.inputs import TORCH_DTYPES
 from stepscope.models.parts import part_function
-from stepscope.models.parts.gate import compare, interpreter_slack
+from stepscope.models.parts.language_loss import LanguageModel, language_model, loss_forward, trials_of_states
+from stepscope.models.parts.trials import Trial, Unlike, hold, trials_of_one_tensor
 
 SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))
 """Names of SwiGLU's linear layers in models of others: gate, up and down."""
 
 _NAMES: dict[torch.dtype, TensorDtype] = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 _NOT_RMS = (nn.LayerNorm, nn.GroupNorm, nn.modules.batchnorm._NormBase)
-_ABSENT: dict[Part, str] = {"norm": "no RMSNorm", "mlp": "no SwiGLU of gate, up and down"}
+_ABSENT: dict[Part, str] = {
+    "norm": "no RMSNorm",
+    "mlp": "no SwiGLU of gate, up and down",
+    "loss": "no causal language model of transformers with a head of one product",
+}
 """What a model has not, where it has no module of a part."""
 _HOMES = ("_parameters", "_buffers", "_modules")
 """Where a module keeps its tensors and the modules in it."""
-_SEED = 20
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,8 @@ class _Way:
     """What a norm adds to its weight; 1 in Gemma."""
     promoted: bool = False
     """Whether a norm's result has the dtype of input times weight; otherwise it has that of the input."""
-
-
-class _Unlike(Exception):
-    """A replacement that computes something else, with the largest difference, where there is a number."""
-
-    def __init__(self, why: str, error: float = float("inf")) -> None:
-        super().__init__(why)
-        self.why, self.error = why, error
+    language_model: LanguageModel | None = None
+    """The base and the head of a model that returns its loss."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,7 @@ def replace_in(model: nn.Module, chosen: Mapping[Part, Kernels]) -> Replaced:
         names = " and ".join(dict.fromkeys(asked[part] for part in of_modules))
         raise InputError(
             f"kernels {names} replace nothing in {type(model).__name__}: it has "
-            f"{' and '.join(_ABSENT[part] for part in of_modules)}; leave out --kernels"
+            f"{', '.join(_ABSENT[part] for part in of_modules)}; leave out --kernels"
         )
     if missing and len(of_modules) < len(MODULE_PARTS):
         first_missing = missing[0]
@@ -127,8 +123,8 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
     """Replace the modules that compute a part, and say which were replaced and which were not."""
     if part in NO_MODULES:
         return [PartFound(part=part, kernels=name, type="", modules=0, replaced=False, why=NO_MODULES[part])]
-    outcomes: dict[tuple[str, bool, str], list[tuple[str, _Unlike | None]]] = {}
-    held: dict[Hashable, type[nn.Module] | _Unlike] = {}
+    outcomes: dict[tuple[str, bool, str], list[tuple[str, Unlike | None]]] = {}
+    held: dict[Hashable, type[nn.Module] | Unlike] = {}
     for path, module in model.named_modules():
         ways = _ways(module, part)
         if not ways:
@@ -137,8 +133,8 @@ def _replaced(model: nn.Module, part: Part, name: Kernels) -> list[PartFound]:
         if kind_of not in held:
             held[kind_of] = _replacement(module, part, name, ways)
         replacement = held[kind_of]
-        unlike = replacement if isinstance(replacement, _Unlike) else None
-        if not isinstance(replacement, _Unlike):
+        unlike = replacement if isinstance(replacement, Unlike) else None
+        if not isinstance(replacement, Unlike):
             module.__class__ = replacement
         # Modules that differ by unequal numbers are one line, with the largest.
         kind = "" if unlike is None else "differs" if unlike.error < float("inf") else unlike.why
@@ -165,6 +161,9 @@ def _ways(module: nn.Module, part: Part) -> list[_Way]:
         if not bare or isinstance(module, _NOT_RMS) or _epsilon_of(module, own["weight"].dtype) is None:
             return []
         return [_Way(offset=offset, promoted=promoted) for offset in (0.0, 1.0) for promoted in (True, False)]
+    if part == "loss":
+        found = language_model(module)
+        return [] if found is None else [_Way(language_model=found)]
     layers = dict(module.named_children())
     return [
         _Way(names=names)
@@ -206,44 +205,57 @@ def _kind(value: object) -> Hashable:
     return id(value)
 
 
-def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> type[nn.Module] | _Unlike:
+def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way]) -> type[nn.Module] | Unlike:
     """The class that replaces a module's, of the first way that computes the same; or why none does."""
     original = type(module)
     if hasattr(original, "_stepscope_original"):
-        return _Unlike("they are replaced already")
+        return Unlike("they are replaced already")
     if "forward" in vars(module):
-        return _Unlike("their forward was patched by somebody else")
-    weight = next(module.parameters())
-    if weight.dtype not in _NAMES or any(type(p) is not nn.Parameter or p.is_meta for p in module.parameters()):
-        return _Unlike("their weights are no plain floating tensors")
+        return Unlike("their forward was patched by somebody else")
+    weights = [*module.parameters()] if part != "loss" else [_weight_of(module, way) for way in ways]
+    weight = weights[0]
+    if weight.dtype not in _NAMES or any(type(p) is not nn.Parameter or p.is_meta for p in weights):
+        return Unlike("their weights are no plain floating tensors")
     fault = PARTS[part][name].fault(weight.device.type, _NAMES[weight.dtype], weight.shape[-1])
     if fault is not None:
-        return _Unlike(f"{name} {fault}")
-    nearest: _Unlike | None = None
+        return Unlike(f"{name} {fault}")
+    nearest: Unlike | None = None
     for way in ways:
         replacement = _class_of(original, part, name, way)
         try:
-            _check(module, replacement, _epsilon_of(module, weight.dtype) or 0.0)
-        except _Unlike as unlike:
+            hold(module, replacement, _trials(module, way, weight))
+        except Unlike as unlike:
             # Without its traceback, which would hold all numbers of the trial.
-            nearest = _Unlike(unlike.why, unlike.error) if nearest is None or unlike.error < nearest.error else nearest
+            nearest = Unlike(unlike.why, unlike.error) if nearest is None or unlike.error < nearest.error else nearest
             continue
         return replacement
     assert nearest is not None
     return nearest
 
 
+def _weight_of(module: nn.Module, way: _Way) -> nn.Parameter:
+    """The weight of a language model's head."""
+    assert way.language_model is not None
+    return module.get_parameter(f"{way.language_model.head}.weight")
+
+
+def _trials(module: nn.Module, way: _Way, weight: Tensor) -> Iterator[Trial]:
+    if way.language_model is not None:
+        return trials_of_states(module, way.language_model)
+    return trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0)
+
+
 @functools.cache
 def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -> type[nn.Module]:
     """A subclass of a module's class whose forward is the kernel's. It has the same name, so that a model is described
     in the same words, and can be copied and pickled."""
-    own, kernel = original.forward, part_function(part, name)
-    compute = functools.partial(_norm if part == "norm" else _mlp, kernel, way)
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not _takes(self, args[0]):
-            return own(self, *args, **kwargs)
-        return compute(self, args[0])
+    kernel = part_function(part, name)
+    if way.language_model is not None:
+        forward = loss_forward(original.forward, kernel, way.language_model)
+    else:
+        forward = _forward_of_one_tensor(
+            original.forward, functools.partial(_norm if part == "norm" else _mlp, kernel, way)
+        )  # fmt: skip
 
     def reduce(self: nn.Module, _protocol: object) -> tuple[Any, ...]:
         return _made_again, (original, part, name, way), self.__dict__
@@ -256,6 +268,19 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
             "__qualname__": original.__qualname__, "__doc__": original.__doc__, "_stepscope_original": original,
         },
     )  # fmt: skip
+
+
+def _forward_of_one_tensor(
+    own: Callable[..., Any], compute: Callable[[nn.Module, Tensor], Tensor]
+) -> Callable[..., Any]:  # fmt: skip
+    """A forward by a kernel, for calls with one tensor that the kernel takes."""
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or not _takes(self, args[0]):
+            return own(self, *args, **kwargs)
+        return compute(self, args[0])
+
+    return forward
 
 
 def _made_again(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -> nn.Module:
@@ -288,102 +313,3 @@ def _norm(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -
 def _mlp(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -> Tensor:
     gate, up, down = (getattr(module, name) for name in way.names)
     return down(kernel(gate(x), up(x)))
-
-
-def _check(module: nn.Module, replacement: type[nn.Module], epsilon: float) -> None:
-    """Raise _Unlike where the replacement computes something else than the module. Random states stay as they were."""
-    original, trains = type(module), module.training
-    device = next(module.parameters()).device
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what a module says of a trial's dtypes is no fault of the user's step
-        module.train()  # where a dropout would show
-        try:
-            for trial in _trials(module, epsilon):
-                exact, plain, again = trial.run(torch.float64), trial.run(), trial.run()
-                _check_not_random(plain, again)
-                module.__class__ = replacement
-                found = trial.run()
-                module.__class__ = original
-                _judge(exact, plain, found, trial)
-        finally:
-            module.__class__ = original
-            module.train(trains)
-
-
-def _check_not_random(plain: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """Raise _Unlike for a module, as one with dropout, whose numbers change: any difference from float64 would
-    pass for its rounding."""
-    if not all(torch.allclose(again[result], each, rtol=0.05, atol=0.05) for result, each in plain.items()):
-        raise _Unlike("their forward gives other numbers when it is called again")
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """One call of a module with random weights: its input, and the gradient of its result."""
-
-    module: nn.Module
-    weights: Mapping[str, Tensor]
-    x: Tensor
-    gradient: Tensor
-    autocast: bool
-
-    def run(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The result and all gradients; with a dtype, of the same numbers in it, without autocast."""
-        leaves = {
-            name: tensor.to(dtype or tensor.dtype).detach().requires_grad_()
-            for name, tensor in {"input": self.x, **self.weights}.items()
-        }
-        x = leaves["input"]
-        context: AbstractContextManager[object] = nullcontext()
-        if self.autocast and dtype is None:
-            context = torch.autocast(x.device.type, torch.bfloat16)
-        weights = {name: tensor for name, tensor in leaves.items() if name != "input"}
-        try:
-            with context:
-                out = functional_call(self.module, weights, (x,))
-            if not isinstance(out, Tensor) or out.shape != self.gradient.shape:
-                raise _Unlike("their forward does not give one tensor of its input's shape")
-            gradients = torch.autograd.grad(out, [*leaves.values()], self.gradient.to(out.dtype))
-        except (RuntimeError, TypeError, ValueError, AttributeError, InputError) as error:
-            raise _Unlike(f"they cannot be called with one tensor: {type(error).__name__}") from error
-        return {"result": out.detach()} | {
-            f"gradient of {name}": each for name, each in zip(leaves, gradients, strict=True)
-        }
-
-
-def _trials(module: nn.Module, epsilon: float) -> Iterator[_Trial]:
-    """Calls of a module: odd shapes and layouts in its dtype, and under autocast where its weights are fp32."""
-    first = next(module.parameters())
-    generator = torch.Generator(device=first.device).manual_seed(_SEED)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device=first.device)
-
-    weights: dict[str, Tensor] = {}
-    for name, value in module.named_parameters():
-        moved = value.detach() + 0.1 * normal(*value.shape) if value.dim() < 2 else (
-            normal(*value.shape) / value.shape[-1] ** 0.5
-        )  # fmt: skip
-        weights[name] = moved.to(value.dtype)
-    width = first.shape[-1]
-    under = ((None, False), (None, True), (torch.bfloat16, True)) if first.dtype == torch.float32 else ((None, False),)
-    for dtype, autocast in under:
-        for shape in ((2, 3, width), (5, width)):
-            x = normal(*shape[:-1], width + 3)[..., 2:-1] if len(shape) == 2 else normal(*shape)
-            x[-1] *= epsilon**0.5 or 1.0  # so small that another epsilon would show
-            yield _Trial(module, weights, x.to(dtype or first.dtype), normal(*shape), autocast)
-
-
-def _judge(
-    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], trial: _Trial
-) -> None:  # fmt: skip
-    for result, right in plain.items():
-        if found[result].dtype != right.dtype:
-            raise _Unlike(f"{result} is {found[result].dtype}, not {right.dtype}")
-    units = {result: torch.finfo(right.dtype).eps / 2 for result, right in plain.items()}
-    lowest = torch.bfloat16 if trial.autocast else trial.x.dtype
-    errors, reason = compare(exact, plain, found, units, interpreter_slack(lowest, trial.x.device.type))
-    if reason:
-        largest = max(error for error, _ in errors.values())
-        raise _Unlike(f"they compute something else: {reason}; the largest difference is {largest:.2g}", largest)

@@ -1,0 +1,258 @@
+"""The loss of a Hugging Face model without its logits: where a kernel computes the same, it takes its place."""
+
+import copy
+import json
+import math
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
+from stepscope.api.replacing import replace_parts
+from stepscope.core.errors import InputError
+from tests.command import stepscope
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 67,
+    "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+QUICK = ("--warmup", 1, "--steps", 3, "--device", "cpu", "--no-profile")
+
+
+def language_model(kind: str = "qwen2", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES | changes)
+    return transformers.AutoModelForCausalLM.from_config(config).to(DEVICE).train()
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = torch.arange(3, 25, device=DEVICE).view(2, 11)
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def numbers(model: Any, **more: Any) -> tuple[float, list[Tensor]]:
+    model.zero_grad()
+    loss = model(**batch(), **more).loss
+    loss.backward()
+    return float(loss.detach()), [p.grad.double() for p in model.parameters() if p.grad is not None]
+
+
+def same(left: tuple[float, list[Tensor]], right: tuple[float, list[Tensor]], bound: float = 1e-5) -> bool:
+    assert len(left[1]) == len(right[1]) > 0
+    assert left[0] == pytest.approx(right[0], rel=bound)
+    return all(float((a - b).norm()) <= bound * float(b.norm()) for a, b in zip(left[1], right[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen2", {}),
+        ("qwen2", {"tie_word_embeddings": True}),
+        ("llama", {}),
+        ("gemma", {}),
+        ("granite", {"logits_scaling": 1.0}),
+        ("mixtral", {"num_local_experts": 2}),
+        ("gpt_neox", {"tie_word_embeddings": False}),
+    ],
+    ids=str,
+)
+def test_a_replaced_model_has_its_own_loss_and_gradients(kind: str, changes: dict[str, Any]):
+    model = language_model(kind, **changes)
+    own = numbers(model), numbers(model, num_items_in_batch=31)
+    replaced = replace_parts(model, loss="fused")
+    assert [(each.part, each.type, each.modules, each.replaced) for each in replaced.found] == [
+        ("loss", type(model).__name__, 1, True)
+    ]
+    assert model(**batch()).logits is None
+    assert same(numbers(model), own[0])
+    # As the Trainer counts the labels of all micro-batches of a step.
+    assert same(numbers(model, num_items_in_batch=torch.tensor(31, device=DEVICE)), own[1])
+    replaced.restore()
+    assert model(**batch()).logits.shape == (2, 11, 67)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_it_does_in_16_bits(dtype: torch.dtype, autocast: bool):
+    """Against float64, no further off than twice the model's own code."""
+    model = language_model()
+    exact = numbers(copy.deepcopy(model).double())
+    model = model if autocast else model.to(dtype)
+    with torch.autocast(DEVICE.type, dtype, enabled=autocast):
+        own = numbers(model)
+        assert replace_parts(model, loss="fused").replaced
+        found = numbers(model)
+    assert found[0] == pytest.approx(exact[0], rel=0.01)
+    for ours, plain, right in zip(found[1], own[1], exact[1], strict=True):
+        assert float((ours - right).norm()) <= 2 * float((plain - right).norm()) + 1e-3 * float(right.norm())
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("gemma2", {}, "they compute something else: the loss is off by"),  # a cap on the logits
+        ("granite", {"logits_scaling": 1.01}, "they compute something else: the loss is off by"),
+        ("cohere", {}, "they compute something else: the loss is off by"),
+        ("opt", {"word_embed_proj_dim": 32, "ffn_dim": 48}, "their base is not called for hidden states alone"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_differs_between_head_and_loss_is_seen(kind: str, changes: dict[str, Any], why: str, dtype: torch.dtype):
+    model = language_model(kind, **changes).to(dtype)
+    (left,) = replace_parts(model, loss="fused").left
+    assert why in left.why and model(**batch()).logits is not None
+
+
+class SmoothedLoss:
+    """A loss of the user's own."""
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+        flat = logits[:, :-1].reshape(-1, vocab_size).float()
+        return nn.functional.cross_entropy(flat, labels[:, 1:].flatten(), label_smoothing=0.01)
+
+
+def test_a_loss_function_of_the_user_s_own_is_left():
+    model = language_model()
+    model.loss_function = SmoothedLoss()
+    (left,) = replace_parts(model, loss="fused").left
+    assert "they compute something else" in left.why
+
+
+def test_no_logits_are_kept_for_backward():
+    """The reference keeps log-probabilities of every position; the kernel, gradients as large as its inputs."""
+    model = language_model(vocab_size=997)
+
+    def keeps_logits() -> bool:
+        saved: list[Tensor] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            model(**batch())
+        return any(997 in tensor.shape and 22 in tensor.shape for tensor in saved)
+
+    assert keeps_logits()
+    replace_parts(model, loss="fused")
+    assert not keeps_logits()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [{"logits_to_keep": 3}, {"labels": None}, {"output_router_logits": True}, {"output_hidden_states": True}],
+    ids=str,
+)
+def test_a_call_that_asks_for_something_else_gives_it(call: dict[str, Any]):
+    model = language_model("mixtral", num_local_experts=2)
+    tokens = batch() | ({} if "logits_to_keep" not in call else {"labels": None})
+    own = model(**tokens | call)
+    replace_parts(model, loss="fused")
+    found = model(**tokens | call)
+    assert torch.equal(found.logits, own.logits) and (found.loss is None) == (own.loss is None)
+    assert own.loss is None or torch.equal(found.loss, own.loss)
+
+
+def test_the_loss_of_a_router_is_not_lost():
+    """It is added where the configuration says so, after the model was replaced, too."""
+    model = language_model("mixtral", num_local_experts=2)
+    replace_parts(model, loss="fused")
+    model.config.output_router_logits = True
+    found = model(**batch())
+    assert float(found.loss - model.router_aux_loss_coef * found.aux_loss) < float(found.loss)
+
+
+def test_evaluation_has_its_logits():
+    model = language_model()
+    replace_parts(model, loss="fused")
+    with torch.no_grad():
+        assert model(**batch()).logits is not None
+    assert model.eval()(**batch()).logits is not None
+
+
+def test_labels_that_all_count_for_nothing():
+    """The mean of nothing is not a number, as PyTorch has it; a sum over a step's labels is zero."""
+    model = language_model()
+    replace_parts(model, loss="fused")
+    nothing = {**batch(), "labels": torch.full((2, 11), -100, device=DEVICE)}
+    assert math.isnan(float(model(**nothing).loss.detach()))
+    loss = model(**nothing, num_items_in_batch=22).loss
+    loss.backward()
+    assert float(loss.detach()) == 0
+    assert all(p.grad is None or not p.grad.isnan().any() for p in model.parameters())
+
+
+def test_places_and_names_of_arguments_are_those_of_the_model():
+    model = language_model()
+    tokens, labels = batch().values()
+    own = float(model(tokens, None, labels=labels).loss.detach())
+    replace_parts(model, loss="fused")
+    for found in (model(tokens, torch.ones_like(tokens), labels=labels), model(tokens, labels=labels, use_cache=False)):
+        assert found.logits is None and float(found.loss.detach()) == pytest.approx(own, rel=1e-5)
+    assert float(model(tokens, labels=labels)[0].detach()) == pytest.approx(own, rel=1e-5)  # as code of tuples reads it
+
+
+def test_modes_copies_and_frozen_heads(tmp_path: Path):
+    model = language_model()
+    model.model.layers[0].eval()
+    model.lm_head.requires_grad_(requires_grad=False)
+    modes = {name: module.training for name, module in model.named_modules()}
+    own = numbers(model)
+    keys = [*model.state_dict()]
+    replace_parts(model, loss="fused")
+    assert {name: module.training for name, module in model.named_modules()} == modes
+    assert [*model.state_dict()] == keys and model.lm_head.weight.grad is None
+    for other in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other(**batch()).logits is None and same(numbers(other), own)
+    model.save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_bytes())["architectures"] == ["Qwen2ForCausalLM"]
+
+
+@pytest.fixture
+def _compiled_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_compiled_anew")
+def test_a_compiler_finds_one_graph():
+    model = language_model()
+    replace_parts(model, "fused")
+    own = numbers(model)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    loss = whole(**batch()).loss
+    loss.backward()
+    assert same((float(loss.detach()), [p.grad.double() for p in model.parameters() if p.grad is not None]), own)
+
+
+def test_a_model_without_such_a_loss_is_one_line():
+    config = transformers.ViTConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48)
+    vision: Any = transformers.ViTForImageClassification(config)
+    for model in (vision.to(DEVICE), nn.Sequential(nn.Linear(4, 4)).to(DEVICE)):
+        with pytest.raises(InputError, match=r"loss fused replaces nothing in .*: it has no causal language model"):
+            replace_parts(model, loss="fused")
+
+
+def test_the_command_says_that_the_loss_was_replaced(tmp_path: Path):
+    fields = {"model_type": "qwen2", **SIZES}
+    (tmp_path / "tiny.json").write_text(json.dumps(fields))
+    asked = ("run", "--model", "tiny.json", "--batch-size", 2, "--seq-len", 16)
+    done = stepscope(*asked, "--loss", "fused", *QUICK, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 Qwen2ForCausalLM by fused loss" in " ".join(done.stdout.split())
+    (stored,) = tmp_path.glob("runs/*/run.json")
+    run = json.loads(stored.read_bytes())
+    assert run["workload"]["loss"] == "fused" and "part-mismatch" not in [each["kind"] for each in run["findings"]]
+    assert run["evidence"]["operators"]["calls"]["forward"]["stepscope::linear_cross_entropy_forward"] == 1
