@@ -51,13 +51,13 @@ _library.define(
 
 
 @functools.cache
-def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
+def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType", "ModuleType"]:
     """The modules that need Triton, imported by the first call."""
     try:
-        from stepscope.kernels.flash import launch, replay, tuning  # noqa: PLC0415
+        from stepscope.kernels.flash import launch, native, replay, tuning  # noqa: PLC0415
     except ImportError as error:
         raise InputError(f"flash attention needs Triton 3.6 or later ({error}): choose another attention") from error
-    return launch, replay, tuning
+    return launch, replay, tuning, native
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    launch, replay, tuning = _launching()
+    launch, replay, tuning, _ = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
         raise InputError(
             "attention flash runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose another attention, "
@@ -103,20 +103,23 @@ def _forward(
         )  # fmt: skip
 
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *packed, *launch.parts_for(precision, q, k, v))
-    # These determine the strides of every tensor that is allocated here.
-    strides = q.stride(), tensors[1].stride(), tensors[2].stride()
-    key = ("forward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, len(packed), tuning.state(q))
-    replay.run(key, tensors, call)
+    options = (causal, scale, window, len(packed), tuning.state(q))
+    replay.run(_forward_key(q, tensors[1], tensors[2], options), tensors, call)
     if target is not out:
         out.copy_(target)
     return out, logsumexp
+
+
+def _forward_key(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> tuple[object, ...]:
+    # These strides determine those of every tensor that is allocated in forward.
+    return "forward", q.shape, k.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, *options
 
 
 def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch, replay, tuning = _launching()
+    launch, replay, tuning, native = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
@@ -155,6 +158,14 @@ def _backward(
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
+    if native.extension() is not None and not (window or rest[1] or rest[2]) and q.element_size() == 2:
+        given = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
+        if all(one is other for one, other in zip(always, given, strict=False)):
+            keys = _forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))), key
+            native.learn(
+                q, k, v, out, gradient, causal=causal, scale=scale, keys=keys, statistics=statistics, sums=sums,
+                configuration=tuning.configuration_number(),
+            )  # fmt: skip
     return dq, dk, dv
 
 
@@ -269,6 +280,14 @@ def flash_attention(
         if transformed_by_func():
             return _transforms().transformed(q, k, v, causal, scale, window, bounds)
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds)[0]
+    if window is None and bounds is None:
+        _, _, tuning, native = _launching()
+        known = native.extension()
+        if known is not None:
+            stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
+            out = known.attend(q, k, v, causal, scale, tuning.configuration_number(), stream)
+            if out is not None:
+                return out
     return _Direct.apply(q, k, v, (causal, scale, window, bounds))
 
 

@@ -31,7 +31,7 @@ _MOST_DESCRIPTORS = 4096
 addresses at each step."""
 
 _Call = Callable[[tuple[Tensor, ...], Launcher], None]
-_Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
+Operand = tuple[int, int, tuple[type[Any], dict[str, Any]] | None]
 """An argument's index, its tensor's index and, for a descriptor, its class and the fields that never change."""
 
 
@@ -74,7 +74,7 @@ _KNOWN_LAUNCHER = "3.6."
 
 
 def _direct(
-    compiled: Any, grid: tuple[int, ...], template: Sequence[object], operands: Sequence[_Operand]
+    compiled: Any, grid: tuple[int, ...], template: Sequence[object], operands: Sequence[Operand]
 ) -> _Direct | None:
     """The launch without Triton's launcher in Python; None where that may do more than is known here."""
     if not triton.__version__.startswith(_KNOWN_LAUNCHER):
@@ -117,12 +117,12 @@ def _has_calls(hook: Any) -> bool:
 
 def _maker(expanded: Callable[..., list[object]], kind: type[Any], same: dict[str, Any], metadata: object) -> Any:
     def make(tensor: Tensor) -> object:
-        return expanded(_descriptor(kind, same, tensor), metadata)[0]
+        return expanded(descriptor(kind, same, tensor), metadata)[0]
 
     return make
 
 
-def _descriptor(kind: type[Any], same: dict[str, Any], base: Tensor) -> Any:
+def descriptor(kind: type[Any], same: dict[str, Any], base: Tensor) -> Any:
     """A descriptor of another tensor, alike in all else."""
     described = object.__new__(kind)
     described.__dict__.update(same, base=base)
@@ -136,8 +136,10 @@ class Recording:
         """Record a call on the tensors `seen`, which are distinct objects even if two tensors are the same."""
         self.seen = tuple(t.detach() for t in tensors)
         self._place_of = {id(t): place for place, t in enumerate(self.seen)}
-        self._steps: list[tuple[Callable[..., object], list[object], list[_Operand]]] = []
+        self._steps: list[tuple[Callable[..., object], list[object], list[Operand]]] = []
         self._direct: list[_Direct | None] = []
+        self.launches: list[tuple[Any, tuple[int, ...], list[object], list[Operand]]] = []
+        """What ran: the compiled kernel, its grid, its arguments without tensors, and which tensors they were."""
         self._repeatable = True
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any:
@@ -146,7 +148,7 @@ class Recording:
         if compiled is None or not all(type(a) in _FIXED or self._is_known(a) for a in arguments):
             self._repeatable = False
             return compiled
-        operands: list[_Operand] = []
+        operands: list[Operand] = []
         template = list(arguments)
         for at, argument in enumerate(arguments):
             if isinstance(argument, Tensor):
@@ -158,6 +160,7 @@ class Recording:
                 template[at] = None
         self._steps.append((compiled[(*grid, 1, 1)[:3]], template, operands))
         self._direct.append(_direct(compiled, grid, template, operands))
+        self.launches.append((compiled, grid, template, operands))
         return compiled
 
     def _is_known(self, argument: Any) -> bool:
@@ -179,11 +182,11 @@ class Recording:
                 direct(tensors, addresses, stream)
                 continue
             arguments = template.copy()
-            for at, place, descriptor in operands:
-                if descriptor is None:
+            for at, place, made_of in operands:
+                if made_of is None:
                     arguments[at] = addresses[place]
                 else:
-                    arguments[at] = _descriptor(*descriptor, tensors[place])
+                    arguments[at] = descriptor(*made_of, tensors[place])
             run(*arguments, stream=stream)
 
 
@@ -194,6 +197,11 @@ _recordings: dict[Hashable, Recording] = {}
 def forget() -> None:
     """Drop all recordings, for example when other configurations are chosen."""
     _recordings.clear()
+
+
+def recorded(key: Hashable) -> Recording | None:
+    """What was recorded under the key."""
+    return _recordings.get(key)
 
 
 def run(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepscope.kernels.flash import replay
+from stepscope.kernels.flash import native, replay
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
@@ -22,6 +22,8 @@ from stepscope.kernels.launching import interpreted
 _forced_forward: ForwardConfiguration | None = None
 _forced_backward: BackwardConfiguration | None = None
 _forced_precision: Precision | None = None
+_numbers: dict[tuple[ForwardConfiguration | None, BackwardConfiguration | None], int] = {}
+_number = 0
 
 
 @contextlib.contextmanager
@@ -32,17 +34,20 @@ def forced(
     precision: Precision | None = None,
 ) -> Iterator[None]:
     """A context in which every call uses these configurations. None leaves a kernel's choice unchanged."""
-    global _forced_forward, _forced_backward, _forced_precision
-    before = _forced_forward, _forced_backward, _forced_precision
-    _forced_forward, _forced_backward, _forced_precision = (
-        forward or _forced_forward,
-        backward or _forced_backward,
-        precision or _forced_precision,
-    )
+    global _forced_forward, _forced_backward, _forced_precision, _number
+    before = _forced_forward, _forced_backward, _forced_precision, _number
+    chosen = forward or _forced_forward, backward or _forced_backward
+    number = _numbers.setdefault(chosen, len(_numbers) + 1)
+    _forced_forward, _forced_backward, _forced_precision, _number = *chosen, precision or _forced_precision, number
     try:
         yield
     finally:
-        _forced_forward, _forced_backward, _forced_precision = before
+        _forced_forward, _forced_backward, _forced_precision, _number = before
+
+
+def configuration_number() -> int:
+    """A number of the forced configurations, 0 where none are: it tells two calls of the same shapes apart."""
+    return _number
 
 
 def state(q: Tensor) -> tuple[ForwardConfiguration | None, BackwardConfiguration | None, Precision]:
@@ -93,6 +98,7 @@ def forget() -> None:
     _choice.cache_clear()
     kept_choices.cache_clear()
     replay.forget()
+    native.forget()
 
 
 def forward_configuration(q: Tensor, *, causal: bool) -> ForwardConfiguration:

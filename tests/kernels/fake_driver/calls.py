@@ -1,0 +1,295 @@
+"""Calls of flash attention under the fake driver, by Python and by the launcher in C++; prints what it saw, as JSON."""
+
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.kernels.flash import attention, native, replay, tuning
+from stepscope.kernels.flash.attention import flash_attention
+from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, Tiles, Way
+from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.measure.saved_tensors import saved_tensors
+from tests.kernels.fake_driver.fake import Fake, Kept
+
+_TILES = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
+_HOPPER = HopperForward(consumers=1, late=True, max_registers=128), HopperBackward(v_in_registers=True)
+_Way = tuple[ForwardConfiguration, BackwardConfiguration]
+
+
+def way(kind: Way, *, tma: bool = False, hopper: bool = False) -> _Way:
+    forward, backward = _HOPPER if hopper else (None, None)
+    return (
+        ForwardConfiguration(tiles=_TILES, tma=tma, hopper=forward),
+        BackwardConfiguration(way=kind, keys=_TILES, queries=_TILES, tma=tma, hopper=backward),
+    )
+
+
+class Call:
+    """Queries, keys, values and a gradient, and forward and backward over them."""
+
+    def __init__(self, heads: int = 2, kv_heads: int = 2, *, strided: bool = False) -> None:
+        def made(heads: int) -> Tensor:
+            if strided:
+                return torch.zeros(1, 96, heads, 64, dtype=torch.bfloat16).transpose(1, 2)
+            return torch.zeros(1, heads, 96, 64, dtype=torch.bfloat16)
+
+        self.q, self.k, self.v = (made(n).requires_grad_() for n in (heads, kv_heads, kv_heads))
+        self.gradient = torch.zeros_like(self.q)
+
+    def forward(self, **more: Any) -> Tensor:
+        return flash_attention(self.q, self.k, self.v, causal=True, **more)
+
+    def run(self, gradient: Tensor | None = None, **more: Any) -> Tensor:
+        self.q.grad = self.k.grad = self.v.grad = None
+        out = self.forward(**more)
+        out.backward(self.gradient if gradient is None else gradient)
+        return out
+
+    def seen(self, out: Tensor) -> set[int]:
+        """The addresses of the tensors that a caller has."""
+        tensors = (self.q, self.k, self.v, self.gradient, out, self.q.grad, self.k.grad, self.v.grad)
+        return {tensor.data_ptr() for tensor in tensors if tensor is not None}
+
+
+def in_cpp(out: Tensor) -> bool:
+    return type(out.grad_fn).__name__ == "FlashAttentionBackward0"
+
+
+def addresses_in(kept: Kept, launch: dict[str, Any]) -> dict[int, int]:
+    """By tensor of the call its address in a launch's parameters."""
+    at = {place: number for number, place in enumerate(launch["places"])}
+    return {
+        tensor: int.from_bytes(kept.parameters[at[place]][:8], "little")
+        for place, tensor in (*launch["addresses"], *launch["descriptors"])
+    }
+
+
+def without_addresses(kept: Kept, launch: dict[str, Any]) -> tuple[dict[str, int], list[bytes]]:
+    at = {place: number for number, place in enumerate(launch["places"])}
+    cut = {at[place] for place, _ in (*launch["addresses"], *launch["descriptors"])}
+    return kept.numbers, [each[8:] if n in cut else each for n, each in enumerate(kept.parameters)]
+
+
+def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
+    """How the launches of a call by Triton, by Python's replay and by C++ differ."""
+    learnt: list[dict[str, Any]] = []
+    noted = native.launch_of
+
+    def keep(*of: Any) -> dict[str, Any] | None:
+        found = noted(*of)
+        learnt.append(found or {})
+        return found
+
+    native.launch_of = keep
+    with tuning.forced(forward=chosen[0], backward=chosen[1]):
+        call.run()  # compiles, records and teaches
+        native.launch_of = noted
+        replay.forget()
+        fake.forget()
+        os.environ[native.WANTED] = "0"
+        native.extension.cache_clear()
+        call.run()
+        of_triton = fake.launches()
+        os.environ[native.WANTED] = "1"
+        native.extension.cache_clear()
+        fake.forget()
+        out = call.run()
+        of_cpp = fake.launches()
+    different = [
+        launch["function"]
+        for one, other, launch in zip(of_triton, of_cpp, learnt, strict=True)
+        if without_addresses(one, launch) != without_addresses(other, launch)
+    ]
+    forward, backward = learnt[:1], learnt[1:]
+    places = [addresses_in(kept, launch) for kept, launch in zip(of_cpp[1:], backward, strict=True)]
+    together: dict[int, set[int]] = {}
+    for each in places:
+        for tensor, address in each.items():
+            together.setdefault(tensor, set()).add(address)
+    first = addresses_in(of_cpp[0], forward[0])
+    # In forward: q, k, v, out, logsumexp. In backward: gradient, q, k, v, out, logsumexp, dq, dk, dv, buffers.
+    named = [call.gradient, call.q, call.k, call.v, out, None, call.q.grad, call.k.grad, call.v.grad]
+    right = all(
+        address == {named[tensor].data_ptr()}  # pyright: ignore[reportOptionalMemberAccess]
+        for tensor, address in together.items()
+        if tensor < len(named) and named[tensor] is not None
+    )
+    return {
+        "count": len(of_cpp),
+        "native": in_cpp(out),
+        "different": different,
+        "of the caller": right
+        and [first[n] for n in range(4)] == [t.data_ptr() for t in (call.q, call.k, call.v, out)],
+        "consistent": all(len(each) == 1 for each in together.values()) and together[5] == {first[4]},
+        "aligned": not any(address % 16 for each in together.values() for address in each),
+    }
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def backward_in_cpp(call: Call) -> dict[str, bool]:
+    """By what is unusual of a call whose launches are known: whether its backward still ran without Python."""
+    found: dict[str, bool] = {}
+    passes: list[bool] = []
+    own = attention._backward
+
+    def counted(*of: Any, **more: Any) -> Any:
+        passes.append(True)
+        return own(*of, **more)
+
+    # The operator calls what it was made of, and Python what the module names.
+    attention._backward = counted
+    library = torch.library.Library("stepscope", "IMPL")
+    library.impl("flash_attention_backward", counted, "CPU")
+
+    def ask(what: str, run: Callable[[], object]) -> None:
+        call.run()
+        passes.clear()
+        run()
+        found[what] = not passes
+
+    call.run()
+    ask("a plain call", call.run)
+    wide = torch.zeros(1, 2, 96, 128, dtype=torch.bfloat16)[..., :64]
+    ask("a gradient that lies in another way", lambda: call.run(wide))
+
+    def unpacked(tensor: Tensor) -> Tensor:
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2) if tensor.dim() == 4 else tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpacked):
+        ask("a saved tensor that came back in another way", call.run)
+
+    def deterministic() -> None:
+        torch.use_deterministic_algorithms(mode=True)
+        try:
+            call.run()
+        finally:
+            torch.use_deterministic_algorithms(mode=False)
+
+    ask("sums in a fixed order", deterministic)
+
+    def profiled() -> None:
+        out = call.forward()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            out.backward(call.gradient)
+
+    ask("a profiler", profiled)
+
+    def under_a_mode() -> None:
+        out = call.forward()
+        with Mode():
+            out.backward(call.gradient)
+
+    ask("a mode", under_a_mode)
+    shifted = torch.zeros(call.gradient.numel() + 1, dtype=torch.bfloat16)[1:].view(call.gradient.shape)
+    ask("an address that is not aligned", lambda: call.run(shifted))
+    ask("another scale", lambda: call.run(scale=0.3))
+    ask("what was forgotten", lambda: (native.forget(), call.run()))
+    library._destroy()
+    attention._backward = own
+    call.run()
+    return found
+
+
+def said(run: Callable[[], object]) -> str:
+    try:
+        run()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return ""
+
+
+def promises(fake: Fake, call: Call) -> dict[str, Any]:
+    """What autograd promises of any function: what it says where a call cannot be, and what it gives."""
+    call.run()
+    found: dict[str, Any] = {"twice": said(lambda: call.run().backward(call.gradient))}
+
+    def changed() -> None:
+        out = call.forward()
+        with torch.no_grad():
+            call.q.add_(1)
+        out.backward(call.gradient)
+
+    found["changed"] = said(changed)
+
+    def second() -> None:
+        (gradient,) = torch.autograd.grad(call.forward(), call.q, call.gradient, create_graph=True)
+        gradient.sum().backward()
+
+    found["second derivative"] = said(second)
+    fake.fail(2)
+    found["failed"] = said(call.forward)
+    fake.fail(0)
+    with torch.no_grad():
+        found["no gradient"] = not call.forward().requires_grad
+    out = call.forward()
+    assert out.grad_fn is not None
+    kept = {saved.name: saved.tensor.data_ptr() for saved in saved_tensors(out.grad_fn)}
+    given = {"query": call.q, "key": call.k, "value": call.v, "out": out}
+    found["kept"] = sorted(kept), all(kept[name] == tensor.data_ptr() for name, tensor in given.items())
+    found["operator"] = {saved.operator for saved in saved_tensors(out.grad_fn)} == {"FlashAttention"}
+    call.k.requires_grad = False
+    call.run()
+    found["frozen"] = [tensor.grad is not None for tensor in (call.q, call.k, call.v)]
+    call.k.requires_grad_()
+    done: list[bool] = []
+
+    def many() -> None:
+        own = Call()
+        for _ in range(100):
+            done.append(in_cpp(own.run()))
+
+    threads = [threading.Thread(target=many) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    fake.forget()
+    known = native.extension()
+    assert known is not None
+    known.attend(call.q, call.k, call.v, True, 0.125, tuning.configuration_number(), 9).backward(call.gradient)
+    return {**found, "threads": sum(done), "streams": [each.numbers["stream"] for each in fake.launches()]}
+
+
+def failing(folder: str) -> str:
+    """What is said where no compiler is."""
+    os.environ |= {"STEPSCOPE_CACHE": f"{folder}/other", "CXX": "/no/compiler"}
+    native.extension.cache_clear()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        assert native.extension() is None
+    return str(warned[0].message)
+
+
+def main(folder: str) -> None:
+    fake = Fake()
+    assert native.extension() is not None
+    chosen = {
+        "hopper": (way("apart", hopper=True), Call()),
+        "hopper, grouped and strided": (way("apart", hopper=True), Call(4, 2, strided=True)),
+        "pointers": (way("apart"), Call()),
+        "descriptors": (way("apart", tma=True), Call()),
+        "joint": (way("joint"), Call()),
+    }
+    found: dict[str, Any] = {"same": {name: same(fake, *each) for name, each in chosen.items()}}
+    forward, backward = way("apart", hopper=True)
+    with tuning.forced(forward=forward, backward=backward):
+        found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}
+    print(json.dumps({**found, "failing": failing(folder)}))
+
+
+if __name__ == "__main__":
+    if not (here := os.environ["TRITON_LIBCUDA_PATH"]) or not os.path.exists(f"{here}/libcuda.so.1"):  # noqa: PTH110
+        raise SystemExit("build the fake driver first")
+    main(sys.argv[1])

@@ -1,0 +1,93 @@
+"""The launcher of flash attention in C++ against Triton's own: the same kernels get the same parameters, byte by byte.
+
+Under a CUDA driver that computes nothing (fake_driver/), in a process of its own, since a process has one driver. What
+the kernels compute with the launcher is a matter of tests/gpu.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+import triton
+
+from tests.kernels.fake_driver.fake import built
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not shutil.which("c++") or not shutil.which("ninja"), reason="no C++ compiler or no ninja here"),
+    pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="another Triton"),
+]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `fake_driver.calls` found, all of it in one process: building and compiling take most of its time."""
+    folder = tmp_path_factory.mktemp("driver")
+    built(folder)
+    environment = {
+        **os.environ, "STEPSCOPE_NATIVE": "1", "STEPSCOPE_CACHE": str(folder / "cache"),
+        "TRITON_LIBCUDA_PATH": str(folder), "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_INTERPRET": "0",
+        "LD_LIBRARY_PATH": f"{folder}:{os.environ.get('LD_LIBRARY_PATH', '')}",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.fake_driver.calls", str(folder)], env=environment, cwd=ROOT,
+        capture_output=True, text=True, check=False, timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "building the launcher of flash attention, once" in done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("way", ["hopper", "hopper, grouped and strided", "pointers", "descriptors", "joint"])
+def test_kernels_get_what_triton_gives_them(found: dict[str, Any], way: str):
+    """All but addresses; those of tensors that a caller sees are the caller's, others are the same in each launch."""
+    launches = found["same"][way]
+    assert launches["count"] >= 3 and launches["native"], "forward and backward ran in C++"
+    assert launches["different"] == []
+    assert launches["of the caller"] and launches["consistent"] and launches["aligned"]
+
+
+@pytest.mark.parametrize(
+    ("what", "native"),
+    [
+        ("a plain call", True),
+        ("a gradient that lies in another way", False),
+        ("a saved tensor that came back in another way", False),
+        ("sums in a fixed order", False),
+        ("a profiler", False),
+        ("a mode", False),
+        ("an address that is not aligned", False),
+        ("another scale", False),
+        ("what was forgotten", False),
+    ],
+)
+def test_what_the_recorded_launches_do_not_hold_for_goes_through_python(found: dict[str, Any], what: str, native: bool):
+    assert found["backward in C++"][what] is native
+
+
+def test_what_autograd_promises_holds(found: dict[str, Any]):
+    promises = found["promises"]
+    assert "a second time" in promises["twice"]
+    assert "modified by an inplace operation" in promises["changed"]
+    assert "no second derivative" in promises["second derivative"]
+    assert "cannot launch a kernel, error 2" in promises["failed"]
+    assert promises["no gradient"] and promises["frozen"] == [True, False, True]
+    assert promises["threads"] == 200
+    assert promises["kept"] == [["key", "logsumexp", "out", "query", "value"], True] and promises["operator"]
+    assert promises["streams"] == [9] * 4, "backward runs on the stream of its forward"
+
+
+def test_without_a_compiler_python_launches_and_says_why(found: dict[str, Any]):
+    said = found["failing"]
+    assert said.startswith("flash attention is launched from Python: the launcher of flash attention cannot be built (")
+    assert said.endswith("): install g++ and ninja") and "not found" in said and "\n" not in said
