@@ -12,6 +12,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS
 from stepscope.core.workload import Workload
 from stepscope.models.parts import parts_for
+from stepscope.models.parts.gate import SMALL_CASES, check_part
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import at_length, mini, run_steps
 
@@ -53,6 +54,35 @@ def test_a_step_of_fused_parts_has_the_gradients_of_the_textbooks(dtype: str, ch
     plain = gradients(mini(**common, **{**choices, **dict.fromkeys(PARTS, "reference")}))
     assert fused[0] == pytest.approx(plain[0], rel=UNITS[dtype])
     assert float((fused[1] - plain[1]).norm()) <= UNITS[dtype] * float(plain[1].norm())
+
+
+COMPILED: dict[str, Any] = dict.fromkeys(PARTS, "compiled")
+
+
+def test_compiled_parts_pass_the_gate_of_the_fused():
+    """The smallest of each: a compiler takes seconds for each shape."""
+    cases = {case.part: case for case in SMALL_CASES}
+    for verdict in check_part("compiled", [*cases.values()], ["fp32"], DEVICE):
+        assert verdict.passed, f"{verdict.case}: {verdict.reason}"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "choices"),
+    [
+        ("fp32", {}),
+        *at_length(
+            ("bf16", {"checkpointing": "selective"}), ("bf16-master", {"accumulation": 2, "compile": "default"}),
+            ("fp32", {"checkpointing": "every-1", "tied": True}), ("fp16", {"projections": "joint"}),
+        ),
+    ],
+)  # fmt: skip
+def test_a_step_of_compiled_parts_has_the_gradients_of_the_textbooks(dtype: str, choices: dict[str, Any]):
+    common = {"phase": "forward-backward", "dtype": dtype, **choices}
+    step = TrainingStep(mini(**common, **COMPILED), DEVICE)
+    assert step.compiles_parts == (choices.get("compile") is None), "its warm-up compiles, and no hooks are set"
+    found, plain = gradients(mini(**common, **COMPILED)), gradients(mini(**common))
+    assert found[0] == pytest.approx(plain[0], rel=UNITS[dtype])
+    assert float((found[1] - plain[1]).norm()) <= UNITS[dtype] * float(plain[1].norm())
 
 
 def test_inference_has_the_same_logits():

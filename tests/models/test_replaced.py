@@ -152,6 +152,21 @@ def test_a_dropout_inside_is_seen():
     assert not any(module.training for module in model.modules())
 
 
+def test_what_is_compiled_is_held_by_its_formula():
+    """No trial compiles anything, and the first call of the model does."""
+    model = net()
+    before = gradients(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    replaced = replace_parts(model, norm="compiled")
+    assert [each.modules for each in replaced.replaced] == [1, 1]
+    assert not torch._dynamo.utils.counters["stats"]
+    after = gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
+
+
 def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(InputError, match="norm fused replaces nothing in Sequential: it has no RMSNorm"):
         replace_parts(net(nn.LayerNorm(12, bias=False)), norm="fused")

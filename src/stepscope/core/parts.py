@@ -17,7 +17,7 @@ from stepscope.core.errors import InputError, choose
 
 Part = Literal["norm", "rope", "mlp", "loss"]
 Kernels = str
-"""The name of a way to compute parts: `reference`, `fused`, `liger`."""
+"""The name of a way to compute parts: `reference`, `compiled`, `fused`, `liger`."""
 
 PART_WORDS: dict[Part, str] = {
     "norm": "RMSNorm, with the sum before it,",
@@ -64,6 +64,8 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the same input gives the same bits again, on one device."""
     signs: str = ""
     """A pattern of the names of its operators and of its kernels; empty where they are PyTorch's own."""
+    compiled: bool = False
+    """Whether PyTorch's compiler makes its kernels, at the first call of a shape. They have no names of their own."""
     operators: bool = False
     """Whether it is operators that a step's count sees. What launches its kernels by itself shows in a trace alone."""
 
@@ -116,6 +118,10 @@ def _fused(function: str, saves: str, signs: str, largest_width: int | None = No
     )  # fmt: skip
 
 
+def _compiled(function: str, saves: str) -> PartRecord:
+    return PartRecord(function=f"stepscope.models.parts.compiled:{function}", saves=saves, compiled=True)
+
+
 def _liger(function: str, saves: str, signs: str) -> PartRecord:
     return PartRecord(
         function=f"stepscope.models.parts.liger:{function}", device_types=("cuda",), dtypes=_FUSED,
@@ -126,6 +132,7 @@ def _liger(function: str, saves: str, signs: str) -> PartRecord:
 PARTS: dict[Part, dict[Kernels, PartRecord]] = {
     "norm": {
         "reference": PartRecord(function="", saves="x and x / rms in fp32, 2 R M; rms, R"),
+        "compiled": _compiled("rms_norm", "what the compiler keeps: the sum, R M, and 1 / rms, R"),
         "fused": _fused(
             "norm:rms_norm", "the sum x + branch, R M, which the residual stream keeps anyway; 1 / rms in fp32, R",
             "rms_norm_(?:forward|backward|shares)$", largest_width=32768,
@@ -134,16 +141,19 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
     },
     "rope": {
         "reference": PartRecord(function="", saves="cos and sin, cast: 4 S D for each layer, in 16 bits"),
+        "compiled": _compiled("rotated", "what the compiler keeps: cos and sin, S D each"),
         "fused": _fused("rope:rotated", "nothing: cos and sin are the model's", "rotate_halves$", largest_width=1024),
         "liger": _liger("rotated", "nothing: cos and sin are the model's", r"^_triton_rope"),
     },
     "mlp": {
         "reference": PartRecord(function="", saves="gate, up, silu(gate): 3 R F"),
+        "compiled": _compiled("silu_product", "what the compiler keeps: gate and up, 2 R F"),
         "fused": _fused("mlp:silu_product", "gate and up: 2 R F", "silu_product_(?:forward|backward)$"),
         "liger": _liger("silu_product", "gate and up: 2 R F", r"^_swiglu_(?:forward|backward)_kernel"),
     },
     "loss": {
         "reference": PartRecord(function="", saves="the hidden state, R M, and log-probabilities in fp32, R V"),
+        "compiled": _compiled("linear_cross_entropy", "what the compiler keeps: hidden state and logits, R M and R V"),
         "fused": _fused(
             "loss:linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head in fp32, V M",
             "linear_cross_entropy_(?:forward|backward)$|cross_entropy_rows$|scaled_by$",
@@ -196,6 +206,11 @@ def check_modules(parts: Iterable[str]) -> None:
             raise InputError(
                 f"{part} is computed by other kernels in the textbook's model alone: in your own {why}; leave it out"
             )
+
+
+def compiles(chosen: Mapping[Part, Kernels]) -> bool:
+    """Whether PyTorch's compiler makes the kernels of a part."""
+    return any(PARTS[part][name].compiled for part, name in chosen.items())
 
 
 def calls_in_forward(part: Part, layers: int) -> int:

@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.core.attention_support import triton_fault
-from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError
+from stepscope.core.parts import compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.measure.step import Phase
-from stepscope.models.attention import attention_for, chosen_attention
+from stepscope.models.attention import attention_for, chosen_attention, compiles_attention
 from stepscope.models.checkpointing import block_runner
 from stepscope.models.clipping import NormOf, clip_gradients, global_norm, updated_by
 from stepscope.models.master_weights import OnMasters, halve
@@ -324,7 +324,7 @@ def textbook_parts(
         named_tensors=_tokens_and_targets,
         split=_chunks,
         blocks=tuple(model.blocks),
-        compiles_parts=ATTENTIONS[chosen_attention(workload, device.type)].compiler == "inductor",
+        compiles_parts=compiles(workload.parts) or compiles_attention(workload, device.type),
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
-from stepscope.core.parts import Kernels, Part, PartFound
+from stepscope.core.parts import Kernels, Part, PartFound, compiles
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.measure.step import Phase
@@ -225,6 +225,7 @@ def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = 
         split=cut,
         blocks=blocks,
         optimizer=own.optimizer,
+        compiles_parts=compiles(choices.parts),
     )
 
 

@@ -15,13 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.attentions import TensorDtype
 from stepscope.core.parts import PARTS, Kernels, Part
 from stepscope.models.attention.inputs import TORCH_DTYPES
-from stepscope.models.parts import part_function
+from stepscope.models.parts import formulas, part_function
 
 FACTOR = 2.0
 """The error that is allowed to a whole tensor, as a multiple of PyTorch's."""
@@ -267,26 +266,8 @@ def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
     return float(off.norm()) / size, float(off.max()) / (size / math.sqrt(off.numel()))
 
 
-def _norm(x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    x = x if branch is None else x + branch
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    normal = wide * torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + epsilon)
-    return x, (normal * weight).to(x.dtype)
-
-
-def _rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, ...]:
-    cos, sin = cos[: q.shape[2]].to(q.dtype), sin[: q.shape[2]].to(q.dtype)
-    return tuple(x * cos + torch.cat([-x.chunk(2, -1)[1], x.chunk(2, -1)[0]], -1) * sin for x in (q, k))
-
-
-def _mlp(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
-
-
-def _loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = x @ weight.t()
-    return F.cross_entropy(logits.to(torch.promote_types(x.dtype, torch.float32)), targets, ignore_index=IGNORED)
-
-
-_WRITTEN_OUT: dict[Part, Function] = {"norm": _norm, "rope": _rope, "mlp": _mlp, "loss": _loss}
+_WRITTEN_OUT: dict[Part, Function] = {
+    "norm": formulas.rms_norm, "rope": formulas.rotated, "mlp": formulas.silu_product,
+    "loss": formulas.linear_cross_entropy,
+}  # fmt: skip
 """Each part in PyTorch's operators: the judge in float64, and the measure of what a dtype can."""

@@ -48,7 +48,9 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
     original, modes = type(module), {each: each.training for each in module.modules()}
     device = next(module.parameters()).device
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
+    # What is compiled is held by its formula: to compile it for the shapes of a trial would take minutes.
+    uncompiled = torch.compiler.set_stance("force_eager")
+    with uncompiled, torch.random.fork_rng(devices), torch.enable_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what a module says of a trial's dtypes is no fault of the user's step
         module.train()  # where a dropout would show
         try:
