@@ -24,7 +24,7 @@ from stepscope.measure.step import drive
 from stepscope.models.own.loading import make_own_step
 from stepscope.models.own.own_step import OwnStep
 from tests.command import stepscope
-from tests.conftest import make_run
+from tests.conftest import at_length, make_run
 from tests.shown import shown
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -238,7 +238,7 @@ def test_what_cannot_be_is_one_line_of_the_command(file: Path, words: tuple[str,
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "dtype"), [("ddp-bucketed", "fp32"), ("fsdp2", "fp32"), ("fsdp2:compute=bf16", "bf16")]
+    ("strategy", "dtype"), [*at_length(("ddp-bucketed", "fp32"), ("fsdp2", "fp32")), ("fsdp2:compute=bf16", "bf16")]
 )
 def test_ranks_compute_with_other_kernels_what_one_process_does(file: Path, strategy: str, dtype: str):
     """Sharded parameters are whole and plain when a module runs, so the kernels take them."""
