@@ -27,6 +27,7 @@ from stepscope.parallel.spread import Spread, Strategy, Whole, replicated
 from stepscope.parallel.step import part_of, spread_parts
 from stepscope.parallel.strategies import ddp_bucketed, ddp_flat, ddp_overlap, fsdp2
 from stepscope.parallel.strategies.ddp_bucketed import in_buckets
+from tests.conftest import at_length
 from tests.parallel.ranks import Here, on_ranks
 
 WORKLOAD = Workload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
@@ -133,16 +134,13 @@ def lets_go(whole: Whole, ranks: Ranks) -> Spread:
     return dataclasses.replace(right, finish=finish)
 
 
-def fused_against_one(rank: int, ranks: int) -> dict[str, bool]:
-    """Whether ranks whose parts are fused compute what one process does, by strategy."""
+def fused_against_one(strategy: str, loss: str, rank: int, ranks: int) -> bool:
+    """Whether ranks whose parts are fused compute what one process does."""
     parts: dict[str, str] = dict.fromkeys(("norm", "rope", "mlp"), "fused")
-    model = configure("tiny", layers=1, d_model=32, d_ff=32, heads=2, vocabulary=101)
-    found: dict[str, bool] = {}
-    for name, loss in {"fsdp2": "fused", "fsdp-textbook": "reference"}.items():
-        workload = msgspec.structs.replace(WORKLOAD, model=model, batch_size=2, **parts, loss=loss)
-        verdict = check_ranks(name, functools.partial(textbook_parts, workload, CPU), workload, CPU, Here(rank, ranks))
-        found[name] = verdict.passed
-    return found
+    model = configure("tiny", layers=1, d_model=32, d_ff=32, heads=2, vocabulary=33)
+    workload = msgspec.structs.replace(WORKLOAD, model=model, batch_size=2, seq_len=4, **parts, loss=loss)
+    make_parts = functools.partial(textbook_parts, workload, CPU)
+    return check_ranks(strategy, make_parts, workload, CPU, Here(rank, ranks)).passed
 
 
 WRONG: dict[str, Strategy] = {
@@ -462,9 +460,9 @@ def test_losses_that_are_not_one_process_s_fail_alone():
 
 
 @pytest.mark.slow
-def test_ranks_compute_fused_parts_as_one_process_does(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("strategy", "loss"), [("fsdp2", "fused"), *at_length(("fsdp-textbook", "reference"))])
+def test_ranks_compute_fused_parts_as_one_process_does(monkeypatch: pytest.MonkeyPatch, strategy: str, loss: str):
     """In Triton's interpreter, so with the smallest shapes."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    first, second = on_ranks(2, fused_against_one)
-    assert first == second == {"fsdp2": True, "fsdp-textbook": True}
+    assert on_ranks(2, functools.partial(fused_against_one, strategy, loss)) == [True, True]
