@@ -170,10 +170,9 @@ def test_a_forked_process_is_what_a_python_of_its_own_would_be(
     seen: list[dict[str, Any]] = []
     for start in ("fork", "exec"):
         file = tmp_path / start
-        runs = run_sweep(
-            plan(out / start, made(own, "looks_round", file=str(file)), made(own, "plain")), Policy(start=start)
-        )
-        assert starts(runs) == [start] * 2
+        others = [made(own, "plain")] if start == "fork" else []  # one alone would not be forked
+        runs = run_sweep(plan(out / start, made(own, "looks_round", file=str(file)), *others), Policy(start=start))
+        assert set(starts(runs)) == {start}
         seen.append(json.loads(file.read_text()))
     forked, executed = seen
     assert forked == executed
