@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,8 +19,9 @@ from stepscope.core.run_directory import create_run_directory, load_runs, save_r
 from stepscope.core.workload import Workload
 from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.recipe import load_recipe
-from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep import Series, run_sweep
 from stepscope.studies.warmup import warmup_cells
+from tests.command import stepscope
 from tests.conftest import at_length, make_run, mini, workload
 from tests.hostile import kills
 from tests.hostile.campaign import processes_with, wait_until_it_answers
@@ -49,7 +51,29 @@ def statuses(runs: list[Run]) -> list[str]:
     return [run.status for run in runs]
 
 
-def test_out_of_memory_is_a_row_with_its_place_and_larger_cells_are_skipped(out: Path):
+Sweep = Callable[..., list[Run]]
+
+
+@pytest.fixture(scope="module")
+def series() -> Iterator[Series]:
+    """One process that forks the cells of tests to which it does not matter how a cell starts."""
+    with Series() as one:
+        yield one
+
+
+@pytest.fixture
+def sweep(series: Series, monkeypatch: pytest.MonkeyPatch) -> Sweep:
+    """`run_sweep` whose cells are forked, in some milliseconds."""
+
+    def run(*arguments: Any, **named: Any) -> list[Run]:
+        # In another environment, as each test has by this name, there would be another process that forks.
+        monkeypatch.delenv("PYTEST_CURRENT_TEST", raising=False)
+        return run_sweep(*arguments, **named, series=series)
+
+    return run
+
+
+def test_out_of_memory_is_a_row_with_its_place_and_larger_cells_are_skipped(out: Path, sweep: Sweep):
     cells = order_cells(
         [
             Cell(workload=impossible(LONGER), settings=QUICK),
@@ -58,7 +82,7 @@ def test_out_of_memory_is_a_row_with_its_place_and_larger_cells_are_skipped(out:
             Cell(workload=impossible(LONGER, dtype="bf16", phase="forward"), settings=QUICK),
         ]
     )
-    runs = run_sweep(plan(out, *cells))
+    runs = sweep(plan(out, *cells))
     by_key = {(r.workload.seq_len, r.workload.dtype): r for r in runs}
     assert by_key[8, "fp32"].status == "done"
     oom = by_key[IMPOSSIBLE, "fp32"]
@@ -69,7 +93,7 @@ def test_out_of_memory_is_a_row_with_its_place_and_larger_cells_are_skipped(out:
     assert skipped.failure.message.endswith("ran out of memory") and f"s{IMPOSSIBLE}" in skipped.failure.message
     assert by_key[LONGER, "bf16"].status == "out-of-memory"  # another dtype: tried
 
-    (tried,) = run_sweep(plan(out, Cell(workload=impossible(LONGER), settings=QUICK)), Policy(skip=False))
+    (tried,) = sweep(plan(out, Cell(workload=impossible(LONGER), settings=QUICK)), Policy(skip=False))
     assert tried.status == "out-of-memory"
 
 
@@ -84,19 +108,20 @@ def test_a_crash_is_a_row_and_its_last_words_are_kept(out: Path, monkeypatch: py
     assert statuses(run_sweep(plan(out, cell()), Policy(retry=True))) == ["done"]
 
 
-def test_a_hang_ends_at_its_time_limit(out: Path):
+def test_a_hang_ends_at_its_time_limit(out: Path, sweep: Sweep):
+    assert statuses(sweep(plan(out, cell(seq_len=24)))) == ["done"]
     begun = time.monotonic()
-    assert statuses(run_sweep(plan(out, cell(seq_len=24)))) == ["done"]
-    limit_s = math.ceil(2 * (time.monotonic() - begun))  # enough to come to its steps here
-    runs = run_sweep(plan(out, cell(ENDLESS), cell(seq_len=24)), Policy(timeout_s=limit_s))
+    assert statuses(sweep(plan(out, cell(seq_len=32)))) == ["done"]
+    limit_s = 2 + math.ceil(2 * (time.monotonic() - begun))  # enough to come to its steps here
+    runs = sweep(plan(out, cell(ENDLESS), cell(seq_len=24)), Policy(timeout_s=limit_s))
     assert statuses(runs) == ["timed-out", "done"]
     failure = runs[0].failure
     assert failure is not None and failure.message == f"no end after {limit_s} s"
     assert failure.during.startswith("measure step")
-    assert len(load_runs([out])[0]) == 3
+    assert len(load_runs([out])[0]) == 4
 
 
-def test_a_cell_that_is_killed_is_a_row_and_the_sweep_goes_on(out: Path):
+def test_a_cell_that_is_killed_is_a_row_and_the_sweep_goes_on(out: Path, sweep: Sweep):
     killed: list[int] = []
 
     def kill_first(state: SweepState) -> None:
@@ -105,7 +130,7 @@ def test_a_cell_that_is_killed_is_a_row_and_the_sweep_goes_on(out: Path):
             killed.append(pid)
             os.kill(pid, signal.SIGKILL)
 
-    runs = run_sweep(plan(out, cell(ENDLESS), cell(seq_len=24)), tell=kill_first)
+    runs = sweep(plan(out, cell(ENDLESS), cell(seq_len=24)), tell=kill_first)
     assert statuses(runs) == ["killed", "done"]
     assert runs[0].failure is not None and "SIGKILL" in runs[0].failure.message
     assert runs[0].environment is not None
@@ -159,24 +184,24 @@ def test_a_full_disk_ends_the_sweep_in_one_line_and_the_measurement_is_not_lost(
     assert not list(out.rglob("*.tmp"))
 
 
-def test_the_same_sweep_twice_at_once_is_refused(out: Path):
+def test_the_same_sweep_twice_at_once_is_refused(out: Path, sweep: Sweep):
     same = plan(out, cell())
     refused: list[str] = []
 
     def start_again(_: SweepState) -> None:
         if not refused:
             with pytest.raises(InputError, match="already running") as caught:
-                run_sweep(same)
+                sweep(same)
             refused.append(str(caught.value))
 
-    assert statuses(run_sweep(same, tell=start_again)) == ["done"]
+    assert statuses(sweep(same, tell=start_again)) == ["done"]
     assert refused
 
 
-def test_a_device_named_twice_is_refused(out: Path):
+def test_a_device_named_twice_is_refused(out: Path, sweep: Sweep):
     chosen = "cuda" if torch.cuda.is_available() else "cpu"
     with pytest.raises(InputError, match="names a device twice"):
-        run_sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=(chosen, "auto"), out=str(out)))
+        sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=(chosen, "auto"), out=str(out)))
 
 
 def test_the_users_own_files_do_not_shadow_pythons(tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch):
@@ -185,12 +210,12 @@ def test_the_users_own_files_do_not_shadow_pythons(tmp_path: Path, out: Path, mo
     assert statuses(run_sweep(plan(out, cell()))) == ["done"]
 
 
-def test_a_cell_the_device_cannot_run_is_a_row_but_a_missing_device_ends_the_sweep(out: Path):
-    runs = run_sweep(plan(out, cell(dtype="tf32"), cell()))
+def test_a_cell_the_device_cannot_run_is_a_row_but_a_missing_device_ends_the_sweep(out: Path, sweep: Sweep):
+    runs = sweep(plan(out, cell(dtype="tf32"), cell()))
     assert statuses(runs) == ["failed", "done"]
     assert runs[0].failure is not None and "tf32 needs an NVIDIA GPU" in runs[0].failure.message
     with pytest.raises(InputError, match="no GPU for --device cuda:7"):
-        run_sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=("cuda:7",), out=str(out)))
+        sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=("cuda:7",), out=str(out)))
 
 
 RECIPE = """
@@ -203,13 +228,18 @@ def sweep():
 """
 
 
-def start_sweep(tmp_path: Path, out: Path) -> subprocess.Popen[str]:
+def of_recipe(tmp_path: Path, out: Path) -> list[str]:
+    """The words of a sweep that takes two seconds and a start."""
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
-    command = [sys.executable, "-m", "stepscope", "sweep", str(recipe), "--runs", str(out), "--device", "cpu"]
+    return ["sweep", str(recipe), "--runs", str(out), "--device", "cpu", "--seconds", "1", "--no-profile"]
+
+
+def start_sweep(tmp_path: Path, out: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [*command, "--seconds", "1", "--no-profile"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-m", "stepscope", *of_recipe(tmp_path, out)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
@@ -235,14 +265,13 @@ def test_killed_in_the_middle_the_same_command_finishes_and_repeats_only_that_ce
     before = ended(out)
     assert sorted(before.values()) == ["done", "unfinished"]
 
-    stdout, stderr = start_sweep(tmp_path, out).communicate(timeout=120)
-    assert stderr.count("(already measured)") == 1
+    again = stepscope(*of_recipe(tmp_path, out))
+    assert again.stderr.count("(already measured)") == 1
     done = {name for name, status in ended(out).items() if status == "done"}
     assert len(done) == 2 and {name for name, status in before.items() if status == "done"} < done
-    assert stdout.count("tiny+") == 2
+    assert again.stdout.count("tiny+") == 2
 
-    _, stderr = start_sweep(tmp_path, out).communicate(timeout=60)
-    assert stderr.count("(already measured)") == 2
+    assert stepscope(*of_recipe(tmp_path, out)).stderr.count("(already measured)") == 2
     assert len(ended(out)) == 3  # the unfinished one stays to be seen
 
 
@@ -328,23 +357,23 @@ def test_equal_plans_are_one_sweep_and_others_are_not(out: Path):
     assert two.key == one.key
 
 
-def test_the_run_of_another_sweep_is_no_result_of_this_one(out: Path):
+def test_the_run_of_another_sweep_is_no_result_of_this_one(out: Path, sweep: Sweep):
     """The same workload and settings, but under another memory limit, say."""
     this, other = plan(out, cell()), plan(out, cell(), memory_limit_bytes=2**30)
     stored = make_run(mini(), settings=QUICK, sweep=other.key, step=[0.1] * 3)
     save_run(stored, create_run_directory(out, stored.workload))
-    assert [run.id for run in run_sweep(other)] == [stored.id]
-    (measured,) = run_sweep(this)
+    assert [run.id for run in sweep(other)] == [stored.id]
+    (measured,) = sweep(this)
     assert measured.id != stored.id and measured.sweep == this.key
 
 
-def test_settings_are_part_of_a_cell_that_is_taken_over(out: Path):
+def test_settings_are_part_of_a_cell_that_is_taken_over(out: Path, sweep: Sweep):
     """One workload measured in two ways is two cells: the run of one is no result of the other."""
     longer = Settings(warmup_floor=1, warmup_cap=1, steps_floor=4, steps_cap=4, seconds=0, profile=False)
     both = plan(out, cell(), cell(longer))
     stored = make_run(mini(), settings=QUICK, sweep=both.key, step=[0.1] * 3)
     save_run(stored, create_run_directory(out, stored.workload))
-    taken, measured = run_sweep(both)
+    taken, measured = sweep(both)
     assert taken.id == stored.id
     assert measured.settings == longer and measured.samples["step"].count == 4
 
