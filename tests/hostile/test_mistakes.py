@@ -685,7 +685,8 @@ def test_27_one_layer_with_another_attention():
 @pytest.mark.parametrize("part", PARTS)
 def test_27_another_implementation_of_a_part_ran(monkeypatch: pytest.MonkeyPatch, part: str):
     pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
-    fused, reference = mini(**{part: "fused"}), mini()
+    few = {"batch_size": 1, "seq_len": 4}  # Triton's interpreter takes time by the token
+    fused, reference = mini(**few, **{part: "fused"}), mini(**few)
     made = training_step.parts_for
     assert kinds(observed(TrainingStep(fused, CPU))) == {}
     monkeypatch.setattr(training_step, "parts_for", lambda *_: made(reference, "cpu"))
