@@ -142,7 +142,13 @@ def _gpu_count() -> int:
 @pytest.fixture(autouse=True)
 def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
     """Ceilings are stored for later runs: one store for all tests, apart from the user's."""
-    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(cache_of_tests(tmp_path_factory)))
+
+
+def cache_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The store of all tests, also of those that run side by side: to measure a device's ceilings takes seconds."""
+    base = tmp_path_factory.getbasetemp()
+    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "cache"
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ from stepscope.measure.nsys import Nsys, require_nsys
 from stepscope.trace.read import read_trace
 from stepscope.trace.readers.nsys import exported
 from tests.cli.test_cli import QUICK, run_until, stepscope
-from tests.conftest import mini
+from tests.conftest import cache_of_tests, mini
 from tests.measure.test_capture import LAYERS, ranges_of_forward
 
 pytestmark = pytest.mark.slow
@@ -177,7 +177,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of one run with both traces, by a real nsys."""
     out = tmp_path_factory.mktemp("nsys") / "50% of runs"
     result = stepscope("run", *QUICK, *FEW, "--record", "kineto", "--record", "nsys", "--runs", str(out),
-                       STEPSCOPE_CACHE=str(tmp_path_factory.getbasetemp() / "cache"), SOME_TOKEN="hunter2")  # fmt: skip
+                       STEPSCOPE_CACHE=str(cache_of_tests(tmp_path_factory)), SOME_TOKEN="hunter2")  # fmt: skip
     assert result.returncode == 0 and "no nsys trace" not in result.stderr, result.stderr
     (directory,) = out.iterdir()
     return directory
