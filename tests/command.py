@@ -32,8 +32,12 @@ _IMPORTED = (
     "stepscope.report.page.render",
 )  # fmt: skip
 """What takes long and what most verbs end up with, of both wings."""
-_NO_MATTER = ("PYTEST_CURRENT_TEST", "COLUMNS", "LINES")
-"""Variables that change from test to test, or that are read when something is shown: no import depends on them."""
+_NO_MATTER = (
+    "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "STEPSCOPE_CACHE", "STEPSCOPE_NSYS",
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_USAGE_STATS_ENABLED",
+)  # fmt: skip
+"""Variables that change from test to test, that are read when something is shown or looked for, or that libraries leave
+behind: no import depends on them."""
 
 
 def stepscope(*arguments: object, cwd: Path | None = None, timeout: float = 240, **environment: str) -> Done:
