@@ -37,7 +37,7 @@ def by_step(size: TrainingSize = SMALL, seed: int = 0, **choices: Any) -> Traine
 )
 def test_in_fp32_it_ends_where_the_plain_loop_does(choices: dict[str, Any]):
     """At every step, and so with every learning rate on the way."""
-    few = replace(SMALL, steps=6)
+    few = replace(SMALL, steps=3 if choices.get("norm") == "fused" else 6)  # the interpreter takes a second a step
     plain, whole = trained("fp32", few), by_step(few, **choices)
     assert whole.losses == pytest.approx(plain.losses, rel=2e-5)
     assert whole.final_loss == pytest.approx(plain.final_loss, rel=2e-5)
