@@ -10,7 +10,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.units import GIB, MIB
-from stepscope.engine import own_fake_step
+from stepscope.engine import own_fake_step, own_fit
 from stepscope.engine.fake_step import estimate_by_running, replayed
 from stepscope.engine.own_fake_step import resized, watch_own_step
 from stepscope.engine.own_fit import fit_own
@@ -162,6 +162,13 @@ def test_layers_of_8_bits_keep_their_input_in_16_and_make_what_their_products_ta
     assert not found.unseen.custom
 
 
+@pytest.fixture
+def _plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the largest batch has a test of its own, and takes as long as all plans."""
+    monkeypatch.setattr(own_fit._Search, "_largest_batch", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_plans_alone")
 def test_plans_of_8_bits_keep_as_many_rows_as_products_take(file: Path):
     """And never propose an optimizer without master weights."""
     whole = own(file, "deep", dtype="fp8", arguments={"batch_size": 4096})
@@ -247,6 +254,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not(file: Path):
     assert (short.longest_sequence, short.longest_is_the_models) == (192, True)
 
 
+@pytest.mark.usefixtures("_plans_alone")
 def test_plans_are_judged_by_the_same_prediction(file: Path):
     workload = own(file, "deep", arguments={"batch_size": 8192})  # more than segments of 20 MiB round
     budget = budget_of_memory(fit_own(workload, []).estimate.peak_bytes * 4 // 5)
