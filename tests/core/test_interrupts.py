@@ -11,6 +11,7 @@ import pytest
 
 from stepscope.core.run_directory import load_runs
 from tests.cli.test_cli import run_until
+from tests.conftest import at_length
 from tests.hostile import signals
 from tests.hostile.campaign import wait_until_it_answers
 from tests.hostile.signals import CODES, QUICK
@@ -20,8 +21,16 @@ pytestmark = pytest.mark.slow
 SENT = [pytest.param(number, id=number.name) for number in CODES]
 
 
-@pytest.mark.parametrize("sent", SENT)
-@pytest.mark.parametrize("delay_s", [0.0, 0.1, 0.4, 0.8, 1.3])
+@pytest.mark.parametrize(
+    ("sent", "delay_s"),
+    [(signal.SIGINT, delay_s) for delay_s in (0.0, 0.1, 0.4, 0.8, 1.3)]
+    + [
+        case
+        for sent in CODES if sent != signal.SIGINT
+        for case in [(sent, 0.4), *at_length(*((sent, delay_s) for delay_s in (0.0, 0.1, 0.8, 1.3)))]
+    ],
+    ids=str,
+)  # fmt: skip
 def test_a_signal_while_the_command_and_torch_are_imported(sent: signal.Signals, delay_s: float, tmp_path: Path):
     process = subprocess.Popen(
         [sys.executable, "-m", "stepscope", "run", *QUICK, "--runs", str(tmp_path)],
@@ -47,7 +56,7 @@ def test_signals_at_random_moments():
 )
 def test_what_was_measured_is_kept_however_often_it_is_asked(sent: signal.Signals, tmp_path: Path):
     process = run_until(("measure",), *QUICK, "--steps", "10000000", "--runs", str(tmp_path))
-    time.sleep(1.0)
+    time.sleep(0.5)
     for _ in range(5):
         process.send_signal(sent)
         time.sleep(0.01)
