@@ -3,10 +3,8 @@
 Each is its title, what it shows, and what follows `stepscope report`. The directive `gallery` lists them.
 """
 
-import os
-import subprocess
-import sys
-from concurrent.futures import ThreadPoolExecutor
+import contextlib
+import io
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
 from stepscope.cli.app import app as verbs
+from stepscope.core.errors import StepscopeError
 
 ROOT = Path(__file__).parents[3]
 
@@ -58,12 +57,15 @@ def can_report() -> bool:
 
 def make(shown: Shown, folder: Path) -> Path:
     """Write a page into the folder, and return where it is."""
-    page = folder / f"{shown.file}.html"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])}
-    line = [sys.executable, "-m", "stepscope", "report", *shown.of.split(), "-o", str(page)]
-    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode or not page.is_file():
-        raise ExtensionError(f"stepscope report {shown.of}: {done.stderr.strip() or done.stdout.strip()}")
+    page = folder.resolve() / f"{shown.file}.html"
+    said = io.StringIO()
+    try:
+        with contextlib.chdir(ROOT), contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            code = verbs(["report", *shown.of.split(), "-o", str(page)], standalone_mode=False)
+    except StepscopeError as error:
+        raise ExtensionError(f"stepscope report {shown.of}: {error}") from error
+    if code or not page.is_file():
+        raise ExtensionError(f"stepscope report {shown.of}: {said.getvalue().strip()}")
     return page
 
 
@@ -71,8 +73,8 @@ def _make_all(app: Sphinx) -> None:
     if app.builder.name == "html" and can_report():
         folder = Path(app.outdir) / "gallery"
         folder.mkdir(parents=True, exist_ok=True)
-        with ThreadPoolExecutor(max_workers=2) as pool:  # each is a process of its own
-            list(pool.map(lambda shown: make(shown, folder), GALLERY))
+        for shown in GALLERY:
+            make(shown, folder)
 
 
 class Gallery(SphinxDirective):
