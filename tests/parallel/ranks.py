@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -14,6 +15,12 @@ import torch.distributed as dist
 
 from stepscope.core.leaving import leave
 from stepscope.parallel.ranks import Ranks
+
+_IMPORTED = [
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest",
+    "stepscope.models.training_step", "stepscope.parallel.correctness",
+]  # fmt: skip
+"""What takes ranks long to import: one process does it for all tests, and each rank is forked from that."""
 
 
 class Here(Ranks):
@@ -37,8 +44,10 @@ def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
     """What the function returns on each rank, of (rank, ranks); the ranks are started afresh, and killed when one of
     them fails."""
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("spawn")
-        ranks = [context.Process(target=_rank, args=(rank, count, folder, function)) for rank in range(count)]
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_IMPORTED)
+        here = (count, folder, function, dict(os.environ))  # the process that forks has the variables of its start
+        ranks = [context.Process(target=_rank, args=(rank, *here)) for rank in range(count)]
         with pytest.MonkeyPatch.context() as patched:
             # Ranks inherit where modules are looked for, and a test before may have left a folder of its own there.
             patched.setattr(sys, "path", [place for place in sys.path if "pytest-of-" not in place])
@@ -55,7 +64,11 @@ def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-def _rank(rank: int, count: int, folder: str, function: Callable[[int, int], Any]) -> None:
+def _rank(
+    rank: int, count: int, folder: str, function: Callable[[int, int], Any], variables: dict[str, str]
+) -> None:  # fmt: skip
+    os.environ.clear()
+    os.environ.update(variables)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     (Path(folder) / f"{rank}.json").write_text(json.dumps(function(rank, count)))
