@@ -33,7 +33,7 @@ _IMPORTED = (
 )  # fmt: skip
 """What takes long and what most verbs end up with, of both wings."""
 _NO_MATTER = (
-    "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "STEPSCOPE_CACHE", "STEPSCOPE_NSYS",
+    "PYTEST_CURRENT_TEST", "COLUMNS", "LINES", "STEPSCOPE_CACHE", "STEPSCOPE_NSYS", "CUDA_VISIBLE_DEVICES",
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "PYTORCH_NVML_BASED_CUDA_CHECK", "RAY_USAGE_STATS_ENABLED",
 )  # fmt: skip
 """Variables that change from test to test, that are read when something is shown or looked for, or that libraries leave

@@ -14,7 +14,7 @@ from stepscope.core.own_workload import WatchedWorkload
 from stepscope.core.range_names import TIMED
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
-from tests.command import stepscope
+from tests.command import python, stepscope
 from tests.conftest import at_length
 
 HEAD = """
@@ -116,10 +116,10 @@ def only_run(folder: Path) -> Run:
 
 def test_a_script_prints_what_it_prints_and_leaves_a_run(tmp_path: Path):
     script = written(tmp_path, NANOGPT)
-    alone = subprocess.run([sys.executable, script, "24"], capture_output=True, check=True)
+    alone = python(script, "24")
     done = stepscope("watch", "--steps", "6:20", "--runs", tmp_path / "runs", "--", script, "24")
-    assert done.returncode == 0
-    assert done.stdout.encode() == alone.stdout
+    assert alone.returncode == done.returncode == 0
+    assert done.stdout == alone.stdout
     run = only_run(tmp_path / "runs")
     assert run.status == "done" and not run.evidence.notes
     assert list(run.samples) == ["step", *TIMED]
