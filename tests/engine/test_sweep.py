@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
@@ -199,6 +198,8 @@ def test_the_same_sweep_twice_at_once_is_refused(out: Path, sweep: Sweep):
 
 
 def test_a_device_named_twice_is_refused(out: Path, sweep: Sweep):
+    import torch  # a sweep of tests/engine/test_forks.py imports this file, and no torch
+
     chosen = "cuda" if torch.cuda.is_available() else "cpu"
     with pytest.raises(InputError, match="names a device twice"):
         sweep(SweepPlan(cells=(cell(), cell(seq_len=24)), devices=(chosen, "auto"), out=str(out)))
