@@ -22,6 +22,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run_directory import load_run
 from stepscope.core.workload import Workload
+from stepscope.work.spelled import run_call
 
 DATA = Path(__file__).parents[1] / "data"
 FUNCTIONS = ("fit", "measure", "memory", "run", "show", "trace", "watch")
@@ -156,6 +157,33 @@ def test_the_textbooks_model_and_a_factory_are_measured_by_name(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_ranks_share_a_step_as_by_the_command(tmp_path: Path):
+    """Of a factory too, and by the very line that a search prints."""
+    (tmp_path / "own.py").write_text(OWN_FACTORY)
+    told: list[str] = []
+    common: dict[str, Any] = {"parallel": "ddp", "ranks": 2, "device": "cpu", "warmup": 1, "steps": 3}
+    common["runs"] = tmp_path / "runs"
+    measured = stepscope.run("tiny", seq_len=8, batch_size=4, tell=lambda stage: told.append(stage.name), **common)
+    run = measured.run
+    assert run.status == "done" and run.shared is not None and len(run.shared.ranks) == 2
+    assert (measured.samples["step"].median_s or 0) > 0 and load_run(measured.directory).id == run.id
+    assert {"check ranks", "measure"} <= {*told}
+    line = run_call(run.workload)
+    assert line == "stepscope.run('tiny', parallel='ddp', ranks=2, seq_len=8)"
+    of_factory = stepscope.run(module=f"{tmp_path}/own.py:make", **common).run
+    assert of_factory.status == "done" and of_factory.workload.name == "Sequential"
+
+
+OWN_FACTORY = """
+import torch
+
+def make():
+    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1))
+    return net, torch.ones(4, 8), lambda y: y.square().mean()
+"""
+
+
+@pytest.mark.slow
 def test_what_a_run_recorded_is_explained_with_it(tmp_path: Path):
     measured = stepscope.run(net(), torch.randn(4, 8), square, record="kineto,memory", runs=tmp_path, **QUICK)
     assert measured.trace is not None and measured.memory is not None
@@ -204,6 +232,11 @@ def test_what_a_run_recorded_is_explained_with_it(tmp_path: Path):
             "optimizer: only a model that is an nn.Module takes it",
         ),
         ({"model": "tiny", "device": "tpu"}, "unknown device 'tpu'"),
+        (
+            {"model": net(), "batch": torch.ones(2, 8), "loss": square, "parallel": "ddp", "ranks": 2},
+            "ranks are processes of their own, which have no such object: give module='FILE:FACTORY'",
+        ),
+        ({"model": "tiny", "ranks": 2}, "2 ranks need a way to share the step: say --parallel"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )

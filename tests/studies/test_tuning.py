@@ -554,7 +554,8 @@ def test_ranks_look_for_the_way_in_which_they_share_the_step():
     assert (search.best.parallel, search.best.ranks) == ("fsdp2", 2)
     tried = [t.change["parallel"] for t in search.tried if t.round == "layout"]
     assert "ddp" not in tried and {"ddp-bucketed", "zero1", "fsdp2:compute=bf16", "tensor-sequence"} <= {*tried}
-    assert "--parallel fsdp2 --ranks 2" in (run_command(search.best) or "") and run_call(search.best) is None
+    assert "--parallel fsdp2 --ranks 2" in (run_command(search.best) or "")
+    assert "parallel='fsdp2', ranks=2" in (run_call(search.best) or "")
     kept = searched(Written(), kept=frozenset({"parallel"}), batch_size=4, parallel="ddp", ranks=2)
     assert kept.best.parallel == "ddp" and "layout" not in {t.round for t in kept.tried}
     assert "layout" not in {t.round for t in searched(Written()).tried}

@@ -13,6 +13,7 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.shown_text import warn
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Compile, Graph, Optimizer, Phase, Projections
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
@@ -45,6 +46,8 @@ def run(
     clip: float | None = None,
     checkpointing: str | None = None,
     accumulation: int | None = None,
+    parallel: str | None = None,
+    ranks: int | None = None,
     seed: int | None = None,
     d_model: int | None = None,
     d_ff: int | None = None,
@@ -71,6 +74,7 @@ def run(
         measured = stepscope.run(net, batch, loss, record="kineto,memory")    # a module of your own
         measured = stepscope.run(module="train.py:make", arguments={"width": 64})
         measured = stepscope.run("tiny", seq_len=64, dtype="bf16")            # the textbook's model
+        measured = stepscope.run("large", parallel="fsdp2", ranks=2)          # two processes share each step
         measured                                          # in a notebook: tables and findings
         measured.samples["backward"].median_s             # seconds
         measured.run, measured.answer, measured.trace, measured.memory, measured.directory
@@ -104,6 +108,8 @@ def run(
     clip: the bound on the gradients' global norm, to which they are scaled down; left out, they are not.
     checkpointing: none, selective, selective-K, attention, or every-K.
     accumulation: how many micro-batches make a step.
+    parallel, ranks: how several processes share each step, as in "fsdp2" and 2. They are started here, each with a
+    device, and make the model themselves; so it is named, or made by a factory.
     seed: of weights and batches that are made.
 
     How it is measured:
@@ -127,8 +133,8 @@ def run(
     said = given(
         seq_len=seq_len, batch_size=batch_size, dtype=dtype, phase=phase, compile=compile, graph=graph,
         attention=attention, kernels=kernels, projections=projections, optimizer=optimizer, clip=clip,
-        checkpointing=checkpointing, accumulation=accumulation, seed=seed, d_model=d_model, d_ff=d_ff, layers=layers,
-        heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
+        checkpointing=checkpointing, accumulation=accumulation, parallel=parallel, ranks=ranks, seed=seed,
+        d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, kv_heads=kv_heads, vocabulary=vocabulary, tied=tied,
     )  # fmt: skip
     asked = _recorded(record)
     settings = settings_from(warmup, steps, seconds, not profile)
@@ -148,17 +154,44 @@ def run(
     else:
         if "nsys" in asked:
             raise InputError("nsys watches a process of its own, which has no such object: give module='FILE:FACTORY'")
+        if "parallel" in said or "ranks" in said:
+            raise InputError("ranks are processes of their own, which have no such object: give module='FILE:FACTORY'")
         workload, made = of_object(model, batch, loss, said)
     request = StepRequest(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag, peak_flops_per_s=peak_flops,
         trace=TraceRequest(tools=_tools(asked), steps=trace_steps),
         memory=MemoryRequest(steps=memory_steps) if "memory" in asked else None,
     )  # fmt: skip
+    if workload.parallel != NOT_PARALLEL:
+        return _measured_by_ranks(request, tell or _say_nothing)
     found, directory = measure_step(request, tell or _say_nothing, given=made)
     if found.status == "interrupted" or (found.status == "done" and found.failure is not None):
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
     return measured(found, directory)
+
+
+def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
+    """Start the processes that share the step, and wait for what they measured."""
+    from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState  # noqa: PLC0415  (as below)
+    from stepscope.engine.sweep import SweepInterrupted, run_sweep  # noqa: PLC0415  (what starts processes)
+
+    def told(state: SweepState) -> None:
+        (cell,) = state.cells
+        if cell.stage:
+            tell(Stage(name=cell.stage, detail=cell.detail))
+
+    plan = SweepPlan(
+        cells=(Cell(workload=request.workload, settings=request.settings),), devices=(request.device,),
+        out=request.out, tag=request.tag, peak_flops_per_s=request.peak_flops_per_s, trace=request.trace,
+        memory=request.memory,
+    )  # fmt: skip
+    try:
+        (found,) = run_sweep(plan, Policy(fresh=True, refuses=True), told)
+    except SweepInterrupted as interruption:
+        warn(f"interrupted; what was measured is in {', '.join(map(str, interruption.kept)) or 'no directory'}")
+        raise KeyboardInterrupt from None
+    return measured(found, Path(request.out) / found.id)
 
 
 def _say_nothing(_: Stage) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _OF_ANY_MODEL = (
     "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "seed", "kernels",
+    "parallel", "ranks",
 )  # fmt: skip
 """The choices for a step of any model. All others belong to the textbook's model."""
 _SIZES = tuple(field for field in ModelConfig.__struct_fields__ if field != "name")

@@ -26,10 +26,10 @@ def run_command(workload: AnyWorkload, settings: Settings | None = None) -> str 
 
 
 def run_call(workload: AnyWorkload) -> str | None:
-    """The `stepscope.run(...)` in Python that measures the workload; None where no arguments say it, as for a step that
-    ranks share, since that function starts no processes."""
+    """The `stepscope.run(...)` in Python that measures the workload; None where no arguments say it, as for a watched
+    loop."""
     chosen = _chosen(workload)
-    if chosen is None or "parallel" in dict(chosen):
+    if chosen is None:
         return None
     arguments = {name: value for name, value in chosen if name != "arg"}
     parts = {name: arguments.pop(name) for name in PARTS if name in arguments}
