@@ -240,6 +240,20 @@ def test_3_the_names_of_kernels_are_a_witness(dtype: str, name: str, found: bool
     assert (kinds(run).get("precision-mismatch") == "error") is found
 
 
+@pytest.mark.parametrize(("share", "found"), [(0.0001, False), (0.02, True)])
+def test_3_angles_in_fp32_are_no_fault_of_a_step_in_16_bits(share: float, found: bool):
+    """A Hugging Face model makes them by one product, which a profile of its compiled step shows."""
+    names = {"cutlass_80_simt_sgemm_128x32_8x5_nn_align1": share, "nvjet_sm90_tst_320x128_64x3_1x2_h_bz_coopB_TNT": 1.0}
+    kernels = tuple(KernelTotal(name=name, calls=1, total_s=seconds) for name, seconds in names.items())
+    profile = ProfiledStep(step_s=1.0, kernel_launches=2, busy_s=1.0, kernels=kernels)
+    precision = Precision(float32_matmul="highest", probe_relative_error=2e-7, fp32_kernels=(kernels[0].name,))
+    run = make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=profile))
+    assert ("precision-mismatch" in kinds(run)) is found
+    unseen = msgspec.structs.replace(precision, fp32_kernels=("cutlass_80_simt_sgemm_64x64_8x5_tn_align1",))
+    alone = make_run(workload(dtype="bf16"), evidence=Evidence(precision=unseen, profile=profile))
+    assert "precision-mismatch" in kinds(alone), "of a kernel that the profile has not, nobody knows its time"
+
+
 def test_3_autocast_that_never_took_effect():
     step = TrainingStep(mini(dtype="bf16"), CPU)
     step._autocast = lambda: torch.autocast("cpu", enabled=False)
