@@ -1,0 +1,138 @@
+"""Flash attention launched from C++ on a GPU: the numbers of Python's launches, on any stream, and inside a graph."""
+
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
+
+from stepscope.kernels.flash import native, tuning
+from stepscope.kernels.flash.attention import flash_attention
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not shutil.which("c++") or not shutil.which("ninja"), reason="no C++ compiler or no ninja here"),
+]
+
+SHAPES = {
+    "Hopper's kernels": (2, 8, 8, 640, 64), "head_dim 128": (1, 4, 4, 1000, 128), "head_dim 96": (1, 4, 4, 300, 96),
+    "grouped": (2, 8, 2, 512, 64), "head_dim 32": (2, 4, 4, 500, 32), "head_dim 80, short": (1, 2, 1, 17, 80),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(native.WANTED, "1")
+        patched.setenv("STEPSCOPE_CACHE", str(tmp_path_factory.mktemp("cache")))
+        native.extension.cache_clear()
+        assert native.extension() is not None
+        yield
+    native.forget()
+    native.extension.cache_clear()
+
+
+def tensors(shape: tuple[int, ...], dtype: torch.dtype, *, strided: bool) -> list[Tensor]:
+    batch, heads, kv_heads, length, head_dim = shape
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def made(heads: int) -> Tensor:
+        size = (batch, length, heads, head_dim) if strided else (batch, heads, length, head_dim)
+        values = torch.randn(size, generator=generator, device="cuda", dtype=torch.float32).to(dtype)
+        return (values.transpose(1, 2) if strided else values).requires_grad_()
+
+    return [made(heads), made(kv_heads), made(kv_heads)]
+
+
+def results(inputs: list[Tensor], gradient: Tensor, *, causal: bool) -> tuple[bool, list[Tensor]]:
+    """Whether the call ran in C++; the output and the gradients."""
+    out = flash_attention(*inputs, causal=causal)
+    gradients = torch.autograd.grad(out, inputs, gradient)
+    return type(out.grad_fn).__name__ == "FlashAttentionBackward0", [out.detach(), *gradients]
+
+
+def same(found: list[Tensor], right: list[Tensor]) -> None:
+    """All bits, but those of dQ, whose sums Hopper's kernel adds up in any order."""
+    for name, one, other in zip(("out", "dq", "dk", "dv"), found, right, strict=True):
+        if name == "dq":
+            assert float((one.float() - other.float()).norm()) <= 4e-3 * float(other.float().norm())
+        else:
+            assert torch.equal(one, other), name
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_it_has_the_numbers_of_pythons_launches(
+    shape: tuple[int, ...], dtype: torch.dtype, causal: bool, strided: bool
+):
+    native.forget()
+    inputs = tensors(shape, dtype, strided=strided)
+    gradient = torch.randn_like(inputs[0])
+    in_cpp, right = results(inputs, gradient, causal=causal)
+    assert not in_cpp, "the first call teaches"
+    for _ in range(2):
+        in_cpp, found = results(inputs, gradient, causal=causal)
+        assert in_cpp
+        same(found, right)
+    others = [t.detach().neg().requires_grad_() for t in inputs]  # other addresses
+    in_cpp, found = results(others, gradient.clone(), causal=causal)
+    assert in_cpp
+    native.forget()
+    same(found, results(others, gradient, causal=causal)[1])
+
+
+def test_it_runs_on_the_stream_of_its_call_and_inside_a_graph():
+    inputs = tensors((2, 8, 8, 640, 64), torch.bfloat16, strided=True)
+    gradient = torch.randn_like(inputs[0])
+    _, right = results(inputs, gradient, causal=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # who ran on another stream would read before the inputs are there
+        late = [t.detach().mul(1.0).requires_grad_() for t in inputs]
+        in_cpp, found = results(late, gradient, causal=True)
+    stream.synchronize()
+    assert in_cpp
+    same(found, right)
+
+    static = [t.detach().clone().requires_grad_() for t in inputs]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        in_cpp, captured = results(static, gradient, causal=True)
+    assert in_cpp
+    for t in static:
+        t.detach().zero_()
+    graph.replay()
+    with torch.no_grad():
+        for t, value in zip(static, inputs, strict=True):
+            t.copy_(value)
+    graph.replay()
+    torch.cuda.synchronize()
+    same(captured, right)
+
+
+def test_another_configuration_is_another_way():
+    inputs = tensors((1, 4, 4, 512, 64), torch.bfloat16, strided=False)
+    gradient = torch.randn_like(inputs[0])
+    _, right = results(inputs, gradient, causal=True)
+    forward = tuning.forward_configuration(inputs[0], causal=True)
+    with tuning.forced(forward=forward):
+        in_cpp, found = results(inputs, gradient, causal=True)
+    assert not in_cpp
+    same(found, right)
+
+
+def test_no_memory_stays():
+    inputs = tensors((2, 8, 8, 1024, 64), torch.bfloat16, strided=False)
+    gradient = torch.randn_like(inputs[0])
+    for _ in range(2):
+        results(inputs, gradient, causal=True)
+    before = torch.cuda.memory_allocated()
+    for _ in range(20):
+        results(inputs, gradient, causal=True)
+    assert torch.cuda.memory_allocated() == before
