@@ -81,6 +81,7 @@ def test_what_autograd_promises_holds(found: dict[str, Any]):
     assert "modified by an inplace operation" in promises["changed"]
     assert "no second derivative" in promises["second derivative"]
     assert "cannot launch a kernel, error 2" in promises["failed"]
+    assert promises["inference without Python"] and promises["after inference"] == [True, True]
     assert promises["no gradient"] and promises["frozen"] == [True, False, True]
     assert promises["threads"] == 200
     assert promises["kept"] == [["key", "logsumexp", "out", "query", "value"], True] and promises["operator"]

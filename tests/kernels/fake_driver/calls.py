@@ -103,6 +103,7 @@ def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
         fake.forget()
         out = call.run()
         of_cpp = fake.launches()
+    learnt = learnt[-len(of_cpp) :]  # forward was learnt alone before
     different = [
         launch["function"]
         for one, other, launch in zip(of_triton, of_cpp, learnt, strict=True)
@@ -210,6 +211,30 @@ def said(run: Callable[[], object]) -> str:
     return ""
 
 
+def inference(call: Call) -> dict[str, Any]:
+    """Of calls without gradients, after which one has them."""
+    passes: list[bool] = []
+    own = attention._forward
+
+    def counted(*of: Any, **more: Any) -> Any:
+        passes.append(True)
+        return own(*of, **more)
+
+    with torch.no_grad():
+        plain = not call.forward().requires_grad
+        native.forget()
+        call.forward()
+        attention._forward = counted
+        call.forward()
+        attention._forward = own
+    out = call.forward()
+    out.backward(call.gradient)
+    return {
+        "no gradient": plain, "inference without Python": not passes,
+        "after inference": [in_cpp(out), call.q.grad is not None],
+    }  # fmt: skip
+
+
 def promises(fake: Fake, call: Call) -> dict[str, Any]:
     """What autograd promises of any function: what it says where a call cannot be, and what it gives."""
     call.run()
@@ -231,8 +256,7 @@ def promises(fake: Fake, call: Call) -> dict[str, Any]:
     fake.fail(2)
     found["failed"] = said(call.forward)
     fake.fail(0)
-    with torch.no_grad():
-        found["no gradient"] = not call.forward().requires_grad
+    found |= inference(call)
     out = call.forward()
     assert out.grad_fn is not None
     kept = {saved.name: saved.tensor.data_ptr() for saved in saved_tensors(out.grad_fn)}

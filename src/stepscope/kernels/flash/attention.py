@@ -18,6 +18,7 @@ backward if chosen. Neither runs under `torch.use_deterministic_algorithms(True)
 import functools
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,7 +80,7 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    launch, replay, tuning, _ = _launching()
+    launch, replay, tuning, native = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
         raise InputError(
             "attention flash runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose another attention, "
@@ -104,10 +105,18 @@ def _forward(
 
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *packed, *launch.parts_for(precision, q, k, v))
     options = (causal, scale, window, len(packed), tuning.state(q))
-    replay.run(_forward_key(q, tensors[1], tensors[2], options), tensors, call)
+    key = _forward_key(q, tensors[1], tensors[2], options)
+    replay.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
+    elif native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
+        native.learn(q, k, v, out, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key)
     return out, logsumexp
+
+
+def _as_given(tensors: tuple[Tensor, ...], *given: Tensor) -> bool:
+    """Whether the kernels had these tensors themselves, in 16 bits: what is copied first is launched from Python."""
+    return given[0].element_size() == 2 and all(map(operator.is_, tensors, given))
 
 
 def _forward_key(q: Tensor, k: Tensor, v: Tensor, options: tuple[object, ...]) -> tuple[object, ...]:
@@ -158,14 +167,13 @@ def _backward(
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
-    if native.extension() is not None and not (window or rest[1] or rest[2]) and q.element_size() == 2:
-        given = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
-        if all(one is other for one, other in zip(always, given, strict=False)):
-            keys = _forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))), key
-            native.learn(
-                q, k, v, out, gradient, causal=causal, scale=scale, keys=keys, statistics=statistics, sums=sums,
-                configuration=tuning.configuration_number(),
-            )  # fmt: skip
+    given = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
+    if native.extension() is not None and not (window or rest[1] or rest[2]) and _as_given(always, *given):
+        native.learn(
+            q, k, v, out, causal=causal, scale=scale, configuration=tuning.configuration_number(),
+            key=_forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))),
+            backward=native.Backward(key, gradient, statistics, sums),
+        )  # fmt: skip
     return dq, dk, dv
 
 

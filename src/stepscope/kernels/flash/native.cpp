@@ -151,12 +151,12 @@ std::array<Tensor, 3> gradients_by_operator(
   return {dq, dk, dv};
 }
 
-// The gradients by the recorded launches; nothing where they do not hold: a gradient that lies in another way, a saved
-// tensor that came back in another layout, an order of sums that must be the same each time.
+// The gradients by the recorded launches; nothing where none are known yet, or where they do not hold: a gradient that
+// lies in another way, a saved tensor that came back in another layout, an order of sums that must be the same each time.
 std::optional<std::array<Tensor, 3>> gradients_by_launches(
     const Way& way, const Tensor& gradient, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
     const Tensor& logsumexp, int64_t stream) {
-  if (watched() || (!way.sums.empty() && at::globalContext().deterministicAlgorithms())) return std::nullopt;
+  if (way.backward.empty() || watched() || (!way.sums.empty() && at::globalContext().deterministicAlgorithms())) return std::nullopt;
   for (const auto* tensor : {&gradient, &q, &k, &v, &out, &logsumexp})
     if (!plain(*tensor) || tensor->device() != q.device()) return std::nullopt;
   if (gradient.scalar_type() != q.scalar_type() || gradient.strides() != way.gradient_strides ||
@@ -272,12 +272,13 @@ Launch launch_of(const pybind11::dict& of) {
   return launch;
 }
 
-// Learn the launches of both passes of a call; false where as many are known as may be.
-bool learn(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& gradient, bool causal,
-           double scale, int64_t configuration, std::vector<int64_t> statistics, std::vector<int64_t> sums,
-           const std::vector<pybind11::dict>& forward, const std::vector<pybind11::dict>& backward) {
+// Learn the launches of a call, of forward alone or of both passes; false where as many are known as may be.
+bool learn(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, bool causal, double scale,
+           int64_t configuration, std::vector<int64_t> gradient_strides, std::vector<int64_t> statistics,
+           std::vector<int64_t> sums, const std::vector<pybind11::dict>& forward,
+           const std::vector<pybind11::dict>& backward) {
   Way way{causal, scale, {q.strides().vec(), k.strides().vec(), v.strides().vec()}, out.strides().vec(),
-          gradient.strides().vec(), std::move(statistics), std::move(sums), {}, {}};
+          std::move(gradient_strides), std::move(statistics), std::move(sums), {}, {}};
   for (const auto& each : forward) way.forward.push_back(launch_of(each));
   for (const auto& each : backward) way.backward.push_back(launch_of(each));
   std::lock_guard<std::mutex> held(guard);

@@ -3,9 +3,10 @@
 It is built once for a version of PyTorch, of Triton and of the source, by PyTorch's own tools and the system's C++
 compiler, into the directory of caches. It needs no CUDA compiler. Without it calls go through Python.
 
-What it learns are the launches of both passes of a call that Python ran: the compiled kernel, its grid, and its
-parameters as the kernel reads them. Those are the arguments that are no constants, in their order, a descriptor as its
-tensor map, its shape (i32) and its strides (i64); then two addresses of scratch memory, which our kernels do not use.
+What it learns are the launches of a call that Python ran, of forward first, then of both passes: the compiled kernel,
+its grid, and its parameters as the kernel reads them. Those are the arguments that are no constants, in their order, a
+descriptor as its tensor map, its shape (i32) and its strides (i64); then two addresses of scratch memory, which our
+kernels do not use.
 """
 
 import ctypes
@@ -20,7 +21,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -107,24 +108,35 @@ def extension() -> ModuleType | None:
     return module
 
 
+class Backward(NamedTuple):
+    """What backward takes beside forward: the key of its recording, the gradient, and its buffers."""
+
+    key: Hashable
+    gradient: Tensor
+    statistics: Tensor
+    sums: Tensor | None
+
+
 def learn(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, gradient: Tensor, *, causal: bool, scale: float, configuration: int,
-    keys: tuple[Hashable, Hashable], statistics: Tensor, sums: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, causal: bool, scale: float, configuration: int, key: Hashable,
+    backward: Backward | None = None,
 ) -> None:  # fmt: skip
-    """Teach the launcher both passes of a call whose launches are recorded under the keys."""
-    found = extension()
+    """Teach the launcher a call whose launches are recorded under the keys: forward alone, or both passes."""
+    found, keys = extension(), (key, backward.key if backward else None)
     if found is None or keys in _tried:
         return
-    recordings = [replay.recorded(key) for key in keys]
+    recordings = [replay.recorded(each) for each in keys if each is not None]
     if None in recordings:
         return
     _tried.add(keys)
     passes = [[launch_of(*each) for each in recording.launches] for recording in recordings if recording is not None]
-    if all(each is not None for launches in passes for each in launches):
-        found.learn(
-            q, k, v, out, gradient, causal, scale, configuration, list(statistics.shape),
-            [] if sums is None else list(sums.shape), *passes,
-        )  # fmt: skip
+    if any(each is None for launches in passes for each in launches):
+        return
+    of_backward: list[list[int]] = [[], [], []]
+    if backward is not None:
+        buffers = list(backward.statistics.shape), [] if backward.sums is None else list(backward.sums.shape)
+        of_backward = [list(backward.gradient.stride()), *buffers]
+    found.learn(q, k, v, out, causal, scale, configuration, *of_backward, *passes, *([] if backward else [[]]))
 
 
 def forget() -> None:
