@@ -34,6 +34,9 @@ OLD_SPELLINGS: dict[str, tuple[str, ...]] = {
 """What an option was called, and is called now: the first of these names that the verb has. They go with the next
 release. `--memory` without a size, which asked for a record, is taken care of beside it."""
 
+_FEW_VERBS = 4
+"""Verbs that a line names."""
+
 _OLD_MODES = {"--gate": "attention-gate", "--model": "attention-step"}
 """Options of `study attention` that made another study of it: verbs of their own now."""
 
@@ -53,7 +56,13 @@ class Verb(TyperCommand):
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         renewed = list(_renewed(args, takes_value, has_arguments))
         _refuse_empty_paths(renewed, verb_name(ctx))
-        rest = super().parse_args(ctx, renewed)
+        try:
+            rest = super().parse_args(ctx, renewed)
+        except Exception as error:
+            # Typer's own errors have no name to import by: their module differs between versions.
+            if type(error).__name__ == "NoSuchOption":
+                _refuse_anothers_option(str(getattr(error, "option_name", "")), ctx)
+            raise
         sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
         remember(flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE")
         return rest
@@ -153,6 +162,26 @@ def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool)
             yield arg
             if takes_value.get(flag) and not sign:
                 yield from _next_word(rest)
+
+
+def _refuse_anothers_option(flag: str, ctx: Any) -> None:
+    """Raise InputError, with the verbs that have it, for an option that this verb has not and others have."""
+    root = ctx.find_root().command
+    owners = [name for name, command in _verbs_in(root) if any(flag in param.opts for param in command.params)]
+    if owners:
+        more = f" and {len(owners) - _FEW_VERBS} more" if len(owners) > _FEW_VERBS else ""
+        have = "have" if len(owners) > 1 else "has"
+        some = f"{', '.join(owners[:_FEW_VERBS])}{more}"
+        raise InputError(f"No such option: {flag}: {verb_name(ctx)} has none, and {some} {have} it")
+
+
+def _verbs_in(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
+    for name in group.commands:
+        command = group.commands[name]
+        if hasattr(command, "commands"):
+            yield from _verbs_in(command, f"{name} ")
+        else:
+            yield f"{before}{name}", command
 
 
 def _refuse_empty_paths(args: list[str], verb: str) -> None:
