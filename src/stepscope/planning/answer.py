@@ -164,13 +164,12 @@ def _described(layout: Layout) -> str:
 
 
 def _commands(layout: Layout, question: Question) -> Iterable[Line]:
-    """The options that plan this layout alone, and the command that runs it, where a strategy does."""
+    """The options that plan this layout alone, and the command that runs it, or that no strategy here does."""
     experts = question.model.experts
     yield Line(f"To plan it alone: --layout {settled(layout, experts)} --checkpointing {layout.checkpointing}", "aside")
     ran = step_of(question.workload, layout) if experts == 1 else None
     command = run_command(ran) if ran is not None else None
-    if command is not None:
-        yield Line(f"To run it: {command}", "aside")
+    yield Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
 
 
 def _mfu(planned: Planned, planning: Planning, ranks: int | None = None) -> float:
