@@ -256,3 +256,62 @@ def test_the_command_says_that_the_loss_was_replaced(tmp_path: Path):
     run = json.loads(stored.read_bytes())
     assert run["workload"]["loss"] == "fused" and "part-mismatch" not in [each["kind"] for each in run["findings"]]
     assert run["evidence"]["operators"]["calls"]["forward"]["stepscope::linear_cross_entropy_forward"] == 1
+
+
+EVERY_SIZE = {
+    **SIZES, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "d_model": 32, "word_embed_proj_dim": 32,
+    "ffn_dim": 48, "num_experts": 4, "num_local_experts": 4, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "num_layers": 2, "n_ctx": 64,
+    "n_inner": 48, "num_heads": 4, "d_ff": 48, "is_decoder": True, "num_experts_per_tok": 2, "n_routed_experts": 4,
+    "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "n_group": 1,
+    "topk_group": 1, "moe_topk": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+    "hidden_dropout": 0.0, "attention_dropout": 0.0, "dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0, "activation_dropout": 0.0,
+}  # fmt: skip
+
+
+def smallest(kind: str) -> Any:
+    """A small model of this kind; None where these sizes make none that runs."""
+    try:
+        config = transformers.AutoConfig.for_model(kind)
+        text = config.get_text_config(decoder=True)
+        for name, size in EVERY_SIZE.items():
+            if hasattr(text, name):
+                setattr(text, name, size)
+        with torch.device("meta"):
+            made = transformers.AutoModelForCausalLM.from_config(config)
+        if sum(p.numel() for p in made.parameters()) > 10**7:
+            return None
+        model = transformers.AutoModelForCausalLM.from_config(config).to(DEVICE).train()
+        numbers(model)
+    except Exception:  # each of two hundred families has conditions of its own
+        return None
+    return model
+
+
+@pytest.mark.long
+def test_every_causal_language_model_there_is():
+    """Of every kind that transformers has: what is replaced trains by its own numbers, and the rest is as it was."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    outcomes: dict[str, str] = {}
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        torch.manual_seed(0)
+        model = smallest(kind)
+        if model is None:
+            continue
+        torch.manual_seed(1)
+        loss, gradients = numbers(model)
+        try:
+            found = replace_parts(model, loss="fused").found[0]
+        except InputError:
+            outcomes[kind] = "has none"
+            continue
+        outcomes[kind] = "replaced" if found.replaced else "left"
+        torch.manual_seed(1)
+        again, others = numbers(model)
+        assert again == pytest.approx(loss, rel=1e-4), kind
+        for one, other in zip(others, gradients, strict=True):  # of a key's bias, in truth zero, there is only noise
+            assert float((one - other).norm()) <= 1e-3 * float(other.norm()) + 1e-8, kind
+    print(outcomes)
+    assert list(outcomes.values()).count("replaced") >= 60 and list(outcomes.values()).count("left") >= 10

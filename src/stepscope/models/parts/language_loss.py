@@ -30,6 +30,7 @@ _PASSED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past
            "cache_position", "token_type_ids")  # fmt: skip
 """Arguments of forward that say nothing of head and loss: the base gets them."""
 _OF_LOSS = ("labels", "num_items_in_batch")
+_USUAL_BASE = "model"
 _LOGITS_SPREAD = 8.0
 """The standard deviation of a trial's logits."""
 
@@ -44,8 +45,9 @@ class LanguageModel:
 
 def language_model(module: nn.Module) -> LanguageModel | None:
     """The base and the head of a causal language model of Hugging Face's; None for any other module."""
-    base, find_head = getattr(module, "base_model_prefix", ""), getattr(module, "get_output_embeddings", None)
+    prefix, find_head = getattr(module, "base_model_prefix", ""), getattr(module, "get_output_embeddings", None)
     children = dict(module.named_children())
+    base = prefix if prefix in children else _USUAL_BASE  # Llama 4's prefix is that of its multimodal class
     if base not in children or find_head is None or not callable(getattr(module, "loss_function", None)):
         return None
     found = find_head()
