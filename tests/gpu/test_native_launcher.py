@@ -9,6 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
+from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.kernels.flash import native, tuning
 from stepscope.kernels.flash.attention import flash_attention
 
@@ -26,7 +27,7 @@ SHAPES = {
 @pytest.fixture(scope="module", autouse=True)
 def _built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
-        patched.setenv(native.WANTED, "1")
+        patched.setenv(NATIVE_LAUNCHER, "1")
         patched.setenv("STEPSCOPE_CACHE", str(tmp_path_factory.mktemp("cache")))
         native.extension.cache_clear()
         assert native.extension() is not None

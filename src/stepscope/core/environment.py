@@ -56,6 +56,10 @@ class HostReading(msgspec.Struct, frozen=True, kw_only=True):
     """Cores kept busy by other processes, the hypervisor's steal included."""
 
 
+NATIVE_LAUNCHER = "STEPSCOPE_NATIVE"
+"""The environment variable that lets eager flash attention be launched from C++: 1."""
+
+
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
     """Everything beside the workload that a figure depends on."""
 
@@ -77,7 +81,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     system: str
     versions: dict[str, str]
-    """python, torch, cuda, cudnn, triton, stepscope: those that are present."""
+    """python, torch, cuda, cudnn, triton, stepscope: those that are present; and STEPSCOPE_NATIVE, where it was set."""
     allocator: str | None = None
     """Settings of PyTorch's caching allocator that the environment names; None where it names none, or on a CPU."""
     git_commit: str | None = None

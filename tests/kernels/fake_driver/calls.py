@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.kernels.flash import attention, native, replay, tuning
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, Tiles, Way
@@ -94,11 +95,11 @@ def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
         native.launch_of = noted
         replay.forget()
         fake.forget()
-        os.environ[native.WANTED] = "0"
+        os.environ[NATIVE_LAUNCHER] = "0"
         native.extension.cache_clear()
         call.run()
         of_triton = fake.launches()
-        os.environ[native.WANTED] = "1"
+        os.environ[NATIVE_LAUNCHER] = "1"
         native.extension.cache_clear()
         fake.forget()
         out = call.run()

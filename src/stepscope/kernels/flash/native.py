@@ -28,14 +28,13 @@ import triton
 from torch import Tensor
 
 from stepscope.core.cache_directory import cache_directory
+from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.shown_text import printable
 from stepscope.kernels.flash import replay
 
 SOURCE = Path(__file__).with_name("native.cpp")
 NAME = "stepscope_attention"
-WANTED = "STEPSCOPE_NATIVE"
-"""The environment variable that lets calls take the launcher, and build it where it is not there: 1."""
 _KNOWN = ("3.6.", "3.7.")
 """The releases of Triton whose kernels take parameters as the module says."""
 _MAP_BYTES = 128
@@ -50,7 +49,7 @@ _tried: set[Hashable] = set()
 
 def wanted() -> bool:
     """Whether this process is to take the launcher."""
-    return os.environ.get(WANTED) == "1"
+    return os.environ.get(NATIVE_LAUNCHER) == "1"
 
 
 def library() -> Path | None:
