@@ -213,6 +213,7 @@ def test_ctrl_c_leaves_a_usable_run(tmp_path: Path):
     assert "interrupted (measure" in stdout and "Traceback" not in stderr
     (run,), _ = load_runs([tmp_path])
     assert run.status == "interrupted" and run.samples["step"].count >= 1
+    assert run.failure is not None and run.failure.message == "interrupted by SIGINT"
 
 
 def test_ctrl_c_names_what_a_process_of_its_own_kept(tmp_path: Path):

@@ -23,7 +23,8 @@ import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-SIGNALS = (_signal.SIGINT, _signal.SIGTERM, _signal.SIGHUP)
+_NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+SIGNALS = tuple(getattr(_signal, name) for name in _NAMES)
 _AGAIN_S = 0.05
 """The delay before a KeyboardInterrupt that could not be raised, or got lost, is raised again."""
 SAME_REQUEST_S = 0.5
@@ -66,6 +67,12 @@ def uninstall() -> None:
 def received() -> int | None:
     """The signal that asked this process to end, if one did."""
     return _state.received
+
+
+def said() -> str:
+    """What interrupted this process, in words: "interrupted by SIGTERM", as a scheduler or a time limit sends it."""
+    name = next((name for name in _NAMES if getattr(_signal, name) == _state.received), None)
+    return f"interrupted by {name}" if name else "interrupted"
 
 
 def exit_code(code: int) -> int:

@@ -172,11 +172,11 @@ class MeasuredCell:
             self._tell(self._stage)
 
     def _keep_what_was_stopped(self, process: CellProcess | RankProcesses) -> None:
-        """Mark the run of a cell that the user stopped as interrupted; remove its directory if it saved nothing."""
+        """Mark the run of a cell that was stopped as interrupted; remove its directory if it saved nothing."""
         with contextlib.suppress(OSError, StepscopeError):
             run = _run_in(self._directory)
             if run is not None and run.status == "unfinished":
-                self._ended("interrupted", "interrupted by the user", process.log)
+                self._ended("interrupted", interrupts.said(), process.log)
             elif run is None and self._directory is not None:
                 self._directory.rmdir()
 

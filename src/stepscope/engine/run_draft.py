@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stepscope.core import interrupts
 from stepscope.core.errors import StepscopeError, named_line, one_line
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Failure, Run, Status
@@ -78,8 +79,8 @@ class RunDraft:
     def interrupt(self) -> None:
         """End the run as Ctrl-C asks. Once the times are whole the run stays done; the failure says what is missing."""
         if self.run.status == "unfinished":
-            failure = Failure(message="interrupted by the user", during=self.stage)
+            failure = Failure(message=interrupts.said(), during=self.stage)
             self.set(status="interrupted", failure=failure)
         elif self.run.status == "done" and self.run.failure is None:
-            failure = Failure(message="interrupted by the user, after the timed steps", during=self.stage)
+            failure = Failure(message=f"{interrupts.said()}, after the timed steps", during=self.stage)
             self.set(failure=failure)

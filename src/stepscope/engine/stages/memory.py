@@ -4,6 +4,7 @@ import gc
 
 import torch
 
+from stepscope.core import interrupts
 from stepscope.core.errors import one_line
 from stepscope.core.run_files import MEMORY_FILE
 from stepscope.engine.draft import Draft
@@ -44,7 +45,7 @@ def record_what_filled_the_memory(draft: Draft) -> None:
     try:
         capture = _record(draft, out_of_memory=True)
     except KeyboardInterrupt:
-        draft.note("no memory history: interrupted by the user")
+        draft.note(f"no memory history: {interrupts.said()}")
     except Exception as failure:  # the run failed already: what fails here is only said beside it
         draft.note(f"no memory history: {one_line(failure)}")
     else:
