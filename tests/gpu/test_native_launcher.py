@@ -1,7 +1,8 @@
-"""Flash attention launched from C++ on a GPU: the numbers of Python's launches, on any stream, and inside a graph."""
+"""Operations launched from C++ on a GPU: the numbers of Python's launches, on any stream, and inside a graph."""
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,12 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from stepscope.core.environment import NATIVE_LAUNCHER
-from stepscope.kernels.flash import native, tuning
+from stepscope.kernels import native
+from stepscope.kernels.flash import tuning
 from stepscope.kernels.flash.attention import flash_attention
+from stepscope.kernels.parts import mlp, norm, rope
+from stepscope.models.training_step import TrainingStep
+from tests.conftest import mini, run_steps
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,7 +57,7 @@ def results(inputs: list[Tensor], gradient: Tensor, *, causal: bool) -> tuple[bo
     """Whether the call ran in C++; the output and the gradients."""
     out = flash_attention(*inputs, causal=causal)
     gradients = torch.autograd.grad(out, inputs, gradient)
-    return type(out.grad_fn).__name__ == "FlashAttentionBackward0", [out.detach(), *gradients]
+    return type(out.grad_fn).__name__ == "RecordedBackward", [out.detach(), *gradients]
 
 
 def same(found: list[Tensor], right: list[Tensor]) -> None:
@@ -137,3 +142,65 @@ def test_no_memory_stays():
     for _ in range(20):
         results(inputs, gradient, causal=True)
     assert torch.cuda.memory_allocated() == before
+
+
+def parts() -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype).requires_grad_()
+
+    both = made(1030, 2 * 640).detach()
+    halves = [half.detach().requires_grad_() for half in both.tensor_split(2, dim=-1)]
+    heads = [made(2, 300, n, 64).detach().transpose(1, 2).requires_grad_() for n in (8, 2)]
+    angles = torch.rand(512, 32, generator=generator, device="cuda").repeat(1, 2)
+    return {
+        "norm": ([made(3, 257, 640), made(640)], lambda x, weight: norm.rms_norm(x, None, weight, 1e-5)[1]),
+        "norm with its sum": (
+            [made(3, 257, 640), made(3, 257, 640), made(640)],
+            lambda x, branch, weight: norm.rms_norm(x, branch, weight, 1e-5),
+        ),
+        "norm of two dtypes": (
+            [made(300, 768, dtype=torch.float32), made(300, 768), made(768, dtype=torch.float32)],
+            lambda x, branch, weight: norm.rms_norm(x, branch, weight, 1e-5, torch.bfloat16),
+        ),
+        "mlp": ([made(1030, 1712), made(1030, 1712)], mlp.silu_product),
+        "mlp of halves": (halves, mlp.silu_product),
+        "rope": ([*heads, angles.cos(), angles.sin()], rope.rotated),
+    }
+
+
+@pytest.mark.parametrize("part", ["norm", "norm with its sum", "norm of two dtypes", "mlp", "mlp of halves", "rope"])
+def test_parts_have_the_bits_of_pythons_launches(part: str):
+    inputs, function = parts()[part]
+    trained = [each for each in inputs if each.requires_grad]
+
+    def run() -> tuple[bool, list[Tensor]]:
+        out = function(*inputs)
+        outputs = list(out) if isinstance(out, tuple) else [out]
+        upstream = [torch.full_like(each, 0.5) for each in outputs]
+        in_cpp = type(outputs[0].grad_fn).__name__ == "RecordedBackward"
+        return in_cpp, [*(each.detach() for each in outputs), *torch.autograd.grad(outputs, trained, upstream)]
+
+    native.forget()
+    in_cpp, right = run()
+    assert not in_cpp
+    for _ in range(2):
+        in_cpp, found = run()
+        assert in_cpp and all(torch.equal(one, other) for one, other in zip(found, right, strict=True))
+
+
+@pytest.mark.parametrize("choices", [{}, {"dtype": "bf16"}, {"dtype": "bf16-master", "projections": "joint"}], ids=str)
+def test_an_eager_step_has_the_losses_and_gradients_of_pythons_launches(choices: dict[str, Any]):
+    """From the third step on every call of flash attention and of the parts is launched from C++."""
+    fused: dict[str, Any] = dict.fromkeys(("norm", "rope", "mlp"), "fused")
+    workload = mini(attention="flash", d_model=128, heads=2, seq_len=64, **fused, **choices)
+    found: list[list[float]] = []
+    for launched in (False, True):
+        native.forget()
+        with pytest.MonkeyPatch.context() as patched:
+            if not launched:
+                patched.setattr(native, "extension", lambda: None)
+            step = TrainingStep(workload, torch.device("cuda"))
+            found.append([run_steps(step) or 0.0 for _ in range(6)])
+    assert found[0] == pytest.approx(found[1], rel=1e-4)

@@ -1,4 +1,4 @@
-"""The launcher of flash attention in C++ against Triton's own: the same kernels get the same parameters, byte by byte.
+"""The launcher in C++ against Triton's own: the same kernels get the same parameters, byte by byte.
 
 Under a CUDA driver that computes nothing (fake_driver/), in a process of its own, since a process has one driver. What
 the kernels compute with the launcher is a matter of tests/gpu.
@@ -44,7 +44,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         capture_output=True, text=True, check=False, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "building the launcher of flash attention, once" in done.stderr
+    assert "building the launcher in C++, once" in done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -55,6 +55,16 @@ def test_kernels_get_what_triton_gives_them(found: dict[str, Any], way: str):
     assert launches["count"] >= 3 and launches["native"], "forward and backward ran in C++"
     assert launches["different"] == []
     assert launches["of the caller"] and launches["consistent"] and launches["aligned"]
+
+
+@pytest.mark.parametrize(
+    "part", ["norm", "norm with its sum", "norm of two dtypes", "mlp", "mlp of halves", "rope"]
+)  # fmt: skip
+def test_kernels_of_parts_get_what_triton_gives_them(found: dict[str, Any], part: str):
+    """Also where gradients are parts of one tensor, and where a buffer is nobody's result."""
+    launches = found["parts"][part]
+    assert launches["count"] >= 2 and launches["native"] and launches["of the caller"]
+    assert launches["different"] == []
 
 
 @pytest.mark.parametrize(
@@ -84,11 +94,11 @@ def test_what_autograd_promises_holds(found: dict[str, Any]):
     assert promises["inference without Python"] and promises["after inference"] == [True, True]
     assert promises["no gradient"] and promises["frozen"] == [True, False, True]
     assert promises["threads"] == 200
-    assert promises["kept"] == [["key", "logsumexp", "out", "query", "value"], True] and promises["operator"]
+    assert promises["kept"] == [[f"saved[{i}]" for i in range(5)], True] and promises["operator"]
     assert promises["streams"] == [9] * 4, "backward runs on the stream of its forward"
 
 
 def test_without_a_compiler_python_launches_and_says_why(found: dict[str, Any]):
     said = found["failing"]
-    assert said.startswith("flash attention is launched from Python: the launcher of flash attention cannot be built (")
+    assert said.startswith("kernels are launched from Python: the launcher in C++ cannot be built (")
     assert said.endswith("): install g++ and ninja") and "not found" in said and "\n" not in said

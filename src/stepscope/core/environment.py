@@ -57,7 +57,7 @@ class HostReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NATIVE_LAUNCHER = "STEPSCOPE_NATIVE"
-"""The environment variable that lets eager flash attention be launched from C++: 1."""
+"""The environment variable that lets eager calls of our operations be launched from C++: 1."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):

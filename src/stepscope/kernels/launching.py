@@ -7,6 +7,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from stepscope.kernels.operators import HERE
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 SMALLEST_SCALE = 2.0**-100
@@ -20,8 +22,11 @@ class Launcher(Protocol):
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: int) -> object:
-    """Launch a kernel without recording it."""
-    return kernel[grid](*arguments, **options)
+    """Launch a kernel without recording it, unless somebody watches."""
+    compiled = kernel[grid](*arguments, **options)
+    if HERE.watcher is not None:
+        HERE.watcher(compiled, grid, arguments)
+    return compiled
 
 
 def interpreted() -> bool:

@@ -1,5 +1,7 @@
 """What the operators of this room share: when a call must be an operator, and where its tensors may lie."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ from stepscope.core.errors import InputError
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
+class _Here(threading.local):
+    """Who learns the launches of this thread's call (native.py): it gets what was compiled, the grid and the arguments.
+    It follows operators, too, by a mode of its own, for which nothing need be one."""
+
+    watcher: Callable[[Any, tuple[int, ...], tuple[object, ...]], None] | None = None
+
+
+HERE = _Here()
+
+
 def watched(*tensors: Tensor) -> bool:
     """Whether the call must be an operator.
 
@@ -20,7 +32,7 @@ def watched(*tensors: Tensor) -> bool:
     """
     if (
         torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_dispatch_stack() > (HERE.watcher is not None)
         or torch._C._are_functorch_transforms_active()
         or _profiler_enabled()
         or tensors[0].is_meta

@@ -98,7 +98,7 @@ def _versions() -> dict[str, str]:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a CPU build comes without Triton
         versions["triton"] = importlib.metadata.version("triton")
     if torch.version.cuda and os.environ.get(NATIVE_LAUNCHER) == "1":
-        versions[NATIVE_LAUNCHER] = "1"  # which code launches attention, beside whose code it is
+        versions[NATIVE_LAUNCHER] = "1"  # which code launches our kernels, beside whose code they are
     return versions
 
 

@@ -13,10 +13,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.environment import NATIVE_LAUNCHER
-from stepscope.kernels.flash import attention, native, replay, tuning
+from stepscope.kernels import native
+from stepscope.kernels.flash import attention, replay, tuning
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, Tiles, Way
+from stepscope.kernels.flash.taught import ATTENTION
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.kernels.parts import mlp, norm, rope
 from stepscope.measure.saved_tensors import saved_tensors
 from tests.kernels.fake_driver.fake import Fake, Kept
 
@@ -61,7 +64,7 @@ class Call:
 
 
 def in_cpp(out: Tensor) -> bool:
-    return type(out.grad_fn).__name__ == "FlashAttentionBackward0"
+    return type(out.grad_fn).__name__ == "RecordedBackward"
 
 
 def addresses_in(kept: Kept, launch: dict[str, Any]) -> dict[int, int]:
@@ -69,13 +72,13 @@ def addresses_in(kept: Kept, launch: dict[str, Any]) -> dict[int, int]:
     at = {place: number for number, place in enumerate(launch["places"])}
     return {
         tensor: int.from_bytes(kept.parameters[at[place]][:8], "little")
-        for place, tensor in (*launch["addresses"], *launch["descriptors"])
+        for place, tensor, _ in (*launch["addresses"], *launch["descriptors"])
     }
 
 
 def without_addresses(kept: Kept, launch: dict[str, Any]) -> tuple[dict[str, int], list[bytes]]:
     at = {place: number for number, place in enumerate(launch["places"])}
-    cut = {at[place] for place, _ in (*launch["addresses"], *launch["descriptors"])}
+    cut = {at[place] for place, _, _ in (*launch["addresses"], *launch["descriptors"])}
     return kept.numbers, [each[8:] if n in cut else each for n, each in enumerate(kept.parameters)]
 
 
@@ -133,6 +136,78 @@ def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
         "consistent": all(len(each) == 1 for each in together.values()) and together[5] == {first[4]},
         "aligned": not any(address % 16 for each in together.values() for address in each),
     }
+
+
+def parts() -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
+    """Calls of the fused parts: their inputs, and what is called with them."""
+
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.zeros(shape, dtype=dtype).requires_grad_()
+
+    x, branch, weight = made(3, 5, 48), made(3, 5, 48), made(48)
+    both = torch.zeros(15, 2 * 40, dtype=torch.bfloat16)
+    halves = [half.detach().requires_grad_() for half in both.tensor_split(2, dim=-1)]
+    heads = [torch.zeros(2, 7, n, 16, dtype=torch.bfloat16).transpose(1, 2).requires_grad_() for n in (4, 2)]
+    tables = [torch.zeros(9, 16), torch.zeros(9, 16)]
+    return {
+        "norm": ([x, weight], lambda x, weight: norm.rms_norm(x, None, weight, 1e-5)[1]),
+        "norm with its sum": ([x, branch, weight], lambda x, branch, weight: norm.rms_norm(x, branch, weight, 1e-5)),
+        "norm of two dtypes": (
+            [made(4, 48, dtype=torch.float32), made(4, 48), made(48, dtype=torch.float32)],
+            lambda x, branch, weight: norm.rms_norm(x, branch, weight, 1e-5, torch.bfloat16),
+        ),
+        "mlp": ([made(6, 40), made(6, 40)], mlp.silu_product),
+        "mlp of halves": (halves, mlp.silu_product),
+        "rope": ([*heads, *tables], rope.rotated),
+    }
+
+
+def same_part(fake: Fake, inputs: list[Tensor], function: Callable[..., Any]) -> dict[str, Any]:
+    """How the launches of a part by Triton and by C++ differ, and whether C++ read and wrote the caller's tensors."""
+    learnt: list[dict[str, Any]] = []
+    noted = native.launch_of
+
+    def keep(*of: Any) -> dict[str, Any] | None:
+        found = noted(*of)
+        learnt.append(found or {})
+        return found
+
+    def run() -> tuple[list[Tensor], list[Kept]]:
+        fake.forget()
+        out = function(*inputs)
+        outputs = list(out) if isinstance(out, tuple) else [out]
+        trained = [each for each in inputs if each.requires_grad]
+        gradients = torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
+        return [*outputs, *gradients], fake.launches()
+
+    native.launch_of = keep
+    run()
+    native.launch_of = noted
+    os.environ[NATIVE_LAUNCHER] = "0"
+    native.extension.cache_clear()
+    _, of_triton = run()
+    os.environ[NATIVE_LAUNCHER] = "1"
+    native.extension.cache_clear()
+    results, of_cpp = run()
+    forward = addresses_in(of_cpp[0], learnt[0])
+    written = {address for kept, launch in zip(of_cpp, learnt, strict=True) for address in addresses_of(kept, launch)}
+    return {
+        "count": len(of_cpp),
+        "native": in_cpp(results[0]),
+        "different": [
+            launch["function"]
+            for one, other, launch in zip(of_triton, of_cpp, learnt, strict=True)
+            if without_addresses(one, launch) != without_addresses(other, launch)
+        ],
+        "of the caller": all(forward[n] == each.data_ptr() for n, each in enumerate(inputs) if n in forward)
+        and all(each.data_ptr() in written for each in results),
+    }
+
+
+def addresses_of(kept: Kept, launch: dict[str, Any]) -> set[int]:
+    """The addresses that a launch was given."""
+    at = {place: number for number, place in enumerate(launch["places"])}
+    return {int.from_bytes(kept.parameters[at[place]], "little") for place, _, _ in launch["addresses"]}
 
 
 class Mode(TorchDispatchMode):
@@ -261,7 +336,7 @@ def promises(fake: Fake, call: Call) -> dict[str, Any]:
     out = call.forward()
     assert out.grad_fn is not None
     kept = {saved.name: saved.tensor.data_ptr() for saved in saved_tensors(out.grad_fn)}
-    given = {"query": call.q, "key": call.k, "value": call.v, "out": out}
+    given = {"saved[0]": call.q, "saved[1]": call.k, "saved[2]": call.v, "saved[3]": out}
     found["kept"] = sorted(kept), all(kept[name] == tensor.data_ptr() for name, tensor in given.items())
     found["operator"] = {saved.operator for saved in saved_tensors(out.grad_fn)} == {"FlashAttention"}
     call.k.requires_grad = False
@@ -283,7 +358,9 @@ def promises(fake: Fake, call: Call) -> dict[str, Any]:
     fake.forget()
     known = native.extension()
     assert known is not None
-    known.attend(call.q, call.k, call.v, True, 0.125, tuning.configuration_number(), 9).backward(call.gradient)
+    options = 1, native.bits(0.125), tuning.configuration_number()
+    (out,) = known.call(ATTENTION.number, [call.q, call.k, call.v], options, 9)
+    out.backward(call.gradient)
     return {**found, "threads": sum(done), "streams": [each.numbers["stream"] for each in fake.launches()]}
 
 
@@ -307,7 +384,8 @@ def main(folder: str) -> None:
         "descriptors": (way("apart", tma=True), Call()),
         "joint": (way("joint"), Call()),
     }
-    found: dict[str, Any] = {"same": {name: same(fake, *each) for name, each in chosen.items()}}
+    found: dict[str, Any] = {"parts": {name: same_part(fake, *each) for name, each in parts().items()}}
+    found |= {"same": {name: same(fake, *each) for name, each in chosen.items()}}
     forward, backward = way("apart", hopper=True)
     with tuning.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}

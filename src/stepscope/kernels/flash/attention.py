@@ -55,10 +55,10 @@ _library.define(
 def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType", "ModuleType"]:
     """The modules that need Triton, imported by the first call."""
     try:
-        from stepscope.kernels.flash import launch, native, replay, tuning  # noqa: PLC0415
+        from stepscope.kernels.flash import launch, replay, taught, tuning  # noqa: PLC0415
     except ImportError as error:
         raise InputError(f"flash attention needs Triton 3.6 or later ({error}): choose another attention") from error
-    return launch, replay, tuning, native
+    return launch, replay, tuning, taught
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    launch, replay, tuning, native = _launching()
+    launch, replay, tuning, taught = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
         raise InputError(
             "attention flash runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose another attention, "
@@ -109,8 +109,10 @@ def _forward(
     replay.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
-    elif native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
-        native.learn(q, k, v, out, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key)
+    elif taught.native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
+        taught.learn(
+            q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key
+        )  # fmt: skip
     return out, logsumexp
 
 
@@ -128,7 +130,7 @@ def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch, replay, tuning, native = _launching()
+    launch, replay, tuning, taught = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
@@ -168,11 +170,11 @@ def _backward(
         if target is not gradient_of:
             gradient_of.copy_(target)
     given = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
-    if native.extension() is not None and not (window or rest[1] or rest[2]) and _as_given(always, *given):
-        native.learn(
-            q, k, v, out, causal=causal, scale=scale, configuration=tuning.configuration_number(),
+    if taught.native.extension() is not None and not (window or rest[1] or rest[2]) and _as_given(always, *given):
+        taught.learn(
+            q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
             key=_forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))),
-            backward=native.Backward(key, gradient, statistics, sums),
+            backward=taught.Backward(key, gradient, (dq, dk, dv), statistics, sums),
         )  # fmt: skip
     return dq, dk, dv
 
@@ -289,13 +291,10 @@ def flash_attention(
             return _transforms().transformed(q, k, v, causal, scale, window, bounds)
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds)[0]
     if window is None and bounds is None:
-        _, _, tuning, native = _launching()
-        known = native.extension()
-        if known is not None:
-            stream = torch._C._cuda_getCurrentRawStream(q.device.index) if q.is_cuda else 0
-            out = known.attend(q, k, v, causal, scale, tuning.configuration_number(), stream)
-            if out is not None:
-                return out
+        _, _, tuning, taught = _launching()
+        out = taught.call(q, k, v, causal, scale, tuning.configuration_number())
+        if out is not None:
+            return out
     return _Direct.apply(q, k, v, (causal, scale, window, bounds))
 
 

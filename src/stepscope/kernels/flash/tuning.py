@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from stepscope.kernels.flash import native, replay
+from stepscope.kernels import native
+from stepscope.kernels.flash import replay
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,

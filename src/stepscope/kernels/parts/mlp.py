@@ -14,6 +14,7 @@ Backward writes into new memory. Writing over gate and up would save it, and wou
 (`retain_graph`) or somebody else holds them, which a kernel cannot see.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.core.errors import InputError
+from stepscope.kernels import native
 from stepscope.kernels.function_transforms import refuse_transforms
 from stepscope.kernels.launching import interpreted, tiles_of
 from stepscope.kernels.operators import (
@@ -138,21 +140,30 @@ define(
 )
 
 
+_PRODUCT = native.Operation("SiluProductBackward0")
+
+
+def _gradients(halves: bool, dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, ...]:
+    refuse_second_derivative(_NAME)
+    run = torch.ops.stepscope.silu_product_backward if watched(dout, gate, up) else _backward
+    made = run(dout, gate, up, halves)
+    return made[0].tensor_split(2, dim=-1) if halves else made
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.halves = _halves(gate, up)
-        run = torch.ops.stepscope.silu_product_forward if watched(gate, up) else _forward
-        return run(gate, up)
+        def run() -> native.Ran:
+            run = torch.ops.stepscope.silu_product_forward if watched(gate, up) else _forward
+            return (run(gate, up),), (gate, up)
+
+        gradients = functools.partial(_gradients, _halves(gate, up))
+        (out,) = native.forward(ctx, _PRODUCT, (gate, up), (), run, gradients)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
-        gate, up = ctx.saved_tensors
-        run = torch.ops.stepscope.silu_product_backward if watched(gradients[0], gate, up) else _backward
-        made = run(gradients[0], gate, up, ctx.halves)
-        return made[0].tensor_split(2, dim=-1) if ctx.halves else made
+        return tuple(native.backward(ctx, gradients))
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
@@ -164,4 +175,5 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
             f"{_NAME} takes gate and up (..., F) of one shape and dtype, not {tuple(gate.shape)} in {gate.dtype} and "
             f"{tuple(up.shape)} in {up.dtype}"
         )
-    return _Product.apply(gate, up)
+    known = None if watched(gate, up) else _PRODUCT.call((gate, up), ())
+    return _Product.apply(gate, up) if known is None else known[0]

@@ -17,6 +17,7 @@ programs, each over rows a fixed distance apart. Each sums its own share of dw, 
 that the same input gives the same bits.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, norm_programs
+from stepscope.kernels import native
 from stepscope.kernels.autocast_inputs import autocast_dtype
 from stepscope.kernels.function_transforms import refuse_transforms
 from stepscope.kernels.launching import interpreted, tiles_of
@@ -207,23 +209,45 @@ define(
 )
 
 
+_NORM, _ADD_NORM = native.Operation("RmsNormBackward0"), native.Operation("AddRmsNormBackward0")
+
+
+def _options(epsilon: float, dtype: torch.dtype) -> tuple[int, int]:
+    return native.bits(epsilon), native.number_of(dtype)
+
+
+def _norm_gradients(dy: Tensor, x: Tensor, weight: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
+    refuse_second_derivative(_NAME)
+    run = torch.ops.stepscope.rms_norm_backward if watched(dy, x, weight) else _backward
+    dx, _, dweight = run(dy, None, x, weight, roots, x.dtype, None)
+    return dx, dweight
+
+
 class _Norm(torch.autograd.Function):
     """y = norm(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype) -> Tensor:
-        run = torch.ops.stepscope.rms_norm_forward if watched(x, weight) else _forward
-        y, _, roots = run(x, None, weight, epsilon, dtype)
-        ctx.save_for_backward(x, weight, roots)
+        def run() -> native.Ran:
+            run = torch.ops.stepscope.rms_norm_forward if watched(x, weight) else _forward
+            y, _, roots = run(x, None, weight, epsilon, dtype)
+            return (y,), (x, weight, roots)
+
+        (y,) = native.forward(ctx, _NORM, (x, weight), _options(epsilon, dtype), run, _norm_gradients)
         return y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
-        x, weight, roots = ctx.saved_tensors
-        run = torch.ops.stepscope.rms_norm_backward if watched(gradients[0], x, weight) else _backward
-        dx, _, dweight = run(gradients[0], None, x, weight, roots, x.dtype, None)
-        return dx, dweight, None, None
+        return *native.backward(ctx, gradients), None, None
+
+
+def _add_norm_gradients(
+    dtypes: tuple[torch.dtype, torch.dtype], dtotal: Tensor, dy: Tensor, total: Tensor, weight: Tensor, roots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    refuse_second_derivative(_NAME)
+    run = torch.ops.stepscope.rms_norm_backward if watched(dy, total, weight) else _backward
+    dx, dbranch, dweight = run(dy, dtotal, total, weight, roots, *dtypes)
+    return dx, dx if dtypes[0] == dtypes[1] else dbranch, dweight
 
 
 class _AddNorm(torch.autograd.Function):
@@ -233,20 +257,18 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, branch: Tensor, weight: Tensor, epsilon: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        run = torch.ops.stepscope.rms_norm_forward if watched(x, branch, weight) else _forward
-        y, total, roots = run(x, branch, weight, epsilon, dtype)
-        ctx.save_for_backward(total, weight, roots)
-        ctx.dtypes = x.dtype, branch.dtype
+        def run() -> native.Ran:
+            run = torch.ops.stepscope.rms_norm_forward if watched(x, branch, weight) else _forward
+            y, total, roots = run(x, branch, weight, epsilon, dtype)
+            return (total, y), (total, weight, roots)
+
+        gradients = functools.partial(_add_norm_gradients, (x.dtype, branch.dtype))
+        total, y = native.forward(ctx, _ADD_NORM, (x, branch, weight), _options(epsilon, dtype), run, gradients)
         return total, y
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
-        total, weight, roots = ctx.saved_tensors
-        dtotal, dy = gradients
-        run = torch.ops.stepscope.rms_norm_backward if watched(dy, total, weight) else _backward
-        dx, dbranch, dweight = run(dy, dtotal, total, weight, roots, *ctx.dtypes)
-        return dx, dx if ctx.dtypes[0] == ctx.dtypes[1] else dbranch, dweight, None, None
+        return *native.backward(ctx, gradients), None, None
 
 
 def rms_norm(
@@ -266,6 +288,10 @@ def rms_norm(
             f"{tuple(x.shape)}, {None if branch is None else tuple(branch.shape)}, {tuple(weight.shape)}"
         )
     dtype = dtype or autocast_dtype(x)
+    inputs, operation = ((x, weight), _NORM) if branch is None else ((x, branch, weight), _ADD_NORM)
+    known = None if watched(*inputs) else operation.call(inputs, _options(epsilon, dtype))
+    if known is not None:
+        return (x, known[0]) if branch is None else (known[0], known[1])
     if branch is None:
         return x, _Norm.apply(x, weight, epsilon, dtype)
     return _AddNorm.apply(x, branch, weight, epsilon, dtype)

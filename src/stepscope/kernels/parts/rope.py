@@ -22,6 +22,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS
+from stepscope.kernels import native
 from stepscope.kernels.function_transforms import refuse_transforms
 from stepscope.kernels.launching import interpreted, tiles_of
 from stepscope.kernels.operators import (
@@ -123,17 +124,26 @@ def _run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple
     return run(q, k, cos, sin, inverse)
 
 
+_ROTATION = native.Operation("RotatedBackward0")
+
+
+def _gradients(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative(_NAME)
+    return *_run(dq, dk, cos, sin, True), None, None
+
+
 class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        return _run(q, k, cos, sin, False)
+        inputs = q, k, cos, sin
+        q_out, k_out = native.forward(
+            ctx, _ROTATION, inputs, (), lambda: (_run(*inputs, False), (cos, sin)), _gradients
+        )
+        return q_out, k_out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative(_NAME)
-        cos, sin = ctx.saved_tensors
-        return *_run(gradients[0], gradients[1], cos, sin, True), None, None
+        return tuple(native.backward(ctx, gradients))
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -150,4 +160,5 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
         )
     if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] < q.shape[2] or cos.shape[1] != q.shape[3]:
         raise InputError(f"{_NAME} takes tables (S or more, D), not {tuple(cos.shape)} for q {tuple(q.shape)}")
-    return _Rotation.apply(q, k, cos, sin)
+    known = None if watched(q, k, cos, sin) else _ROTATION.call((q, k, cos, sin), ())
+    return _Rotation.apply(q, k, cos, sin) if known is None else (known[0], known[1])

@@ -1,0 +1,380 @@
+"""Builds, loads and teaches the launcher in C++ (native.cpp), by which eager calls of our operations go round Python.
+
+It is built once for a version of PyTorch, of Triton and of the source, by PyTorch's own tools and the system's C++
+compiler, into the directory of caches. It needs no CUDA compiler. Without it calls go through Python.
+
+What it learns are the launches of a call that Python ran (launch_parameters.py). Flash attention keeps recordings of
+its own (flash/replay.py); for any other operation a call is watched: what it allocates, what it launches, and that it
+calls nothing else (`forward`, `backward`).
+"""
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import itertools
+import os
+import struct
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stepscope.core.cache_directory import cache_directory
+from stepscope.core.environment import NATIVE_LAUNCHER
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.shown_text import printable
+from stepscope.kernels.launch_parameters import Place, launch_of
+from stepscope.kernels.operators import HERE
+from stepscope.kernels.operators import watched as is_watched
+
+SOURCE = Path(__file__).with_name("native.cpp")
+NAME = "stepscope_launcher"
+_KNOWN = ("3.6.", "3.7.")
+"""The releases of Triton whose kernels take parameters as the module says."""
+
+Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Sizes, strides, dtype."""
+
+# ---- the library
+
+
+def wanted() -> bool:
+    """Whether this process is to take the launcher."""
+    return os.environ.get(NATIVE_LAUNCHER) == "1"
+
+
+def library() -> Path | None:
+    """Where the launcher is or would be built; None without a directory of caches."""
+    caches = cache_directory()
+    said = f"{torch.__version__} {triton.__version__} {sys.implementation.cache_tag}".encode() + SOURCE.read_bytes()
+    made = hashlib.sha256(said).hexdigest()[:12]
+    return caches / f"launcher-{made}" / f"{NAME}.so" if caches else None
+
+
+def build() -> Path:
+    """Build the launcher, where it is not there yet: some twenty seconds. Raises InputError, one line, where that
+    fails."""
+    path = library()
+    if path is None:
+        raise InputError("there is no place for the launcher in C++: name one in STEPSCOPE_CACHE")
+    if path.exists():
+        return path
+    from torch.utils import cpp_extension  # noqa: PLC0415  (slow, and seldom needed)
+
+    print("stepscope: building the launcher in C++, once", file=sys.stderr, flush=True)
+    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cpp_extension.load(
+            NAME, [str(SOURCE)], extra_cflags=["-O1", "-std=c++20"], extra_include_paths=[str(headers)],
+            build_directory=str(path.parent), with_cuda=False,
+        )  # fmt: skip
+    except (RuntimeError, OSError, ImportError) as error:
+        wrong = next(
+            (line for line in str(error).splitlines() if "error:" in line or "not found" in line), str(error)
+        )  # fmt: skip
+        raise InputError(
+            f"the launcher in C++ cannot be built ({printable(wrong.strip())[:300]}): install g++ and ninja"
+        ) from error
+    return path
+
+
+@functools.cache
+def extension() -> ModuleType | None:
+    """The launcher with the driver's functions, built now if it must be; None where it is not wanted or cannot be
+    had, which a warning says."""
+    if not wanted() or not triton.__version__.startswith(_KNOWN):
+        return None
+    try:
+        path = build()
+        spec = importlib.util.spec_from_file_location(NAME, path)
+        assert spec is not None and spec.loader is not None  # a file that ends in .so is a module
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        driver = ctypes.CDLL("libcuda.so.1")
+        functions = [driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress]
+    except (InputError, ImportError, OSError, AttributeError) as error:
+        warnings.warn(f"kernels are launched from Python: {one_line(error)}", stacklevel=2)
+        return None
+    module.set_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
+    return module
+
+
+# ---- operations
+
+_numbers = itertools.count()
+_tried: set[bytes] = set()
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """What calls of one kind are: a name for its nodes, and its number in their keys."""
+
+    name: str
+    """As autograd's nodes are named: FlashAttentionBackward0."""
+    number: int = field(default_factory=_numbers.__next__)
+
+    def key(self, inputs: Sequence[Tensor], options: Sequence[int]) -> bytes:
+        """What the launches of a call depend on."""
+        found = extension()
+        assert found is not None  # nobody asks without it
+        return found.key(self.number, inputs, options)
+
+    def call(self, inputs: Sequence[Tensor], options: Sequence[int]) -> list[Tensor] | None:
+        """The outputs of a call whose launches are known; None of any other."""
+        found = extension()
+        if found is None:
+            return None
+        device = inputs[0].device
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+        return found.call(self.number, inputs, options, stream)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """A pass that ran: what it made, launched, and gave (None for a result that it does not give)."""
+
+    made: list[Layout]
+    launches: list[dict[str, Any]]
+    results: list[tuple[int, int, Layout] | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forward:
+    """A forward pass that ran: its key, its inputs and what it saved."""
+
+    operation: Operation
+    key: bytes
+    inputs: list[Layout]
+    ran: Pass
+    saved: list[int]
+
+
+def teach(
+    forward: Forward, by_python: Callable[..., Sequence[Tensor | None]], *, backward: Pass | None = None,
+    gradients: Sequence[Layout | None] = (), any_order: bool = False,
+) -> None:  # fmt: skip
+    """Teach the launcher a call, of forward alone or of both passes.
+
+    by_python: makes the gradients, of the outputs' gradients and the saved tensors, where the launches do not hold.
+    any_order: whether backward adds its sums up in any order: they do not hold where PyTorch must be deterministic.
+    """
+    found = extension()
+    if found is not None:
+        found.learn(
+            forward.key,
+            {
+                "name": forward.operation.name, "any_order": any_order, "inputs": forward.inputs,
+                "forward": _as_dict(forward.ran), "saved": forward.saved, "by_python": by_python,
+                "backward": None if backward is None else _as_dict(backward), "gradients": list(gradients),
+            },
+        )  # fmt: skip
+
+
+def _as_dict(ran: Pass) -> dict[str, Any]:
+    return {"made": ran.made, "launches": ran.launches, "results": ran.results}
+
+
+def forget() -> None:
+    """Forget all that was learnt, as when other configurations are chosen."""
+    _tried.clear()
+    found = extension()
+    if found is not None:
+        found.forget()
+
+
+def layout_of(tensor: Tensor) -> Layout:
+    """How a tensor lies."""
+    return tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def first_time(key: bytes) -> bool:
+    """Whether nobody tried to learn this call before."""
+    if key in _tried:
+        return False
+    _tried.add(key)
+    return True
+
+
+_DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64))}
+
+
+def number_of(dtype: torch.dtype) -> int:
+    """A dtype as an option of a key."""
+    return _DTYPES[dtype]
+
+
+def bits(value: float) -> int:
+    """A number as an option of a key."""
+    return struct.unpack("q", struct.pack("d", value))[0]
+
+
+# ---- calls that are watched
+
+
+class _Allocations(TorchDispatchMode):
+    """Keeps the tensors that a call makes, and notes whether it calls operators that do more than make or view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+        self.other = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"):
+            self.made.append(out)
+        elif not func.is_view and name not in ("view", "_unsafe_view", "_reshape_alias", "promote_types"):
+            self.other = name
+        return out
+
+
+class Watched:
+    """A call that is watched: its tensors, and its launches."""
+
+    def __init__(self, given: Sequence[Tensor | None]) -> None:
+        """given: the tensors that the pass is given, by their numbers."""
+        self._given = list(given)
+        self._mode = _Allocations()
+        self._launched: list[tuple[Any, tuple[int, ...], tuple[object, ...]]] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context in which the call runs."""
+        before = HERE.watcher
+        HERE.watcher = lambda *of: self._launched.append(of)
+        try:
+            with self._mode:
+                yield
+        finally:
+            HERE.watcher = before
+
+    def place_of(self, tensor: Tensor) -> Place | None:
+        """The tensor of the pass that this one lies in, and how far from its start; None where there is none."""
+        tensors = [*self._given, *self._mode.made]
+        at = tensor.data_ptr()
+        for exactly in (True, False):
+            for number, each in enumerate(tensors):
+                if each is None or not each.numel():
+                    continue
+                start = each.data_ptr()
+                if at == start if exactly else start < at < start + _extent(each):
+                    return Place(number, at - start)
+        return None
+
+    def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
+        """The pass; None where it cannot be launched by what was seen."""
+        if self._mode.other:
+            return None
+        launches = [self._launch(*each) for each in self._launched]
+        found: list[tuple[int, int, Layout] | None] = []
+        for tensor in results:
+            place = None if tensor is None else self.place_of(tensor)
+            if tensor is not None and place is None:
+                return None
+            if tensor is None or place is None:
+                found.append(None)
+            else:
+                found.append((place.tensor, place.offset // tensor.element_size(), layout_of(tensor)))
+        if any(each is None for each in launches):
+            return None
+        return Pass(
+            made=[layout_of(each) for each in self._mode.made],
+            launches=[each for each in launches if each is not None], results=found,
+        )  # fmt: skip
+
+    def _launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[object, ...]) -> dict[str, Any] | None:
+        placed: list[object] = []
+        for argument in arguments:
+            if not isinstance(argument, Tensor):
+                placed.append(argument)
+            elif not argument.numel():
+                placed.append(None)
+            elif (place := self.place_of(argument)) is not None:
+                placed.append(place)
+            else:
+                return None
+        return launch_of(compiled, grid, placed)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes from a tensor's first number to behind its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+Ran = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""The outputs of a forward pass, and what it saves."""
+Gradients = Callable[..., Sequence[Tensor | None]]
+"""Makes the gradients of forward's inputs, of those of its outputs and of what it saved."""
+
+
+def forward(  # noqa: PLR0917  (a call by names takes longer, and there is one in each block)
+    ctx: Any, operation: Operation, inputs: Sequence[Tensor], options: Sequence[int], run: Callable[[], Ran],
+    gradients: Gradients,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Run forward from Python inside a Function, and save what `backward` needs. Where the launcher is there, watch the
+    first such call, and teach it."""
+    ctx.gradients = gradients
+    # A compiler follows neither the library's loading nor a watched call.
+    followed = torch.compiler.is_compiling() or extension() is None or is_watched(*inputs)
+    if followed or not first_time(key := operation.key(inputs, options)):
+        outputs, saved = run()
+    else:
+        watched = Watched(inputs)
+        with watched.watching():
+            outputs, saved = run()
+        ran = watched.ran(outputs)
+        places = [watched.place_of(tensor) for tensor in saved]
+        if ran is not None and all(place is not None and not place.offset for place in places):
+            seen = Forward(
+                operation=operation, key=key, inputs=[layout_of(tensor) for tensor in inputs], ran=ran,
+                saved=[place.tensor for place in places if place is not None],
+            )  # fmt: skip
+            ctx.gradients = _Learning(seen, gradients)
+            teach(seen, ctx.gradients)
+    ctx.save_for_backward(*saved)
+    return outputs
+
+
+def backward(ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+    """Run backward from Python inside a Function whose forward ran by `forward`."""
+    return ctx.gradients(*gradients, *ctx.saved_tensors)
+
+
+class _Learning:
+    """Makes gradients from Python, and teaches the launcher both passes the first time."""
+
+    def __init__(self, seen: Forward, gradients: Gradients) -> None:
+        self._seen: Forward | None = seen
+        self._gradients = gradients
+
+    def __call__(self, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+        seen, self._seen = self._seen, None
+        if seen is None or _followed(tensors):
+            self._seen = seen
+            return self._gradients(*tensors)
+        watched = Watched(tensors)
+        with watched.watching():
+            results = self._gradients(*tensors)
+        ran = watched.ran(results)
+        if ran is not None:
+            outputs = len(seen.ran.results)
+            layouts = [None if each is None else layout_of(each) for each in tensors[:outputs]]
+            teach(seen, self, backward=ran, gradients=layouts)
+        return results
+
+
+def _followed(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() or is_watched(*(each for each in tensors if each is not None))
