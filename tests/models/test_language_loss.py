@@ -217,6 +217,49 @@ def test_modes_copies_and_frozen_heads(tmp_path: Path):
     assert json.loads((tmp_path / "config.json").read_bytes())["architectures"] == ["Qwen2ForCausalLM"]
 
 
+class Sentences(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Samples with unequal numbers of labels, and a column that no model takes."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at: int) -> dict[str, Tensor]:
+        tokens = torch.arange(at + 3, at + 14)
+        labels = tokens.clone()
+        labels[:at] = -100
+        return {"input_ids": tokens, "labels": labels, "length": torch.tensor(11)}
+
+
+def test_the_trainer_of_transformers_trains_it_alike(tmp_path: Path):
+    """It looks for columns of the data set, for labels, and for how to count them, in forward's signature."""
+    pytest.importorskip("accelerate", reason="accelerate, which the Trainer needs, is not installed")
+
+    def losses(model: Any) -> list[float]:
+        asked = transformers.TrainingArguments(
+            str(tmp_path), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=2, logging_steps=1,
+            report_to=[], save_strategy="no", disable_tqdm=True, learning_rate=1e-2, use_cpu=DEVICE.type == "cpu",
+        )  # fmt: skip
+        trainer: Any = transformers.Trainer(
+            model=model, args=asked, train_dataset=Sentences(), eval_dataset=Sentences()
+        )
+        trainer.train()
+        return [each["loss"] for each in trainer.state.log_history if "loss" in each] + [
+            trainer.evaluate()["eval_loss"]
+        ]
+
+    own, model = losses(language_model()), language_model()
+    replace_parts(model, "fused")
+    assert losses(model) == pytest.approx(own, rel=1e-4)
+
+
+def test_it_generates_as_before():
+    model = language_model().eval()
+    prompt = torch.tensor([[3, 4, 5]], device=DEVICE)
+    own = model.generate(prompt, max_new_tokens=4, do_sample=False)
+    replace_parts(model, "fused")
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), own)
+
+
 @pytest.fixture
 def _compiled_anew() -> Iterator[None]:
     torch._dynamo.reset()

@@ -74,6 +74,8 @@ def loss_forward(
     """A forward that computes the loss from hidden states, wherever it may."""
     places, _ = _names(own)
 
+    # With its own signature: Transformers reads there which columns of a data set a model takes.
+    @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(places, args, strict=False)), **kwargs}
         if not _takes(self, given, getattr(self, of.head).weight):

@@ -275,6 +275,7 @@ def _forward_of_one_tensor(
 ) -> Callable[..., Any]:  # fmt: skip
     """A forward by a kernel, for calls with one tensor that the kernel takes."""
 
+    @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or not _takes(self, args[0]):
             return own(self, *args, **kwargs)
