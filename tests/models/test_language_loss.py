@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from stepscope.api.replacing import replace_parts
 from stepscope.core.errors import InputError
+from stepscope.measure.ranges import module_ranges
 from tests.command import stepscope
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -169,6 +172,165 @@ def test_the_loss_of_a_router_is_not_lost():
     model.config.output_router_logits = True
     found = model(**batch())
     assert float(found.loss - model.router_aux_loss_coef * found.aux_loss) < float(found.loss)
+
+
+def outcome(model: Any, call: dict[str, Any]) -> tuple[str, str] | float:
+    try:
+        return float(model(**call).loss.detach())
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+class Adapted(nn.Module):
+    """A head with an adapter beside it, which shows the weight of the head, as PEFT's do."""
+
+    def __init__(self, head: nn.Linear) -> None:
+        super().__init__()
+        self.head, self.more = head, nn.Parameter(torch.ones(67, device=DEVICE))
+
+    @property
+    def weight(self) -> Tensor:
+        return self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) * self.more.cumsum(0)
+
+
+def adapted(model: Any) -> None:
+    model.lm_head = Adapted(model.lm_head)
+
+
+def biased(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.arange(67.0, device=DEVICE))
+
+
+def hooked(model: Any) -> None:
+    model.lm_head.register_forward_hook(lambda _module, _args, logits: 0.5 * logits)
+
+
+def hooked_before(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda _module, args: (0.5 * args[0],))
+
+
+def patched(model: Any) -> None:
+    own = model.lm_head.forward
+    model.lm_head.forward = lambda x: 0.5 * own(x)
+
+
+def smoothed(model: Any) -> None:
+    model.loss_function = SmoothedLoss()
+
+
+@pytest.mark.parametrize("change", [adapted, biased, hooked, hooked_before, patched, smoothed])
+def test_a_head_or_a_loss_that_changes_later_is_not_passed_by(change: Any):
+    own, model = language_model(), language_model()
+    replace_parts(model, loss="fused")
+    change(own)
+    change(model)
+    assert outcome(model, batch()) == pytest.approx(outcome(own, batch()), rel=1e-6)
+    assert model(**batch()).logits is not None
+
+
+def test_ranges_of_modules_leave_the_loss_fused():
+    """What is traced is what is timed."""
+    model = language_model()
+    replace_parts(model, loss="fused")
+    with module_ranges(model):
+        assert model(**batch()).logits is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"labels": batch()["labels"].int()},
+        {"labels": batch()["labels"] > 5},
+        {"labels": batch()["labels"].view(1, 22)},
+        {"labels": batch()["labels"].view(22)},
+        {"labels": batch()["labels"][:, :10]},
+        {"shift_labels": batch()["labels"]},
+        {"ignore_index": 5},
+    ],
+    ids=lambda change: ", ".join(f"{name} {getattr(each, 'shape', each)}" for name, each in change.items()),
+)
+def test_labels_that_the_kernel_does_not_take_are_the_model_s_own_affair(change: dict[str, Any]):
+    own, model = language_model(), language_model()
+    replace_parts(model, loss="fused")
+    assert outcome(model, batch() | change) == outcome(own, batch() | change)
+
+
+def test_a_call_that_the_model_does_not_take_is_refused_in_its_words():
+    model = language_model()
+    replace_parts(model, loss="fused")
+    tokens = batch()["input_ids"]
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(tokens, **batch())
+
+
+def test_torch_func_transforms_the_model_s_own_loss():
+    model = language_model()
+    replace_parts(model, loss="fused")
+    parameters = dict(model.named_parameters())
+    found = torch.func.grad(lambda given: functional_call(model, given, (), batch()).loss)(parameters)
+    _, right = numbers(model)
+    assert all(torch.allclose(a.double(), b, atol=1e-6) for a, b in zip(found.values(), right, strict=True))
+
+
+class ToldOfLabels(transformers.Qwen2Model):
+    """A base that attends otherwise where it knows the labels, as those do whose prefix attends to itself."""
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+        out: Any = super().forward(*args, **kwargs)
+        if labels is not None:
+            out.last_hidden_state = out.last_hidden_state * (labels != -100)[..., None]
+        return out
+
+
+class TellsItsBase(transformers.Qwen2ForCausalLM):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = ToldOfLabels(config)
+
+    def forward(self, input_ids: Tensor | None = None, labels: Tensor | None = None, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        out = self.model(input_ids, labels=labels, **kwargs)
+        logits = self.lm_head(out[0])
+        return CausalLMOutputWithPast(loss=self.loss_function(logits, labels, 67), logits=logits)  # pyright: ignore[reportArgumentType]
+
+
+class LeavesOutThePadding(transformers.Qwen2ForCausalLM):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None, **kwargs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if attention_mask is not None and labels is not None:
+            labels = labels.masked_fill(attention_mask == 0, -100)
+        return super().forward(input_ids, attention_mask, labels=labels, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        (TellsItsBase, "their forward gives its base another labels than it gets"),
+        (LeavesOutThePadding, "they compute something else"),
+    ],
+)
+def test_what_a_forward_makes_of_its_arguments_is_seen(kind: Any, why: str):
+    model = kind(language_model().config).to(DEVICE).train()
+    (left,) = replace_parts(model, loss="fused").left
+    assert why in left.why
+
+
+@pytest.mark.parametrize(("kind", "replaced"), [("qwen2", True), ("gemma2", False)])
+def test_a_head_of_zeros_hides_no_cap(kind: str, replaced: bool):
+    model = language_model(kind)
+    model.lm_head.weight = nn.Parameter(torch.zeros_like(model.lm_head.weight))
+    assert [each.replaced for each in replace_parts(model, loss="fused").found] == [replaced]
+    assert not model.lm_head.weight.any()
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("mixtral", {"num_local_experts": 2}), ("bloom", {"n_head": 2})])
+def test_what_is_returned_is_of_the_model_s_own_class(kind: str, changes: dict[str, Any]):
+    model = language_model(kind, **changes)
+    own = model(**batch())
+    replace_parts(model, loss="fused")
+    found = model(**batch())
+    assert type(found) is type(own) and found.logits is None and found.attentions is None
 
 
 def test_evaluation_has_its_logits():
