@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import pydoc
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -157,6 +158,27 @@ def test_the_textbooks_model_and_a_factory_are_measured_by_name(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_ctrl_c_keeps_what_ranks_measured(tmp_path: Path):
+    """In a program of the user's own, whose Ctrl-C is Python's: no handler of ours is there before."""
+    program = (
+        "import signal, stepscope\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "stepscope.run('tiny', seq_len=8, parallel='ddp', ranks=2, device='cpu', warmup=1, steps=100000, profile=False,"
+        " tell=lambda stage: print(stage.name, flush=True))\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert any(line == "measure\n" for line in process.stdout)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert "interrupted; what was measured is in runs/" in said and "CancelledError" not in said
+    assert said.endswith("KeyboardInterrupt\n")
+    (stored,) = tmp_path.glob("runs/*/run.json")
+    assert json.loads(stored.read_bytes())["status"] == "interrupted"
+
+
 def test_ranks_share_a_step_as_by_the_command(tmp_path: Path):
     """Of a factory too, and by the very line that a search prints."""
     (tmp_path / "own.py").write_text(OWN_FACTORY)

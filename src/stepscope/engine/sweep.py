@@ -87,7 +87,8 @@ def run_sweep(
     with _locked(out, plan.key):
         before = set(out.iterdir())
         sweep = _Sweep(plan, policy or Policy(), tell, series)
-        runs = series.loop.run(sweep.run()) if series is not None else asyncio.run(sweep.run())
+        with interrupts.raising():  # before asyncio, which takes Ctrl-C for itself in a process that is not ours
+            runs = series.loop.run(sweep.run()) if series is not None else asyncio.run(sweep.run())
     if sweep.interrupted:
         stopped, _ = load_runs([made for made in sorted(set(out.iterdir()) - before) if made.is_dir()])
         # Another command may have left runs in the same place meanwhile.
