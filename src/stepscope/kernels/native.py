@@ -34,6 +34,7 @@ from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.shown_text import printable
 from stepscope.kernels.launch_parameters import Place, launch_of
+from stepscope.kernels.launching import interpreted
 from stepscope.kernels.operators import HERE
 from stepscope.kernels.operators import watched as is_watched
 
@@ -71,10 +72,16 @@ def build() -> Path:
         return path
     from torch.utils import cpp_extension  # noqa: PLC0415  (slow, and seldom needed)
 
-    print("stepscope: building the launcher in C++, once", file=sys.stderr, flush=True)
     headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"the launcher in C++ cannot be kept in {printable(str(path.parent))} ({error.strerror or error}): name "
+            "another place in STEPSCOPE_CACHE"
+        ) from error
+    print("stepscope: building the launcher in C++, once", file=sys.stderr, flush=True)
+    try:
         cpp_extension.load(
             NAME, [str(SOURCE)], extra_cflags=["-O1", "-std=c++20"], extra_include_paths=[str(headers)],
             build_directory=str(path.parent), with_cuda=False,
@@ -91,9 +98,9 @@ def build() -> Path:
 
 @functools.cache
 def extension() -> ModuleType | None:
-    """The launcher with the driver's functions, built now if it must be; None where it is not wanted or cannot be
-    had, which a warning says."""
-    if not wanted() or not triton.__version__.startswith(_KNOWN):
+    """The launcher with the driver's functions, built now if it must be; None where it is not wanted, in Triton's
+    interpreter, which launches nothing, and where it cannot be had, which a warning says."""
+    if not wanted() or not triton.__version__.startswith(_KNOWN) or interpreted():
         return None
     try:
         path = build()
