@@ -249,6 +249,13 @@ def test_3_angles_in_fp32_are_no_fault_of_a_step_in_16_bits(share: float, found:
     precision = Precision(float32_matmul="highest", probe_relative_error=2e-7, fp32_kernels=(kernels[0].name,))
     run = make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=profile))
     assert ("precision-mismatch" in kinds(run)) is found
+    twice = msgspec.structs.replace(profile, kernels=tuple(
+        KernelTotal(name=name, calls=1, total_s=seconds) for name, seconds in (
+            (kernels[0].name, 0.008), (kernels[0].name, 0.008), (kernels[1].name, 1.0),
+        )
+    ))  # fmt: skip
+    cut_off = make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=twice))
+    assert "precision-mismatch" in kinds(cut_off), "of two kernels whose long names were cut off alike, both count"
     unseen = msgspec.structs.replace(precision, fp32_kernels=("cutlass_80_simt_sgemm_64x64_8x5_tn_align1",))
     alone = make_run(workload(dtype="bf16"), evidence=Evidence(precision=unseen, profile=profile))
     assert "precision-mismatch" in kinds(alone), "of a kernel that the profile has not, nobody knows its time"

@@ -111,9 +111,11 @@ def _others_beside(fp32: tuple[str, ...], run: Run) -> bool:
 def _take_little(fp32: tuple[str, ...], run: Run) -> bool:
     """Whether these kernels took next to nothing of the time of the products that were profiled."""
     kernels = run.evidence.profile.kernels if run.evidence.profile else ()
-    products = {kernel.name: kernel.total_s for kernel in kernels if decode(kernel.name).transposes}
-    taken = [products.get(name) for name in fp32]
-    return None not in taken and sum(filter(None, taken)) < _SMALL_SHARE * sum(products.values())
+    # Two kernels may have one name here: long names are cut off.
+    products = [kernel for kernel in kernels if decode(kernel.name).transposes]
+    taken = sum(kernel.total_s for kernel in products if kernel.name in fp32)
+    known = {kernel.name for kernel in products}.issuperset(fp32)
+    return known and taken < _SMALL_SHARE * sum(kernel.total_s for kernel in products)
 
 
 def _products_in_tf32_and_fp32(run: Run) -> tuple[tuple[str, ...], tuple[str, ...]]:
