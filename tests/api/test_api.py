@@ -180,7 +180,7 @@ def test_ctrl_c_keeps_what_ranks_measured(tmp_path: Path):
 
 
 def test_ranks_share_a_step_as_by_the_command(tmp_path: Path):
-    """Of a factory too, and by the very line that a search prints."""
+    """A named model and a factory, and `tune` prints the line that was called."""
     (tmp_path / "own.py").write_text(OWN_FACTORY)
     told: list[str] = []
     common: dict[str, Any] = {"parallel": "ddp", "ranks": 2, "device": "cpu", "warmup": 1, "steps": 3}

@@ -496,7 +496,7 @@ def smallest(kind: str) -> Any:
 
 @pytest.mark.long
 def test_every_causal_language_model_there_is():
-    """Of every kind that transformers has: what is replaced trains by its own numbers, and the rest is as it was."""
+    """Each kind that transformers has: what is replaced trains by its own numbers, and the rest is as it was."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     outcomes: dict[str, str] = {}

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from stepscope.core.cache_directory import cache_directory
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.shown_text import printable
+from stepscope.core.shown_text import printable, warn
 from stepscope.kernels.launch_parameters import Place, launch_of
 from stepscope.kernels.launching import interpreted
 from stepscope.kernels.operators import HERE
@@ -80,7 +80,7 @@ def build() -> Path:
             f"the launcher in C++ cannot be kept in {printable(str(path.parent))} ({error.strerror or error}): name "
             "another place in STEPSCOPE_CACHE"
         ) from error
-    print("stepscope: building the launcher in C++, once", file=sys.stderr, flush=True)
+    warn("building the launcher in C++, once")
     try:
         cpp_extension.load(
             NAME, [str(SOURCE)], extra_cflags=["-O1", "-std=c++20"], extra_include_paths=[str(headers)],

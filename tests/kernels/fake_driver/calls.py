@@ -1,11 +1,12 @@
 """Calls of flash attention under the fake driver, by Python and by the launcher in C++; prints what it saw, as JSON."""
 
+import contextlib
 import json
 import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -82,8 +83,9 @@ def without_addresses(kept: Kept, launch: dict[str, Any]) -> tuple[dict[str, int
     return kept.numbers, [each[8:] if n in cut else each for n, each in enumerate(kept.parameters)]
 
 
-def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
-    """How the launches of a call by Triton, by Python's replay and by C++ differ."""
+@contextlib.contextmanager
+def learning() -> Iterator[list[dict[str, Any]]]:
+    """A context that gives the launches that are learnt in it, in their order."""
     learnt: list[dict[str, Any]] = []
     noted = native.launch_of
 
@@ -93,9 +95,15 @@ def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
         return found
 
     native.launch_of = keep
+    yield learnt
+    native.launch_of = noted
+
+
+def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
+    """How the launches of a call by Triton, by Python's replay and by C++ differ."""
     with tuning.forced(forward=chosen[0], backward=chosen[1]):
-        call.run()  # compiles, records and teaches
-        native.launch_of = noted
+        with learning() as learnt:
+            call.run()  # compiles, records and teaches
         replay.forget()
         fake.forget()
         os.environ[NATIVE_LAUNCHER] = "0"
@@ -164,13 +172,6 @@ def parts() -> dict[str, tuple[list[Tensor], Callable[..., Any]]]:
 
 def same_part(fake: Fake, inputs: list[Tensor], function: Callable[..., Any]) -> dict[str, Any]:
     """How the launches of a part by Triton and by C++ differ, and whether C++ read and wrote the caller's tensors."""
-    learnt: list[dict[str, Any]] = []
-    noted = native.launch_of
-
-    def keep(*of: Any) -> dict[str, Any] | None:
-        found = noted(*of)
-        learnt.append(found or {})
-        return found
 
     def run() -> tuple[list[Tensor], list[Kept]]:
         fake.forget()
@@ -180,9 +181,8 @@ def same_part(fake: Fake, inputs: list[Tensor], function: Callable[..., Any]) ->
         gradients = torch.autograd.grad(outputs, trained, [torch.zeros_like(each) for each in outputs])
         return [*outputs, *gradients], fake.launches()
 
-    native.launch_of = keep
-    run()
-    native.launch_of = noted
+    with learning() as learnt:
+        run()
     os.environ[NATIVE_LAUNCHER] = "0"
     native.extension.cache_clear()
     _, of_triton = run()

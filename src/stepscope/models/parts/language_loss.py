@@ -280,7 +280,7 @@ class _OfStates:
             raise Unlike(f"their base is not called for hidden states alone: {type(error).__name__}") from error
         finally:
             setattr(self.module, self.of.base, base)
-        # Of 150,000 rows some are enough, and gradients of a head are as large as the head.
+        # A gradient of the head is as large as the head, and some of its 150,000 rows are enough.
         return {
             "the loss": out.loss.detach(),
             "gradient of hidden states": of_states,
