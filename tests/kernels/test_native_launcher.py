@@ -67,6 +67,14 @@ def test_kernels_of_parts_get_what_triton_gives_them(found: dict[str, Any], part
     assert launches["different"] == []
 
 
+def test_an_output_that_nobody_uses_has_a_gradient_of_zeros(found: dict[str, Any]):
+    """As in Python, and so the launches hold."""
+    norms, ropes = ([True, launches, True] for launches in (3, 2))
+    assert found["unused"] == {
+        "norm with its sum 0": norms, "norm with its sum 1": norms, "rope 0": ropes, "rope 1": ropes,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("what", "native"),
     [

@@ -107,7 +107,7 @@ struct Way {
   std::vector<Layout> inputs;
   Pass forward, backward;
   std::vector<int64_t> saved;                     // tensors of forward
-  std::vector<std::optional<Layout>> gradients;   // of each output; nothing: the pass was learnt without it
+  std::vector<Layout> gradients;                  // of each output
   bool learnt_backward = false;
   bool any_order = false;                         // sums of backward are added up in any order
   std::vector<Layout> saved_layouts;
@@ -212,16 +212,17 @@ struct RecordedBackward : public Node {
     if (!any) return variable_list(way->inputs.size());
     std::vector<Tensor> tensors(gradients.begin(), gradients.end());
     for (auto& each : saved) tensors.push_back(each.unpack(pointer_to(this)));
+    for (size_t i = 0; i < gradients.size(); ++i)
+      if (!tensors[i].defined()) {  // of an output that nobody used: zeros, as a Function in Python gets
+        const auto& output = way->forward.results[i].layout;
+        tensors[i] = at::zeros(output.sizes, tensors.back().options().dtype(output.dtype));
+      }
     if (!holds(tensors)) return by_python(tensors);
-    DeviceOf here(tensors.back());
+    DeviceOf here(tensors[0]);
     at::AutoDispatchBelowADInplaceOrView below;
-    // The first tensor tells where others are made, and a gradient may be missing.
-    std::vector<Tensor> of_pass(tensors);
-    auto stand_in = !of_pass[0].defined();
-    if (stand_in) of_pass[0] = tensors.back();
-    launched(way->backward, of_pass, stream);
+    launched(way->backward, tensors, stream);
     variable_list found;
-    for (const auto& result : way->backward.results) found.push_back(result_of(result, of_pass));
+    for (const auto& result : way->backward.results) found.push_back(result_of(result, tensors));
     return found;
   }
 
@@ -233,11 +234,9 @@ struct RecordedBackward : public Node {
     if (way->any_order && at::globalContext().deterministicAlgorithms()) return false;
     const auto outputs = way->gradients.size();
     for (size_t i = 0; i < tensors.size(); ++i) {
-      const auto* layout = i >= outputs ? &way->saved_layouts[i - outputs]
-                                        : way->gradients[i] ? &*way->gradients[i] : nullptr;
-      if (layout == nullptr ? tensors[i].defined()
-                            : !plain(tensors[i]) || !layout->is_of(tensors[i]) || !aligned(tensors[i]) ||
-                                  tensors[i].device() != tensors.back().device())
+      const auto& layout = i < outputs ? way->gradients[i] : way->saved_layouts[i - outputs];
+      if (!plain(tensors[i]) || !layout.is_of(tensors[i]) || !aligned(tensors[i]) ||
+          tensors[i].device() != tensors[0].device())
         return false;
     }
     return true;
@@ -245,14 +244,10 @@ struct RecordedBackward : public Node {
 
   variable_list by_python(const std::vector<Tensor>& tensors) const {
     pybind11::gil_scoped_acquire python;
-    const auto outputs = way->gradients.size();
-    auto as_python = [](const Tensor& tensor) -> pybind11::object {
-      return tensor.defined() ? pybind11::cast(tensor) : pybind11::none();
-    };
-    pybind11::list gradients, kept;
-    for (size_t i = 0; i < tensors.size(); ++i) (i < outputs ? gradients : kept).append(as_python(tensors[i]));
+    pybind11::list given;
+    for (const auto& tensor : tensors) given.append(tensor);
     variable_list found;
-    for (auto each : way->by_python(*gradients, *kept)) found.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
+    for (auto each : way->by_python(*given)) found.push_back(each.is_none() ? Tensor() : each.cast<Tensor>());
     found.resize(way->inputs.size());
     return found;
   }
@@ -341,18 +336,13 @@ bool learn(const pybind11::bytes& key, const pybind11::dict& of) {
   way.saved = of["saved"].cast<std::vector<int64_t>>();
   way.by_python = of["by_python"].cast<pybind11::function>();
   way.any_order = of["any_order"].cast<bool>();
-  way.gradients.resize(way.forward.results.size());
   for (auto number : way.saved)
     way.saved_layouts.push_back(size_t(number) < way.inputs.size() ? way.inputs[number]
                                                                    : way.forward.made[number - way.inputs.size()]);
   if (!of["backward"].is_none()) {
     way.learnt_backward = true;
     way.backward = pass_of(of["backward"].cast<pybind11::dict>());
-    size_t at = 0;
-    for (auto each : of["gradients"]) {
-      if (!each.is_none()) way.gradients[at] = layout_of(each);
-      ++at;
-    }
+    way.gradients = layouts_of(of["gradients"]);
   }
   std::lock_guard<std::mutex> held(guard);
   if (ways.size() >= kMostWays) return false;

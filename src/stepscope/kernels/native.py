@@ -169,7 +169,7 @@ class Forward:
 
 def teach(
     forward: Forward, by_python: Callable[..., Sequence[Tensor | None]], *, backward: Pass | None = None,
-    gradients: Sequence[Layout | None] = (), any_order: bool = False,
+    gradients: Sequence[Layout] = (), any_order: bool = False,
 ) -> None:  # fmt: skip
     """Teach the launcher a call, of forward alone or of both passes.
 
@@ -250,7 +250,7 @@ class _Allocations(TorchDispatchMode):
 class Watched:
     """A call that is watched: its tensors, and its launches."""
 
-    def __init__(self, given: Sequence[Tensor | None]) -> None:
+    def __init__(self, given: Sequence[Tensor]) -> None:
         """given: the tensors that the pass is given, by their numbers."""
         self._given = list(given)
         self._mode = _Allocations()
@@ -273,7 +273,7 @@ class Watched:
         at = tensor.data_ptr()
         for exactly in (True, False):
             for number, each in enumerate(tensors):
-                if each is None or not each.numel():
+                if not each.numel():
                     continue
                 start = each.data_ptr()
                 if at == start if exactly else start < at < start + _extent(each):
@@ -282,7 +282,8 @@ class Watched:
 
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
-        if self._mode.other:
+        there = self._given[0].device
+        if self._mode.other or any(each.device != there for each in self._mode.made):
             return None
         launches = [self._launch(*each) for each in self._launched]
         found: list[tuple[int, int, Layout] | None] = []
@@ -355,7 +356,7 @@ def forward(  # noqa: PLR0917  (a call by names takes longer, and there is one i
     return outputs
 
 
-def backward(ctx: Any, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+def backward(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Run backward from Python inside a Function whose forward ran by `forward`."""
     return ctx.gradients(*gradients, *ctx.saved_tensors)
 
@@ -367,7 +368,7 @@ class _Learning:
         self._seen: Forward | None = seen
         self._gradients = gradients
 
-    def __call__(self, *tensors: Tensor | None) -> Sequence[Tensor | None]:
+    def __call__(self, *tensors: Tensor) -> Sequence[Tensor | None]:
         seen, self._seen = self._seen, None
         if seen is None or _followed(tensors):
             self._seen = seen
@@ -378,10 +379,10 @@ class _Learning:
         ran = watched.ran(results)
         if ran is not None:
             outputs = len(seen.ran.results)
-            layouts = [None if each is None else layout_of(each) for each in tensors[:outputs]]
+            layouts = [layout_of(each) for each in tensors[:outputs]]
             teach(seen, self, backward=ran, gradients=layouts)
         return results
 
 
-def _followed(tensors: Sequence[Tensor | None]) -> bool:
-    return torch.is_grad_enabled() or is_watched(*(each for each in tensors if each is not None))
+def _followed(tensors: Sequence[Tensor]) -> bool:
+    return torch.is_grad_enabled() or is_watched(*tensors)

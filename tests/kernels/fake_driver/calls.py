@@ -204,6 +204,23 @@ def same_part(fake: Fake, inputs: list[Tensor], function: Callable[..., Any]) ->
     }
 
 
+def one_used(fake: Fake, name: str, at: int) -> list[Any]:
+    """Of a part's second call, of which one output is used: whether it ran in C++, its launches, and whether each input
+    that is trained has a gradient. A Function in Python gets zeros for the gradient of what nobody uses."""
+    inputs, function = parts()[name]
+    trained = [each for each in inputs if each.requires_grad]
+
+    def run() -> tuple[Tensor, tuple[Tensor, ...]]:
+        out = function(*inputs)[at]
+        return out, torch.autograd.grad(out, trained, torch.zeros_like(out))
+
+    native.forget()
+    run()
+    fake.forget()
+    out, gradients = run()
+    return [in_cpp(out), len(fake.launches()), all(gradient is not None for gradient in gradients)]
+
+
 def addresses_of(kept: Kept, launch: dict[str, Any]) -> set[int]:
     """The addresses that a launch was given."""
     at = {place: number for number, place in enumerate(launch["places"])}
@@ -288,7 +305,7 @@ def said(run: Callable[[], object]) -> str:
 
 
 def inference(call: Call) -> dict[str, Any]:
-    """Of calls without gradients, after which one has them."""
+    """Calls without gradients, and then one with them."""
     passes: list[bool] = []
     own = attention._forward
 
@@ -385,6 +402,9 @@ def main(folder: str) -> None:
         "joint": (way("joint"), Call()),
     }
     found: dict[str, Any] = {"parts": {name: same_part(fake, *each) for name, each in parts().items()}}
+    found |= {
+        "unused": {f"{name} {at}": one_used(fake, name, at) for name in ("norm with its sum", "rope") for at in (0, 1)}
+    }
     found |= {"same": {name: same(fake, *each) for name, each in chosen.items()}}
     forward, backward = way("apart", hopper=True)
     with tuning.forced(forward=forward, backward=backward):
