@@ -21,6 +21,7 @@ from tests.engine.test_sweep import (
     QUICK,
     alive,
     children_of,
+    freeze,
     impossible,
     servers_of,
     statuses,
@@ -59,6 +60,7 @@ def escapes(number=0, then_s=0):
     if os.fork() == 0:
         os.setsid()
         time.sleep(600)
+    Path(os.environ["HOSTILE"], "escaped").touch()
     time.sleep(then_s)
     return plain()
 
@@ -316,11 +318,12 @@ def test_nothing_stays_of_a_sweep_that_is_killed(out: Path, own: Path, start: Pr
     sweep = subprocess.Popen([sys.executable, "-c", SWEEP, str(own), str(out), start], cwd=here)
     servers = 1 if start == "fork" else 0
     try:
-        wait_for(lambda: len(processes_with(f"HOSTILE={own.parent}")) == 5 + servers)
+        escaped = own.parent / "escaped"
+        wait_for(lambda: escaped.exists() and len(processes_with(f"HOSTILE={own.parent}")) == 5 + servers)
         (cell,) = children_of(sweep.pid)
         assert len(servers_of(sweep.pid)) == servers
         if with_its_cell:
-            os.kill(cell, signal.SIGSTOP)  # its lifeline cannot end it
+            freeze(cell)  # its lifeline cannot end it
     finally:
         sweep.kill()
         sweep.wait()
