@@ -55,6 +55,7 @@ WAYS: dict[str, dict[str, str]] = {
     "fp8": {**_MASTERS, "dtype": "fp8", "compile": "blocks", "graph": "step"},
     "fp8-row": {**_MASTERS, "dtype": "fp8-row", "compile": "blocks", "graph": "step"},
     "eager-liger": {**_TODAY, **dict.fromkeys(_FUSED, "liger")},
+    "eager-quack": {**_TODAY, **dict.fromkeys(("norm", "rope", "loss"), "quack")},
     RIVAL: {**_TODAY, "compile": "default"},
     f"{RIVAL}-cuda-graphs": {**_TODAY, "compile": "reduce-overhead"},
 }

@@ -14,6 +14,7 @@ from tests.conftest import workload
 
 def test_one_name_is_that_of_all_parts_and_a_part_that_is_said_keeps_its_own():
     assert named_kernels("fused") == dict.fromkeys(PARTS, "fused")
+    assert named_kernels("quack") == dict.fromkeys(("norm", "rope", "loss"), "quack")  # it has no mlp
     assert named_kernels({"loss": "liger"}) == {"loss": "liger"}
     said = OneWorkload({"model": "tiny", "kernels": "fused", "rope": "reference"}).workload()
     assert said.parts == {"norm": "fused", "rope": "reference", "mlp": "fused", "loss": "fused"}
@@ -42,13 +43,16 @@ def test_keys_name_parts_and_those_of_the_textbook_stay_as_they_were():
 
 
 def test_the_kernels_of_a_part_show_its_own_name_and_no_others():
+    quacks = "kernel_cutlass_kernel_quack{}_object_at__tensorptrbf16"
     names = {
-        "norm": ("rms_norm_forward", "_rms_norm_forward_kernel"), "rope": ("rotate_halves", "_triton_rope"),
+        "norm": ("rms_norm_forward", "_rms_norm_forward_kernel", quacks.format("rmsnormRMSNorm")),
+        "rope": ("rotate_halves", "_triton_rope", quacks.format("rotaryRotaryKernel")),
         "mlp": ("silu_product_backward", "_swiglu_backward_kernel"),
-        "loss": ("stepscope::linear_cross_entropy_forward", "liger_cross_entropy_kernel"),
+        "loss": ("stepscope::linear_cross_entropy_forward", "liger_cross_entropy_kernel",
+                 quacks.format("cross_entropyCrossEntropy")),
     }  # fmt: skip
     for part, of_each in names.items():
-        for kernel, owner in zip(of_each, ("fused", "liger"), strict=True):
+        for kernel, owner in zip(of_each, ("fused", "liger", "quack"), strict=False):
             found = [
                 (where, name)
                 for where, ways in PARTS.items()

@@ -185,7 +185,7 @@ def test_what_differs_is_left_and_the_rest_is_replaced(file: Path):
         ),
         ("make", {"arguments": {"norms": False}, "norm": "fused"}, "replaces nothing in Net: it has no RMSNorm"),
         ("Steps", {"mlp": "fused"}, "gave a step of its own, on which mlp fused has no effect: leave it out"),
-        ("make", {"norm": "odd"}, "unknown norm 'odd': choose one of reference, compiled, fused, liger"),
+        ("make", {"norm": "odd"}, "unknown norm 'odd': choose one of reference, compiled, fused, liger, quack"),
     ],
 )
 def test_where_nothing_is_replaced_one_line_says_why(file: Path, factory: str, choices: dict[str, Any], said: str):

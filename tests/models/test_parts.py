@@ -8,11 +8,12 @@ import torch
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
 from stepscope.core import parts as records
+from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS
 from stepscope.core.workload import Workload
 from stepscope.models.parts import parts_for
-from stepscope.models.parts.gate import SMALL_CASES, check_part
+from stepscope.models.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import at_length, mini, run_steps
 
@@ -91,8 +92,29 @@ def test_inference_has_the_same_logits():
     torch.testing.assert_close(step.model(step.tokens), plain.model(plain.tokens), rtol=1e-4, atol=1e-5)
 
 
-def test_every_name_of_kernels_is_one_of_every_part():
-    assert all(set(KERNELS) == set(ways) for ways in PARTS.values())
+def test_every_name_of_kernels_is_one_of_every_part_but_one():
+    for part, ways in PARTS.items():
+        assert set(KERNELS) - set(ways) == ({"quack"} if part == "mlp" else set())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        (name, case)
+        for name in ("liger", "quack")
+        for case in LARGE_CASES
+        if not case.strided and name in PARTS[case.part]
+    ],
+    ids=str,
+)
+def test_others_kernels_pass_the_gate(name: str, case: PartCase, dtype: TensorDtype):
+    fault = PARTS[case.part][name].fault("cuda", dtype, case.width)
+    if fault is not None:
+        pytest.skip(f"{case.part} {name} {fault}")
+    (verdict,) = check_part(name, [case], [dtype], DEVICE)
+    assert verdict.passed, verdict.reason
 
 
 def test_a_part_that_does_not_run_here_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):
@@ -101,6 +123,18 @@ def test_a_part_that_does_not_run_here_is_named_in_one_line(monkeypatch: pytest.
     monkeypatch.delenv(records.INTERPRETER, raising=False)
     with pytest.raises(InputError, match="mlp fused runs on cpu in Triton's interpreter only"):
         parts_for(mini(mlp="fused"), "cpu")
+    with pytest.raises(InputError, match="needs quack, which is not installed: pip install quack-kernels"):
+        parts_for(mini(norm="quack"), "cuda")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    for choices, fault in (
+        ({"loss": "quack", "dtype": "bf16"}, "loss quack takes rows of a multiple of 2 numbers in bf16, not 101"),
+        (
+            {"rope": "quack", "d_model": 24, "heads": 2},
+            "rope quack takes rows of a multiple of 8 numbers in fp32, not 12",
+        ),
+    ):
+        with pytest.raises(InputError, match=fault):
+            parts_for(mini(**choices), "cuda")
     wide = mini(norm="fused", d_model=65536, heads=64)
     with pytest.raises(InputError, match="norm fused takes rows of up to 32768 numbers, not 65536"):
         parts_for(wide, "cuda")

@@ -22,10 +22,10 @@ def replace_parts(
         print(replaced)         # what was replaced, what was left, and why
         replaced.restore()      # the model's own code again
 
-    kernels: compiled, fused or liger, for all parts or by part; norm, mlp and loss say it of one. A module is held
-    against its replacement first, forward and backward, on random numbers, and of those that are alike one for all;
-    what differs is left. Move the model to its device and dtype before. Parameters and the keys of the state dict stay
-    the same.
+    kernels: compiled, fused, liger or quack (norm and loss alone), for all parts or by part; norm, mlp and loss say it
+    of one. A module is held against its replacement first, forward and backward, on random numbers, and of those that
+    are alike one for all; what differs is left. Move the model to its device and dtype before. Parameters and the keys
+    of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
     loss alone, without logits.
 

@@ -139,7 +139,7 @@ OPTIONS = (
     *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_PARTS)
       for part, said in PART_WORDS.items()),
     Option("kernels", str, WORKLOAD, "How norm, rope, mlp and loss are computed, where they are not said; of your own "
-           "model norm, mlp and loss.", Workload, choices=KERNELS, verbs=_KERNELS),
+           "model norm, mlp and loss. quack has no mlp.", Workload, choices=KERNELS, verbs=_KERNELS),
     Option("projections", str, WORKLOAD, "Whether projections of one input are one product.", Workload,
            choices=PROJECTIONS, verbs=_WITH_PARTS),
     Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),

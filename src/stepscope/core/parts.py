@@ -17,7 +17,7 @@ from stepscope.core.errors import InputError, choose
 
 Part = Literal["norm", "rope", "mlp", "loss"]
 Kernels = str
-"""The name of a way to compute parts: `reference`, `compiled`, `fused`, `liger`."""
+"""The name of a way to compute parts: `reference`, `compiled`, `fused`, `liger`, `quack`."""
 
 PART_WORDS: dict[Part, str] = {
     "norm": "RMSNorm, with the sum before it,",
@@ -40,7 +40,8 @@ LOSS_LEAST_ROWS = 2048
 """The fewest rows of a chunk. Each chunk adds to the weight's gradient in fp32: 8 bytes a number, against 6 FLOPs for
 each row. At 700 TFLOP/s and 4.3 TB/s that is as long as the products of 217 rows."""
 
-_FUSED: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
+_16_BITS: tuple[TensorDtype, ...] = ("bf16", "fp16")
+_FUSED: tuple[TensorDtype, ...] = ("fp32", *_16_BITS)
 
 
 class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,9 +52,14 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     device_types: tuple[str, ...] = ("cpu", "cuda")
     dtypes: tuple[TensorDtype, ...] = ("fp64", *_FUSED)
     largest_width: int | None = None
-    """The longest row that it takes: d_model of a norm, head_dim of rope; None where there is no limit."""
+    """The longest row that it takes: d_model of a norm, head_dim of rope, vocabulary of a loss; None where there is no
+    limit."""
+    multiples: tuple[int, int] = (1, 1)
+    """What the length of a row divides by, in 32 bits and in 16."""
     package: str = ""
     """The package that it needs besides PyTorch."""
+    installs: str = ""
+    """What pip calls that package, where it is another's."""
     interpreted: bool = False
     """Whether it runs on a CPU in Triton's interpreter."""
     saves: str
@@ -75,13 +81,19 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
             return f"runs on {' and '.join(self.device_types)}, not on {device_type}"
         if dtype not in self.dtypes:
             return f"takes {', '.join(self.dtypes)}, not {dtype}"
-        if width is not None and self.largest_width is not None and width > self.largest_width:
-            return f"takes rows of up to {self.largest_width} numbers, not {width}"
+        if width is not None and (unfit := self._unfit(width, dtype)):
+            return unfit
         if self.package and importlib.util.find_spec(self.package) is None:
-            return f"needs {self.package}, which is not installed"
+            return f"needs {self.package}, which is not installed: pip install {self.installs or self.package}"
         if device_type != "cuda" and self.interpreted and os.environ.get(INTERPRETER) != "1":
             return f"runs on {device_type} in Triton's interpreter only, with {INTERPRETER}=1 in the environment"
         return None
+
+    def _unfit(self, width: int, dtype: TensorDtype) -> str:
+        if self.largest_width is not None and width > self.largest_width:
+            return f"takes rows of up to {self.largest_width} numbers, not {width}"
+        multiple = self.multiples[dtype in _16_BITS]
+        return f"takes rows of a multiple of {multiple} numbers in {dtype}, not {width}" if width % multiple else ""
 
 
 class PartFound(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,7 +137,17 @@ def _compiled(function: str, saves: str) -> PartRecord:
 def _liger(function: str, saves: str, signs: str) -> PartRecord:
     return PartRecord(
         function=f"stepscope.models.parts.liger:{function}", device_types=("cuda",), dtypes=_FUSED,
-        package="liger_kernel", saves=saves, signs=signs,
+        package="liger_kernel", installs="liger-kernel", saves=saves, signs=signs,
+    )  # fmt: skip
+
+
+def _quack(
+    function: str, saves: str, signs: str, multiples: tuple[int, int] = (1, 2), largest_width: int | None = None
+) -> PartRecord:
+    return PartRecord(
+        function=f"stepscope.models.parts.quack:{function}", device_types=("cuda",), dtypes=_FUSED,
+        package="quack", installs="quack-kernels", saves=saves, signs=signs, multiples=multiples,
+        largest_width=largest_width,
     )  # fmt: skip
 
 
@@ -138,12 +160,16 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
             "rms_norm_(?:forward|backward|shares)$", largest_width=32768,
         ),
         "liger": _liger("rms_norm", "the sum, R M; 1 / rms, R", r"^_(?:block_)?rms_norm_(?:forward|backward)_kernel"),
+        "quack": _quack("rms_norm", "the sum, R M; 1 / rms in fp32, R", "quack(?:::_?)?rmsnorm"),
     },
     "rope": {
         "reference": PartRecord(function="", saves="cos and sin, cast: 4 S D for each layer, in 16 bits"),
         "compiled": _compiled("rotated", "what the compiler keeps: cos and sin, S D each"),
         "fused": _fused("rope:rotated", "nothing: cos and sin are the model's", "rotate_halves$", largest_width=1024),
         "liger": _liger("rotated", "nothing: cos and sin are the model's", r"^_triton_rope"),
+        "quack": _quack(
+            "rotated", "nothing: cos and sin are the model's", "quack(?:::_)?rotary", (8, 8), largest_width=512
+        ),
     },
     "mlp": {
         "reference": PartRecord(function="", saves="gate, up, silu(gate): 3 R F"),
@@ -162,6 +188,10 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
             "linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head, V M",
             r"^liger_cross_entropy_kernel",
         ),
+        "quack": _quack(
+            "linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head in fp32, V M",
+            "quack(?:::_?)?(?:linear_)?(?:cross_entropy|lce)|^_lce_glue",
+        ),
     },
 }  # fmt: skip
 """Of each part, its implementations by name."""
@@ -176,18 +206,20 @@ MODULE_PARTS: tuple[Part, ...] = tuple(part for part in PARTS if part not in NO_
 """Parts that other kernels may compute in a model that is not ours."""
 
 KERNELS: tuple[Kernels, ...] = tuple(dict.fromkeys(name for ways in PARTS.values() for name in ways))
-"""The names that `--kernels` takes: each is an implementation of every part."""
+"""The names that `--kernels` takes. Each is an implementation of every part, but `quack`, which has no `mlp`."""
 
 
 def named_kernels(kernels: object) -> dict[Part, Kernels]:
-    """The name of each part that `kernels` says: one name for all parts, or a name by part. Raises InputError."""
+    """The name of each part that `kernels` says: one name for all parts that have it, or a name by part. Raises
+    InputError."""
     if isinstance(kernels, Mapping):
         said = {str(part): str(name) for part, name in kernels.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
         strangers = [part for part in said if part not in PARTS]
         if strangers:
             raise InputError(f"kernels has the part {strangers[0]!r}: choose among {', '.join(PARTS)}")
         return {part: choose(said[part], kernels_of(part), part) for part in PARTS if part in said}
-    return dict.fromkeys(PARTS, choose(str(kernels), KERNELS, "kernels"))
+    name = choose(str(kernels), KERNELS, "kernels")
+    return {part: name for part, ways in PARTS.items() if name in ways}
 
 
 def own_kernels(kernels: object) -> dict[Part, Kernels]:

@@ -74,7 +74,7 @@ def part_function(part: Part, name: Kernels) -> Any:
 def parts_for(workload: Workload, device_type: str) -> Parts:
     """The functions that the workload's model runs here. Raises an InputError that names the part which cannot."""
     config = workload.model
-    widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim}
+    widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim, "loss": config.vocabulary}
     check_parts(workload.parts, device_type, tensor_dtype(workload.dtype), widths)
     chosen = {part: part_function(part, name) for part, name in workload.parts.items()}
     return Parts(**chosen, projections=joint_projections if workload.projections == "joint" else None)

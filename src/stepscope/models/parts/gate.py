@@ -45,6 +45,11 @@ class PartCase:
     strided: bool = False
     """Whether tensors are views of larger ones; of rope, as heads of a projection lie."""
 
+    @property
+    def width(self) -> int:
+        """The length of a row: d_model of a norm, head_dim of rope, d_ff of mlp, vocabulary of a loss."""
+        return self.sizes[SIZES[self.part].index(_WIDTHS[self.part])]
+
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in zip(SIZES[self.part], self.sizes, strict=True))
         return f"{self.part} {sizes}{', strided' if self.strided else ''}"
@@ -57,6 +62,7 @@ SIZES: dict[Part, tuple[str, ...]] = {
     "loss": ("rows", "d_model", "vocabulary"),
 }
 """What the sizes of a case are. The branch of a norm is 1 or 0."""
+_WIDTHS: dict[Part, str] = {"norm": "d_model", "rope": "head_dim", "mlp": "d_ff", "loss": "vocabulary"}
 
 SMALL_CASES = (
     PartCase("norm", (5, 33, 0)),
@@ -114,7 +120,7 @@ def check_part(
 def _judge(
     name: Kernels, case: PartCase, dtype: TensorDtype, device: torch.device, function: Function | None
 ) -> PartVerdict:
-    fault = PARTS[case.part][name].fault(device.type, dtype)
+    fault = PARTS[case.part][name].fault(device.type, dtype, case.width)
     if function is None and fault is not None:
         return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=f"not run: {fault}")
     called = function or part_function(case.part, name) or _WRITTEN_OUT[case.part]

@@ -1,0 +1,67 @@
+"""The parts by QuACK (github.com/Dao-AILab/quack), where it is installed: its kernels are written in CuTe.
+
+It has no product of silu(gate) and up by itself, only inside its own matrix products. Its loss multiplies by its own
+products, where all sizes divide by 8: it tries several of them at the first call of a shape, which takes its time, and
+elsewhere it makes the logits.
+"""
+
+import functools
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepscope.core.errors import InputError
+from stepscope.core.parts import PARTS, Part
+from stepscope.kernels.autocast_inputs import autocast_dtype
+from stepscope.models.attention.inputs import DTYPES
+
+_DIVISOR = 8
+"""What the rows, d_model and the vocabulary of its own products divide by."""
+
+
+def _quack(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(f"quack.{module}"), name)
+
+
+@functools.cache
+def _check(part: Part, device_type: str, dtype: torch.dtype, width: int) -> None:
+    """Raise InputError for a row that its compiler would refuse, in many lines."""
+    fault = PARTS[part]["quack"].fault(device_type, DTYPES[dtype], width)
+    if fault is not None:
+        raise InputError(f"{part} quack {fault}")
+
+
+def rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + branch, or x where there is no branch, and its RMSNorm, in this dtype where one is given."""
+    dtype = dtype or autocast_dtype(x)
+    _check("norm", x.device.type, dtype, x.shape[-1])
+    norm = _quack("rmsnorm", "rmsnorm")
+    if branch is None:
+        return x, norm(x, weight, out_dtype=dtype, eps=epsilon)
+    y, total = norm(
+        branch, weight, residual=x, out_dtype=dtype, residual_dtype=torch.promote_types(x.dtype, branch.dtype),
+        eps=epsilon, prenorm=True,
+    )  # fmt: skip
+    return total, y
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, H, S, D) with each pair of halves turned by its position's angle."""
+    _check("rope", q.device.type, q.dtype, q.shape[-1])
+    turn = _quack("rotary", "apply_rotary_emb")
+    tables = [table[: q.shape[2], : q.shape[3] // 2] for table in (cos, sin)]
+    q, k = (turn(each.transpose(1, 2), *tables).transpose(1, 2) for each in (q, k))
+    return q, k
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of softmax(x weight^T) with the targets."""
+    _check("loss", x.device.type, autocast_dtype(x), len(weight))
+    x, targets = x.flatten(0, -2), targets.flatten()
+    if any(size % _DIVISOR for size in (*x.shape, len(weight))):
+        return _quack("linear_cross_entropy", "linear_cross_entropy_func")(x, weight, None, targets)
+    return _quack("linear_cross_entropy", "chunked_linear_cross_entropy")(x, weight, targets)
