@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.cli.output import sweep_progress
+from stepscope.core.tuned import TUNED_FIELDS
 from stepscope.engine.plan import Cell, CellState, SweepState
 from tests.command import stepscope
 from tests.conftest import make_run, workload
@@ -20,6 +21,7 @@ SMALL = ("--model", "tiny", "--layers", "1", "--d-model", "32", "--heads", "2", 
         (("--budget", "soon"), "--budget is 'soon': write seconds"),
         (("--budget", "0min"), "--budget is '0min': write seconds, above 0"),
         (("--keep", "colour"), "colour"),
+        (("--keep", ",".join(TUNED_FIELDS)), "keep names all that tune changes: leave one out of attention, dtype"),
         (("--module", "nowhere.py:make"), "nowhere.py"),
         (("--dtype", "tf32"), "tf32 needs an NVIDIA GPU"),
     ],

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.api.shown import Shown, ShownAnswer, shown
 from stepscope.api.workloads import check_one_model, of_factory, textbook
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError
 from stepscope.core.shown_text import warn
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.tuned import TUNED_FIELDS
+from stepscope.core.tuned import fields_kept
 from stepscope.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def tune(
     if model is not None and not isinstance(model, str):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise InputError("tune measures in processes of its own: give a preset's name, or module='file.py:factory'")
     chosen = shared_somehow(chosen)
-    kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in keep)
+    kept = fields_kept(keep)
     budget_s = parse_seconds(str(budget), "budget")
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
 

@@ -13,10 +13,10 @@ from stepscope.cli.verb import verb
 from stepscope.cli.workloads import OneWorkload
 from stepscope.core.bounded_file import read_named
 from stepscope.core.document import json_document
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED, choose
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
 from stepscope.core.finding import worst
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.tuned import TUNED_FIELDS, Tuned, decode_tuned
+from stepscope.core.tuned import Tuned, decode_tuned, fields_kept
 
 
 @verb(
@@ -49,7 +49,7 @@ def tune(
     if from_ is not None:
         refuse_beside("--from")
         _leave_with(decode_tuned(read_named(from_), str(from_)), save, shown)
-    kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in keep)
+    kept = fields_kept(keep)
     said = OneWorkload(shared_somehow(said.said))
     own = said.own
     if own is None:

@@ -1,11 +1,12 @@
 """The result of a search for the fastest step: each change that was tried, and the step that it ended with."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import msgspec
 
 from stepscope.core.document import decode_document
+from stepscope.core.errors import InputError, choose
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
@@ -16,6 +17,15 @@ TUNED_FIELDS = (
     "projections",
 )  # fmt: skip
 """Fields of a workload that a search may change."""
+
+
+def fields_kept(names: Iterable[str]) -> frozenset[str]:
+    """The fields that stay as they are. Raises InputError for another name, and where nothing is left to change."""
+    kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in names)
+    if kept.issuperset(TUNED_FIELDS):
+        raise InputError(f"keep names all that tune changes: leave one out of {', '.join(TUNED_FIELDS)}")
+    return kept
+
 
 Verdict = Literal[
     "taken", "faster", "undecided", "slower", "slower by plan", "refused", "does not fit", "failed", "doubted",
