@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.comparisons.tuned import answer_tuned
+from stepscope.core.checkpointing import selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence
 from stepscope.core.finding import error
@@ -20,6 +21,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval
 from stepscope.core.tuned import LossCurve, Tried, Tuned, change_words
+from stepscope.core.workload import Workload
 from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.report.plain import plain_text
@@ -275,6 +277,51 @@ def test_what_is_predicted_not_to_fit_is_not_measured():
     unfit = [tried for tried in search.tried if tried.verdict == "does not fit"]
     assert unfit and all(tried.ratio is None for tried in unfit)
     assert search.best.checkpointing != "none"
+
+
+class Blocks(Written):
+    """A bench of steps with a memory: a block whose products are kept takes 1 of it, and the reference loss 4."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room, self.asked = room, list[str]()
+
+    def kept_blocks(self, step: DrivenWorkload) -> float:
+        assert isinstance(step, Workload)
+        layers = step.model.layers
+        whole = {"none": 1.5 * layers, "selective": layers, "attention": 0, "every-1": -layers}
+        return whole.get(step.checkpointing) or selective_of(step.checkpointing) or 0
+
+    def fits(self, workload: DrivenWorkload) -> str | None:
+        self.asked.append(workload.checkpointing)
+        needed = self.kept_blocks(workload) + 4 * (getattr(workload, "loss", "") == "reference")
+        return None if needed <= self.room else "too large"
+
+    def seconds(self, step: DrivenWorkload) -> float:
+        return super().seconds(step) * (1 - 0.01 * self.kept_blocks(step))
+
+
+def test_as_many_blocks_keep_their_products_as_fit():
+    """Between the mixtures of quarters, and once more when the fused loss has made room."""
+    asked: dict[str, Any] = {"layers": 16, "attention": "flash", "batch_size": 1}
+    bench = Blocks(14)
+    found = one_that_fits(workload(**asked, checkpointing="none"), bench)  # pyright: ignore[reportArgumentType]
+    assert found.checkpointing == "selective-10"
+    search = searched(bench, **asked, checkpointing="attention")
+    taken = [(t.round, t.change.get("checkpointing")) for t in search.tried if t.verdict == "taken"]
+    assert [(name, choice) for name, choice in taken if choice] == [
+        ("memory", "selective-8"), ("blocks", "selective-10"),
+        ("memory again", "selective-12"), ("blocks again", "selective-14"),
+    ]  # fmt: skip
+    assert search.best.checkpointing == "selective-14"
+    kept = searched(bench, frozenset({"checkpointing"}), **asked, checkpointing="selective-4")
+    assert kept.best.checkpointing == "selective-4"
+
+
+def test_where_nothing_predicts_a_step_no_blocks_are_looked_for():
+    bench = Written()
+    search = searched(bench, layers=16, attention="flash", batch_size=1, checkpointing="selective-4")
+    assert "blocks" not in {t.round for t in search.tried}
 
 
 def test_a_step_that_does_not_fit_is_split_or_computed_again_first():

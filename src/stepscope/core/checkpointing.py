@@ -3,7 +3,7 @@ prediction of its memory, its FLOPs and its plan read."""
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 KEEPING = ("selective", "attention")
@@ -79,7 +79,8 @@ def selective_of(checkpointing: object) -> int | None:
 
 
 def mixtures(layers: int) -> tuple[str, ...]:
-    """The choices `selective-K` that `tune` and `fit` try: K is three quarters, half and a quarter of the blocks."""
+    """The choices `selective-K` that `tune` and `fit` try first: K is three quarters, half and a quarter of the
+    blocks."""
     last = (layers * quarters // 4 for quarters in (3, 2, 1))
     return tuple(f"selective-{blocks}" for blocks in dict.fromkeys(last) if blocks)
 
@@ -88,6 +89,14 @@ def keeping(last: int, layers: int) -> str:
     """The choice by which the last blocks, so many of `layers`, keep what `selective` does, and the others what
     `attention` does."""
     return {0: "attention", layers: "selective"}.get(last, f"selective-{last}")
+
+
+def most_that_fit(low: int, high: int, fits: Callable[[int], bool]) -> int:
+    """The largest number of blocks that fits, by halving. `low` fits, and `high` does not."""
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def of_fewer_layers(checkpointing: str, layers: int) -> str:

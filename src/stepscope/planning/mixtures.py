@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from stepscope.core.checkpointing import KEEPING, keeping
+from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit
 from stepscope.core.layout import Layout
 from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.space import Question
@@ -65,10 +65,7 @@ def with_most(layout: Layout, layers: int, guess: int, fits: Callable[[Layout], 
     for blocks in (guess, guess + 1):
         if low < blocks < high:
             low, high = (blocks, high) if fits(of(blocks)) else (low, blocks)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(of(middle)) else (low, middle)
-    return of(low)
+    return of(most_that_fit(low, high, lambda blocks: fits(of(blocks))))
 
 
 def on_line(layers: int, least: int, most: int, room: int) -> int:

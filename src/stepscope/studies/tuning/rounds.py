@@ -6,8 +6,9 @@ that is usually faster on a GPU is one change: where it is faster here, one race
 and a search with little time has most of what there is to gain. The rounds after it try what else there is; and where
 it was not faster, each choice by itself. Of these, what computes in fewer bits comes first. Then the step is replayed
 as one CUDA graph, which takes seconds to capture: where the host launches kernel after kernel, it would choose the
-attention with the fewest launches. What torch.compile has to compile comes late, since each try takes minutes. Last,
-what was taken together is taken back, choice by choice, which says what each of them gives.
+attention with the fewest launches. By then kernels and a precision may have made room: what fits is looked at again.
+What torch.compile has to compile comes late, since each try takes minutes. Last, what was taken together is taken back,
+choice by choice, which says what each of them gives.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE, is_kept
-from stepscope.core.checkpointing import KEEPING, mixtures, selective_of
+from stepscope.core.checkpointing import KEEPING, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
@@ -202,6 +203,29 @@ def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield change
 
 
+def with_most_blocks(best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> DrivenWorkload:
+    """The step with the most blocks that keep what their products return and fit, by prediction: between the mixtures
+    that are tried by themselves. The step as it is where they all fit, or none of them does, or nothing predicts it."""
+    if not isinstance(best, Workload) or not is_kept(best.attention):
+        return best
+    last, layers = selective_of(best.checkpointing), best.model.layers
+    if last is None and best.checkpointing != "attention":
+        return best
+
+    def of(blocks: int) -> Workload:
+        return msgspec.structs.replace(best, checkpointing=keeping(blocks, layers))
+
+    if fits(of(layers)):
+        return best
+    return of(most_that_fit(last or 0, layers, lambda blocks: fits(of(blocks))))
+
+
+def blocks(name: str, best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> Round:
+    """The most blocks that fit, where they are more than the best step's."""
+    most: Change = {"checkpointing": with_most_blocks(best, fits).checkpointing}
+    return Round(name=name, changes=lambda _best, _on_gpu: [most])
+
+
 BEFORE: tuple[Round, ...] = (
     Round(name="layout", changes=_layouts, by_plan=True),
     Round(name="memory", changes=_lighter_work),
@@ -211,6 +235,9 @@ BEFORE: tuple[Round, ...] = (
 TOGETHER, WITHOUT = "together", "without"
 """The round of all that is usually faster, and the one that takes its choices back, one by one."""
 
+MEMORY_AGAIN = "memory again"
+"""The round of what fits by now: kernels, a precision and an optimizer may have made room."""
+
 ROUNDS: tuple[Round, ...] = (
     Round(name="precision", changes=_precisions),
     Round(name="optimizer", changes=_optimizers),
@@ -219,6 +246,7 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="kernels", changes=_fused_parts, of_gpu=True),
     Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
     Round(name="projections", changes=_joint_projections, of_textbook=True),
+    Round(name=MEMORY_AGAIN, changes=_lighter_work),
     Round(name="compile", changes=_compiled),
     Round(name="graph again", changes=_replayed_again, of_gpu=True),
     Round(name="under backward", changes=_under_backward, of_gpu=True),

@@ -16,10 +16,12 @@ from stepscope.core.tuned import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
 from stepscope.studies.tuning.rounds import (
     BEFORE,
+    MEMORY_AGAIN,
     ROUNDS,
     TOGETHER,
     Change,
     Round,
+    blocks,
     changes_of,
     groups_that_may,
     together,
@@ -70,14 +72,24 @@ class Search:
         """Go through the rounds. A KeyboardInterrupt leaves what was found."""
         for round_ in BEFORE:
             self._go(round_, bench, tell)
+        self._go_between("blocks", bench, tell)
         before = self.best
         usual = groups_that_may(before, self.kept) if self.on_gpu else []
         usual = self._go_together(usual, bench, tell)
         taken = self.best != before
         for round_ in ROUNDS:
+            if round_.name == MEMORY_AGAIN and self.best == before:
+                continue  # it needs what it needed
             self._go(round_, bench, tell)
+            if round_.name == MEMORY_AGAIN:
+                self._go_between("blocks again", bench, tell)
         if taken:
             self._go(without(usual, before), bench, tell)
+
+    def _go_between(self, name: str, bench: Bench, tell: Callable[[str], None]) -> None:
+        """Try as many blocks that keep their products as fit."""
+        if "checkpointing" not in self.kept:
+            self._go(blocks(name, self.best, lambda step: bench.fits(step) is None), bench, tell)
 
     def _go_together(self, usual: list[Change], bench: Bench, tell: Callable[[str], None]) -> list[Change]:
         """Try all of these as one change; returns those that were tried last.

@@ -10,7 +10,7 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.tuned import Tried, Tuned
 from stepscope.studies.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.studies.tuning.racing import Racing
-from stepscope.studies.tuning.rounds import changed, lighter_ways
+from stepscope.studies.tuning.rounds import changed, lighter_ways, with_most_blocks
 from stepscope.studies.tuning.search import Search
 
 NUMERIC = ("dtype", "optimizer")
@@ -71,10 +71,16 @@ def one_that_fits(
         try:
             other = changed(asked, change)
             if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
-                return other
+                return _with_most_blocks(other, racing) if "checkpointing" not in kept else other
         except InputError:  # the step has nothing that this checkpointing keeps, or cannot be split so
             continue
     raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
+
+
+def _with_most_blocks(step: DrivenWorkload, racing: Racing) -> DrivenWorkload:
+    """The step with more blocks that keep their products, where that fits and runs."""
+    more = with_most_blocks(step, lambda other: racing.fits(other) is None)
+    return more if more != step and racing.runs_alone(more) is None else step
 
 
 def _with_losses(found: Tuned, device: str, memory_limit_bytes: int | None) -> Tuned:
