@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.core.attentions import is_kept, scores_of
-from stepscope.core.checkpointing import group_of, mixtures
+from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
@@ -306,16 +306,33 @@ class _Search:
         if not self._fits_quickly(tuple(settings[-1] for settings in levers)):
             return None
         for chosen in itertools.product(*levers):
-            workload, changes = self._with(chosen), together(chosen)
-            plan = TextbookPlan(
-                change=changes.change,
-                options=changes.options,
-                peak_bytes=self._peak(workload),
-                extra_flops_fraction=self._extra(workload),
-            )
-            if not any(_within(earlier, plan) for earlier in found) and self._fits(workload):
-                return plan
+            plan = self._plan(chosen)
+            if not any(_within(earlier, plan) for earlier in found) and self._fits(self._with(chosen)):
+                return self._plan(self._with_most_blocks(chosen))
         return None
+
+    def _plan(self, chosen: tuple[Change, ...]) -> TextbookPlan:
+        workload, changes = self._with(chosen), together(chosen)
+        return TextbookPlan(
+            change=changes.change, options=changes.options, peak_bytes=self._peak(workload),
+            extra_flops_fraction=self._extra(workload),
+        )  # fmt: skip
+
+    def _with_most_blocks(self, chosen: tuple[Change, ...]) -> tuple[Change, ...]:
+        """The changes with as many blocks that keep their products as fit: more than the quarters that were tried."""
+        layers = self._workload.model.layers
+        for place, change in enumerate(chosen):
+            kept = change.fields.get("checkpointing")
+            last = 0 if change is KEEP_ATTENTION else selective_of(kept)
+            if last is None:
+                continue
+
+            def of(blocks: int, place: int = place) -> tuple[Change, ...]:
+                return (*chosen[:place], mixed(keeping(blocks, layers)), *chosen[place + 1 :])
+
+            most = most_that_fit(last, layers, lambda blocks: self._fits(self._with(of(blocks))))
+            return of(most) if most > last else chosen
+        return chosen
 
     def _fits(self, workload: Workload) -> bool:
         """The quick verdict, and where it is a near thing the whole one: no plan is offered that would not run."""
