@@ -1,5 +1,7 @@
 """The textbook's step with fused parts beside its own code: the same losses and gradients, on a GPU or interpreted."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS
 from stepscope.core.workload import Workload
-from stepscope.models.parts import parts_for
+from stepscope.models.parts import formulas, parts_for, quack
 from stepscope.models.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import at_length, mini, run_steps
@@ -115,6 +117,59 @@ def test_others_kernels_pass_the_gate(name: str, case: PartCase, dtype: TensorDt
         pytest.skip(f"{case.part} {name} {fault}")
     (verdict,) = check_part(name, [case], [dtype], DEVICE)
     assert verdict.passed, verdict.reason
+
+
+QUACK = {
+    "quack.rmsnorm": """
+import torch
+def rmsnorm(x, weight, residual=None, out_dtype=None, residual_dtype=None, eps=1e-6, prenorm=False):
+    x = x if residual is None else (x + residual).to(residual_dtype)
+    y = torch.nn.functional.rms_norm(x, x.shape[-1:], weight, eps).to(out_dtype)
+    return (y, x) if prenorm and residual is not None else y
+""",
+    "quack.rotary": """
+import torch
+def apply_rotary_emb(x, cos, sin):  # (B, S, H, D), and tables of half of D
+    assert x.shape[1] == len(cos) and x.shape[3] == 2 * cos.shape[1]
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+""",
+    "quack.linear_cross_entropy": """
+from torch.nn.functional import cross_entropy, linear
+def linear_cross_entropy_func(x, weight, bias, target):
+    return cross_entropy(linear(x, weight, bias), target)
+def chunked_linear_cross_entropy(x, weight, target):
+    assert not len(x) % 8 and not x.shape[1] % 8 and not len(weight) % 8
+    return cross_entropy(linear(x, weight), target)
+""",
+}
+"""What QuACK's functions take and return, written in PyTorch: it runs on GPUs alone."""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_quack_is_called_as_it_asks_to_be(compiled: bool, monkeypatch: pytest.MonkeyPatch):
+    """And a compiler sees one graph. Its own kernels are a matter of the GPU."""
+    monkeypatch.setitem(sys.modules, "quack", ModuleType("quack"))
+    for name, source in QUACK.items():
+        module = ModuleType(name)
+        exec(source, module.__dict__)
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(sys.modules["quack"], name.partition(".")[2], module, raising=False)
+    monkeypatch.setattr(quack, "_fault", lambda *_: None)
+    torch.manual_seed(0)
+    x, branch, weight, head = torch.randn(2, 4, 16), torch.randn(2, 4, 16), torch.randn(16), torch.randn(24, 16)
+    q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.rand(9, 4).repeat(1, 2)
+    targets = torch.randint(24, (2, 4))
+    calls: list[tuple[str, tuple[Any, ...]]] = [
+        ("rms_norm", (x, None, weight, 1e-5)), ("rms_norm", (x, branch, weight, 1e-5)),
+        ("rms_norm", (x, branch.bfloat16(), weight, 1e-5)), ("rotated", (q, k, angles.cos(), angles.sin())),
+        ("linear_cross_entropy", (x, head, targets)), ("linear_cross_entropy", (x[:, :3], head, targets[:, :3])),
+    ]  # fmt: skip
+    for name, arguments in calls:
+        function = getattr(quack, name)
+        found = (torch.compile(function, backend="eager", fullgraph=True) if compiled else function)(*arguments)
+        torch.testing.assert_close(found, getattr(formulas, name)(*arguments))
 
 
 def test_a_part_that_does_not_run_here_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch):

@@ -4,7 +4,6 @@ Its norm has no residual sum: the sum is a kernel of PyTorch's before it. Its cr
 in the weight's dtype, and is told autocast's dtype by its input.
 """
 
-import importlib
 from typing import Any
 
 import torch
@@ -13,8 +12,11 @@ from torch import Tensor
 from stepscope.kernels.autocast_inputs import autocast_dtype
 
 
-def _liger(name: str) -> Any:
-    return getattr(importlib.import_module("liger_kernel.transformers.functional"), name)
+def _functional() -> Any:
+    # Not by importlib, whose functions PyTorch's compiler does not follow.
+    from liger_kernel.transformers import functional  # noqa: PLC0415  # pyright: ignore
+
+    return functional
 
 
 def rms_norm(
@@ -23,24 +25,24 @@ def rms_norm(
     """x + branch, or x where there is no branch, and its RMSNorm, in this dtype where one is given."""
     x = x if branch is None else x + branch
     # In place it would write its gradient over the one that the residual stream still needs.
-    y = _liger("liger_rms_norm")(x, weight, epsilon, in_place=False)
+    y = _functional().liger_rms_norm(x, weight, epsilon, in_place=False)
     return x, y if dtype is None else y.to(dtype)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys with each pair of halves turned by its position's angle."""
     length = q.shape[2]
-    return _liger("liger_rope")(q, k, cos[None, :length].to(q.dtype), sin[None, :length].to(q.dtype))
+    return _functional().liger_rope(q, k, cos[None, :length].to(q.dtype), sin[None, :length].to(q.dtype))
 
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    return _liger("liger_swiglu")(gate, up)
+    return _functional().liger_swiglu(gate, up)
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of softmax(x weight^T) with the targets."""
     dtype = autocast_dtype(x)
-    return _liger("liger_fused_linear_cross_entropy")(
+    return _functional().liger_fused_linear_cross_entropy(
         x.to(dtype).flatten(0, -2), weight.to(dtype), targets.flatten()
     )  # fmt: skip

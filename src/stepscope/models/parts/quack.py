@@ -2,12 +2,11 @@
 
 It has no product of silu(gate) and up by itself, only inside its own matrix products. Its loss multiplies by its own
 products, where all sizes divide by 8: it tries several of them at the first call of a shape, which takes its time, and
-elsewhere it makes the logits.
+elsewhere it makes the logits. Each function imports what it calls, since no other may be needed: not by importlib,
+whose functions PyTorch's compiler does not follow.
 """
 
 import functools
-import importlib
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,18 +20,16 @@ _DIVISOR = 8
 """What the rows, d_model and the vocabulary of its own products divide by."""
 
 
-def _quack(module: str, name: str) -> Any:
-    return getattr(importlib.import_module(f"quack.{module}"), name)
+def _check(part: Part, x: Tensor, dtype: torch.dtype, width: int) -> None:
+    """Raise InputError for a row of x in this dtype that its compiler would refuse, in many lines."""
+    fault = None if torch.compiler.is_compiling() else _fault(part, x.device.type, dtype, width)
+    if fault is not None:
+        raise InputError(f"{part} quack {fault}")
 
 
 @functools.cache
-def _check(part: Part, device_type: str, dtype: torch.dtype, width: int) -> None:
-    """Raise InputError for a row that its compiler would refuse, in many lines."""
-    if torch.compiler.is_compiling():  # which reads no list of packages
-        return
-    fault = PARTS[part]["quack"].fault(device_type, DTYPES[dtype], width)
-    if fault is not None:
-        raise InputError(f"{part} quack {fault}")
+def _fault(part: Part, device_type: str, dtype: torch.dtype, width: int) -> str | None:
+    return PARTS[part]["quack"].fault(device_type, DTYPES[dtype], width)
 
 
 def rms_norm(
@@ -40,12 +37,13 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """x + branch, or x where there is no branch, and its RMSNorm, in this dtype where one is given."""
     dtype = dtype or autocast_dtype(x)
-    _check("norm", x.device.type, dtype, x.shape[-1])
-    norm = _quack("rmsnorm", "rmsnorm")
+    _check("norm", x, dtype, x.shape[-1])
+    from quack.rmsnorm import rmsnorm  # noqa: PLC0415  # pyright: ignore
+
     if branch is None:
-        return x, norm(x, weight, out_dtype=dtype, eps=epsilon)
-    _check("norm", x.device.type, branch.dtype, x.shape[-1])
-    y, total = norm(
+        return x, rmsnorm(x, weight, out_dtype=dtype, eps=epsilon)
+    _check("norm", x, branch.dtype, x.shape[-1])
+    y, total = rmsnorm(
         branch, weight, residual=x, out_dtype=dtype, residual_dtype=torch.promote_types(x.dtype, branch.dtype),
         eps=epsilon, prenorm=True,
     )  # fmt: skip
@@ -54,17 +52,20 @@ def rms_norm(
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (B, H, S, D) with each pair of halves turned by its position's angle."""
-    _check("rope", q.device.type, q.dtype, q.shape[-1])
-    turn = _quack("rotary", "apply_rotary_emb")
+    _check("rope", q, q.dtype, q.shape[-1])
+    from quack.rotary import apply_rotary_emb  # noqa: PLC0415  # pyright: ignore
+
     tables = [table[: q.shape[2], : q.shape[3] // 2] for table in (cos, sin)]
-    q, k = (turn(each.transpose(1, 2), *tables).transpose(1, 2) for each in (q, k))
+    q, k = (apply_rotary_emb(each.transpose(1, 2), *tables).transpose(1, 2) for each in (q, k))
     return q, k
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of softmax(x weight^T) with the targets."""
-    _check("loss", x.device.type, autocast_dtype(x), len(weight))
+    _check("loss", x, autocast_dtype(x), len(weight))
     x, targets = x.flatten(0, -2), targets.flatten()
+    from quack import linear_cross_entropy as losses  # noqa: PLC0415  # pyright: ignore
+
     if any(size % _DIVISOR for size in (*x.shape, len(weight))):
-        return _quack("linear_cross_entropy", "linear_cross_entropy_func")(x, weight, None, targets)
-    return _quack("linear_cross_entropy", "chunked_linear_cross_entropy")(x, weight, targets)
+        return losses.linear_cross_entropy_func(x, weight, None, targets)
+    return losses.chunked_linear_cross_entropy(x, weight, targets)
