@@ -44,7 +44,7 @@ LIBRARIES = {
     "work": set(),
     "measure": {"msgspec", "nvtx", "torch"},
     "kernels": {"msgspec", "torch", "triton"},
-    "models": {"msgspec", "torch", "transformers"},
+    "models": {"liger_kernel", "msgspec", "quack", "torch", "transformers"},
     "numerics": {"msgspec", "torch"},
     "parallel": {"msgspec", "torch"},
     "trace": {"adbc_driver_sqlite", "msgspec", "polars"},
@@ -61,7 +61,11 @@ LIBRARIES = {
     "callbacks": {"accelerate", "lightning", "transformers"},
 }
 
-ONE_FILE = {"ray": "engine/cluster/courier.py"}
+ONE_FILE = {
+    "liger_kernel": "models/parts/liger.py",
+    "quack": "models/parts/quack.py",
+    "ray": "engine/cluster/courier.py",
+}
 """Libraries that one file imports alone."""
 
 
