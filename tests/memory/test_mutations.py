@@ -69,6 +69,7 @@ def apply(content: dict[str, Any], change: tuple[Any, ...]) -> None:
 
 @settings(deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow])
 @given(st.booleans(), st.booleans(), CHANGES, st.sampled_from([None, "start", "end", "backward", "0.1ms"]))
+@example(False, False, [("swap", 0, 42), ("block", 2, "active_allocated")], None)
 @example(False, True, [("again", 9), ("action", 9, "segment_alloc")], None)
 def test_every_mutation_is_refused_or_explained(notes: bool, before: bool, changes: list[Any], at: str | None):
     content = copy.deepcopy(WHOLE[notes, before])

@@ -205,8 +205,8 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
 
 
 def _gradients_together(table: pl.DataFrame) -> pl.DataFrame:
-    """By size (`requested`), how many gradients of it ever live at one time (`count`)."""
-    gradients = table.filter(pl.col("category") == "gradients")
+    """By size (`requested`), how many gradients of it ever live at one time (`count`). What has no bytes tells none."""
+    gradients = table.filter((pl.col("category") == "gradients") & (pl.col("requested") > 0))
     changes = pl.concat(
         [
             gradients.select("requested", event=pl.col("alloc_event").fill_null(-1), change=pl.lit(1)),
