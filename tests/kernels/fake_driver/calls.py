@@ -205,8 +205,9 @@ def same_part(fake: Fake, inputs: list[Tensor], function: Callable[..., Any]) ->
 
 
 def one_used(fake: Fake, name: str, at: int) -> list[Any]:
-    """Of a part's second call, of which one output is used: whether it ran in C++, its launches, and whether each input
-    that is trained has a gradient. A Function in Python gets zeros for the gradient of what nobody uses."""
+    """Call a part twice and use one of its outputs. Returns of the second call whether it ran in C++, how many kernels
+    it launched, and whether each trained input has a gradient. Autograd gives a Function in Python zeros for the
+    gradient of an output that nobody uses."""
     inputs, function = parts()[name]
     trained = [each for each in inputs if each.requires_grad]
 
