@@ -85,7 +85,10 @@ def test_it_has_the_numbers_of_pythons_launches(
         in_cpp, found = results(inputs, gradient, causal=causal)
         assert in_cpp
         same(found, right)
-    others = [t.detach().neg().requires_grad_() for t in inputs]  # other addresses
+    # Other addresses, and the strides of one head, too, which no operator keeps.
+    others = [torch.empty_strided(t.shape, t.stride(), dtype=dtype, device=t.device) for t in inputs]
+    for other, t in zip(others, inputs, strict=True):
+        other.copy_(t.detach().neg()).requires_grad_()
     in_cpp, found = results(others, gradient.clone(), causal=causal)
     assert in_cpp
     native.forget()

@@ -99,6 +99,32 @@ def test_every_name_of_kernels_is_one_of_every_part_but_one():
         assert set(KERNELS) - set(ways) == ({"quack"} if part == "mlp" else set())
 
 
+class Overwriting(torch.autograd.Function):
+    """SwiGLU's product, whose backward writes over its inputs, as Liger's does."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate) * up
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        gate, up = (saved.detach().requires_grad_() for saved in ctx.saved_tensors)
+        with torch.enable_grad():
+            out = torch.nn.functional.silu(gate) * up
+        found = torch.autograd.grad(out, [gate, up], gradients[0])
+        with torch.no_grad():
+            return gate.detach().copy_(found[0]), up.detach().copy_(found[1])
+
+
+def test_what_writes_over_its_inputs_must_say_so():
+    case = next(case for case in SMALL_CASES if case.part == "mlp")
+    (said,) = check_part("liger", [case], ["fp32"], DEVICE, Overwriting.apply)
+    (unsaid,) = check_part("fused", [case], ["fp32"], DEVICE, Overwriting.apply)
+    assert said.passed and said.repeats
+    assert unsaid.reason == "it writes to its inputs"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ class HostReading(msgspec.Struct, frozen=True, kw_only=True):
 
 
 NATIVE_LAUNCHER = "STEPSCOPE_NATIVE"
-"""The environment variable that lets eager calls of our operations be launched from C++: 1."""
+"""The environment variable that has eager calls of our operations launched from Python where it is 0, and from C++
+otherwise."""
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +82,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     threads: int | None = None
     system: str
     versions: dict[str, str]
-    """python, torch, cuda, cudnn, triton, stepscope: those that are present; and STEPSCOPE_NATIVE, where it was set."""
+    """python, torch, cuda, cudnn, triton, stepscope: those that are there. And launcher: Python, where our kernels
+    were not launched from C++."""
     allocator: str | None = None
     """Settings of PyTorch's caching allocator that the environment names; None where it names none, or on a CPU."""
     git_commit: str | None = None

@@ -68,6 +68,9 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the memory of an eager step with it is predicted. That of the reference is in every step."""
     repeats: bool = True
     """Whether the same input gives the same bits again, on one device."""
+    overwrites: bool = False
+    """Whether backward writes its gradients over the inputs: a second backward of one graph is wrong, and so is what
+    anybody else reads there."""
     signs: str = ""
     """A pattern of the names of its operators and of its kernels; empty where they are PyTorch's own."""
     compiled: bool = False
@@ -134,10 +137,10 @@ def _compiled(function: str, saves: str) -> PartRecord:
     return PartRecord(function=f"stepscope.models.parts.compiled:{function}", saves=saves, compiled=True)
 
 
-def _liger(function: str, saves: str, signs: str) -> PartRecord:
+def _liger(function: str, saves: str, signs: str, *, overwrites: bool = False) -> PartRecord:
     return PartRecord(
         function=f"stepscope.models.parts.liger:{function}", device_types=("cuda",), dtypes=_FUSED,
-        package="liger_kernel", installs="liger-kernel", saves=saves, signs=signs,
+        package="liger_kernel", installs="liger-kernel", saves=saves, signs=signs, overwrites=overwrites,
     )  # fmt: skip
 
 
@@ -175,7 +178,7 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "reference": PartRecord(function="", saves="gate, up, silu(gate): 3 R F"),
         "compiled": _compiled("silu_product", "what the compiler keeps: gate and up, 2 R F"),
         "fused": _fused("mlp:silu_product", "gate and up: 2 R F", "silu_product_(?:forward|backward)$"),
-        "liger": _liger("silu_product", "gate and up: 2 R F", r"^_swiglu_(?:forward|backward)_kernel"),
+        "liger": _liger("silu_product", "gate and up: 2 R F", r"^_swiglu_(?:forward|backward)_kernel", overwrites=True),
     },
     "loss": {
         "reference": PartRecord(function="", saves="the hidden state, R M, and log-probabilities in fp32, R V"),

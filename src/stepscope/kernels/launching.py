@@ -29,6 +29,13 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: object, **options: in
     return compiled
 
 
+def launches_watched() -> bool:
+    """Whether somebody watches launches by a hook of Triton's, which only Triton's own launcher calls."""
+    hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    # A chain of hooks may be empty.
+    return any(hook is not None and bool(getattr(hook, "calls", True)) for hook in hooks)
+
+
 def interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on CPU tensors."""
     return bool(knobs.runtime.interpret)

@@ -1,121 +1,29 @@
-"""Builds, loads and teaches the launcher in C++ (native.cpp), by which eager calls of our operations go round Python.
-
-It is built once for a version of PyTorch, of Triton and of the source, by PyTorch's own tools and the system's C++
-compiler, into the directory of caches. It needs no CUDA compiler. Without it calls go through Python.
+"""Teaches the launcher in C++ (native.cpp), by which eager calls of our operations go round Python.
 
 What it learns are the launches of a call that Python ran (launch_parameters.py). Flash attention keeps recordings of
 its own (flash/replay.py); for any other operation a call is watched: what it allocates, what it launches, and that it
 calls nothing else (`forward`, `backward`).
 """
 
-import ctypes
-import functools
-import hashlib
-import importlib.util
 import itertools
-import os
 import struct
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.core.cache_directory import cache_directory
-from stepscope.core.environment import NATIVE_LAUNCHER
-from stepscope.core.errors import InputError, one_line
-from stepscope.core.shown_text import printable, warn
 from stepscope.kernels.launch_parameters import Place, launch_of
-from stepscope.kernels.launching import interpreted
+from stepscope.kernels.launching import launches_watched
+from stepscope.kernels.native_library import extension
 from stepscope.kernels.operators import HERE
 from stepscope.kernels.operators import watched as is_watched
 
-SOURCE = Path(__file__).with_name("native.cpp")
-NAME = "stepscope_launcher"
-_KNOWN = ("3.6.", "3.7.")
-"""The releases of Triton whose kernels take parameters as the module says."""
-
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Sizes, strides, dtype."""
-
-# ---- the library
-
-
-def wanted() -> bool:
-    """Whether this process is to take the launcher."""
-    return os.environ.get(NATIVE_LAUNCHER) == "1"
-
-
-def library() -> Path | None:
-    """Where the launcher is or would be built; None without a directory of caches."""
-    caches = cache_directory()
-    said = f"{torch.__version__} {triton.__version__} {sys.implementation.cache_tag}".encode() + SOURCE.read_bytes()
-    made = hashlib.sha256(said).hexdigest()[:12]
-    return caches / f"launcher-{made}" / f"{NAME}.so" if caches else None
-
-
-def build() -> Path:
-    """Build the launcher, where it is not there yet: some twenty seconds. Raises InputError, one line, where that
-    fails."""
-    path = library()
-    if path is None:
-        raise InputError("there is no place for the launcher in C++: name one in STEPSCOPE_CACHE")
-    if path.exists():
-        return path
-    from torch.utils import cpp_extension  # noqa: PLC0415  (slow, and seldom needed)
-
-    headers = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"the launcher in C++ cannot be kept in {printable(str(path.parent))} ({error.strerror or error}): name "
-            "another place in STEPSCOPE_CACHE"
-        ) from error
-    warn("building the launcher in C++, once")
-    try:
-        cpp_extension.load(
-            NAME, [str(SOURCE)], extra_cflags=["-O1", "-std=c++20"], extra_include_paths=[str(headers)],
-            build_directory=str(path.parent), with_cuda=False,
-        )  # fmt: skip
-    except (RuntimeError, OSError, ImportError) as error:
-        wrong = next(
-            (line for line in str(error).splitlines() if "error:" in line or "not found" in line), str(error)
-        )  # fmt: skip
-        raise InputError(
-            f"the launcher in C++ cannot be built ({printable(wrong.strip())[:300]}): install g++ and ninja"
-        ) from error
-    return path
-
-
-@functools.cache
-def extension() -> ModuleType | None:
-    """The launcher with the driver's functions, built now if it must be; None where it is not wanted, in Triton's
-    interpreter, which launches nothing, and where it cannot be had, which a warning says."""
-    if not wanted() or not triton.__version__.startswith(_KNOWN) or interpreted():
-        return None
-    try:
-        path = build()
-        spec = importlib.util.spec_from_file_location(NAME, path)
-        assert spec is not None and spec.loader is not None  # a file that ends in .so is a module
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        driver = ctypes.CDLL("libcuda.so.1")
-        functions = [driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress]
-    except (InputError, ImportError, OSError, AttributeError) as error:
-        warnings.warn(f"kernels are launched from Python: {one_line(error)}", stacklevel=2)
-        return None
-    module.set_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
-    return module
-
 
 # ---- operations
 
@@ -140,7 +48,7 @@ class Operation:
     def call(self, inputs: Sequence[Tensor], options: Sequence[int]) -> list[Tensor] | None:
         """The outputs of a call whose launches are known; None of any other."""
         found = extension()
-        if found is None:
+        if found is None or launches_watched():
             return None
         device = inputs[0].device
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

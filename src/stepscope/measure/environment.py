@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 import stepscope
-from stepscope.core.environment import NATIVE_LAUNCHER, Environment, HostReading
+from stepscope.core.environment import Environment, HostReading
 from stepscope.measure.nvml import driver_version
 
 _PROC_STAT = Path("/proc/stat")
@@ -97,8 +97,6 @@ def _versions() -> dict[str, str]:
             versions["cudnn"] = str(cudnn)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a CPU build comes without Triton
         versions["triton"] = importlib.metadata.version("triton")
-    if torch.version.cuda and os.environ.get(NATIVE_LAUNCHER) == "1":
-        versions[NATIVE_LAUNCHER] = "1"  # which code launches our kernels, beside whose code they are
     return versions
 
 

@@ -18,6 +18,7 @@ from stepscope.measure.compilation import CompilationWatch, compile_report
 from stepscope.measure.energy import LEAST_S, EnergyMeter
 from stepscope.measure.environment import HostLoad
 from stepscope.measure.gpu_samples import GpuSampler, gpu_sampled
+from stepscope.measure.launcher import launcher
 from stepscope.measure.nvml import nvml_kept_open, read_gpu
 from stepscope.measure.timer import Measurement, Progress, StepFailed, measure, measure_one
 from stepscope.measure.updates import applied_updates, read_updates
@@ -182,7 +183,8 @@ class _Readings:
         during = self._sampler.read(self._began_s, end_s) if self._sampler and self._began_s else None
         if during is not None and not self._alone:
             during = msgspec.structs.replace(during, power_w=None)
-        read = {"before": self._gpu, "after": after, "during": during, "host": load}
+        versions = environment.versions | launcher()
+        read = {"before": self._gpu, "after": after, "during": during, "host": load, "versions": versions}
         draft.set(environment=msgspec.structs.replace(environment, **read))
 
     def keep_energy(self) -> None:

@@ -23,6 +23,7 @@ from stepscope.engine.watch.request import WatchRequest
 from stepscope.measure import ranges
 from stepscope.measure.environment import HostLoad
 from stepscope.measure.gpu_samples import sampler_of
+from stepscope.measure.launcher import launcher
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.updates import most_updates
 from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
@@ -228,7 +229,8 @@ class _Readings:
         after, load = read_gpu(draft.device), self._load.read()
         # The energy of so many steps is not known: the GPU may still run earlier ones when the counter is read.
         during = self._sampler.read(self._began_s, end_s) if self._sampler else None
-        read = {"before": self._gpu, "after": after, "during": during, "host": load}
+        versions = environment.versions | launcher()
+        read = {"before": self._gpu, "after": after, "during": during, "host": load, "versions": versions}
         draft.set(environment=msgspec.structs.replace(environment, **read))
         now = most_updates(self._found.optimizer)
         # The step that passes between the reading and the first that counts had its update too.

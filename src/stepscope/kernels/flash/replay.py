@@ -17,9 +17,8 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from triton import knobs
 
-from stepscope.kernels.launching import Launcher, launch
+from stepscope.kernels.launching import Launcher, launch, launches_watched
 
 ALIGNMENT_BYTES = 16
 """An alignment in bytes. Triton compiles a separate variant for addresses that are a multiple of this."""
@@ -110,11 +109,6 @@ def _direct(
     return _Direct(launch, arguments, addresses, descriptors)
 
 
-def _has_calls(hook: Any) -> bool:
-    """Whether a hook of Triton's calls anybody: a chain of hooks may be empty."""
-    return hook is not None and bool(getattr(hook, "calls", True))
-
-
 def _maker(expanded: Callable[..., list[object]], kind: type[Any], same: dict[str, Any], metadata: object) -> Any:
     def make(tensor: Tensor) -> object:
         return expanded(descriptor(kind, same, tensor), metadata)[0]
@@ -175,8 +169,7 @@ class Recording:
 
     def repeat(self, tensors: tuple[Tensor, ...], addresses: list[int], stream: int | None) -> None:
         """Repeat the recorded launches on `tensors`, given in the order of `seen`, all on one stream."""
-        # Whoever watches launches does so in Triton's own launcher.
-        watched = _has_calls(knobs.runtime.launch_enter_hook) or _has_calls(knobs.runtime.launch_exit_hook)
+        watched = launches_watched()
         for (run, template, operands), direct in zip(self._steps, self._direct, strict=True):
             if direct is not None and stream is not None and not watched:
                 direct(tensors, addresses, stream)

@@ -128,8 +128,9 @@ def _judge(
     exact = inputs.run(_WRITTEN_OUT[case.part], torch.float64)
     plain = inputs.run(_WRITTEN_OUT[case.part])
     inputs.poison(plain)
-    found = inputs.run(called)
-    again = inputs.run(called)
+    overwrites = PARTS[case.part][name].overwrites
+    found = inputs.run(called, copied=overwrites)
+    again = inputs.run(called, copied=overwrites)
     reason = inputs.changed() or next(
         (
             f"{result} is {tuple(found[result].shape)} in {found[result].dtype}, not {tuple(right.shape)} in "
@@ -221,9 +222,10 @@ class _Inputs:
         self.gradients = [torch.randn(shape, generator=generator, device=device) for shape in gradients]
         self._before = [tensor.clone() for tensor in self.tensors]
 
-    def run(self, function: Function, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Results and gradients by name; with a dtype, of the same numbers in it."""
-        leaves = [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in self.tensors]
+    def run(self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False) -> dict[str, Tensor]:
+        """Results and gradients by name; with a dtype, of the same numbers in it; copied: of copies, which the call may
+        write to."""
+        leaves = [t.to(dtype or t.dtype, copy=copied).detach().requires_grad_() for t in self.tensors]
         rest = [t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in self.rest]
         made = self._call(function, leaves, rest)
         upstream = [g.to(out.dtype) for g, out in zip(self.gradients, made, strict=True)]
