@@ -106,6 +106,13 @@ def test_what_autograd_promises_holds(found: dict[str, Any]):
     assert promises["streams"] == [9] * 4, "backward runs on the stream of its forward"
 
 
+def test_calls_of_more_kinds_than_are_kept_are_learnt_anew(found: dict[str, Any]):
+    """And a graph from before has its backward."""
+    many = found["many"]
+    assert many["backward launches"] >= 2
+    assert [many[each] for each in ("before", "forgotten", "again")] == [True] * 3
+
+
 def test_without_a_compiler_python_launches_and_says_why(found: dict[str, Any]):
     said = found["failing"]
     assert said.startswith("kernels are launched from Python: the launcher in C++ cannot be built (")

@@ -568,13 +568,16 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
     first, second = workload(layers=1), workload(layers=2)
     now[0] = 60.0
     turns = Turns(
-        start_s=9.0, first_s={first.key: 1.0, second.key: 19.0}, later_s={first.key: 12.0, second.key: 4.0}
+        start_s=9.0, first_s={first.key: 1.0, second.key: 19.0}, later_s={first.key: 12.0, second.key: 4.0},
+        step_s={first.key: 0.5, second.key: 0.1},
     )  # fmt: skip
     racing.note_time(0.0, first, second, turns=turns)
     # Of 60 s, 15 went to neither the start nor steps: two thirds of that, the start, and its own steps but the first.
     alone = (9 + 10 + 12, 9 + 10 + 4)
+    # One process trains, four times: a third of what making and looking took, and 50 steps.
+    trained = 9 + 4 * (5 + 50 * 0.5)
     # 60 s are over, and another race may take 60.
-    assert racing.time_left(first, second) and racing.needed_s == 60 + 60 + 5 * sum(alone) + 4 * max(alone)
+    assert racing.time_left(first, second) and racing.needed_s == 60 + 60 + 5 * sum(alone) + trained
     run = make_run(step=[1.0, 2.0])
     warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
     run = msgspec.structs.replace(run, samples={"step": warmed})

@@ -145,10 +145,11 @@ def _liger(function: str, saves: str, signs: str, *, overwrites: bool = False) -
 
 
 def _quack(
-    function: str, saves: str, signs: str, multiples: tuple[int, int] = (1, 2), largest_width: int | None = None
-) -> PartRecord:
+    function: str, saves: str, signs: str, *, multiples: tuple[int, int] = (1, 2), largest_width: int | None = None,
+    dtypes: tuple[TensorDtype, ...] = _FUSED,
+) -> PartRecord:  # fmt: skip
     return PartRecord(
-        function=f"stepscope.models.parts.quack:{function}", device_types=("cuda",), dtypes=_FUSED,
+        function=f"stepscope.models.parts.quack:{function}", device_types=("cuda",), dtypes=dtypes,
         package="quack", installs="quack-kernels", saves=saves, signs=signs, multiples=multiples,
         largest_width=largest_width,
     )  # fmt: skip
@@ -171,7 +172,8 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         "fused": _fused("rope:rotated", "nothing: cos and sin are the model's", "rotate_halves$", largest_width=1024),
         "liger": _liger("rotated", "nothing: cos and sin are the model's", r"^_triton_rope"),
         "quack": _quack(
-            "rotated", "nothing: cos and sin are the model's", "quack(?:::_)?rotary", (8, 8), largest_width=512
+            "rotated", "nothing: cos and sin are the model's", "quack(?:::_)?rotary", multiples=(8, 8),
+            largest_width=512,
         ),
     },
     "mlp": {
@@ -193,7 +195,7 @@ PARTS: dict[Part, dict[Kernels, PartRecord]] = {
         ),
         "quack": _quack(
             "linear_cross_entropy", "its own gradients: of the hidden state, R M, and of the head in fp32, V M",
-            "quack(?:::_?)?(?:linear_)?(?:cross_entropy|lce)|^_lce_glue",
+            "quack(?:::_?)?(?:linear_)?(?:cross_entropy|lce)|^_lce_glue", dtypes=_16_BITS,
         ),
     },
 }  # fmt: skip

@@ -27,7 +27,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
-#include <deque>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
@@ -43,7 +43,7 @@ using namespace torch::autograd;
 constexpr uintptr_t kAlignment = 16;     // Triton compiled the kernels for such addresses
 constexpr size_t kMostBytes = 4096;      // what a kernel may take as parameters
 constexpr size_t kMostParameters = 256;
-constexpr size_t kMostWays = 512;
+constexpr size_t kMostWays = 4096;       // a few kilobytes each
 
 decltype(&cuLaunchKernelEx) launch_kernel = nullptr;
 decltype(&cuTensorMapReplaceAddress) replace_address = nullptr;
@@ -114,10 +114,20 @@ struct Way {
   pybind11::function by_python;                   // backward from gradients and saved tensors, where launches do not hold
 };
 
+// A way lives as long as it is known or a node of a graph points at it. What it has of Python's needs the lock of the
+// interpreter to go, and stays where that has ended.
+using Pointer = std::shared_ptr<const Way>;
+
+Pointer kept(Way&& way) {
+  return Pointer(new Way(std::move(way)), [](const Way* way) {
+    if (!Py_IsInitialized()) return;
+    pybind11::gil_scoped_acquire python;
+    delete way;
+  });
+}
+
 std::mutex guard;
-// Ways stay where they are, since backward passes point at them; and when the process ends, as Python is gone by then.
-auto& ways = *new std::deque<Way>();
-std::unordered_map<std::string, const Way*> known;
+auto& known = *new std::unordered_map<std::string, Pointer>();  // stays when the process ends
 
 template <class T>
 void append(std::string& key, const T& value) {
@@ -195,7 +205,7 @@ auto pointer_to(T* node) {
 
 struct RecordedBackward : public Node {
   std::vector<SavedVariable> saved;
-  const Way* way = nullptr;
+  Pointer way;
   int64_t stream = 0;  // autograd runs backward on the stream of forward
 
   std::string name() const override { return way->name; }
@@ -256,7 +266,7 @@ struct RecordedBackward : public Node {
 // The outputs of a call whose launches are known; None of any other, which Python then runs.
 std::optional<std::vector<Tensor>> call(int64_t what, const std::vector<Tensor>& inputs,
                                         const std::vector<int64_t>& options, int64_t stream) {
-  const Way* way;
+  Pointer way;
   {
     std::lock_guard<std::mutex> held(guard);
     auto found = known.find(key_of(what, inputs, options));
@@ -327,7 +337,14 @@ Pass pass_of(const pybind11::dict& of) {
   return pass;
 }
 
-// Learn the launches of a call, of forward alone or of both passes; false where as many are known as may be.
+void forget() {
+  std::unordered_map<std::string, Pointer> gone;  // they go when the guard is free: one that waits may hold Python's lock
+  std::lock_guard<std::mutex> held(guard);
+  std::swap(known, gone);
+}
+
+// Learn the launches of a call, of forward alone or of both passes. Where as many are known as may be, all are forgotten
+// first: true then.
 bool learn(const pybind11::bytes& key, const pybind11::dict& of) {
   Way way;
   way.name = of["name"].cast<std::string>();
@@ -344,16 +361,12 @@ bool learn(const pybind11::bytes& key, const pybind11::dict& of) {
     way.backward = pass_of(of["backward"].cast<pybind11::dict>());
     way.gradients = layouts_of(of["gradients"]);
   }
+  const auto full = known.size() >= kMostWays;
+  if (full) forget();
+  auto made = kept(std::move(way));
   std::lock_guard<std::mutex> held(guard);
-  if (ways.size() >= kMostWays) return false;
-  ways.push_back(std::move(way));
-  known[key] = &ways.back();
-  return true;
-}
-
-void forget() {
-  std::lock_guard<std::mutex> held(guard);
-  known.clear();
+  std::swap(known[key], made);
+  return full;
 }
 
 void set_driver(uintptr_t launch, uintptr_t replace) {

@@ -86,7 +86,7 @@ def teach(
     """
     found = extension()
     if found is not None:
-        found.learn(
+        full = found.learn(
             forward.key,
             {
                 "name": forward.operation.name, "any_order": any_order, "inputs": forward.inputs,
@@ -94,6 +94,8 @@ def teach(
                 "backward": None if backward is None else _as_dict(backward), "gradients": list(gradients),
             },
         )  # fmt: skip
+        if full:  # it has forgotten all others, which may be taught again
+            _tried.clear()
 
 
 def _as_dict(ran: Pass) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from stepscope.kernels.parts import mlp, norm, rope
 from stepscope.measure.saved_tensors import saved_tensors
 from tests.kernels.fake_driver.fake import Fake, Kept
 
+MOST_WAYS = 4096
+"""kMostWays of native.cpp."""
 _TILES = Tiles(block_m=64, block_n=64, num_warps=4, num_stages=2)
 _HOPPER = HopperForward(consumers=1, late=True, max_registers=128), HopperBackward(v_in_registers=True)
 _Way = tuple[ForwardConfiguration, BackwardConfiguration]
@@ -382,6 +384,22 @@ def promises(fake: Fake, call: Call) -> dict[str, Any]:
     return {**found, "threads": sum(done), "streams": [each.numbers["stream"] for each in fake.launches()]}
 
 
+def many_ways(fake: Fake, call: Call) -> dict[str, Any]:
+    """More calls than are kept, each by another scale: what the first of them is then, and a graph from before."""
+    for _ in range(2):
+        call.run(scale=0.5)
+    out = call.forward(scale=0.5)
+    before = in_cpp(out)
+    with torch.no_grad():
+        for number in range(MOST_WAYS):
+            call.forward(scale=1.0 + number)
+    forgotten = not in_cpp(call.run(scale=0.5))
+    again = in_cpp(call.run(scale=0.5))
+    fake.forget()
+    out.backward(call.gradient)
+    return {"before": before, "forgotten": forgotten, "again": again, "backward launches": len(fake.launches())}
+
+
 def failing(folder: str) -> str:
     """What is said where no compiler is."""
     os.environ |= {"STEPSCOPE_CACHE": f"{folder}/other", "CXX": "/no/compiler"}
@@ -410,6 +428,7 @@ def main(folder: str) -> None:
     forward, backward = way("apart", hopper=True)
     with tuning.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}
+        found |= {"many": many_ways(fake, Call())}
     print(json.dumps({**found, "failing": failing(folder)}))
 
 

@@ -37,7 +37,7 @@ from stepscope.measure.nvml import smallest_gpu
 from stepscope.memory.prediction.estimate import estimate_quickly
 from stepscope.memory.prediction.fit import Budget
 from stepscope.planning.search import planned_step
-from stepscope.studies.tuning.curves import TRAININGS
+from stepscope.studies.tuning.curves import STEPS, TRAININGS
 
 RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profile=True), warmup_seconds=2.0)
 """How long the two steps of a race take turns. What drifts meets both, so they need not be as steady as one alone."""
@@ -57,6 +57,8 @@ class Turns:
     """By a step's key, what its first step took, which compiles what no later process compiles again."""
     later_s: Mapping[str, float]
     """By a step's key, what its other steps took."""
+    step_s: Mapping[str, float]
+    """By a step's key, the median of those."""
 
     def alone_s(self, key: str, whole_s: float) -> float:
         """What a process would take that measures this step alone, of the whole time for both.
@@ -64,8 +66,15 @@ class Turns:
         What is neither start nor steps is making both models and looking at what they do, of which they share some: on
         an H200, processes of `large` and of a Qwen-like model of half a billion parameters took two thirds of it.
         """
-        both_s = whole_s - self.start_s - sum(self.first_s.values()) - sum(self.later_s.values())
-        return self.start_s + max(0.0, both_s) * 2 / 3 + self.later_s[key]
+        return self.start_s + self._made_s(whole_s) * 2 / 3 + self.later_s[key]
+
+    def trained_s(self, key: str, whole_s: float) -> float:
+        """What a training of this step would take, beside the start of the process that runs all of them: it makes the
+        model and looks at nothing."""
+        return self._made_s(whole_s) / 3 + STEPS * self.step_s[key]
+
+    def _made_s(self, whole_s: float) -> float:
+        return max(0.0, whole_s - self.start_s - sum(self.first_s.values()) - sum(self.later_s.values()))
 
 
 class Racing:
@@ -85,6 +94,10 @@ class Racing:
         self._longest_s = 0.0
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
+        self._start_s = 0.0
+        """How long the process of the last race took to begin, where that is known."""
+        self._trained_s: dict[str, float] = {}
+        """By a step's key, the shortest time of a training in a process that has begun, as its races foretell it."""
         self._turns: Turns | None = None
         """The time of the last race, where both steps took turns in one process."""
         self._compiled_s = 0.0
@@ -120,8 +133,11 @@ class Racing:
 
     def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
-        of_both = [self._took_s.get(one.key, self._longest_s) for one in (baseline, best)]
-        kept_s = FEWEST_PROCESSES * sum(of_both) + TRAININGS * max(of_both)
+        both = (baseline, best)
+        of_both = [self._took_s.get(one.key, self._longest_s) for one in both]
+        trained = [self._trained_s.get(one.key, took_s) for one, took_s in zip(both, of_both, strict=True)]
+        trained_s = self._start_s + TRAININGS * max(trained)
+        kept_s = FEWEST_PROCESSES * sum(of_both) + trained_s
         self.needed_s = self.seconds + self._longest_s + kept_s
         return self.needed_s < self.budget_s
 
@@ -189,6 +205,9 @@ class Racing:
         for one in workloads:
             alone_s = took_s / processes if turns is None else turns.alone_s(one.key, whole_s)
             self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), alone_s)
+            if turns is not None and one.key in turns.step_s:
+                self._start_s, trained_s = turns.start_s, turns.trained_s(one.key, whole_s)
+                self._trained_s[one.key] = min(self._trained_s.get(one.key, math.inf), trained_s)
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
@@ -221,6 +240,11 @@ class Racing:
             start_s=max(0.0, (datetime.fromisoformat(first.created) - began).total_seconds()),
             first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
             later_s={one.key: steps_s(run, first=False) for one, run in sides},
+            step_s={
+                one.key: found
+                for one, run in sides
+                if STEP in run.samples and (found := run.samples[STEP].median_s) is not None
+            },
         )  # fmt: skip
         if first.status != "done" or second.status != "done":
             return _without_result(second if second.failure is not None else first, runs)
