@@ -269,8 +269,8 @@ def rendered(lines: Sequence[Mapping[str, Any]]) -> str:
         of_model = {way: line for (each, way), line in latest.items() if each == model}
         where = next((line for line in of_model.values() if "device" in line), None)
         text += [f"## {model}" + (f", {where['device']}, torch {where['torch']}" if where else ""), ""]
-        text += ["| way | step, ms | 95 % | in a row | host | forward | backward | optimizer | tensors, GiB | reserved, GiB "
-                 "| of today's |",
+        text += ["| way | step, ms | 95 % | in a row | host | forward | backward | optimizer | tensors, GiB "
+                 "| reserved, GiB | of today's |",
                  "|---|---|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
         today = _median(of_model.get("today", {}), "step")
         for way, line in of_model.items():
