@@ -4,7 +4,8 @@ A plan stands or falls with them, so an answer always names them. They were meas
 taken for any device:
     device.json      products of 4096 x 4096 matrices, and a copy (in results/h200, as all of these)
     attention        causal attention of 16,384 tokens, 16 heads, forward and backward, and how much less it reaches
-                     with 4,096 (grid-bf16.json), and with 1,024 in steps (attention-steps)
+                     with 4,096 (grid-bf16.json), with 1,024 in steps (attention-steps), and at most in a step of
+                     seconds (h200-x2/long-step)
     kernels          time of the kernels of 18 training steps, op by op, and of the steps: elementwise kernels take
                      1.5 us and their bytes, products 3.6 us beyond what large ones take for their FLOPs, and the device
                      pauses 2 us between two kernels
@@ -39,6 +40,10 @@ ATTENTION_SHARES = {
 """Shares of the peak that attention of 16,384 tokens reaches in bf16, with a head_dim of 64 and of 128; below 128 the
 first is taken. PyTorch's own choice, `sdpa`, is cuDNN's on Hopper (results/h200/best). Another fused one is taken for
 it, and one that is written out is made of products."""
+ATTENTION_IN_STEPS = 0.52
+"""The largest share that attention is taken to reach in a step. By itself, for a moment, it reaches more. A step that
+multiplies for seconds without a pause is at its power cap, which held an H200's clock at 1515 of 1980 MHz, and its
+attention of 32,768 tokens and head_dim 128 to 514 TFLOP/s (the trace of selective-11 in results/h200-x2/long-step)."""
 _LONG = 16_384
 ATTENTION_HALVES = {"flash": 1900, "sdpa-cudnn": 1000, "flex": 1200, "sdpa-flash": 2000, "sdpa": 1000}
 """The tokens with which attention reaches half of what it does with very many: each block of queries takes, beside its
@@ -75,7 +80,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def attention_share(name: str, head_dim: int, tokens: int) -> float:
-    """The share of the peak that fused attention of sequences of so many tokens reaches in bf16."""
+    """The share of the peak that fused attention of sequences of so many tokens reaches by itself in bf16."""
     known = name if name in ATTENTION_SHARES else "sdpa"
     half, (narrow, wide) = ATTENTION_HALVES[known], ATTENTION_SHARES[known]
     return (wide if head_dim >= 128 else narrow) * (1 + half / _LONG) / (1 + half / tokens)
@@ -96,7 +101,8 @@ def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = 
     if scores_of(workload.attention) == "whole":
         attention = share
     else:
-        attention = attention_share(workload.attention, workload.model.head_dim, workload.seq_len)
+        by_itself = attention_share(workload.attention, workload.model.head_dim, workload.seq_len)
+        attention = min(by_itself, ATTENTION_IN_STEPS)
     eager = workload.compile == "eager"
     elementwise = ELEMENTWISE_SHARE if eager else COPY_SHARE
     adamw = FUSED_ADAMW_SHARE if workload.optimizer == "adamw-fused" else ADAMW_SHARE
