@@ -26,7 +26,8 @@ from stepscope.measure.step import drive
 from stepscope.models.training_step import TrainingStep
 from stepscope.report.plain import plain_text
 from stepscope.report.terminal import render_answer
-from stepscope.studies.tuning.curves import Training, departs_at, losses_of, trained, why_not_compared
+from stepscope.studies.tuning import curves as curves_module
+from stepscope.studies.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared
 from stepscope.studies.tuning.racing import Racing, Turns, compiled_s, p_value_of, steps_s
 from stepscope.studies.tuning.rounds import BEFORE, ROUNDS, changes_of, groups_that_may, lighter, together
 from stepscope.studies.tuning.search import Search
@@ -542,6 +543,30 @@ def test_a_training_s_losses_are_those_of_its_batches():
     assert losses_of(training, restarted) == [losses, trained(restarted)], "one process trains as several do"
 
 
+def test_losses_of_an_earlier_search_are_taken_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+
+    def trained_here(*trainings: Training) -> list[list[float] | None]:
+        asked.append(len(trainings))
+        return [[3.0, 2.0], None, [3.5, 2.5]][: len(trainings)]
+
+    monkeypatch.setattr(curves_module, "losses_of", trained_here)
+    first, second = workload(layers=1), workload(layers=2)
+    found = curves(first, second, "cpu", out=tmp_path)
+    assert asked == [3, 1] and [curve.name for curve in found] == ["baseline", "baseline, start 3", "fastest"]
+    assert curves(first, second, "cpu", out=tmp_path) == found and asked == [3, 1]
+    curves(first, workload(layers=3), "cpu", out=tmp_path)  # the baseline is known
+    assert asked == [3, 1, 1]
+    curves(first, second, "cpu", 1 << 30, out=tmp_path)
+    curves(first, second, "cpu", out=tmp_path, fresh=True)
+    assert asked == [3, 1, 1, 3, 1, 3, 1]
+    for kept in tmp_path.iterdir():
+        kept.write_bytes(b"[[1.0")
+    assert curves(first, second, "cpu", out=tmp_path) == found and asked[-2:] == [3, 1], (
+        "what is damaged counts as none"
+    )
+
+
 def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     now = [0.0]
     racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
@@ -554,9 +579,10 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     took(20, first)
     took(60, first, second)  # compiled for the first time
     took(60, second, third, processes=2)  # one after the other: 30 s each
-    # 140 s are over. Another race may take 60 s; 5 processes of 20 s and 5 of 30 s confirm, 4 of 30 s train: 570 s.
-    assert racing.time_left(first, second) and racing.needed_s == 570
-    now[0] += 30.5
+    # 140 s are over. Another race may take 60 s; 5 processes of 20 s and 5 of 30 s confirm; three trainings of 20 s and
+    # one of 30 s: 540 s.
+    assert racing.time_left(first, second) and racing.needed_s == 540
+    now[0] += 60.5
     assert not racing.time_left(first, second)
     # With the first alone: 60 + 10 x 20 + 4 x 20 s.
     assert racing.time_left(first, first)
@@ -574,8 +600,9 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
     racing.note_time(0.0, first, second, turns=turns)
     # Of 60 s, 15 went to neither the start nor steps: two thirds of that, the start, and its own steps but the first.
     alone = (9 + 10 + 12, 9 + 10 + 4)
-    # One process trains, four times: a third of what making and looking took, and 50 steps.
-    trained = 9 + 4 * (5 + 50 * 0.5)
+    # One process trains the first from three starts, another the second: each a third of what making and looking
+    # took, and 50 steps.
+    trained = 2 * 9 + 3 * (5 + 50 * 0.5) + (5 + 50 * 0.1)
     # 60 s are over, and another race may take 60.
     assert racing.time_left(first, second) and racing.needed_s == 60 + 60 + 5 * sum(alone) + trained
     run = make_run(step=[1.0, 2.0])

@@ -4,15 +4,19 @@ A step that is faster because it computes something else shows it in its losses.
 the baseline itself, started from other parameters over the same batches (`numerics/quality/departure.py`).
 """
 
+import contextlib
 import gc
+import hashlib
 import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import msgspec
 import torch
 
+from stepscope.core.cache_directory import replace_file
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.tuned import LossCurve
@@ -43,6 +47,12 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
     """The seed of its first parameters, where that is not the workload's; its batches are the workload's."""
     memory_limit_bytes: int | None = None
     steps: int = STEPS
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What its losses depend on, as far as the same command has it again."""
+        kind = self.device.partition(":")[0]
+        return self.workload.identity, kind, self.start_seed, self.memory_limit_bytes, self.steps
 
 
 def losses_of(*trainings: Training) -> list[list[float] | None]:
@@ -123,15 +133,34 @@ def _sums(step: AssembledStep) -> list[float]:
 
 
 def curves(
-    baseline: DrivenWorkload, best: DrivenWorkload, device: str, memory_limit_bytes: int | None = None
-) -> tuple[LossCurve, ...]:
-    """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step."""
+    baseline: DrivenWorkload, best: DrivenWorkload, device: str, memory_limit_bytes: int | None = None, *,
+    out: Path | None = None, fresh: bool = False,
+) -> tuple[LossCurve, ...]:  # fmt: skip
+    """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step.
+
+    out: where a search keeps its runs. Losses are kept there, too, and those of an earlier search taken, unless fresh.
+    """
     asked = Training(workload=baseline, device=device, memory_limit_bytes=memory_limit_bytes)
     starts = {f"baseline, start {n + 1}": baseline.seed + n for n in range(1, 1 + OTHER_STARTS)}
     others = (msgspec.structs.replace(asked, start_seed=seed) for seed in starts.values())
-    found = dict(zip(("baseline", *starts), losses_of(asked, *others), strict=True))
-    found |= {"fastest": losses_of(msgspec.structs.replace(asked, workload=best))[0]}
+    found = dict(zip(("baseline", *starts), _kept_losses((asked, *others), out, fresh), strict=True))
+    found |= {"fastest": _kept_losses((msgspec.structs.replace(asked, workload=best),), out, fresh)[0]}
     return tuple(LossCurve(name=name, losses=tuple(losses)) for name, losses in found.items() if losses is not None)
+
+
+def _kept_losses(trainings: tuple[Training, ...], out: Path | None, fresh: bool) -> list[list[float] | None]:
+    """The losses of these trainings, from the file that an earlier search left where it left one."""
+    of = msgspec.json.encode([each.identity for each in trainings], order="sorted")
+    digest = hashlib.sha256(of).hexdigest()[:12]
+    path = out / f".losses-{digest}.json" if out is not None else None
+    if path is not None and not fresh:
+        with contextlib.suppress(OSError, msgspec.DecodeError):
+            found = msgspec.json.decode(path.read_bytes(), type=list[list[float] | None])
+            if len(found) == len(trainings):
+                return found
+    found = losses_of(*trainings)
+    replace_file(path, msgspec.json.encode(found))
+    return found
 
 
 def why_not_compared(found: Sequence[LossCurve], steps: int = STEPS) -> str:

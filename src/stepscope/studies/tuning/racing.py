@@ -87,7 +87,7 @@ class Racing:
     ) -> None:  # fmt: skip
         """fresh: whether nothing that an earlier search measured is taken. tell: is given the state of each sweep of
         cells as it goes on."""
-        self._fresh = fresh
+        self.fresh = fresh
         self._device, self.out, self._limit, self._tag = device, out, memory_limit_bytes, tag
         self._tell, self._clock, self.budget_s = tell, clock, budget_s
         self._began, self._series = clock(), Series()
@@ -136,7 +136,8 @@ class Racing:
         both = (baseline, best)
         of_both = [self._took_s.get(one.key, self._longest_s) for one in both]
         trained = [self._trained_s.get(one.key, took_s) for one, took_s in zip(both, of_both, strict=True)]
-        trained_s = self._start_s + TRAININGS * max(trained)
+        # One process trains the baseline from all its starts, and another the best step.
+        trained_s = 2 * self._start_s + (TRAININGS - 1) * trained[0] + trained[1]
         kept_s = FEWEST_PROCESSES * sum(of_both) + trained_s
         self.needed_s = self.seconds + self._longest_s + kept_s
         return self.needed_s < self.budget_s
@@ -273,7 +274,7 @@ class Racing:
 
     def _measured(self, *cells: Cell, refuses: bool = False) -> list[Run]:
         """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
-        policy = Policy(fresh=self._fresh, refuses=refuses)
+        policy = Policy(fresh=self.fresh, refuses=refuses)
         runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._told, self._series)
         self._compiled_s += sum(compiled_s(run) for run in runs)
         self.where = next((run.environment for run in runs if run.environment is not None), self.where)

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -40,7 +41,7 @@ def tune(
         found = search.so_far(asked)
         while found.best != baseline:
             tell("losses of both steps")
-            found = _with_losses(found, device, memory_limit_bytes)
+            found = _with_losses(found, racing, device, memory_limit_bytes)
             if found.departs_at is None:
                 break
             found = without_numeric_changes(found)
@@ -83,9 +84,11 @@ def _with_most_blocks(step: DrivenWorkload, racing: Racing) -> DrivenWorkload:
     return more if more != step and racing.runs_alone(more) is None else step
 
 
-def _with_losses(found: Tuned, device: str, memory_limit_bytes: int | None) -> Tuned:
+def _with_losses(found: Tuned, racing: Racing, device: str, memory_limit_bytes: int | None) -> Tuned:
     try:
-        losses = curves(found.baseline, found.best, device, memory_limit_bytes)
+        losses = curves(
+            found.baseline, found.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
+        )  # fmt: skip
     except StepscopeError as error:
         return msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
     return msgspec.structs.replace(
