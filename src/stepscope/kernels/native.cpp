@@ -8,7 +8,7 @@
 // The tensors of a pass have numbers: of forward, its inputs and then what it makes; of backward, the gradients of the
 // outputs, what forward saved, and what backward makes.
 //
-// native.py makes the ways from what Triton compiled and launched once. Nothing here is compiled for a device: the two
+// native.py makes the ways from what Triton compiled and launched once. Nothing here is compiled for a device: the
 // functions of the driver are addresses, given by Python, and cuda.h describes what they take.
 
 #include <ATen/ATen.h>
@@ -47,6 +47,19 @@ constexpr size_t kMostWays = 4096;       // a few kilobytes each
 
 decltype(&cuLaunchKernelEx) launch_kernel = nullptr;
 decltype(&cuTensorMapReplaceAddress) replace_address = nullptr;
+decltype(&cuDeviceGet) device_of = nullptr;
+decltype(&cuDevicePrimaryCtxRetain) primary_context = nullptr;
+decltype(&cuCtxSetCurrent) set_context = nullptr;
+
+// Give this thread the device's context: a new thread has none until it calls CUDA's runtime, which no cached
+// allocation does.
+void enter_context(int index) {
+  CUdevice device;
+  CUcontext context;
+  TORCH_CHECK(device_of(&device, index) == CUDA_SUCCESS && primary_context(&context, device) == CUDA_SUCCESS &&
+                  set_context(context) == CUDA_SUCCESS,
+              "the driver gives no context of device ", index);
+}
 
 // One kernel, with all its parameters except the addresses of the tensors.
 struct Launch {
@@ -58,7 +71,7 @@ struct Launch {
   std::vector<std::array<int64_t, 3>> addresses;          // a place in the bytes, a tensor, and bytes from its start
   std::vector<std::array<int64_t, 3>> descriptors;        // the same of tensor maps
 
-  void run(const uintptr_t* tensors, CUstream stream) const {
+  void run(const uintptr_t* tensors, CUstream stream, int device) const {
     alignas(128) char copy[kMostBytes];
     void* parameters[kMostParameters];
     std::memcpy(copy, bytes.data(), bytes.size());
@@ -77,6 +90,10 @@ struct Launch {
     config.blockDimX = threads, config.blockDimY = config.blockDimZ = 1;
     config.sharedMemBytes = shared, config.hStream = stream;
     auto status = launch_kernel(&config, function, parameters, nullptr);
+    if (status == CUDA_ERROR_INVALID_CONTEXT) {
+      enter_context(device);
+      status = launch_kernel(&config, function, parameters, nullptr);
+    }
     TORCH_CHECK(status == CUDA_SUCCESS, "the driver cannot launch a kernel, error ", int(status));
   }
 };
@@ -169,7 +186,8 @@ void launched(const Pass& pass, std::vector<Tensor>& tensors, int64_t stream) {
   addresses.reserve(tensors.size());
   for (const auto& tensor : tensors)
     addresses.push_back(tensor.defined() ? reinterpret_cast<uintptr_t>(tensor.data_ptr()) : 0);
-  for (const auto& launch : pass.launches) launch.run(addresses.data(), reinterpret_cast<CUstream>(stream));
+  const auto device = tensors[0].is_cpu() ? 0 : tensors[0].device().index();
+  for (const auto& launch : pass.launches) launch.run(addresses.data(), reinterpret_cast<CUstream>(stream), device);
 }
 
 Tensor result_of(const Result& result, const std::vector<Tensor>& tensors) {
@@ -369,9 +387,13 @@ bool learn(const pybind11::bytes& key, const pybind11::dict& of) {
   return full;
 }
 
-void set_driver(uintptr_t launch, uintptr_t replace) {
-  launch_kernel = reinterpret_cast<decltype(launch_kernel)>(launch);
-  replace_address = reinterpret_cast<decltype(replace_address)>(replace);
+// The addresses of the driver's functions, in the order of `DRIVER` in native_library.py.
+void set_driver(const std::array<uintptr_t, 5>& functions) {
+  launch_kernel = reinterpret_cast<decltype(launch_kernel)>(functions[0]);
+  replace_address = reinterpret_cast<decltype(replace_address)>(functions[1]);
+  device_of = reinterpret_cast<decltype(device_of)>(functions[2]);
+  primary_context = reinterpret_cast<decltype(primary_context)>(functions[3]);
+  set_context = reinterpret_cast<decltype(set_context)>(functions[4]);
 }
 
 // What a node keeps, as that of a Function in Python shows it.

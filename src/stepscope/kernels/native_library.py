@@ -31,6 +31,10 @@ from stepscope.measure.launcher import launched_from_python
 
 SOURCE = Path(__file__).with_name("native.cpp")
 NAME = "stepscope_launcher"
+DRIVER = (
+    "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent",
+)  # fmt: skip
+"""The functions of the driver that it calls."""
 _KNOWN = ("3.6.", "3.7.")
 """The releases of Triton whose kernels take parameters as launch_parameters.py says."""
 _REMEDY = "install g++ and ninja"
@@ -122,10 +126,10 @@ def extension() -> ModuleType | None:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         driver = ctypes.CDLL("libcuda.so.1")
-        functions = [driver.cuLaunchKernelEx, driver.cuTensorMapReplaceAddress]
+        functions = [getattr(driver, name) for name in DRIVER]
     except (InputError, ImportError, OSError, AttributeError) as error:
         warnings.warn(f"kernels are launched from Python: {one_line(error)}", stacklevel=2)
         launched_from_python()
         return None
-    module.set_driver(*(ctypes.cast(function, ctypes.c_void_p).value for function in functions))
+    module.set_driver([ctypes.cast(function, ctypes.c_void_p).value for function in functions])
     return module

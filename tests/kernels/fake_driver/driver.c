@@ -12,6 +12,7 @@ static int sizes[FUNCTIONS][PARAMETERS], counts[FUNCTIONS];
 static struct { long function; CUlaunchConfig config; int bytes; unsigned char parameters[MOST]; } kept[LAUNCHES];
 static int launches, failing;
 static long functions;
+static __thread CUcontext current;  // a new thread has none
 
 void fake_sizes(long function, int count, const int *of) {
   memcpy(sizes[function % FUNCTIONS], of, count * sizeof(int));
@@ -31,6 +32,7 @@ int fake_launch(int at, long *numbers, unsigned char *parameters) {
 }
 
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **parameters, void **extra) {
+  if (!current) return CUDA_ERROR_INVALID_CONTEXT;
   if (failing) return failing;
   if (launches == LAUNCHES) return 0;
   kept[launches].function = (long)function;
@@ -68,8 +70,8 @@ CUresult cuTensorMapReplaceAddress(CUtensorMap *map, void *address) {
 CUresult cuInit(unsigned flags) { return 0; }
 CUresult cuDriverGetVersion(int *version) { *version = 13000; return 0; }
 CUresult cuGetErrorString(CUresult error, const char **text) { *text = "fake"; return 0; }
-CUresult cuCtxGetCurrent(CUcontext *context) { *context = (CUcontext)1; return 0; }
-CUresult cuCtxSetCurrent(CUcontext context) { return 0; }
+CUresult cuCtxGetCurrent(CUcontext *context) { *context = current; return 0; }
+CUresult cuCtxSetCurrent(CUcontext context) { current = context; return 0; }
 CUresult cuCtxGetLimit(size_t *value, CUlimit limit) { *value = 0; return 0; }
 CUresult cuCtxSetLimit(CUlimit limit, size_t value) { return 0; }
 CUresult cuDeviceGet(CUdevice *device, int at) { *device = 0; return 0; }
