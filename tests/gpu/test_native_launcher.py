@@ -1,6 +1,7 @@
 """Operations launched from C++ on a GPU: the numbers of Python's launches, on any stream, and inside a graph."""
 
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -123,6 +124,20 @@ def test_it_runs_on_the_stream_of_its_call_and_inside_a_graph():
     graph.replay()
     torch.cuda.synchronize()
     same(captured, right)
+
+
+def test_a_new_thread_may_launch_first_thing():
+    """It has no context of the device until it calls CUDA's runtime, or we give it one."""
+    inputs = tensors((2, 8, 8, 640, 64), torch.bfloat16, strided=True)
+    gradient = torch.randn_like(inputs[0])
+    results(inputs, gradient, causal=True)
+    _, right = results(inputs, gradient, causal=True)
+    found: list[tuple[bool, list[Tensor]]] = []
+    thread = threading.Thread(target=lambda: found.append(results(inputs, gradient, causal=True)))
+    thread.start()
+    thread.join()
+    assert found and found[0][0]
+    same(found[0][1], right)
 
 
 def test_another_configuration_is_another_way():
