@@ -113,7 +113,19 @@ def test_calls_of_more_kinds_than_are_kept_are_learnt_anew(found: dict[str, Any]
     assert [many[each] for each in ("before", "forgotten", "again")] == [True] * 3
 
 
+@pytest.mark.parametrize(
+    "lesson",
+    [
+        "one tensor twice", "one gradient twice", "after an expanded gradient", "after a strided gradient",
+        "after a failure", "forward mode", "a node", "compiled autograd, mlp", "compiled autograd, norm",
+        "compiled autograd, rope",
+    ],
+)  # fmt: skip
+def test_a_call_unlike_the_others_teaches_nothing_wrong(found: dict[str, Any], lesson: str):
+    assert found["lessons"][lesson]
+
+
 def test_without_a_compiler_python_launches_and_says_why(found: dict[str, Any]):
     said = found["failing"]
-    assert said.startswith("kernels are launched from Python: the launcher in C++ cannot be built (")
+    assert said.startswith("stepscope: kernels are launched from Python: the launcher in C++ cannot be built (")
     assert said.endswith("(/no/compiler is not found): install g++ and ninja")

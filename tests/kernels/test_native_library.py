@@ -1,6 +1,7 @@
 """The launcher in C++ where it cannot be built, kept, or help."""
 
 import fcntl
+import hashlib
 import shutil
 import threading
 from collections.abc import Callable
@@ -38,11 +39,28 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
 
 @KNOWN
-def test_without_a_compiler_python_launches_and_the_run_says_so(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("CXX", "/no/compiler")
-    with pytest.warns(UserWarning, match=r"from Python: .* \(/no/compiler is not found\): install g\+\+ and ninja$"):
-        assert native_library.extension.__wrapped__() is None
+@pytest.mark.filterwarnings("error")
+def test_without_a_compiler_python_launches_and_the_run_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("CXX", "/no/compiler -m64")
+    assert native_library.extension.__wrapped__() is None
+    said = (
+        "stepscope: kernels are launched from Python: the launcher in C++ cannot be built (/no/compiler is not found)"
+    )
+    assert capsys.readouterr().err == f"{said}: install g++ and ninja\n"
     assert launcher.launcher() == {"launcher": "Python"}
+
+
+@pytest.mark.parametrize(("value", "said"), [(" off", ""), ("no", ""), ("2", "STEPSCOPE_NATIVE is '2': write 0 or 1")])
+def test_its_variable_is_read_as_it_is_meant(
+    value: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(NATIVE_LAUNCHER, value)
+    monkeypatch.setenv("CXX", "/no/compiler")
+    assert native_library.extension.__wrapped__() is None
+    lines = capsys.readouterr().err.splitlines()
+    assert (not lines) if not said else said in lines[0]
 
 
 def test_where_it_is_not_wanted_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -58,17 +76,27 @@ def test_the_interpreter_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_
     assert launcher.launcher() == {} and not (tmp_path / "caches").exists()
 
 
-@pytest.mark.skipif(not shutil.which("c++") or not shutil.which("ninja"), reason="no C++ compiler or no ninja here")
-def test_a_build_that_failed_is_tried_again_only_if_it_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+BUILDS = pytest.mark.skipif(
+    not shutil.which("c++") or not shutil.which("ninja"), reason="no C++ compiler or no ninja here"
+)
+
+
+def compiler(folder: Path, what: str) -> Path:
+    """A compiler that does this with the launcher's source, and all else as the system's."""
+    made = folder / "c++"
+    made.write_text(f'#!/bin/sh\ncase "$*" in *native.cpp*) ;; *) exec c++ "$@" ;; esac\n{what}\n')
+    made.chmod(0o755)
+    return made
+
+
+@BUILDS
+def test_what_a_compiler_refuses_is_tried_again_only_if_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Each process would wait for it otherwise."""
-    compiler, calls = tmp_path / "c++", tmp_path / "calls"
-    compiler.write_text(
-        "#!/bin/sh\n"
-        'case "$*" in *native.cpp*) ;; *) exec c++ "$@" ;; esac\n'
-        f"echo >> {calls}; echo 'native.cpp:1: error: no such header' >&2; exit 1\n"
-    )
-    compiler.chmod(0o755)
-    monkeypatch.setenv("CXX", str(compiler))
+    calls = tmp_path / "calls"
+    refuses = f"echo >> {calls}; echo 'native.cpp:1: error: no such header' >&2; exit 1"
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, refuses)))
 
     def tries() -> int:
         before = len(calls.read_text()) if calls.exists() else 0
@@ -85,7 +113,52 @@ def test_a_build_that_failed_is_tried_again_only_if_it_is_asked_for(tmp_path: Pa
     assert {file.suffix for file in place.iterdir()} == {".lock", ".failed"}, "nothing of a build stays"
 
 
-def test_who_comes_while_another_process_builds_waits_for_it():
+@BUILDS
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("kill -9 $$", r"\(.*\): the next process tries again"),
+        ("echo 'native.o: error: No space left on device' >&2; exit 1", "No space left on device.*: the next process"),
+        ("sleep 60", r"\(it took more than 3 s\): the next process tries again"),
+    ],
+)
+def test_what_passes_is_tried_again(what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(native_library, "_PATIENCE_S", 3.0 if "sleep" in what else 60.0)
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, what)))
+    with pytest.raises(InputError, match=said):
+        native_library.build()
+    (place,) = (tmp_path / "caches").iterdir()
+    assert {file.suffix for file in place.iterdir()} == {".lock"}
+
+
+def test_half_a_library_is_none(monkeypatch: pytest.MonkeyPatch):
+    """It would end the process that loads it."""
+    path = library_of(b"whole")
+    assert native_library.build() == path
+    path.write_bytes(b"who")
+    monkeypatch.setenv("CXX", "/no/compiler")
+    with pytest.raises(InputError, match="/no/compiler is not found"):
+        native_library.build()
+
+
+def library_of(content: bytes) -> Path:
+    """A library as it was built."""
+    path = native_library.library()
+    assert path is not None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    path.with_suffix(".sha256").write_text(hashlib.sha256(content).hexdigest())
+    return path
+
+
+@KNOWN
+def test_what_cannot_be_loaded_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str]):
+    path = library_of(b"no library")
+    assert native_library.extension.__wrapped__() is None
+    assert f"remove {path}, and it is built again" in capsys.readouterr().err
+
+
+def test_who_comes_while_another_process_builds_waits_for_it(capfd: pytest.CaptureFixture[str]):
     path = native_library.library()
     assert path is not None
     path.parent.mkdir(parents=True)
@@ -96,9 +169,10 @@ def test_who_comes_while_another_process_builds_waits_for_it():
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()
-        path.touch()
+        library_of(b"built meanwhile")
     waiting.join(10)
     assert found == [path]
+    assert "another process builds the launcher in C++: waiting for it" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

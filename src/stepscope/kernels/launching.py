@@ -15,6 +15,10 @@ SMALLEST_SCALE = 2.0**-100
 """The smallest scale that a kernel gets. Zero times a hidden score, -inf, is NaN; this scale changes no result."""
 
 
+ALIGNMENT_BYTES = 16
+"""An alignment in bytes. Triton compiles a separate variant for addresses that are a multiple of this."""
+
+
 class Launcher(Protocol):
     """A function that runs a kernel; returns what Triton compiled, or None in its interpreter."""
 

@@ -19,6 +19,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -233,6 +234,20 @@ struct RecordedBackward : public Node {
     for (auto& each : saved) each.reset_data();
   }
 
+  // Compiled autograd runs backward once on tensors without data. Python then calls the operator, which it records.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(uint64_t(reinterpret_cast<uintptr_t>(way.get())));
+    args.collect(saved, true);
+  }
+
+  variable_list apply_with_saved(const variable_list& gradients,
+                                 torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    for (auto& each : saved) swap.before(each);
+    auto found = apply(variable_list(gradients));
+    for (auto& each : saved) swap.after(each);
+    return found;
+  }
+
   variable_list apply(variable_list&& gradients) override {
     std::lock_guard<std::mutex> held(mutex_);
     bool any = false;
@@ -291,8 +306,8 @@ std::optional<std::vector<Tensor>> call(int64_t what, const std::vector<Tensor>&
     if (found == known.end()) return std::nullopt;
     way = found->second;
   }
-  for (const auto& tensor : inputs)
-    if (!aligned(tensor)) return std::nullopt;
+  for (const auto& tensor : inputs)  // a tangent is forward-mode differentiation's, which Python refuses
+    if (!aligned(tensor) || tensor._fw_grad(0).defined()) return std::nullopt;
   std::vector<Tensor> tensors(inputs), outputs;
   {
     at::AutoDispatchBelowADInplaceOrView below;
@@ -411,7 +426,7 @@ struct NotFromPython {
   Node* operator()(PyObject*) { throw std::runtime_error("a node of recorded launches is made by its forward"); }
 };
 
-void show_node() {
+PyTypeObject* show_node() {
   static PyMethodDef methods[] = {
       {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
       {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
@@ -429,12 +444,13 @@ void show_node() {
   static PyTypeObject type;
   createForwardFunctionPyTypeObject<NotFromPython>(type, "RecordedBackward", properties, methods);
   registerCppFunction(typeid(RecordedBackward), &type);
+  return &type;
 }
 
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
-  show_node();
+  module.attr("Node") = pybind11::handle(reinterpret_cast<PyObject*>(show_node()));
   module.def("call", &call);
   module.def("key", [](int64_t what, const std::vector<Tensor>& inputs, const std::vector<int64_t>& options) {
     return pybind11::bytes(key_of(what, inputs, options));

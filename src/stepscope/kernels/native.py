@@ -7,6 +7,7 @@ calls nothing else (`forward`, `backward`).
 
 import itertools
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.kernels.launch_parameters import Place, launch_of
-from stepscope.kernels.launching import launches_watched
+from stepscope.kernels.launching import ALIGNMENT_BYTES, launches_watched
 from stepscope.kernels.native_library import extension
 from stepscope.kernels.operators import HERE
 from stepscope.kernels.operators import watched as is_watched
@@ -28,7 +29,10 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 # ---- operations
 
 _numbers = itertools.count()
-_tried: set[bytes] = set()
+_tries: Counter[bytes] = Counter()
+_MOST_TRIES = 8
+"""How often a call is watched that could not be learnt: a first one may have run out of memory, been given one tensor
+twice, or an expanded gradient."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +99,7 @@ def teach(
             },
         )  # fmt: skip
         if full:  # it has forgotten all others, which may be taught again
-            _tried.clear()
+            _tries.clear()
 
 
 def _as_dict(ran: Pass) -> dict[str, Any]:
@@ -104,7 +108,7 @@ def _as_dict(ran: Pass) -> dict[str, Any]:
 
 def forget() -> None:
     """Forget all that was learnt, as when other configurations are chosen."""
-    _tried.clear()
+    _tries.clear()
     found = extension()
     if found is not None:
         found.forget()
@@ -115,20 +119,25 @@ def layout_of(tensor: Tensor) -> Layout:
     return tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def first_time(key: bytes) -> bool:
-    """Whether nobody tried to learn this call before."""
-    if key in _tried:
-        return False
-    _tried.add(key)
-    return True
+def may_learn(key: bytes) -> bool:
+    """Whether this call is worth another try."""
+    _tries[key] += 1
+    return _tries[key] <= _MOST_TRIES
 
 
-_DTYPES = {dtype: number for number, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16, torch.float64))}
+def _told_apart(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call on these tells of others. A watched call knows them by their addresses: where two are one, what is
+    learnt would take one for the other. And Triton compiles another kernel for an address that is not aligned."""
+    addresses = [each.data_ptr() for each in tensors if each.numel()]
+    return len(set(addresses)) == len(addresses) and not any(each % ALIGNMENT_BYTES for each in addresses)
+
+
+_DTYPES: dict[torch.dtype, int] = {}
 
 
 def number_of(dtype: torch.dtype) -> int:
     """A dtype as an option of a key."""
-    return _DTYPES[dtype]
+    return _DTYPES.setdefault(dtype, len(_DTYPES))
 
 
 def bits(value: float) -> int:
@@ -178,22 +187,19 @@ class Watched:
             HERE.watcher = before
 
     def place_of(self, tensor: Tensor) -> Place | None:
-        """The tensor of the pass that this one lies in, and how far from its start; None where there is none."""
-        tensors = [*self._given, *self._mode.made]
+        """The tensor of the pass that this one lies in, and how far from its start; None where there is none, or more
+        than one."""
+        tensors = list(enumerate([*self._given, *self._mode.made]))
         at = tensor.data_ptr()
-        for exactly in (True, False):
-            for number, each in enumerate(tensors):
-                if not each.numel():
-                    continue
-                start = each.data_ptr()
-                if at == start if exactly else start < at < start + _extent(each):
-                    return Place(number, at - start)
-        return None
+        spans = [(number, each.data_ptr(), _extent(each)) for number, each in tensors if each.numel()]
+        found = [(number, start) for number, start, _ in spans if at == start]
+        found = found or [(number, start) for number, start, size in spans if start < at < start + size]
+        return Place(found[0][0], at - found[0][1]) if len(found) == 1 else None
 
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
         there = self._given[0].device
-        if self._mode.other or any(each.device != there for each in self._mode.made):
+        if self._mode.other or any(each.device != there for each in self._mode.made) or not _told_apart(self._given):
             return None
         launches = [self._launch(*each) for each in self._launched]
         found: list[tuple[int, int, Layout] | None] = []
@@ -247,7 +253,7 @@ def forward(  # noqa: PLR0917  (a call by names takes longer, and there is one i
     ctx.gradients = gradients
     # A compiler follows neither the library's loading nor a watched call.
     followed = torch.compiler.is_compiling() or extension() is None or is_watched(*inputs)
-    if followed or not first_time(key := operation.key(inputs, options)):
+    if followed or not may_learn(key := operation.key(inputs, options)):
         outputs, saved = run()
     else:
         watched = Watched(inputs)
@@ -272,25 +278,25 @@ def backward(ctx: Any, gradients: Sequence[Tensor]) -> Sequence[Tensor | None]:
 
 
 class _Learning:
-    """Makes gradients from Python, and teaches the launcher both passes the first time."""
+    """Makes gradients from Python, and teaches the launcher both passes: anew where what it knows does not hold, as
+    for gradients that lie in another way."""
 
     def __init__(self, seen: Forward, gradients: Gradients) -> None:
-        self._seen: Forward | None = seen
+        self._seen = seen
         self._gradients = gradients
+        self._left = _MOST_TRIES
 
     def __call__(self, *tensors: Tensor) -> Sequence[Tensor | None]:
-        seen, self._seen = self._seen, None
-        if seen is None or _followed(tensors):
-            self._seen = seen
+        if not self._left or _followed(tensors):
             return self._gradients(*tensors)
+        self._left -= 1
         watched = Watched(tensors)
         with watched.watching():
             results = self._gradients(*tensors)
         ran = watched.ran(results)
         if ran is not None:
-            outputs = len(seen.ran.results)
-            layouts = [layout_of(each) for each in tensors[:outputs]]
-            teach(seen, self, backward=ran, gradients=layouts)
+            layouts = [layout_of(each) for each in tensors[: len(self._seen.ran.results)]]
+            teach(self._seen, self, backward=ran, gradients=layouts)
         return results
 
 

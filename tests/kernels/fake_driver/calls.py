@@ -1,11 +1,11 @@
 """Calls of flash attention under the fake driver, by Python and by the launcher in C++; prints what it saw, as JSON."""
 
 import contextlib
+import io
 import json
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +23,7 @@ from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.kernels.parts import mlp, norm, rope
 from stepscope.measure.saved_tensors import saved_tensors
 from tests.kernels.fake_driver.fake import Fake, Kept
+from tests.kernels.fake_driver.lessons import lessons
 
 MOST_WAYS = 4096
 """kMostWays of native.cpp."""
@@ -404,10 +405,10 @@ def failing(folder: str) -> str:
     """What is said where no compiler is."""
     os.environ |= {"STEPSCOPE_CACHE": f"{folder}/other", "CXX": "/no/compiler"}
     native.extension.cache_clear()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
         assert native.extension() is None
-    return str(warned[0].message)
+    return said.getvalue().strip()
 
 
 def main(folder: str) -> None:
@@ -429,6 +430,7 @@ def main(folder: str) -> None:
     with tuning.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}
         found |= {"many": many_ways(fake, Call())}
+    found |= {"lessons": lessons(fake)}
     print(json.dumps({**found, "failing": failing(folder)}))
 
 

@@ -18,10 +18,8 @@ import torch
 import triton
 from torch import Tensor
 
-from stepscope.kernels.launching import Launcher, launch, launches_watched
+from stepscope.kernels.launching import ALIGNMENT_BYTES, Launcher, launch, launches_watched
 
-ALIGNMENT_BYTES = 16
-"""An alignment in bytes. Triton compiles a separate variant for addresses that are a multiple of this."""
 _MOST = 512
 """The most recordings that are kept. There is a limit, since every call may have another sequence length."""
 

@@ -42,7 +42,7 @@ def learn(
 ) -> None:  # fmt: skip
     """Teach the launcher a call whose launches are recorded under the keys: forward alone, or both passes."""
     of_call = ATTENTION.key((q, k, v), _options(causal, scale, configuration))
-    if not native.first_time(of_call + (b"both" if backward else b"forward")):
+    if not native.may_learn(of_call + (b"both" if backward else b"forward")):
         return
 
     def by_python(gradient: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
