@@ -93,7 +93,8 @@ def compiler(folder: Path, what: str) -> Path:
 def test_what_a_compiler_refuses_is_tried_again_only_if_it_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Each process would wait for it otherwise."""
+    """Each process would wait for it otherwise. A make that runs us has a job server, which is not ninja's."""
+    monkeypatch.setenv("MAKEFLAGS", " -j2 --jobserver-auth=98,99")
     calls = tmp_path / "calls"
     refuses = f"echo >> {calls}; echo 'native.cpp:1: error: no such header' >&2; exit 1"
     monkeypatch.setenv("CXX", str(compiler(tmp_path, refuses)))

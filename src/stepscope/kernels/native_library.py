@@ -44,7 +44,7 @@ _REMEDY = "install g++ and ninja"
 _PATIENCE_S = 300.0
 """How long a build may take: fifteen times what it usually does."""
 _OFF, _AGAIN = ("0", "no", "off", "false"), ("1", "yes", "on", "true")
-_REFUSED = re.compile(r"\berror: (?!.*(?:No space left|File too large|Disk quota|Killed|Interrupted))")
+_REFUSED = re.compile(r"^(?!ninja).*\berror: (?!.*(?:No space left|File too large|Disk quota|Killed|Interrupted))")
 """What a compiler says of source that it does not take, and will not take the next time either."""
 _BUILD = """
 import sys
@@ -135,6 +135,7 @@ def _compiler() -> tuple[list[str], dict[str, str]]:
     here = os.environ | {  # an environment's own programs, which its Python may run without
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "PYTHONSAFEPATH": "1",
     }  # fmt: skip
+    here.pop("MAKEFLAGS", None)  # of a make that runs us, whose job server ninja would look for
     if not here.get("CXX", "").strip():
         here["CXX"] = "c++"
     for program in (here["CXX"].split()[0], "ninja"):
