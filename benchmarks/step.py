@@ -11,9 +11,9 @@ when its process has ended. When the budget of seconds is over, the rest is not 
 the host is slowed on purpose: a way that waits for it shows so.
 
 A line has the medians with their 95 % intervals, of the step, of the host and of each phase; a step's share of several
-that nobody waits for in between, as in a training loop; the most that tensors took
-and that PyTorch's allocator held of the device; and the losses of the first steps. Seeds and batches are the same, so
-the losses of all ways but the rivals' must agree as far as their precision lets them.
+that nobody waits for in between, as in a training loop; the most that tensors took and that PyTorch's allocator held of
+the device; and the losses of the first steps. Seeds and batches are the same, so the losses of all ways but the rivals'
+must agree as far as their precision lets them.
 """
 
 import argparse
@@ -21,7 +21,6 @@ import json
 import math
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -178,7 +177,7 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
         alive = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         settings = Settings(warmup_floor=6, steps_floor=20, seconds=asked.seconds, profile=False)
         samples = measure_one(step, device=timing_device(device), settings=settings)
-        in_a_row = _in_a_row(step, device)
+        in_a_row = _in_a_row(step, timing_device(device))
     except InputError as error:
         return {"fault": str(error)}
     except ImportError as error:
@@ -196,22 +195,22 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _in_a_row(step: Any, device: Any) -> dict[str, float]:
+def _in_a_row(step: Any, device: Any) -> dict[str, float | None]:
     """The seconds of a step among IN_A_ROW that nobody waits for in between. A host whose cores are shared notices the
     end of a step late; who waits for each step has that time in every step, and a training loop does not."""
-    import torch  # noqa: PLC0415
+    from stepscope.measure.step import Phase, drive  # noqa: PLC0415
+    from stepscope.measure.timer import timed_steps  # noqa: PLC0415
 
-    found: list[float] = []
-    for _ in range(ROWS):
-        begun = time.perf_counter()
-        for _ in range(IN_A_ROW):
-            step.prepare()
-            for phase in step.phases:
-                phase.run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        found.append((time.perf_counter() - begun) / IN_A_ROW)
-    return {"median": statistics.median(found), "least": min(found)}
+    class Row:
+        """Several steps as one."""
+
+        phases = (Phase(name="steps", run=lambda: [drive(step) for _ in range(IN_A_ROW)]),)
+
+        def prepare(self) -> None:
+            """Each step prepares itself."""
+
+    samples = timed_steps(Row(), device, ROWS)["step"]
+    return {name: value and value / IN_A_ROW for name, value in _figure(samples).items()}
 
 
 def _figure(samples: Any) -> dict[str, float | None]:

@@ -140,6 +140,16 @@ def test_a_new_thread_may_launch_first_thing():
     same(found[0][1], right)
 
 
+def test_a_first_call_with_one_tensor_twice_teaches_no_other():
+    gate, up = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    native.forget()
+    mlp.silu_product(gate, gate)
+    right = mlp.silu_product(gate, up)
+    found = mlp.silu_product(gate, up)
+    assert type(found.grad_fn).__name__ == "RecordedBackward" and torch.equal(found, right)
+    torch.testing.assert_close(found, torch.nn.functional.silu(gate) * up, rtol=2e-2, atol=2e-2)
+
+
 def test_another_configuration_is_another_way():
     inputs = tensors((1, 4, 4, 512, 64), torch.bfloat16, strided=False)
     gradient = torch.randn_like(inputs[0])

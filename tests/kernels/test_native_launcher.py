@@ -117,8 +117,9 @@ def test_calls_of_more_kinds_than_are_kept_are_learnt_anew(found: dict[str, Any]
     "lesson",
     [
         "one tensor twice", "one gradient twice", "after an expanded gradient", "after a strided gradient",
-        "after a failure", "forward mode", "a node", "compiled autograd, mlp", "compiled autograd, norm",
-        "compiled autograd, rope",
+        "after a failure", "after an address that is not aligned",
+        "forward mode", "a node", "compiled autograd, mlp", "compiled autograd, norm",
+        "compiled autograd, rope", "compiled autograd, flash",
     ],
 )  # fmt: skip
 def test_a_call_unlike_the_others_teaches_nothing_wrong(found: dict[str, Any], lesson: str):

@@ -164,5 +164,5 @@ def test_a_gpus_energy_is_its_power_times_the_time(model: str, tmp_path: Path):
     assert 20 < power_w < 1.2 * environment.after.power_limit_w
     during = environment.during
     if found.are_samples and during is not None and during.power_w is not None:
-        # Power readings are means of up to a second, which begins before the steps do. Other tests use the GPU, too.
-        assert 0.5 * during.power_w.lowest < power_w < 1.1 * during.power_w.highest
+        # Power readings are means of up to a second, which begins before the steps do.
+        assert 0.5 * during.power_w.median < power_w < 1.5 * during.power_w.median

@@ -48,7 +48,7 @@ def tune(
     check_picture(save)
     if from_ is not None:
         refuse_beside("--from")
-        _leave_with(decode_tuned(read_named(from_), str(from_)), save, shown, stored=True)
+        _leave_with(decode_tuned(read_named(from_), str(from_)), save, shown)
     kept = fields_kept(keep)
     said = OneWorkload(shared_somehow(said.said))
     own = said.own
@@ -71,13 +71,13 @@ def tune(
     _leave_with(found, save, shown)
 
 
-def _leave_with(found: Tuned, save: Path | None, shown: Presentation, *, stored: bool = False) -> NoReturn:
-    """Show what a search found, and leave with its exit code. stored: it was interrupted then, and not now."""
+def _leave_with(found: Tuned, save: Path | None, shown: Presentation) -> NoReturn:
+    """Show what a search found, and leave with its exit code."""
     from stepscope.analysis.comparisons.tuned import answer_tuned
 
     answer = answer_tuned(found)
     shown.show(answer, document=lambda: json_document(found))
     draw(answer, save)
-    if found.interrupted and not stored:
+    if found.interrupted:
         raise typer.Exit(EXIT_INTERRUPTED)
     raise typer.Exit(EXIT_CHECK_FAILED if worst(answer.findings) == "error" else 0)

@@ -26,6 +26,7 @@
 #include <cuda.h>
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <memory>
@@ -121,6 +122,7 @@ struct Pass {
 };
 
 struct Way {
+  uint64_t number;                                // no other way ever has it
   std::string name;
   std::vector<Layout> inputs;
   Pass forward, backward;
@@ -236,7 +238,7 @@ struct RecordedBackward : public Node {
 
   // Compiled autograd runs backward once on tensors without data. Python then calls the operator, which it records.
   void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
-    args.collect(uint64_t(reinterpret_cast<uintptr_t>(way.get())));
+    args.collect(way->number);
     args.collect(saved, true);
   }
 
@@ -379,7 +381,9 @@ void forget() {
 // Learn the launches of a call, of forward alone or of both passes. Where as many are known as may be, all are forgotten
 // first: true then.
 bool learn(const pybind11::bytes& key, const pybind11::dict& of) {
+  static std::atomic<uint64_t> numbers{0};
   Way way;
+  way.number = numbers++;
   way.name = of["name"].cast<std::string>();
   way.inputs = layouts_of(of["inputs"]);
   way.forward = pass_of(of["forward"].cast<pybind11::dict>());

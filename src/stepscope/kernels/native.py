@@ -125,11 +125,10 @@ def may_learn(key: bytes) -> bool:
     return _tries[key] <= _MOST_TRIES
 
 
-def _told_apart(tensors: Sequence[Tensor]) -> bool:
-    """Whether a call on these tells of others. A watched call knows them by their addresses: where two are one, what is
-    learnt would take one for the other. And Triton compiles another kernel for an address that is not aligned."""
-    addresses = [each.data_ptr() for each in tensors if each.numel()]
-    return len(set(addresses)) == len(addresses) and not any(each % ALIGNMENT_BYTES for each in addresses)
+def _aligned(tensors: Sequence[Tensor]) -> bool:
+    """Whether the kernels of a call on these are those of others: Triton compiles another for an address that is not
+    aligned."""
+    return not any(each.data_ptr() % ALIGNMENT_BYTES for each in tensors if each.numel())
 
 
 _DTYPES: dict[torch.dtype, int] = {}
@@ -188,7 +187,7 @@ class Watched:
 
     def place_of(self, tensor: Tensor) -> Place | None:
         """The tensor of the pass that this one lies in, and how far from its start; None where there is none, or more
-        than one."""
+        than one: then nobody knows which of them another call's is."""
         tensors = list(enumerate([*self._given, *self._mode.made]))
         at = tensor.data_ptr()
         spans = [(number, each.data_ptr(), _extent(each)) for number, each in tensors if each.numel()]
@@ -199,7 +198,7 @@ class Watched:
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
         there = self._given[0].device
-        if self._mode.other or any(each.device != there for each in self._mode.made) or not _told_apart(self._given):
+        if self._mode.other or any(each.device != there for each in self._mode.made) or not _aligned(self._given):
             return None
         launches = [self._launch(*each) for each in self._launched]
         found: list[tuple[int, int, Layout] | None] = []

@@ -101,10 +101,8 @@ def _is_whole(path: Path) -> bool:
 
 def _build_there(path: Path) -> None:
     failed = path.with_suffix(".failed")
-    if _asked() not in _AGAIN:
-        with contextlib.suppress(OSError):
-            if before := failed.read_text(errors="replace").strip():
-                raise InputError(printable(before))
+    if _asked() not in _AGAIN and (before := _said_in(failed)):
+        raise InputError(printable(before))
     command, here = _compiler()
     for old in path.parent.glob("tmp*"):  # of builds whose process was killed, as we hold the lock
         shutil.rmtree(old, ignore_errors=True)
@@ -125,6 +123,13 @@ def _build_there(path: Path) -> None:
     why += f": {_REMEDY}, then set STEPSCOPE_NATIVE=1, which tries again"
     replace_file(failed, why.encode())
     raise InputError(why)
+
+
+def _said_in(failed: Path) -> str:
+    try:
+        return failed.read_text(errors="replace").strip()
+    except OSError:  # nobody failed, or it cannot be read: the compiler will say
+        return ""
 
 
 def _compiler() -> tuple[list[str], dict[str, str]]:

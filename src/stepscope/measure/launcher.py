@@ -1,4 +1,4 @@
-"""Whether our kernels were launched from Python: from C++ (kernels/native_library.py) an eager call costs a third."""
+"""Whether Python launched our kernels, and not C++ (kernels/native_library.py), which takes the host less time."""
 
 _from_python: list[bool] = []
 

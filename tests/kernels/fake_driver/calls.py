@@ -22,7 +22,7 @@ from stepscope.kernels.flash.taught import ATTENTION
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.kernels.parts import mlp, norm, rope
 from stepscope.measure.saved_tensors import saved_tensors
-from tests.kernels.fake_driver.fake import Fake, Kept
+from tests.kernels.fake_driver.fake import Fake, Kept, in_cpp, said
 from tests.kernels.fake_driver.lessons import lessons
 
 MOST_WAYS = 4096
@@ -65,10 +65,6 @@ class Call:
         """The addresses of the tensors that a caller has."""
         tensors = (self.q, self.k, self.v, self.gradient, out, self.q.grad, self.k.grad, self.v.grad)
         return {tensor.data_ptr() for tensor in tensors if tensor is not None}
-
-
-def in_cpp(out: Tensor) -> bool:
-    return type(out.grad_fn).__name__ == "RecordedBackward"
 
 
 def addresses_in(kept: Kept, launch: dict[str, Any]) -> dict[int, int]:
@@ -300,14 +296,6 @@ def backward_in_cpp(call: Call) -> dict[str, bool]:
     return found
 
 
-def said(run: Callable[[], object]) -> str:
-    try:
-        run()
-    except (RuntimeError, NotImplementedError) as error:
-        return str(error)
-    return ""
-
-
 def inference(call: Call) -> dict[str, Any]:
     """Calls without gradients, and then one with them."""
     passes: list[bool] = []
@@ -429,8 +417,7 @@ def main(folder: str) -> None:
     forward, backward = way("apart", hopper=True)
     with tuning.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}
-        found |= {"many": many_ways(fake, Call())}
-    found |= {"lessons": lessons(fake)}
+        found |= {"many": many_ways(fake, Call()), "lessons": lessons(fake)}
     print(json.dumps({**found, "failing": failing(folder)}))
 
 

@@ -4,12 +4,14 @@ import ctypes
 import os
 import subprocess
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
 HERE = Path(__file__).parent
 STREAM = 0
@@ -102,3 +104,17 @@ class Fake:
                 rest = rest[size:]
             found.append(Kept(said, each))
         return found
+
+
+def in_cpp(out: Tensor) -> bool:
+    """Whether the call that made it ran in C++."""
+    return type(out.grad_fn).__name__ == "RecordedBackward"
+
+
+def said(run: Callable[[], object]) -> str:
+    """What it raises, in words; empty where it raises nothing."""
+    try:
+        run()
+    except (RuntimeError, NotImplementedError) as error:
+        return str(error)
+    return ""

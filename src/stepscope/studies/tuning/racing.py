@@ -69,8 +69,8 @@ class Turns:
         return self.start_s + self._made_s(whole_s) * 2 / 3 + self.later_s[key]
 
     def trained_s(self, key: str, whole_s: float) -> float:
-        """What a training of this step would take, beside the start of the process that runs all of them: it makes the
-        model and looks at nothing."""
+        """What a training of this step would take in a process that has begun: it makes the model and looks at
+        nothing."""
         return self._made_s(whole_s) / 3 + STEPS * self.step_s[key]
 
     def _made_s(self, whole_s: float) -> float:
@@ -133,12 +133,11 @@ class Racing:
 
     def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
-        both = (baseline, best)
-        of_both = [self._took_s.get(one.key, self._longest_s) for one in both]
-        trained = [self._trained_s.get(one.key, took_s) for one, took_s in zip(both, of_both, strict=True)]
         # One process trains the baseline from all its starts, and another the best step.
-        trained_s = 2 * self._start_s + (TRAININGS - 1) * trained[0] + trained[1]
-        kept_s = FEWEST_PROCESSES * sum(of_both) + trained_s
+        kept_s = 2 * self._start_s
+        for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
+            alone_s = self._took_s.get(one.key, self._longest_s)
+            kept_s += FEWEST_PROCESSES * alone_s + trainings * self._trained_s.get(one.key, alone_s)
         self.needed_s = self.seconds + self._longest_s + kept_s
         return self.needed_s < self.budget_s
 
