@@ -97,7 +97,8 @@ def backward_of(task: dict[str, Any]) -> Any:
         some = tiles(64, 64, 4, 2)
         return BackwardConfiguration(keys=some, queries=some, hopper=HopperBackward(**task["hopper"]))
     return BackwardConfiguration(
-        way=task["way"], keys=tiles_of(task), queries=tiles_of(task, "tile2"), tma=task["tma"]
+        way=task["way"], keys=tiles_of(task), queries=tiles_of(task, "tile2"), tma=task["tma"],
+        rows_first=task.get("rows_first", True),
     )  # fmt: skip
 
 
@@ -157,7 +158,8 @@ class Bench:
         backward = Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.logsumexp, self.dq, self.dk, self.dv,
             statistics, causal=self.causal, scale=self.scale, window=None,
-            precision=task.get("precision", "ieee"), tma=task.get("tma", True), sums=sums, launcher=self.launcher,
+            precision=task.get("precision", "ieee"), tma=task.get("tma", True),
+            rows_first=task.get("rows_first", True), sums=sums, launcher=self.launcher,
         )  # fmt: skip
         if configuration is None:
             return backward.preprocess

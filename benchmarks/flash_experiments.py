@@ -42,7 +42,13 @@ Tile = tuple[int, int, int, int]
 
 
 FORWARD = {
-    64: [((64, 128, 4, 2), ""), ((64, 64, 4, 3), "p"), ((64, 128, 4, 3), ""), ((64, 64, 4, 2), "r96")],
+    64: [
+        ((64, 128, 4, 2), ""),
+        ((64, 64, 4, 3), "p"),
+        ((64, 128, 4, 3), ""),
+        ((64, 64, 4, 2), "r96"),
+        ((64, 64, 4, 3), "p h"),
+    ],
     128: [((64, 64, 4, 3), ""), ((64, 128, 4, 1), ""), ((64, 64, 4, 3), "h")],
 }
 """By head_dim, most promising first: what came near the fastest of some shape.
@@ -51,21 +57,26 @@ docs/results/flash-ideas.md says what did not. Flags are `p` for pointers, `h` f
 registers."""
 KEYS = {
     64: [((64, 64, 4, 2), "r168"), ((128, 64, 4, 2), ""), ((64, 64, 4, 3), ""), ((64, 64, 4, 3), "r168"),
-         ((64, 64, 4, 2), "p")],
-    128: [((64, 64, 4, 2), ""), ((64, 128, 8, 3), ""), ((64, 128, 8, 2), "")],
+         ((64, 64, 4, 2), "p"), ((64, 64, 4, 3), "r168 h")],
+    128: [((64, 64, 4, 2), ""), ((64, 64, 4, 2), "h"), ((64, 128, 8, 3), ""), ((64, 128, 8, 2), "")],
 }  # fmt: skip
 QUERIES = {
-    64: [((128, 64, 8, 3), ""), ((64, 64, 4, 2), ""), ((64, 64, 4, 2), "p"), ((128, 64, 8, 4), "")],
-    128: [((64, 64, 4, 2), ""), ((128, 64, 8, 3), "")],
+    64: [
+        ((128, 64, 8, 3), ""),
+        ((64, 64, 4, 2), ""),
+        ((64, 64, 4, 2), "p"),
+        ((128, 64, 8, 4), ""),
+        ((64, 64, 4, 3), "h"),
+    ],
+    128: [((64, 64, 4, 2), ""), ((64, 64, 4, 2), "h"), ((128, 64, 8, 3), "")],
 }
 HOPPER = {
     "hopper-forward": {
         64: [{"consumers": 1, "late": True, "max_registers": 128}, {"consumers": 3}, {"late": True},
              {"turns": True, "late": True}],
-        128: [{"turns": True, "late": True, "rows_first": False}, {"late": True},
-              {"turns": True, "late": True, "stages": 3}, {"turns": True, "late": True}],
+        128: [{"turns": True, "late": True}, {"late": True}, {"turns": True, "late": True, "stages": 3}],
     },
-    "hopper-backward": {64: [{"v_in_registers": True}, {}], 128: [{}]},
+    "hopper-backward": {64: [{"v_in_registers": True}, {}], 128: [{}, {"spread": True}]},
 }  # fmt: skip
 """Fields of HopperForward and HopperBackward."""
 FP32: dict[str, dict[int, list[tuple[str, tuple[Tile, ...], str]]]] = {

@@ -55,9 +55,9 @@ def test_every_shape_has_tasks_of_its_dtype_breadth_first_each_with_a_name(exper
 
 
 def test_names_say_the_kernel_and_its_options(experiments: ModuleType):
-    forward = {"kind": "hopper-forward", "hopper": {"turns": True, "late": True, "rows_first": False}}
+    forward = {"kind": "hopper-forward", "hopper": {"turns": True, "late": True}}
     backward = {"kind": "hopper-backward", "hopper": {"v_in_registers": True}}
-    assert experiments.label(forward) == "forward hopper 2x64x128 s2 turns late heads-first"
+    assert experiments.label(forward) == "forward hopper 2x64x128 s2 turns late"
     assert experiments.label(backward) == "backward hopper 64x128 v-in-registers"
 
 

@@ -78,7 +78,7 @@ def forward(head_dim: int, causal: bool) -> dict[str, Any]:
     constants = {
         "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": chosen.stages, "CONSUMERS": chosen.consumers,
         "CAUSAL": causal, "EVEN_KEYS": True, "TURNS": chosen.turns, "LATE": chosen.late,
-        "ROWS_FIRST": chosen.rows_first, "REGISTERS": _WORKER_REGISTERS[chosen.consumers],
+        "REGISTERS": _WORKER_REGISTERS[chosen.consumers],
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
     }  # fmt: skip
     options = {"num_warps": 4} | ({"maxnreg": chosen.max_registers} if chosen.max_registers else {})
@@ -98,7 +98,7 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
         "GROUP": 1, "CAUSAL": causal, "EVEN_KEYS": True, "V_IN_REGISTERS": chosen.v_in_registers,
-        "STAGES": STAGES, "REAL_COLUMNS": head_dim,
+        "STAGES": STAGES, "REAL_COLUMNS": head_dim, "SPREAD": chosen.spread,
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": _BACKWARD_REGISTERS}
     return compiled(hopper_gradients, types, constants, options)

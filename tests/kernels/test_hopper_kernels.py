@@ -40,7 +40,7 @@ on_hopper = [
     ),
 ]
 FORWARDS = (
-    HopperForward(turns=True, late=True, rows_first=False),
+    HopperForward(turns=True, late=True),
     HopperForward(consumers=1, late=True, max_registers=128),
     HopperForward(consumers=3),
     HopperForward(block_n=64, stages=3),
@@ -199,7 +199,7 @@ def test_descriptors_end_where_a_head_ends(monkeypatch: pytest.MonkeyPatch, head
 
     def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
         launched.extend((kernel.__name__, each) for each in arguments if hasattr(each, "block_shape"))
-        assert kernel.__name__ != "hopper_gradients" or arguments[-1] == head_dim
+        assert kernel.__name__ != "hopper_gradients" or arguments[-2:] == (head_dim, False)
 
     monkeypatch.setattr(flash_launch, "_required_hopper", lambda: hopper_launch)
     q = torch.zeros(2, 10, 3, head_dim, dtype=torch.bfloat16).transpose(1, 2)

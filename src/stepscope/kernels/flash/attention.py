@@ -157,7 +157,7 @@ def _backward(
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         backward = launch.Backward(
             *tensors[: ends[0]], causal=causal, scale=scale, window=window, precision=precision,
-            tma=configuration.tma, parts=tensors[ends[0] : ends[1]],
+            tma=configuration.tma, rows_first=configuration.rows_first, parts=tensors[ends[0] : ends[1]],
             sums=next(iter(tensors[ends[1] : ends[2]]), None),
             bounds=next(iter(tensors[ends[2] : ends[3]]), None), launcher=launcher,
         )  # fmt: skip

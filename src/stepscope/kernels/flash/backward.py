@@ -32,6 +32,7 @@ from stepscope.kernels.flash.tiles import (
     long,
     queries_visiting,
     store_tile,
+    turn_of,
     visible,
 )
 from stepscope.kernels.launching import LOG2E
@@ -153,12 +154,12 @@ def _key_gradients(
     batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
+    TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
     # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
     key_tiles = tl.cdiv(keys, BLOCK_N)
-    key_tile = tile % key_tiles
-    batch_head = tile // key_tiles
+    batch_head, key_tile = turn_of(tile, key_tiles, batches * kv_heads, ROWS_FIRST)
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     batch_long = long(batch)
@@ -261,15 +262,15 @@ def _query_gradients(
     batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
+    HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     # With PREPARE, the statistics of the rows between the sequence's end and `padded` are written too.
     row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
-    row_tile = tile % row_tiles
-    batch_head = tile // row_tiles
+    heads = kv_heads * GROUP
+    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, ROWS_FIRST)
     if CAUSAL:
         row_tile = row_tiles - 1 - row_tile
-    heads = kv_heads * GROUP
     batch = batch_head // heads
     head = batch_head % heads
     kv_head = head // GROUP
@@ -336,7 +337,8 @@ def flash_key_gradients(
     batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, TMA_REDUCE: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
+    TMA_REDUCE: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV: one program per tile of keys, which visits the query heads of its group in order.
 
@@ -348,7 +350,7 @@ def flash_key_gradients(
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
         dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
         batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-        CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, FUSED, TMA_REDUCE,
+        CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, FUSED, TMA_REDUCE,
     )  # fmt: skip
 
 
@@ -360,7 +362,8 @@ def flash_query_gradients(
     batches, kv_heads, queries, keys, window, padded,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
-    PRECISION: tl.constexpr, TMA: tl.constexpr, PREPARE: tl.constexpr, HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
+    PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
+    HAS_LOGSUMEXP_GRADIENT: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ: one program per tile of queries. PREPARE also writes STATISTICS for `flash_key_gradients`."""
     _query_gradients(
@@ -369,7 +372,7 @@ def flash_query_gradients(
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
         o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
         GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA,
-        PREPARE, HAS_LOGSUMEXP_GRADIENT,
+        ROWS_FIRST, PREPARE, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
 
 
@@ -384,6 +387,7 @@ def flash_joint_gradients(
     BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     EVEN_QUERIES2: tl.constexpr, EVEN_KEYS2: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Compute dK, dV and dQ in one launch; programs over keys come first.
 
@@ -397,7 +401,7 @@ def flash_joint_gradients(
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
             batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
-            CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, False, False,
+            CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, False, False,
         )  # fmt: skip
     else:
         _query_gradients(
@@ -406,7 +410,7 @@ def flash_joint_gradients(
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
-            False, False,
+            ROWS_FIRST, False, False,
         )  # fmt: skip
 
 

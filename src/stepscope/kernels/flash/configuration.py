@@ -73,6 +73,8 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     """The tile of the kernel over queries, which a `fused` backward does not run. A `joint` launch uses num_warps and
     num_stages of `keys`."""
     tma: bool = True
+    rows_first: bool = True
+    """As in the forward configuration. The kernel in Gluon has its own order."""
     tma_reduce: bool = False
     """Whether a `fused` backward sums dQ through the tensor-memory accelerator instead of atomic instructions."""
     hopper: HopperBackward | None = None
@@ -94,7 +96,8 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         parts = [self.way, f"keys {self.keys}"]
         if self.queries is not None:
             parts.append(f"queries {self.queries}")
-        parts += [name for name, on in (("tma", self.tma), ("tma-reduce", self.tma_reduce)) if on]
+        parts += [name for name, on in (("tma", self.tma), ("tma-reduce", self.tma_reduce),
+                                        ("heads-first", not self.rows_first)) if on]  # fmt: skip
         return " ".join(parts)
 
 
@@ -163,11 +166,17 @@ def _described(problem: Problem) -> bool:
 
 
 # The defaults on Hopper up to head_dim 128 are the fastest of results/h200/attention/flash-experiments.json, kernel by
-# kernel. They were measured in bf16 at 1024 (head_dim 64), 2048 (128), 8192 and 16384 positions, and in fp32 at 4096.
+# kernel, and of docs/results/flash-ideas.md for the order of tiles. They were measured in bf16 at 512 to
+# 2048, 8192 and 16384 positions, and in fp32 at 4096.
 
 _SHORT_LOG2 = 10
-"""The base-2 logarithm of the most queries for which a pass at head_dim 64 waits for its host. Pointers cost the host
-less than descriptors."""
+"""The base-2 logarithm of the most queries for which backward is faster in Triton than in Gluon."""
+_MIDDLE_LOG2 = 11
+"""The base-2 logarithm of the most queries for which heads take turns in the kernels in Triton. Under a causal mask the
+heavy tiles of all heads then come before the light ones of any. Such short operands stay in L2 all the same."""
+_FORWARD_LOG2 = {(64, True): 11, (64, False): 10, (128, True): 10, (128, False): 9}
+"""The base-2 logarithm of the most queries for which forward is faster in Triton than in Gluon, by the columns of a
+tile and whether it is causal."""
 _LONG_LOG2 = 13
 
 
@@ -179,17 +188,23 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
         if problem.precision == "bf16x6":
             return ForwardConfiguration(tiles=tiles(64, 64, 4, 1), rows_first=False)
         return ForwardConfiguration(tiles=_by_head_dim(problem, tiles(128, 64, 8, 3), tiles(128, 64, 8, 2)))
-    in_gluon = hopper_columns(problem.head_dim) is not None
+    columns, in_turns = hopper_columns(problem.head_dim), _in_turns(problem)
+    in_gluon = columns is not None and problem.log2_queries > _FORWARD_LOG2[columns, problem.causal]
     if problem.head_dim > 64:
         long = problem.causal and problem.log2_queries >= _LONG_LOG2
         return ForwardConfiguration(
             tiles=tiles(64, 64, 4, 3) if long else tiles(64, 128, 4, 1),
-            hopper=HopperForward(turns=True, late=True, rows_first=False) if in_gluon else None,
+            rows_first=not in_turns,
+            hopper=HopperForward(turns=True, late=True) if in_gluon else None,
         )
-    if problem.log2_queries <= _SHORT_LOG2:
-        return ForwardConfiguration(tiles=tiles(64, 64, 4, 3), tma=False)
+    if in_turns:
+        return ForwardConfiguration(tiles=tiles(64, 64, 4, 3), tma=False, rows_first=False)
     hopper = HopperForward(consumers=1, late=True, max_registers=128) if problem.causal else HopperForward(consumers=3)
     return ForwardConfiguration(tiles=tiles(64, 128, 4, 2), hopper=hopper if in_gluon else None)
+
+
+def _in_turns(problem: Problem) -> bool:
+    return problem.causal and problem.log2_queries <= _MIDDLE_LOG2
 
 
 def _hopper_backward(problem: Problem) -> BackwardConfiguration:
@@ -203,17 +218,21 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(32, 32, 4, 2))
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
-    long = problem.log2_queries > _SHORT_LOG2
-    in_gluon = long and hopper_columns(problem.head_dim) is not None
-    hopper = HopperBackward(v_in_registers=problem.head_dim == 64) if in_gluon else None
+    short, in_turns = problem.log2_queries <= _SHORT_LOG2, _in_turns(problem)
+    in_gluon = not short and hopper_columns(problem.head_dim) is not None
     if problem.head_dim > 64:
-        keys = tiles(64, 64, 4, 2) if problem.causal else tiles(64, 128, 8, 3)
-        return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), hopper=hopper)
-    if not long:
-        return BackwardConfiguration(keys=tiles(128, 64, 4, 2), queries=tiles(64, 64, 4, 2), tma=False)
+        keys = tiles(64, 64, 4, 2) if problem.causal or short else tiles(64, 128, 8, 3)
+        hopper = HopperBackward(spread=not problem.causal) if in_gluon else None
+        return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), rows_first=not in_turns, hopper=hopper)
     # Where positions are hidden, the kernel over keys takes 170 registers without its cap. Then two blocks of 4 warps
     # share a multiprocessor's 65536. With 168, three do.
+    if short or in_turns:
+        return BackwardConfiguration(
+            way="joint" if in_turns else "apart", keys=tiles(64, 64, 4, 3, 168), queries=tiles(64, 64, 4, 3),
+            rows_first=not in_turns,
+        )  # fmt: skip
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
+    hopper = HopperBackward(v_in_registers=problem.head_dim == 64) if in_gluon else None
     return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from stepscope.kernels.flash.operands import as_operand, load_operand, negated, product, transposed
-from stepscope.kernels.flash.tiles import document_of, in_document, keys_visited, long, store_tile, visible
+from stepscope.kernels.flash.tiles import document_of, in_document, keys_visited, long, store_tile, turn_of, visible
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -69,12 +69,7 @@ def _attend_tile(
     ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(queries, BLOCK_M)
-    if ROWS_FIRST:
-        row_tile = tile % row_tiles
-        batch_head = tile // row_tiles
-    else:
-        row_tile = tile // (batches * heads)
-        batch_head = tile % (batches * heads)
+    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, ROWS_FIRST)
     if CAUSAL:
         # The last tile of queries visits the most keys. Heavy tiles come first; light ones fill the gaps at the end.
         row_tile = row_tiles - 1 - row_tile

@@ -197,7 +197,7 @@ class Backward:
     def __init__(
         self, gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
         dq: Tensor, dk: Tensor, dv: Tensor, statistics: Tensor,
-        *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool,
+        *, causal: bool, scale: float, window: int | None, precision: Precision, tma: bool, rows_first: bool = True,
         parts: tuple[Tensor, ...] = (), sums: Tensor | None = None, bounds: Tensor | None = None,
         launcher: Launcher = launch,
     ) -> None:  # fmt: skip
@@ -210,6 +210,7 @@ class Backward:
         self.dq, self.dk, self.dv = dq, dk, dv
         self.sums = sums
         self.bounds = bounds
+        self.rows_first = rows_first
         self.scale = scale
         self.causal = causal
         self.batches, self.heads, self.queries, self.head_dim = q.shape
@@ -261,7 +262,7 @@ class Backward:
             *self._operands(tiles), target, self.dk, self.dv, self._statistics(tiles),
             self.bounds, self.scale, self.scale * LOG2E.value, *self._inputs,
             *sums.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
-            *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, fused, tma_reduce,
+            *self._shape(tiles), *self._mask, *self._even(tiles), *self._loading, self.rows_first, fused, tma_reduce,
             **_options(tiles),
         )  # fmt: skip
 
@@ -291,7 +292,7 @@ class Backward:
             *self._inputs, *self.out.stride()[:3], *self.dq.stride()[:3], *self._sizes,
             *self._shape(tiles), *self._mask,
             even_queries and rows == self.queries, even_keys, *self._loading,
-            prepare, logsumexp_gradient is not None,
+            self.rows_first, prepare, logsumexp_gradient is not None,
             **_options(tiles),
         )  # fmt: skip
 
@@ -305,7 +306,7 @@ class Backward:
             self._statistics(keys), self.statistics, self.bounds, self.scale, self.scale * LOG2E.value, *self._inputs,
             *self.dq.stride()[:3], *self.dk.stride()[:3], *self.dv.stride()[:3], *self._sizes,
             *self._shape(keys), queries.block_m, queries.block_n, *self._mask,
-            *self._even(keys), *self._even(queries), *self._loading,
+            *self._even(keys), *self._even(queries), *self._loading, self.rows_first,
             **_options(keys),
         )  # fmt: skip
 

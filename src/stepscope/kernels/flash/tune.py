@@ -140,12 +140,15 @@ _HOPPER_FORWARDS = {
         HopperForward(late=True),
     ),
     128: (
-        HopperForward(turns=True, late=True, rows_first=False),
+        HopperForward(turns=True, late=True),
         HopperForward(late=True),
         HopperForward(turns=True, late=True, stages=3),
     ),
 }
-_HOPPER_BACKWARDS = {64: (HopperBackward(v_in_registers=True), HopperBackward()), 128: (HopperBackward(),)}
+_HOPPER_BACKWARDS = {
+    64: (HopperBackward(v_in_registers=True), HopperBackward()),
+    128: (HopperBackward(), HopperBackward(spread=True)),
+}
 """Configurations of the kernels in Gluon to try, by the columns of their tiles."""
 
 
@@ -173,7 +176,10 @@ def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[Forward
     found = [default if hopper else plain]
     if hopper and (columns := _hopper_columns(problem)) is not None:
         found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_FORWARDS[columns]]
-    listed = [ForwardConfiguration(tiles=each, tma=tma) for each, tma in _listed(problem, "forward")]
+    listed = [
+        ForwardConfiguration(tiles=each, tma=tma, rows_first=default.rows_first)
+        for each, tma in _listed(problem, "forward")
+    ]
     return list(dict.fromkeys([*found, plain, *listed]))[:MOST]
 
 
@@ -257,7 +263,8 @@ def search(
     trying.deadline -= passes_reserve
     trying.try_all(in_turn)
     trying.deadline += passes_reserve
-    passes = [each for each in _passes(trying, keys, queries) if each not in whole]
+    rows_first = default_backward(problem).rows_first
+    passes = [each for each in _passes(trying, keys, queries, rows_first) if each not in whole]
     trying.try_all(passes)
 
     forward, forward_ms = _chosen(trying, forwards, default_forward(problem))
@@ -277,14 +284,16 @@ def search(
     )
 
 
-def _passes(trying: Search, keys: list[Part], queries: list[Part]) -> list[BackwardConfiguration]:
+def _passes(trying: Search, keys: list[Part], queries: list[Part], rows_first: bool) -> list[BackwardConfiguration]:
     """Whole passes of the fastest kernels: with descriptors and with pointers, apart and joint."""
     found = []
     for tma in (True, False):
         over_keys, over_queries = (trying.fastest([p for p in parts if p.tma == tma]) for parts in (keys, queries))
         if over_keys is not None and over_queries is not None:
             found += [
-                BackwardConfiguration(way=way, keys=over_keys.tiles, queries=over_queries.tiles, tma=tma)
+                BackwardConfiguration(
+                    way=way, keys=over_keys.tiles, queries=over_queries.tiles, tma=tma, rows_first=rows_first
+                )
                 for way in ("apart", "joint")
             ]
     return found
@@ -314,6 +323,7 @@ class OnDevice:
         self.q, self.k, self.v = (t.detach() for t in (q, k, v))
         self.causal = causal
         self.precision: Precision = problem.precision
+        self.rows_first = default_backward(problem).rows_first
         self.scale = q.shape[3] ** -0.5
         leaves = [t.clone().requires_grad_() for t in (self.q, self.k, self.v)]
         self.gradient = torch.randn_like(self.q)
@@ -378,7 +388,9 @@ class OnDevice:
         backward = Backward(
             self.gradient, self.q, self.k, self.v, self.out, self.saved_logsumexp,
             self.results["dq"], self.results["dk"], self.results["dv"], statistics,
-            causal=self.causal, scale=self.scale, window=None, precision=self.precision, tma=candidate.tma, sums=sums,
+            causal=self.causal, scale=self.scale, window=None, precision=self.precision, tma=candidate.tma,
+            rows_first=candidate.rows_first if isinstance(candidate, BackwardConfiguration) else self.rows_first,
+            sums=sums,
         )  # fmt: skip
         if isinstance(candidate, BackwardConfiguration):
             return lambda: run_backward(backward, candidate), ("dq", "dk", "dv")

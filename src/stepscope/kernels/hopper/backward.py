@@ -50,6 +50,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from stepscope.kernels.hopper.forward import turn_of
+
 STAGES = 2
 
 
@@ -61,12 +63,23 @@ def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
 
 
 @gluon.jit
+def _tile_of(visit, place, SPREAD: gl.constexpr):
+    """The tile of queries of a head's visit: from the first one on or, if SPREAD, from there around to it."""
+    _batch, _kv_head, _first_key, begin, tiles = place
+    tile = begin + visit
+    if SPREAD:
+        tile = gl.where(tile >= tiles, tile - tiles, tile)
+    return tile
+
+
+@gluon.jit
 def _produce(
     Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    SPREAD: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, _ds_tiles, _dq_tiles = buffers
     kv_full, full, _ready, empty = barriers
-    batch, kv_head, first_key, begin, tiles = place
+    batch, kv_head, first_key, _begin, tiles = place
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     TILE_BYTES: gl.constexpr = Q.block_type.nbytes + GRADIENT.block_type.nbytes + 2 * STATISTICS.block_type.nbytes
     mbarrier.expect(kv_full, K.block_type.nbytes + V.block_type.nbytes)
@@ -76,7 +89,7 @@ def _produce(
         member = visit // tiles if GROUP > 1 else 0
         head = kv_head * GROUP + member
         row = batch * heads + head
-        first_query = (begin + visit - member * tiles) * BLOCK_M
+        first_query = _tile_of(visit - member * tiles, place, SPREAD) * BLOCK_M
         slot = visit % STAGES
         mbarrier.wait(empty.index(slot), ((visit // STAGES) & 1) ^ 1)
         bar = full.index(slot)
@@ -91,11 +104,11 @@ def _produce(
 def _visit_queries(
     dk, dv, first, last, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
     INDEX: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
+    STAGES: gl.constexpr, SPREAD: gl.constexpr, SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
 ):  # fmt: skip
     _k_tile, _v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tiles, dq_tiles = buffers
     _kv_full, full, ready, empty = barriers
-    _batch, _kv_head, first_key, begin, tiles = place
+    _batch, _kv_head, first_key, _begin, tiles = place
     dtype: gl.constexpr = q_tiles.dtype
     ROWS: gl.constexpr = k.shape[0]
     HEAD_DIM: gl.constexpr = k.shape[1]
@@ -105,7 +118,7 @@ def _visit_queries(
     dq_tile = dq_tiles.index(INDEX)
     for visit in range(first, last):
         member = visit // tiles if GROUP > 1 else 0
-        tile = begin + visit - member * tiles
+        tile = _tile_of(visit - member * tiles, place, SPREAD)
         slot = visit % STAGES
         parity = (visit // STAGES) & 1
         q = q_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
@@ -155,7 +168,7 @@ def _visit_queries(
 def _consume(
     SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded, scale, scale_log2,
     INDEX: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
-    V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr,
+    V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tiles, _dq_tiles = buffers
     kv_full, _full, _ready, _empty = barriers
@@ -184,11 +197,11 @@ def _consume(
     if MASKED_TILES > 0:
         dk, dv = _visit_queries(
             dk, dv, 0, MASKED_TILES, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
-            scale_log2, INDEX, GROUP, True, EVEN_KEYS, STAGES, SCORES, SUM, DQ,
+            scale_log2, INDEX, GROUP, True, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ,
         )  # fmt: skip
     dk, dv = _visit_queries(
         dk, dv, MASKED_TILES, tiles * GROUP, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
-        scale_log2, INDEX, GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, STAGES, SCORES, SUM, DQ,
+        scale_log2, INDEX, GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ,
     )  # fmt: skip
     tma.store_wait(0)
     key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
@@ -203,12 +216,13 @@ def _consume(
     gl.store(first_dk + row * dk_strides[2] + column[None, :], (dk * scale).to(dtype), mask=inside)
 
 
-@gluon.jit(do_not_specialize=["kv_heads", "queries", "keys", "rows", "padded"])
+@gluon.jit(do_not_specialize=["batches", "kv_heads", "queries", "keys", "rows", "padded", "together"])
 def hopper_gradients(
     Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, kv_heads, queries, keys, rows, padded, scale, scale_log2,
+    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
+    batches, kv_heads, queries, keys, rows, padded, together, scale, scale_log2,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
-    STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr,
+    STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV, and add dQ / scale to SUMS: one program per tile of keys.
 
@@ -223,8 +237,8 @@ def hopper_gradients(
     dtype: gl.constexpr = Q.dtype
     key_tiles = gl.cdiv(keys, BLOCK_N)
     # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
-    first_key = gl.program_id(0) % key_tiles * BLOCK_N
-    batch_head = gl.program_id(0) // key_tiles
+    batch_head, key_tile = turn_of(gl.program_id(0), key_tiles, batches * kv_heads, together)
+    first_key = key_tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     begin = 0
@@ -234,6 +248,8 @@ def hopper_gradients(
         # weight. Statistics and sums are padded, so these tiles have their own rows there.
         begin = first_key // BLOCK_M
         tiles = gl.maximum(tiles - begin, BLOCK_N // BLOCK_M)
+    elif SPREAD:
+        begin = key_tile % tiles
 
     k_tile = gl.allocate_shared_memory(dtype, K.block_type.shape, K.layout)
     v_tile = gl.allocate_shared_memory(dtype, V.block_type.shape, V.layout)
@@ -264,11 +280,11 @@ def hopper_gradients(
     gl.warp_specialize(
         [
             (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
-                        scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS)),
+                        scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS, SPREAD)),
             (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
-                        scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS)),
+                        scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS, SPREAD)),
             (_produce, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
-                        GROUP, STAGES)),
+                        GROUP, STAGES, SPREAD)),
         ],
         [4, 1],
         [240, 24],

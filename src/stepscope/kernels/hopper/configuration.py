@@ -31,8 +31,6 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     """Whether consumers take turns at the tensor cores."""
     late: bool = False
     """Whether weights are rounded while the next scores are computed. This takes registers."""
-    rows_first: bool = True
-    """Whether the tiles of one head follow one another, so that its keys stay in L2. Otherwise the heads take turns."""
     max_registers: int | None = None
     """Registers per thread at launch; None for no cap. With a low cap several programs share a multiprocessor."""
 
@@ -48,8 +46,7 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"a thread has 24 to 255 registers, not {self.max_registers}")
 
     def __str__(self) -> str:
-        flags = [name for name, on in (("turns", self.turns), ("late", self.late),
-                                       ("heads-first", not self.rows_first)) if on]  # fmt: skip
+        flags = [name for name, on in (("turns", self.turns), ("late", self.late)) if on]
         cap = [] if self.max_registers is None else [f"r{self.max_registers}"]
         return " ".join([f"hopper {self.consumers}x64x{self.block_n} s{self.stages}", *cap, *flags])
 
@@ -59,6 +56,10 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
 
     v_in_registers: bool = False
     """Whether V stays in registers too, not only in shared memory. There is room for it at head_dim 64."""
+    spread: bool = False
+    """Whether, without a causal mask, each program begins at another tile of queries. Otherwise all programs of a head
+    add to the same rows of dQ at the same time. Under a causal mask the diagonal spreads them."""
 
     def __str__(self) -> str:
-        return f"hopper 64x128{' v-in-registers' if self.v_in_registers else ''}"
+        flags = [name for name, on in (("v-in-registers", self.v_in_registers), ("spread", self.spread)) if on]
+        return " ".join([f"hopper 64x{HOPPER_BLOCK_N}", *flags])

@@ -52,6 +52,19 @@ LN2 = gl.constexpr(0.6931471805599453)
 
 
 @gluon.jit
+def turn_of(program, tiles, batch_heads, together):
+    """The head of a program, counted through the batches, and its tile among the `tiles` of that head.
+
+    As many heads as `together` take turns, then the next ones do.
+    """
+    group = program // (tiles * together)
+    first = group * together
+    taking = gl.minimum(together, batch_heads - first)
+    rest = program - first * tiles
+    return first + rest % taking, rest // taking
+
+
+@gluon.jit
 def _visit(place, masked_begin, tiles):
     """The index of the tile of keys to visit at this place: masked tiles first, then the others from the beginning."""
     tile = place + masked_begin
@@ -243,11 +256,11 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "queries", "keys"])
+@gluon.jit(do_not_specialize=["heads", "queries", "keys", "together"])
 def hopper_forward(
-    Q, K, V, OUT, LOGSUMEXP, scale_log2, heads, queries, keys,
+    Q, K, V, OUT, LOGSUMEXP, scale_log2, heads, queries, keys, together,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, CONSUMERS: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN_KEYS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr, ROWS_FIRST: gl.constexpr,
+    EVEN_KEYS: gl.constexpr, TURNS: gl.constexpr, LATE: gl.constexpr,
     REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Compute forward: one program per tile of queries of one head. Its consumers share the rows of the tile.
@@ -262,12 +275,7 @@ def hopper_forward(
     BLOCK_M: gl.constexpr = ROWS * CONSUMERS
     row_tiles = gl.cdiv(queries, BLOCK_M)
     batch_heads = gl.num_programs(0) // row_tiles
-    if ROWS_FIRST:
-        row_tile = gl.program_id(0) % row_tiles
-        batch_head = gl.program_id(0) // row_tiles
-    else:
-        row_tile = gl.program_id(0) // batch_heads
-        batch_head = gl.program_id(0) % batch_heads
+    batch_head, row_tile = turn_of(gl.program_id(0), row_tiles, batch_heads, together)
     if CAUSAL:
         # The last tile of queries visits the most keys. Heavy tiles come first; light ones fill the gaps at the end.
         row_tile = row_tiles - 1 - row_tile

@@ -19,6 +19,8 @@ BLOCK_N = HOPPER_BLOCK_N
 _BACKWARD_REGISTERS = 168
 """Registers per thread at launch: 65536 over three warp groups. Consumers then get most of the producer's registers."""
 _PRODUCER_REGISTERS = 24
+_NUMBERS_TOGETHER = 1 << 21
+"""Numbers of an operand of the heads that take turns: 4 MiB for each of 16 bits, and 8 MiB for the sums of dQ."""
 _WORKER_REGISTERS = {1: 240, 2: 240, 3: 160}
 """Registers per thread of each forward consumer except the first, by number of consumers. The first gets the rest of
 65536: 240, or 168 if there are three consumers."""
@@ -58,6 +60,16 @@ def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     return layout
 
 
+def _together(rows: int, tensor: Tensor, causal: bool) -> int:
+    """How many heads take turns with their tiles.
+
+    Under a causal mask tiles differ in work. If the heavy ones of many heads come first, the light ones fill the gaps
+    at the end. Of as many heads as this, the operands still stay in L2. Without a mask the tiles of one head follow one
+    another. docs/results/flash-ideas.md has the times.
+    """
+    return max(1, _NUMBERS_TOGETHER // (rows * _columns(tensor))) if causal else 1
+
+
 def launch_hopper_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     *, causal: bool, scale: float, configuration: HopperForward, launcher: Launcher,
@@ -70,9 +82,10 @@ def launch_hopper_forward(
         hopper_forward, (tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
         _described(q, 64), _described(k, chosen.block_n), _described(v, chosen.block_n), _described(out, 64),
         logsumexp, max(scale * LOG2E.value, SMALLEST_SCALE),
-        heads, queries, keys, heads // kv_heads, chosen.block_n, chosen.stages, chosen.consumers,
+        heads, queries, keys, _together(keys, k, causal),
+        heads // kv_heads, chosen.block_n, chosen.stages, chosen.consumers,
         causal, causal or keys % chosen.block_n == 0,
-        chosen.turns and chosen.consumers > 1, chosen.late, chosen.rows_first,
+        chosen.turns and chosen.consumers > 1, chosen.late,
         _WORKER_REGISTERS[chosen.consumers], _PRODUCER_REGISTERS,
         num_warps=4, **({} if chosen.max_registers is None else {"maxnreg": chosen.max_registers}),
     )  # fmt: skip
@@ -100,7 +113,9 @@ def launch_hopper_gradients(
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
         dk, dv, *dk.stride()[:3], *dv.stride()[:3],
-        kv_heads, queries, keys, rows, padded, scale, scale * LOG2E.value, heads // kv_heads,
+        batches, kv_heads, queries, keys, rows, padded, _together(queries, q, causal),
+        scale, scale * LOG2E.value, heads // kv_heads,
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
+        configuration.spread and not causal,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,
     )  # fmt: skip
