@@ -24,6 +24,7 @@ from stepscope.planning.rates import (
     MATMUL_SHARES,
     OTHERS_BESIDE,
     PRODUCTS_BESIDE,
+    UNIT_S,
     Rates,
     attention_share,
     rates_of,
@@ -274,6 +275,18 @@ def test_a_step_op_by_op_waits_for_launches():
     slow_host = msgspec.structs.replace(RATES, launch_s=100e-6)
     assert step(Layout(), compile="eager").parts["launches"] == 0
     assert step(Layout(), compile="eager", rates=slow_host).parts["launches"] > 0.01
+
+
+def test_a_host_that_shares_out_blocks_has_hooks_to_run():
+    """They hide behind the device's work as launches do; where the device waits, a step takes as long as they do."""
+    slow_host, shared = msgspec.structs.replace(RATES, launch_s=1e-9), Layout(data=4, sharding="zero3", shard=4)
+    found = step(shared, compile="eager", rates=slow_host)
+    assert found.forward_s >= CONFIG.layers * UNIT_S[0] and found.backward_s >= CONFIG.layers * UNIT_S[1]
+    assert found.parts["launches"] > 0 and step(shared).parts["launches"] == 0  # compiled, nobody waits for them
+    busy = msgspec.structs.replace(slow_host, matmul_flops_per_s=1e10)
+    assert step(shared, compile="eager", rates=busy).parts["launches"] == 0
+    alone = step(Layout(data=4, sharding="zero1", shard=4), compile="eager", rates=slow_host)
+    assert alone.parts["launches"] == 0
 
 
 def test_slower_links_never_make_a_step_faster():

@@ -24,7 +24,7 @@ def test_a_run_of_several_ranks_has_a_layout():
     assert layout_of(ran("ddp-flat", 4)) == Layout(data=4, sharding="ddp-after", micro_batch=2)
     assert layout_of(ran("ddp-naive", 4)) == Layout(data=4, sharding="ddp-each-after", micro_batch=2)
     assert layout_of(ran("ddp:bucket=50", 4)) == Layout(data=4, micro_batch=2)
-    assert layout_of(ran("zero1", 2)) == Layout(data=2, sharding="zero1", shard=2, micro_batch=4)
+    assert layout_of(ran("zero1", 2)) == Layout(data=2, sharding="zero1-each", shard=2, micro_batch=4)
     assert layout_of(ran("fsdp2", 2)) == Layout(data=2, sharding="zero3-autocast", shard=2, micro_batch=4)
     in_bf16 = layout_of(ran("fsdp2:compute=bf16", 2, dtype="bf16"))
     assert in_bf16 == Layout(data=2, sharding="zero3", shard=2, micro_batch=4)

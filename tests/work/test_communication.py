@@ -13,7 +13,7 @@ from stepscope.core.strategies import STRATEGIES
 from stepscope.work.communication import Bytes, Group, Transfer, bus_bytes_per_s, latency_s, transfer_s, transfers_of
 from stepscope.work.pipelines import bubble_turns, chunks_in_flight
 from stepscope.work.planned_model import PlannedModel
-from stepscope.work.transformer import parameter_count
+from stepscope.work.transformer import block_shapes, parameter_count
 
 SMALL = PlannedModel(config=ModelConfig(name="small", d_model=8, d_ff=16, layers=4, heads=4, vocabulary=32, kv_heads=2))
 FP32 = Bytes(parameters=4, gradients=4, compute=4, residual=4)
@@ -70,6 +70,17 @@ def test_sharding_decides_what_is_sent_and_how_often(sharding: str, gradients: i
         "data gradients": pytest.approx(gradients * both),
         "data parameters": pytest.approx(parameters * both),
     }
+
+
+def test_the_lesson_zero1_broadcasts_each_parameter():
+    """As many bytes as a gather of all, but a message for each tensor, of which all but the owner's come in."""
+    layout = Layout(data=4, sharding="zero1-each", shard=4)
+    found = [t for t in transfers_of(SMALL, layout, 16, FP32) if t.what == "parameters"]
+    (gathered, *_) = [t for t in transfers_of(SMALL, Layout(data=4, sharding="zero1", shard=4), 16, FP32)
+                      if t.what == "parameters"]  # fmt: skip
+    assert {t.kind for t in found} == {"broadcast"} and {t.when for t in found} == {"step"}
+    assert gathered.kind == "all-gather" and found[0].times == gathered.times * len(block_shapes(SMALL.config))
+    assert found[0].message_bytes == BLOCK * 4 // len(block_shapes(SMALL.config))
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ class Sharding:
     one_message: bool = False
     """Whether all gradients are one message; else a block's are one."""
     each_tensor: bool = False
-    """Whether each gradient is a message of its own."""
+    """Whether each gradient is a message of its own; where parameters are gathered once, each of these."""
     usual: bool = True
     """Whether a plan tries it unasked."""
 
@@ -73,6 +73,10 @@ SHARDINGS: dict[str, Sharding] = {
         Sharding(
             name="zero1", words="moments sharded", source=f"{_ZERO}.1; PyTorch's ZeroRedundancyOptimizer",
             moments=True, gathers="once", copied=2,
+        ),
+        Sharding(
+            name="zero1-each", words="as zero1, but each updated parameter is a broadcast", source="the lesson zero1",
+            moments=True, gathers="once", copied=2, each_tensor=True, usual=False,
         ),
         Sharding(
             name="zero1-master", words="moments and fp32 parameters sharded, a copy in the compute dtype whole",
@@ -195,7 +199,7 @@ def settled(layout: Layout, experts: int = 1) -> str:
 
 _SHARDINGS = {
     "ddp": "ddp", "ddp-naive": "ddp-each-after", "ddp-flat": "ddp-after", "ddp-overlap": "ddp-views",
-    "ddp-bucketed": "ddp-views", "zero1": "zero1", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast",
+    "ddp-bucketed": "ddp-views", "zero1": "zero1-each", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast",
     "fsdp2:compute=bf16": "zero3",
 }  # fmt: skip
 """The kind of sharding of each strategy that has one, with the options that choose another."""

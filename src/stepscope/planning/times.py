@@ -21,7 +21,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
-from stepscope.planning.rates import KERNEL_S, PRODUCT_S, Rates
+from stepscope.planning.rates import KERNEL_S, PRODUCT_S, UNIT_S, Rates
 from stepscope.work.communication import (
     Copies,
     Transfer,
@@ -227,7 +227,8 @@ class Clock:
         backward["matrix products"] += 2 * count * PRODUCT_S
         if "run again" in backward:
             backward["run again"] += count * PRODUCT_S
-        self._add_elementwise(forward, backward, self._moved_by_block(layout), count)
+        hooks = UNIT_S if SHARDINGS[layout.sharding].gathers == "each pass" and layout.shard > 1 else (0.0, 0.0)
+        self._add_elementwise(forward, backward, self._moved_by_block(layout), count, hooks)
         sizes = bytes_of(self.workload, layout.sharding)
         for part, transfers in (
             ("tensor parallel", tensor_transfers(self.model, layout, length, sizes, 1)),
@@ -264,17 +265,19 @@ class Clock:
         return self._moved[key]
 
     def _add_elementwise(
-        self, forward: dict[str, float], backward: dict[str, float], moved: Moved, products: int
-    ) -> None:
-        """Add elementwise kernels, and what the device waits for their launches."""
+        self, forward: dict[str, float], backward: dict[str, float], moved: Moved, products: int,
+        hooks: tuple[float, float] = (0.0, 0.0),
+    ) -> None:  # fmt: skip
+        """Add elementwise kernels, and what the device waits for their launches, and for a host that runs hooks."""
         rates = self.rates
-        for times, count, fused, kernels, launched in (
-            (forward, moved.forward, moved.fused_forward, moved.kernels_forward, products),
-            (backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2 * products),
+        for times, count, fused, kernels, launched, hooked in (
+            (forward, moved.forward, moved.fused_forward, moved.kernels_forward, products, hooks[0]),
+            (backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2 * products, hooks[1]),
         ):
             others = max(0, count - fused) / rates.elementwise_bytes_per_s
             times["elementwise"] = others + max(0, fused) / rates.fused_bytes_per_s + max(0, kernels) * KERNEL_S
-            waits = (kernels + launched) * rates.launch_s - sum(times.values())
+            of_host = (kernels + launched) * rates.launch_s + (hooked if rates.launch_s else 0.0)
+            waits = of_host - sum(times.values())
             if waits > 0:
                 times["launches"] = waits
 

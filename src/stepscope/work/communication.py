@@ -192,8 +192,11 @@ def _of_parameters(
         kind = "reduce-scatter" if sharding.parameters else "all-reduce"
         yield Transfer("data", "gradients", kind, gradients, count, group, reduced, overlaps=True)
         gathered: tuple[When, ...] = ("forward", "backward") if sharding.gathers == "each pass" else ("step",)
+        gather, messages = ("broadcast", tensors) if sharding.each_tensor else ("all-gather", 1)
         for when in gathered:
-            yield Transfer("data", "parameters", "all-gather", copies, count, group, when, overlaps=True)
+            yield Transfer(
+                "data", "parameters", gather, copies // messages, count * messages, group, when, overlaps=True
+            )
     if replicas > 1:
         across = Group(replicas, stride * shard)
         yield Transfer("data", "gradients", "all-reduce", -(-gradients // shard), count, across, "step", overlaps=True)
