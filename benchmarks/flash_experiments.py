@@ -242,6 +242,8 @@ class Experiments:
             keys, queries = (self.best(shape, kind, **wanted) for kind in ("keys", "queries"))
             if keys is not None and queries is not None:
                 backward = {"tile": keys["tile"], "tile2": queries["tile"], "tma": keys["tma"] and queries["tma"]}
+                if keys.get("rows_first") is False:  # of a pass both kernels have one order
+                    backward["rows_first"] = False
                 for name, part in (("tile_registers", keys), ("tile2_registers", queries)):
                     if "tile_registers" in part:
                         backward[name] = part["tile_registers"]

@@ -123,15 +123,20 @@ SMALL = tiles(16, 16, 4, 1)
 WAYS: dict[str, tuple[ForwardConfiguration, Way, bool]] = {
     "pointers": (ForwardConfiguration(tiles=tiles(32, 16, 4, 1), tma=False), "apart", False),
     "descriptors": (ForwardConfiguration(tiles=tiles(32, 16, 4, 1), rows_first=False), "apart", True),
-    "joint": (ForwardConfiguration(tiles=tiles(16, 32, 4, 1), tma=False, persistent=True), "joint", True),
+    "joint": (
+        ForwardConfiguration(tiles=tiles(16, 32, 4, 1), tma=False, persistent=True, rows_first=False), "joint", True,
+    ),
     "fused": (ForwardConfiguration(tiles=SMALL, tma=False), "fused", False),
-}
+}  # fmt: skip
+"""Backward has the order of forward's tiles."""
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest):
     forward, name, tma = WAYS[request.param]
-    backward = BackwardConfiguration(way=name, keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=tma)
+    backward = BackwardConfiguration(
+        way=name, keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=tma, rows_first=forward.rows_first
+    )
     with flash_tuning.forced(forward=forward, backward=backward):
         yield request.param
 

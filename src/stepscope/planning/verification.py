@@ -160,8 +160,8 @@ def _waiting_findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
         yield note(
             "steps-waiting",
             f"In {len(waiting)} the device waits for longer, for its host or for other ranks. A plan counts "
-            f"{LAUNCH_S * 1e6:.0f} us for each launch of a step op by op, and no host else: what a slower one, hooks "
-            "and compiled blocks take beyond that is not planned.",
+            f"{LAUNCH_S * 1e6:.0f} us for each launch of a step op by op, and some ms for the hooks of sharded "
+            "blocks: what a slower host, other hooks and compiled blocks take beyond that is not planned.",
             {"steps": len(waiting), "worst": max(waiting)},
         )
 
