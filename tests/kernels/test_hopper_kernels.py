@@ -329,7 +329,7 @@ class TestOnHopper:
         """Two at a time of five or three, the last group smaller; a mask decides, without one they do not."""
         from stepscope.kernels.hopper import launch as hopper_launch
 
-        monkeypatch.setattr(hopper_launch, "_NUMBERS_TOGETHER", 2 * 333 * hopper_launch.hopper_columns(head_dim))
+        monkeypatch.setattr(hopper_launch, "_NUMBERS_TOGETHER", 2 * 333 * head_dim)
         for heads, group in ((5, 1), (6, 2)):  # of no other test: a launch is recorded by shape
             q, gradient = (torch.randn(1, heads, 333, head_dim, device="cuda", dtype=dtype) for _ in range(2))
             k, v = (torch.randn(1, heads // group, 333, head_dim, device="cuda", dtype=dtype) for _ in range(2))
