@@ -50,6 +50,16 @@ def tiles_of(length: int, block: int) -> int:
     return -(-length // block)
 
 
+def heads_together(rows: int, columns: int, batch_heads: int, *, numbers: int) -> int:
+    """How many heads take turns with their tiles, where heads do: groups as even as can be.
+
+    An operand of a group, of so many rows and columns a head, has no more than these numbers, if that is one head or
+    more. So what a group reads stays in L2, and the last group, whose light tiles end the launch, is as large as any.
+    """
+    groups = tiles_of(batch_heads, max(1, numbers // (rows * columns)))
+    return tiles_of(batch_heads, groups)
+
+
 def describable(*tensors: Tensor) -> bool:
     """Whether the tensor-memory accelerator can address these tensors: strides in 16-byte multiples, no broadcast."""
     for tensor in tensors:

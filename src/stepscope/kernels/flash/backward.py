@@ -151,7 +151,7 @@ def _key_gradients(
     tile, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, window, padded,
+    batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
@@ -159,7 +159,7 @@ def _key_gradients(
 ):  # fmt: skip
     # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
     key_tiles = tl.cdiv(keys, BLOCK_N)
-    batch_head, key_tile = turn_of(tile, key_tiles, batches * kv_heads, ROWS_FIRST)
+    batch_head, key_tile = turn_of(tile, key_tiles, batches * kv_heads, together, ROWS_FIRST)
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
     batch_long = long(batch)
@@ -259,7 +259,7 @@ def _query_gradients(
     tile, Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
-    batches, kv_heads, queries, keys, window, padded,
+    batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
@@ -268,7 +268,7 @@ def _query_gradients(
     # With PREPARE, the statistics of the rows between the sequence's end and `padded` are written too.
     row_tiles = tl.cdiv(padded if PREPARE else queries, BLOCK_M)
     heads = kv_heads * GROUP
-    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, ROWS_FIRST)
+    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, together, ROWS_FIRST)
     if CAUSAL:
         row_tile = row_tiles - 1 - row_tile
     batch = batch_head // heads
@@ -329,12 +329,12 @@ def _query_gradients(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["together"])
 def flash_key_gradients(
     Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, window, padded,
+    batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, FUSED: tl.constexpr,
@@ -349,17 +349,17 @@ def flash_key_gradients(
         tl.program_id(0), Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
         dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-        batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+        batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
         CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, FUSED, TMA_REDUCE,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["together"])
 def flash_query_gradients(
     Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS, scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     o_batch, o_head, o_row, dq_batch, dq_head, dq_row,
-    batches, kv_heads, queries, keys, window, padded,
+    batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     PRECISION: tl.constexpr, TMA: tl.constexpr, ROWS_FIRST: tl.constexpr, PREPARE: tl.constexpr,
@@ -370,19 +370,19 @@ def flash_query_gradients(
         tl.program_id(0), Q, K, V, GRADIENT, OUT, LOGSUMEXP, LOGSUMEXP_GRADIENT, DQ, STATISTICS, BOUNDS,
         scale, scale_log2,
         q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-        o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
+        o_batch, o_head, o_row, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded, together,
         GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA,
         ROWS_FIRST, PREPARE, HAS_LOGSUMEXP_GRADIENT,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["together"])
 def flash_joint_gradients(
     Q, K, V, GRADIENT, Q2, K2, V2, GRADIENT2, DQ, DK, DV, STATISTICS, STATISTICS2, BOUNDS,
     scale, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
     dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, window, padded,
+    batches, kv_heads, queries, keys, window, padded, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_M2: tl.constexpr, BLOCK_N2: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
@@ -400,7 +400,7 @@ def flash_joint_gradients(
             program, Q, K, V, GRADIENT, DQ, DK, DV, STATISTICS, BOUNDS, scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
             dq_batch, dq_head, dq_row, dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-            batches, kv_heads, queries, keys, window, padded, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
+            batches, kv_heads, queries, keys, window, padded, together, GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N,
             CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS, PRECISION, TMA, ROWS_FIRST, False, False,
         )  # fmt: skip
     else:
@@ -408,7 +408,7 @@ def flash_joint_gradients(
             program - key_programs, Q2, K2, V2, GRADIENT2, DQ, STATISTICS2, STATISTICS2, DQ, STATISTICS2, BOUNDS,
             scale, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-            0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded,
+            0, 0, 0, dq_batch, dq_head, dq_row, batches, kv_heads, queries, keys, window, padded, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
             ROWS_FIRST, False, False,
         )  # fmt: skip

@@ -172,8 +172,7 @@ def _described(problem: Problem) -> bool:
 _SHORT_LOG2 = 10
 """The base-2 logarithm of the most queries for which backward is faster in Triton than in Gluon."""
 _MIDDLE_LOG2 = 11
-"""The base-2 logarithm of the most queries for which heads take turns in the kernels in Triton. Under a causal mask the
-heavy tiles of all heads then come before the light ones of any. Such short operands stay in L2 all the same."""
+"""The base-2 logarithm of the most queries for which heads take turns in the kernels in Triton under a causal mask."""
 _FORWARD_LOG2 = {(64, True): 11, (64, False): 10, (128, True): 10, (128, False): 9}
 """The base-2 logarithm of the most queries for which forward is faster in Triton than in Gluon, by the columns of a
 tile and whether it is causal."""

@@ -62,14 +62,14 @@ def _visit_keys(
 def _attend_tile(
     tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    batches, heads, queries, keys, window,
+    batches, heads, queries, keys, window, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
     ROWS_FIRST: tl.constexpr,
 ):  # fmt: skip
     row_tiles = tl.cdiv(queries, BLOCK_M)
-    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, ROWS_FIRST)
+    batch_head, row_tile = turn_of(tile, row_tiles, batches * heads, together, ROWS_FIRST)
     if CAUSAL:
         # The last tile of queries visits the most keys. Heavy tiles come first; light ones fill the gaps at the end.
         row_tile = row_tiles - 1 - row_tile
@@ -129,11 +129,11 @@ def _attend_tile(
     tl.store(LOGSUMEXP + long(batch_head) * queries + query, logsumexp, mask=query < queries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["together"])
 def flash_forward(
     Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    batches, heads, queries, keys, window,
+    batches, heads, queries, keys, window, together,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, EVEN_QUERIES: tl.constexpr, EVEN_KEYS: tl.constexpr,
     NEGATE: tl.constexpr, PRECISION: tl.constexpr, TMA: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
@@ -151,7 +151,7 @@ def flash_forward(
             _attend_tile(
                 tile, Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
                 q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-                batches, heads, queries, keys, window,
+                batches, heads, queries, keys, window, together,
                 GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
                 NEGATE, PRECISION, TMA, WARP_SPECIALIZE, ROWS_FIRST,
             )  # fmt: skip
@@ -159,7 +159,7 @@ def flash_forward(
         _attend_tile(
             tl.program_id(0), Q, K, V, OUT, LOGSUMEXP, BOUNDS, scale_log2,
             q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-            batches, heads, queries, keys, window,
+            batches, heads, queries, keys, window, together,
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, CAUSAL, WINDOW, EVEN_QUERIES, EVEN_KEYS,
             NEGATE, PRECISION, TMA, WARP_SPECIALIZE, ROWS_FIRST,
         )  # fmt: skip

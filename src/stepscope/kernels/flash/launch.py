@@ -35,6 +35,7 @@ from stepscope.kernels.launching import (
     Launcher,
     describable,
     described_strides,
+    heads_together,
     interpreted,
     launch,
     tiles_of,
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
 
 _PREPROCESS_ROWS = 64
 _SPLIT_ROWS = 32
+_NUMBERS_TOGETHER = 1 << 22
+"""Numbers of an operand of the heads that take turns, where heads do: 8 MiB for each of 16 bits."""
 _GLUON_KNOWN = ("3.6.", "3.7.")
 """The releases of Triton that compile the kernels for Hopper. Gluon is experimental and changes between releases."""
 
@@ -110,6 +113,10 @@ def _split(first: Tensor, second: Tensor, parts: tuple[Tensor, Tensor], launcher
     )  # fmt: skip
 
 
+def _together(queries: int, keys: int, columns: int, batch_heads: int) -> int:
+    return heads_together(max(queries, keys), columns, batch_heads, numbers=_NUMBERS_TOGETHER)
+
+
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor,
     *, causal: bool, scale: float, window: int | None, precision: Precision, configuration: ForwardConfiguration,
@@ -146,7 +153,7 @@ def launch_forward(
         _described(v, tiles.block_n, block_d) if tma else v,
         out, logsumexp, bounds, max(abs(scale) * LOG2E.value, SMALLEST_SCALE),
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3],
-        batches, heads, queries, keys, window or 0,
+        batches, heads, queries, keys, window or 0, _together(queries, keys, block_d, batches * heads),
         heads // kv_heads, head_dim, block_d, tiles.block_m, tiles.block_n,
         causal, window is not None, queries % tiles.block_m == 0, keys % tiles.block_n == 0, scale < 0,
         _precision(precision, q), tma,
@@ -224,7 +231,8 @@ class Backward:
         self.statistics = statistics
         self.padded = statistics.shape[1]
         self._inputs = tuple(step for operand in self._operands_of for step in operand.stride()[:3])
-        self._sizes = (self.batches, self.kv_heads, self.queries, self.keys, window or 0, self.padded)
+        together = _together(self.queries, self.keys, self.block_d, self.batches * self.heads)
+        self._sizes = (self.batches, self.kv_heads, self.queries, self.keys, window or 0, self.padded, together)
         self._mask = (causal, window is not None)
         self._loading = (_precision(precision, q), self.tma)
 

@@ -38,16 +38,20 @@ def head_and_row(program, rows, BLOCK_ROWS: tl.constexpr):
 
 
 @triton.jit
-def turn_of(program, tiles, batch_heads, ROWS_FIRST: tl.constexpr):
+def turn_of(program, tiles, batch_heads, together, ROWS_FIRST: tl.constexpr):
     """The head of a program, counted through the batches, and its tile among the `tiles` of that head.
 
-    With ROWS_FIRST the tiles of one head follow one another, so that what they share stays in L2. Without it the heads
-    take turns, so that under a causal mask the heavy tiles of all heads come before the light ones of any.
+    With ROWS_FIRST the tiles of one head follow one another, so that what they share stays in L2. Without it as many
+    heads as `together` take turns, then the next ones do: under a causal mask their heavy tiles come before the light
+    ones of any.
     """
     if ROWS_FIRST:
         return program // tiles, program % tiles
     else:
-        return program % batch_heads, program // batch_heads
+        first = program // (tiles * together) * together
+        taking = tl.minimum(together, batch_heads - first)
+        rest = program - first * tiles
+        return first + rest % taking, rest // taking
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
 from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
 from stepscope.kernels.hopper.forward import hopper_forward
-from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, tiles_of
+from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, heads_together, tiles_of
 
 BLOCK_M = 64
 """Queries per tile of the backward kernel."""
@@ -60,14 +60,13 @@ def _swizzled(block: list[int], dtype: gl.dtype) -> gl.NVMMASharedLayout:
     return layout
 
 
-def _together(rows: int, tensor: Tensor, causal: bool) -> int:
+def _together(rows: int, tensor: Tensor, batch_heads: int, causal: bool) -> int:
     """How many heads take turns with their tiles.
 
     Under a causal mask tiles differ in work. If the heavy ones of many heads come first, the light ones fill the gaps
-    at the end. Of as many heads as this, the operands still stay in L2. Without a mask the tiles of one head follow one
-    another. docs/results/flash-ideas.md has the times.
+    at the end. Without a mask the tiles of one head follow one another. docs/results/flash-ideas.md has the times.
     """
-    return max(1, _NUMBERS_TOGETHER // (rows * _columns(tensor))) if causal else 1
+    return heads_together(rows, _columns(tensor), batch_heads, numbers=_NUMBERS_TOGETHER) if causal else 1
 
 
 def launch_hopper_forward(
@@ -82,7 +81,7 @@ def launch_hopper_forward(
         hopper_forward, (tiles_of(queries, 64 * chosen.consumers) * batches * heads,),
         _described(q, 64), _described(k, chosen.block_n), _described(v, chosen.block_n), _described(out, 64),
         logsumexp, max(scale * LOG2E.value, SMALLEST_SCALE),
-        heads, queries, keys, _together(keys, k, causal),
+        heads, queries, keys, _together(keys, k, batches * heads, causal),
         heads // kv_heads, chosen.block_n, chosen.stages, chosen.consumers,
         causal, causal or keys % chosen.block_n == 0,
         chosen.turns and chosen.consumers > 1, chosen.late,
@@ -113,7 +112,7 @@ def launch_hopper_gradients(
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
         dk, dv, *dk.stride()[:3], *dv.stride()[:3],
-        batches, kv_heads, queries, keys, rows, padded, _together(queries, q, causal),
+        batches, kv_heads, queries, keys, rows, padded, _together(queries, q, batches * kv_heads, causal),
         scale, scale * LOG2E.value, heads // kv_heads,
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
         configuration.spread and not causal,
