@@ -22,7 +22,7 @@ a_few = st.integers(1, 9)
 @triton.jit(do_not_specialize=["tiles", "batch_heads", "together"])
 def note_places(HEADS, TILES, tiles, batch_heads, together, ROWS_FIRST: tl.constexpr):  # noqa: PLR0917  (a kernel)
     program = tl.program_id(0)
-    head, tile = turn_of(program, tiles, batch_heads, together, ROWS_FIRST)
+    head, tile = turn_of(program, tiles, batch_heads, together, ROWS_FIRST)  # pyright: ignore[reportGeneralTypeIssues]
     tl.store(HEADS + program, head)
     tl.store(TILES + program, tile)
 
@@ -31,7 +31,7 @@ def note_places(HEADS, TILES, tiles, batch_heads, together, ROWS_FIRST: tl.const
 @given(tiles=a_few, batch_heads=a_few, together=a_few, rows_first=st.booleans())
 def test_each_tile_of_each_head_comes_once(tiles: int, batch_heads: int, together: int, rows_first: bool):
     heads, places = (torch.full((tiles * batch_heads,), -1, dtype=torch.int32, device=DEVICE) for _ in range(2))
-    note_places[tiles * batch_heads,](heads, places, tiles, batch_heads, together, rows_first)
+    note_places[tiles * batch_heads,](heads, places, tiles, batch_heads, together, rows_first)  # pyright: ignore[reportArgumentType]
     found = list(zip(heads.tolist(), places.tolist(), strict=True))
     assert sorted(found) == [(head, tile) for head in range(batch_heads) for tile in range(tiles)]
     if rows_first:

@@ -598,18 +598,19 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
         step_s={first.key: 0.5, second.key: 0.1},
     )  # fmt: skip
     racing.note_time(0.0, first, second, turns=turns)
-    # Of 60 s, 15 went to neither the start nor steps: two thirds of that, the start, and its own steps but the first.
-    alone = (9 + 10 + 12, 9 + 10 + 4)
+    # Of 60 s, 15 went to neither the start nor steps: two thirds of that, the start, and its own steps.
+    alone = (9 + 10 + 1 + 12, 9 + 10 + 19 + 4)
     # One process trains the first from three starts, another the second: each a third of what making and looking
-    # took, and 50 steps.
-    trained = 2 * 9 + 3 * (5 + 50 * 0.5) + (5 + 50 * 0.1)
+    # took, the first step, and 50 more.
+    trained = 2 * 9 + 3 * (5 + 1 + 50 * 0.5) + (5 + 19 + 50 * 0.1)
     # 60 s are over, and another race may take 60.
+    racing.budget_s = 1000
     assert racing.time_left(first, second) and racing.needed_s == 60 + 60 + 5 * sum(alone) + trained
     run = make_run(step=[1.0, 2.0])
     warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
     run = msgspec.structs.replace(run, samples={"step": warmed})
     assert (steps_s(run), steps_s(run, first=False)) == (12.5, 3.5), (
-        "the first step compiles, and no later process does"
+        "with the first step, and without"
     )
 
 

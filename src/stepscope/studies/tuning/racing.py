@@ -54,7 +54,8 @@ class Turns:
     start_s: float
     """Until its run had begun: the process, and the device's own start."""
     first_s: Mapping[str, float]
-    """By a step's key, what its first step took, which compiles what no later process compiles again."""
+    """By a step's key, what its first step took. Where it compiles, a later process takes nearly as long, though it
+    finds graphs on disk: a Qwen-like model of half a billion parameters 28 to 39 s, after 43 (results/h200/tune)."""
     later_s: Mapping[str, float]
     """By a step's key, what its other steps took."""
     step_s: Mapping[str, float]
@@ -66,12 +67,12 @@ class Turns:
         What is neither start nor steps is making both models and looking at what they do, of which they share some: on
         an H200, processes of `large` and of a Qwen-like model of half a billion parameters took two thirds of it.
         """
-        return self.start_s + self._made_s(whole_s) * 2 / 3 + self.later_s[key]
+        return self.start_s + self._made_s(whole_s) * 2 / 3 + self.first_s[key] + self.later_s[key]
 
     def trained_s(self, key: str, whole_s: float) -> float:
         """What a training of this step would take in a process that has begun: it makes the model and looks at
         nothing."""
-        return self._made_s(whole_s) / 3 + STEPS * self.step_s[key]
+        return self._made_s(whole_s) / 3 + self.first_s[key] + STEPS * self.step_s[key]
 
     def _made_s(self, whole_s: float) -> float:
         return max(0.0, whole_s - self.start_s - sum(self.first_s.values()) - sum(self.later_s.values()))
@@ -96,6 +97,8 @@ class Racing:
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
         self._start_s = 0.0
         """How long the process of the last race took to begin, where that is known."""
+        self._anew_s = 0.0
+        """How long the first process took to begin, which imported PyTorch: those that confirm each do so again."""
         self._trained_s: dict[str, float] = {}
         """By a step's key, the shortest time of a training in a process that has begun, as its races foretell it."""
         self._turns: Turns | None = None
@@ -134,7 +137,7 @@ class Racing:
     def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
         # One process trains the baseline from all its starts, and another the best step.
-        kept_s = 2 * self._start_s
+        kept_s = 2 * self._start_s + 2 * FEWEST_PROCESSES * max(0.0, self._anew_s - self._start_s)
         for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
             alone_s = self._took_s.get(one.key, self._longest_s)
             kept_s += FEWEST_PROCESSES * alone_s + trainings * self._trained_s.get(one.key, alone_s)
@@ -160,7 +163,9 @@ class Racing:
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
         and DeviceError for one that fails."""
+        began = datetime.now(UTC)
         (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
+        self._anew_s = 0.0 if self._found else _until(began, run)
         # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What the
         # steps took, a race takes at least.
         self._compiled_s = 0.0
@@ -237,7 +242,7 @@ class Racing:
         runs = (first, second)
         sides = tuple(zip((best, other), runs, strict=True))
         self._turns = Turns(
-            start_s=max(0.0, (datetime.fromisoformat(first.created) - began).total_seconds()),
+            start_s=_until(began, first),
             first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
             later_s={one.key: steps_s(run, first=False) for one, run in sides},
             step_s={
@@ -307,6 +312,11 @@ def steps_s(run: Run, *, first: bool = True) -> float:
     """Seconds that the run's steps took, those of its warm-up with them; with or without the first, which compiles."""
     steps = run.samples.get(STEP)
     return sum(steps.warmup_s[0 if first else 1 :]) + sum(steps.values_s) if steps is not None else 0.0
+
+
+def _until(began: datetime, run: Run) -> float:
+    """Seconds from then until the run began in its process."""
+    return max(0.0, (datetime.fromisoformat(run.created) - began).total_seconds())
 
 
 def compiled_s(run: Run) -> float:
