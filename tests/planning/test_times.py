@@ -289,6 +289,22 @@ def test_a_host_that_shares_out_blocks_has_hooks_to_run():
     assert alone.parts["launches"] == 0
 
 
+@pytest.mark.parametrize("names", [("zero1-master", "zero3", "zero2"), ("zero3", "zero2", "zero1-master")])
+def test_one_clock_tells_each_layout_its_own_time(names: tuple[str, ...]):
+    """What a clock remembers of one layout is another's only where both take the same."""
+    workload = Workload(
+        model=CONFIG, batch_size=4, seq_len=512, dtype="bf16", attention="flash", optimizer="adamw-fused"
+    )
+    memory, rates = RankMemory(workload, PlannedModel(config=CONFIG)), msgspec.structs.replace(RATES, launch_s=1e-9)
+    clock = Clock(workload, memory, rates, NETWORK)
+    layouts = [Layout(data=4, sharding=name, shard=4) for name in names]
+    assert [clock.step(one) for one in layouts] == [
+        Clock(workload, memory, rates, NETWORK).step(one) for one in layouts
+    ]
+    waits = {one.sharding: clock.step(one).parts["launches"] for one in layouts}
+    assert waits["zero1-master"] == 0 and waits["zero2"] == waits["zero3"] > 0
+
+
 def test_slower_links_never_make_a_step_faster():
     layouts = [
         Layout(tensor=2, data=2), Layout(context=4), Layout(pipeline=4, micro_batches=4),

@@ -609,9 +609,7 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
     run = make_run(step=[1.0, 2.0])
     warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
     run = msgspec.structs.replace(run, samples={"step": warmed})
-    assert (steps_s(run), steps_s(run, first=False)) == (12.5, 3.5), (
-        "with the first step, and without"
-    )
+    assert (steps_s(run), steps_s(run, first=False)) == (12.5, 3.5), "with the first step, and without"
 
 
 def test_what_is_compiled_once_counts_in_no_forecast():

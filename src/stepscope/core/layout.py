@@ -203,6 +203,8 @@ _SHARDINGS = {
     "fsdp2:compute=bf16": "zero3",
 }  # fmt: skip
 """The kind of sharding of each strategy that has one, with the options that choose another."""
+_LESSONS = {"zero1-each": "zero1"}
+"""Kinds of sharding of lessons that run another kind, too, and differ from it only in their messages."""
 _WITHOUT_EFFECT = ("ddp", "ddp-bucketed")
 """Strategies whose options leave the kind of sharding as it is."""
 
@@ -236,6 +238,9 @@ def step_of(workload: Workload, layout: Layout) -> Workload | None:
             )  # fmt: skip
         except InputError:
             continue  # the step has what this strategy does not take
-        if layout_of(made) == layout:
-            return made
+        found = layout_of(made)
+        if found is not None and (found == layout or _LESSONS.get(found.sharding) == layout.sharding):
+            found = msgspec.structs.replace(found, sharding=layout.sharding)
+            if found == layout:
+                return made
     return None

@@ -33,7 +33,7 @@ KERNEL_S, PRODUCT_S = 1.5e-6 + _PAUSE_S, 3.6e-6 + _PAUSE_S
 """What an elementwise kernel and a product take however small they are, with the pause before the next."""
 LAUNCH_S = 15e-6
 """What the host takes for a kernel of a step op by op."""
-UNIT_S = (1.9e-3, 2.4e-3)
+UNIT_S = (2.0e-3, 2.4e-3)
 """What the host takes beside that, forward and backward, to gather and let go the parameters of a block that ranks
 share out: `fully_shard` runs its hooks in Python. Of `large` over four H200, 6 sequences a rank, whose host takes 102
 and 127 ms for 37 such units; without ranks its forward and backward take it 27 and 37 (results/h200-x4/scaling,

@@ -191,7 +191,7 @@ class Clock:
 
     def _block(self, layout: Layout) -> BlockTimes:
         """A block's times; the mean of all blocks, where they keep unlike for backward."""
-        key = (*self._key(layout), layout.expert)
+        key = (*self._key(layout), layout.expert, _hooks_s(layout))
         if key not in self._blocks:
             layers = self.model.config.layers
             self._blocks[key] = _mean([
@@ -227,8 +227,7 @@ class Clock:
         backward["matrix products"] += 2 * count * PRODUCT_S
         if "run again" in backward:
             backward["run again"] += count * PRODUCT_S
-        hooks = UNIT_S if SHARDINGS[layout.sharding].gathers == "each pass" and layout.shard > 1 else (0.0, 0.0)
-        self._add_elementwise(forward, backward, self._moved_by_block(layout), count, hooks)
+        self._add_elementwise(forward, backward, self._moved_by_block(layout), count, _hooks_s(layout))
         sizes = bytes_of(self.workload, layout.sharding)
         for part, transfers in (
             ("tensor parallel", tensor_transfers(self.model, layout, length, sizes, 1)),
@@ -379,6 +378,11 @@ class Clock:
         )
         passes = 1 if self.workload.optimizer in ("adamw-fused", *OF_ONE_LAUNCH) else _SEVERAL_PASSES
         return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.optimizer_bytes_per_s
+
+
+def _hooks_s(layout: Layout) -> tuple[float, float]:
+    """What the hooks of a block take the host, forward and backward: those of fully_shard, which shards gradients."""
+    return UNIT_S if SHARDINGS[layout.sharding].gradients and layout.shard > 1 else (0.0, 0.0)
 
 
 def _sum(times: BlockTimes) -> float:

@@ -166,13 +166,15 @@ def _described(problem: Problem) -> bool:
 
 
 # The defaults on Hopper up to head_dim 128 are the fastest of results/h200/attention/flash-experiments.json, kernel by
-# kernel, and of docs/results/flash-ideas.md for the order of tiles. They were measured in bf16 at 512 to
-# 2048, 8192 and 16384 positions, and in fp32 at 4096.
+# kernel, and of flash-experiments-fourth.json and trials by hand for the order of tiles and up to 2048
+# queries. They were measured in bf16 at 512 to 2048, 8192 and 16384 positions, and in fp32 at 4096.
 
 _SHORT_LOG2 = 10
-"""The base-2 logarithm of the most queries for which backward is faster in Triton than in Gluon."""
+"""The base-2 logarithm of the most queries for which backward is faster in Triton than in Gluon; twice as many under a
+causal mask at head_dim 64."""
 _MIDDLE_LOG2 = 11
-"""The base-2 logarithm of the most queries for which heads take turns in the kernels in Triton under a causal mask."""
+"""The base-2 logarithm of the most queries for which heads take turns in the kernels in Triton, under a causal mask and
+at head_dim 64; half as many beyond."""
 _FORWARD_LOG2 = {(64, True): 11, (64, False): 10, (128, True): 10, (128, False): 9}
 """The base-2 logarithm of the most queries for which forward is faster in Triton than in Gluon, by the columns of a
 tile and whether it is causal."""
@@ -203,7 +205,7 @@ def _hopper_forward(problem: Problem) -> ForwardConfiguration:
 
 
 def _in_turns(problem: Problem) -> bool:
-    return problem.causal and problem.log2_queries <= _MIDDLE_LOG2
+    return problem.causal and problem.log2_queries <= (_MIDDLE_LOG2 if problem.head_dim <= 64 else _SHORT_LOG2)
 
 
 def _hopper_backward(problem: Problem) -> BackwardConfiguration:

@@ -189,7 +189,9 @@ def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[Backwa
     plain = msgspec.structs.replace(default, hopper=None)
     found = [default if hopper else plain]
     if hopper and (columns := _hopper_columns(problem)) is not None:
-        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_BACKWARDS[columns]]
+        # Under a causal mask nothing is spread.
+        listed = [each for each in _HOPPER_BACKWARDS[columns] if not (each.spread and problem.causal)]
+        found += [msgspec.structs.replace(default, hopper=each) for each in listed]
     return list(dict.fromkeys([*found, plain]))
 
 
