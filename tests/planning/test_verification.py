@@ -43,6 +43,9 @@ def test_a_layout_has_a_run_where_a_strategy_has_it():
     assert alone == ran("none", 1, accumulation=2, dtype="bf16", attention="sdpa")
     plain = step_of(step, Layout(data=4, micro_batch=2))
     assert plain is not None and plain.parallel == "ddp"
+    for kind in ("zero1", "zero1-each"):  # the lesson runs both: they differ in their messages alone
+        lesson = step_of(step, Layout(data=4, sharding=kind, shard=4, micro_batch=2))
+        assert lesson is not None and lesson.parallel == "zero1"
     of_no_strategy = (
         Layout(tensor=2, micro_batch=8), Layout(data=2, sharding="zero2", shard=2, micro_batch=4),
         Layout(context=2, sharding="zero3", shard=2, micro_batch=8),

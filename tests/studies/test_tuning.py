@@ -598,7 +598,7 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
         step_s={first.key: 0.5, second.key: 0.1},
     )  # fmt: skip
     racing.note_time(0.0, first, second, turns=turns)
-    # Of 60 s, 15 went to neither the start nor steps: two thirds of that, the start, and its own steps.
+    # Start and steps take 45 of the 60 s. Alone, a step takes the start, two thirds of the rest, and its own steps.
     alone = (9 + 10 + 1 + 12, 9 + 10 + 19 + 4)
     # One process trains the first from three starts, another the second: each a third of what making and looking
     # took, the first step, and 50 more.

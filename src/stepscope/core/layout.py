@@ -239,8 +239,8 @@ def step_of(workload: Workload, layout: Layout) -> Workload | None:
         except InputError:
             continue  # the step has what this strategy does not take
         found = layout_of(made)
-        if found is not None and (found == layout or _LESSONS.get(found.sharding) == layout.sharding):
+        if found is not None and _LESSONS.get(found.sharding) == layout.sharding:
             found = msgspec.structs.replace(found, sharding=layout.sharding)
-            if found == layout:
-                return made
+        if found == layout:
+            return made
     return None

@@ -115,6 +115,6 @@ def said(run: Callable[[], object]) -> str:
     """What it raises, in words; empty where it raises nothing."""
     try:
         run()
-    except (RuntimeError, NotImplementedError) as error:
+    except RuntimeError as error:  # NotImplementedError is one
         return str(error)
     return ""
