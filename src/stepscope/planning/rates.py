@@ -35,9 +35,9 @@ LAUNCH_S = 15e-6
 """What the host takes for a kernel of a step op by op."""
 UNIT_S = (2.0e-3, 2.4e-3)
 """What the host takes beside that, forward and backward, to gather and let go the parameters of a block that ranks
-share out: `fully_shard` runs its hooks in Python. Forward and backward of `large` wait 102 and 127 ms for a host with 37
-such units (fsdp2 over four H200, 6 sequences a rank, results/h200-x4/scaling), and 27 and 37 ms for one without ranks
-(results/h200/eager-parts)."""
+share out: `fully_shard` runs its hooks in Python. Forward and backward of `large` wait 102 and 127 ms for a host with
+37 such units (fsdp2 over four H200, 6 sequences a rank, results/h200-x4/scaling), and 27 and 37 ms for one without
+ranks (results/h200/eager-parts)."""
 ATTENTION_SHARES = {
     "flash": (0.477, 0.628), "sdpa-cudnn": (0.460, 0.595), "flex": (0.313, 0.394), "sdpa-flash": (0.279, 0.306),
     "sdpa": (0.460, 0.595),
