@@ -136,11 +136,14 @@ class Racing:
 
     def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
-        # One process trains the baseline from all its starts, and another the best step.
-        kept_s = 2 * self._start_s + 2 * FEWEST_PROCESSES * max(0.0, self._anew_s - self._start_s)
+        kept_s = 2 * FEWEST_PROCESSES * max(0.0, self._anew_s - self._start_s)
         for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
             alone_s = self._took_s.get(one.key, self._longest_s)
-            kept_s += FEWEST_PROCESSES * alone_s + trainings * self._trained_s.get(one.key, alone_s)
+            kept_s += FEWEST_PROCESSES * alone_s
+            if one.key in self._trained_s:  # one process trains it from all its starts
+                kept_s += self._start_s + trainings * self._trained_s[one.key]
+            else:
+                kept_s += trainings * alone_s
         self.needed_s = self.seconds + self._longest_s + kept_s
         return self.needed_s < self.budget_s
 
@@ -211,8 +214,16 @@ class Racing:
             alone_s = took_s / processes if turns is None else turns.alone_s(one.key, whole_s)
             self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), alone_s)
             if turns is not None and one.key in turns.step_s:
-                self._start_s, trained_s = turns.start_s, turns.trained_s(one.key, whole_s)
+                trained_s = turns.trained_s(one.key, whole_s)
                 self._trained_s[one.key] = min(self._trained_s.get(one.key, math.inf), trained_s)
+
+    def note_start(self, start_s: float, run: Run) -> None:
+        """Note how long a process took to begin. One that was not forked began as those that confirm do."""
+        if self._found:
+            return
+        self._start_s = start_s
+        if run.evidence.process_start == "exec":
+            self._anew_s = start_s
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
@@ -241,8 +252,10 @@ class Racing:
         second = load_run(Path(self.out) / first.beside)
         runs = (first, second)
         sides = tuple(zip((best, other), runs, strict=True))
+        start_s = _until(began, first)
+        self.note_start(start_s, first)
         self._turns = Turns(
-            start_s=_until(began, first),
+            start_s=start_s,
             first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
             later_s={one.key: steps_s(run, first=False) for one, run in sides},
             step_s={
@@ -261,7 +274,9 @@ class Racing:
     def _apart(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         known = self._alone.get(best.key)
         asked = (best, other) if known is None else (other,)
+        began = datetime.now(UTC)
         found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in asked))
+        self.note_start(_until(began, found[0]), found[0])
         runs = [*([known] if known is not None else []), *found]
         first, second = sorted(runs, key=lambda run: run.workload.identity == other.identity)
         self._alone.update({one.key: run for one, run in ((best, first), (other, second)) if one.ranks > 1})
