@@ -15,7 +15,7 @@ from stepscope.core.evidence import ProcessStart
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
-from stepscope.engine.sweep import Series, run_sweep
+from stepscope.engine.sweep import COMPILER, Series, run_sweep
 from tests.conftest import at_length
 from tests.engine.test_sweep import (
     QUICK,
@@ -281,6 +281,18 @@ def test_repeated_cells_and_single_ones_are_a_python_of_their_own(out: Path, own
     again = [Cell(workload=plain.workload, settings=QUICK, repeat=Repeat(set="s", number=n, of=2)) for n in (1, 2)]
     assert starts(run_sweep(plan(out, *again))) == ["exec"] * 2
     assert starts(run_sweep(plan(out, plain))) == ["exec"]
+
+
+@pytest.mark.gpu
+def test_what_compiled_cells_import_opens_no_gpu():
+    """The rest of PyTorch's compiler does, and a process that has opened a device forks none."""
+    check = (
+        f"import stepscope.engine.cell, stepscope.engine.step, {COMPILER}; "
+        "from stepscope.engine.fork_server import why_not_fork; print(why_not_fork())"
+    )
+    alone = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    said = subprocess.run([sys.executable, "-c", check], env=alone, check=True, capture_output=True, text=True)
+    assert said.stdout == "None\n"
 
 
 def test_sweeps_of_a_series_are_forked_from_one_process_that_ends_with_it(out: Path, own: Path):
