@@ -298,7 +298,9 @@ def test_what_compiled_cells_import_opens_no_gpu():
 def test_sweeps_of_a_series_are_forked_from_one_process_that_ends_with_it(out: Path, own: Path):
     """Also where one dies, and repeated cells are a Python of their own all the same."""
     with Series() as series:
+        assert series.forks.import_s == 0
         (first,) = run_sweep(plan(out, made(own, "plain")), series=series)
+        assert 0.1 < series.forks.import_s < 100  # PyTorch is imported
         server = servers_of(os.getpid())
         (second,) = run_sweep(plan(out, made(own, "crashes")), series=series)
         (third,) = run_sweep(plan(out, made(own, "plain", number=1)), series=series)

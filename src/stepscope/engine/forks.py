@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -89,6 +90,12 @@ class Forks:
         self._next_mark, self._modules = next_mark, modules
         self._servers: dict[_Environment, _Server] = {}
 
+    @property
+    def import_s(self) -> float:
+        """Seconds that a server took to import everything, which a process that is not forked takes, too; 0 where none
+        is ready."""
+        return max((server.import_s for server in self._servers.values()), default=0.0)
+
     async def fork(self, mark: str, arguments: Sequence[str], files: Sequence[int]) -> Forked | None:
         """A new cell with these arguments and stdin, log and events; None where it must be started without a server."""
         if not (hasattr(os, "pidfd_open") and Path("/proc/self/task").is_dir()):
@@ -125,6 +132,7 @@ class _Server:
                 start_new_session=True,
                 env=cell_environment(mark),
             )
+        self._began, self.import_s = time.monotonic(), 0.0
         self._was_ready = self._closed = False
         self._starting = asyncio.get_running_loop().create_task(self._start())
 
@@ -161,7 +169,9 @@ class _Server:
     async def _start(self) -> bool:
         answer = _answer(await _received(self._channel, _START_S))
         self._was_ready = answer is not None and answer.refused is None
-        if not self._was_ready:
+        if self._was_ready:
+            self.import_s = time.monotonic() - self._began
+        else:
             self.close()
         return self._was_ready
 

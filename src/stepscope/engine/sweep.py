@@ -35,8 +35,8 @@ from stepscope.work.described import cell_name
 FEWEST_FORKED = 2
 """Cells for which a process that has imported everything is worth its start."""
 COMPILER = "torch._inductor.codecache"
-"""What compiled cells import beside what every cell does. The rest of PyTorch's compiler opens the GPU as it is imported,
-and a process that has opened a device forks none."""
+"""What compiled cells import beside what every cell does. The rest of PyTorch's compiler opens the GPU as it is
+imported, and a process that has opened a device forks none."""
 MOST_LOSSES = 3
 """Nodes that may die while they measure a cell: with that many, it is the cell that ends them."""
 

@@ -97,8 +97,6 @@ class Racing:
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
         self._start_s = 0.0
         """How long the process of the last race took to begin, where that is known."""
-        self._anew_s = 0.0
-        """How long the first process took to begin, which imported PyTorch: those that confirm each do so again."""
         self._trained_s: dict[str, float] = {}
         """By a step's key, the shortest time of a training in a process that has begun, as its races foretell it."""
         self._turns: Turns | None = None
@@ -136,12 +134,13 @@ class Racing:
 
     def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
-        kept_s = 2 * FEWEST_PROCESSES * max(0.0, self._anew_s - self._start_s)
+        import_s = self._series.forks.import_s  # races are forked; what trains and confirms imports PyTorch again
+        kept_s = 0.0
         for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
-            alone_s = self._took_s.get(one.key, self._longest_s)
+            alone_s = import_s + self._took_s.get(one.key, self._longest_s)
             kept_s += FEWEST_PROCESSES * alone_s
             if one.key in self._trained_s:  # one process trains it from all its starts
-                kept_s += self._start_s + trainings * self._trained_s[one.key]
+                kept_s += import_s + self._start_s + trainings * self._trained_s[one.key]
             else:
                 kept_s += trainings * alone_s
         self.needed_s = self.seconds + self._longest_s + kept_s
@@ -166,9 +165,7 @@ class Racing:
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
         and DeviceError for one that fails."""
-        began = datetime.now(UTC)
         (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
-        self._anew_s = 0.0 if self._found else _until(began, run)
         # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What the
         # steps took, a race takes at least.
         self._compiled_s = 0.0
@@ -214,16 +211,8 @@ class Racing:
             alone_s = took_s / processes if turns is None else turns.alone_s(one.key, whole_s)
             self._took_s[one.key] = min(self._took_s.get(one.key, math.inf), alone_s)
             if turns is not None and one.key in turns.step_s:
-                trained_s = turns.trained_s(one.key, whole_s)
+                self._start_s, trained_s = turns.start_s, turns.trained_s(one.key, whole_s)
                 self._trained_s[one.key] = min(self._trained_s.get(one.key, math.inf), trained_s)
-
-    def note_start(self, start_s: float, run: Run) -> None:
-        """Note how long a process took to begin. One that was not forked began as those that confirm do."""
-        if self._found:
-            return
-        self._start_s = start_s
-        if run.evidence.process_start == "exec":
-            self._anew_s = start_s
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
@@ -252,10 +241,8 @@ class Racing:
         second = load_run(Path(self.out) / first.beside)
         runs = (first, second)
         sides = tuple(zip((best, other), runs, strict=True))
-        start_s = _until(began, first)
-        self.note_start(start_s, first)
         self._turns = Turns(
-            start_s=start_s,
+            start_s=_until(began, first),
             first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
             later_s={one.key: steps_s(run, first=False) for one, run in sides},
             step_s={
@@ -274,9 +261,7 @@ class Racing:
     def _apart(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         known = self._alone.get(best.key)
         asked = (best, other) if known is None else (other,)
-        began = datetime.now(UTC)
         found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in asked))
-        self.note_start(_until(began, found[0]), found[0])
         runs = [*([known] if known is not None else []), *found]
         first, second = sorted(runs, key=lambda run: run.workload.identity == other.identity)
         self._alone.update({one.key: run for one, run in ((best, first), (other, second)) if one.ranks > 1})
