@@ -76,7 +76,7 @@ def forward(head_dim: int, causal: bool) -> dict[str, Any]:
     types = {"Q": tile(64, head_dim), "OUT": tile(64, head_dim), "LOGSUMEXP": "*fp32", "scale_log2": "fp32"}
     types |= {"K": tile(chosen.block_n, head_dim), "V": tile(chosen.block_n, head_dim)}
     constants = {
-        "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": chosen.stages, "CONSUMERS": chosen.consumers,
+        "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": STAGES, "CONSUMERS": chosen.consumers,
         "CAUSAL": causal, "EVEN_KEYS": True, "TURNS": chosen.turns, "LATE": chosen.late,
         "REGISTERS": _WORKER_REGISTERS[chosen.consumers],
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,
@@ -95,10 +95,12 @@ def backward(head_dim: int, causal: bool) -> dict[str, Any]:
     types |= {"K": tile(BLOCK_N, head_dim), "V": tile(BLOCK_N, head_dim)}
     types |= {"STATISTICS": f"tensordesc<fp32[1, {BLOCK_M}],{flat!r}>"}
     types |= {"SUMS": f"tensordesc<fp32{half},{swizzled!r}>", "DK": "*bf16", "DV": "*bf16"}
+    types |= {"PARTS": "*fp32"}
     types |= {"scale": "fp32", "scale_log2": "fp32"}
     constants = {
         "GROUP": 1, "CAUSAL": causal, "EVEN_KEYS": True, "V_IN_REGISTERS": chosen.v_in_registers,
         "STAGES": STAGES, "REAL_COLUMNS": head_dim, "SPREAD": chosen.spread,
+        "SHARED": chosen.share, "AHEAD": chosen.ahead,
     }  # fmt: skip
     options = {"num_warps": 4, "maxnreg": _BACKWARD_REGISTERS}
     return compiled(hopper_gradients, types, constants, options)

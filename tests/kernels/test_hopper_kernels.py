@@ -11,6 +11,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
@@ -29,6 +31,7 @@ from stepscope.kernels.flash.configuration import (
     tiles,
 )
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.kernels.hopper.sharing import Sharing, shared_tiles
 
 GLUON = triton.__version__.startswith(flash_launch._GLUON_KNOWN)
 needs_gluon = pytest.mark.skipif(not GLUON, reason=f"Gluon of Triton {triton.__version__} is not known to the kernels")
@@ -46,8 +49,13 @@ FORWARDS = (
     HopperForward(block_n=64, stages=3),
 )
 BACKWARDS = {
-    64: (HopperBackward(v_in_registers=True), HopperBackward()),
-    128: (HopperBackward(), HopperBackward(spread=True)),
+    64: (
+        HopperBackward(v_in_registers=True),
+        HopperBackward(spread=True, share=True),
+        HopperBackward(v_in_registers=True, spread=True, share=True, ahead=True),
+        HopperBackward(ahead=True),
+    ),
+    128: (HopperBackward(), HopperBackward(spread=True, share=True)),
 }
 """By the columns of their tiles."""
 
@@ -160,6 +168,54 @@ def test_what_goes_before_and_after_the_kernel(queries: int, padded: int, head_d
     torch.testing.assert_close(dq, sums.view(batches, heads, padded, head_dim)[:, :, :queries] * 0.125)
 
 
+@pytest.mark.parametrize("head_dim", [64, 48])
+@pytest.mark.parametrize("parts", [2, 5])
+def test_parts_of_shared_tiles_add_up(head_dim: int, parts: int):
+    """The last three of four tiles of keys, two of each head: the sums before, and the rows beyond, are not theirs."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator().manual_seed(0)
+    batches, heads, keys, queries, padded = 2, 1, 200, 70, 128
+    k = torch.zeros(batches, keys, heads, head_dim, device=device).transpose(1, 2)
+    q, dk, dv = torch.zeros(batches, heads, queries, head_dim, device=device), *(torch.full_like(k, 7) for _ in "kv")
+    left = torch.randn(3, parts, 2, 128, head_dim, generator=generator).to(device)
+    before = torch.full((batches * heads * padded, head_dim), float("nan"), device=device)
+    sums = torch.cat([before, left.view(-1, head_dim)])
+    backward = flash_launch.Backward(
+        q, q, k, k, q, q[..., 0], q, dk, dv, torch.zeros(2 * batches * heads, padded, device=device),
+        causal=False, scale=0.5, window=None, precision="ieee", tma=False,
+    )  # fmt: skip
+    backward.finish_keys(sums, Sharing(whole=1, shared=3, parts=parts))
+    expected = left.sum(1)  # (3, 2, 128, D)
+    for found, of_tiles in ((dk, expected[:, 0] * 0.5), (dv, expected[:, 1])):
+        assert torch.equal(found[0, 0, :128], torch.full_like(found[0, 0, :128], 7))
+        torch.testing.assert_close(found[0, 0, 128:], of_tiles[0, :72])
+        torch.testing.assert_close(found[1, 0], torch.cat([of_tiles[1], of_tiles[2, :72]]))
+
+
+@pytest.mark.parametrize(
+    ("tiles", "visits", "expected"),
+    [
+        # 15 rounds of 132 and 68 tiles. In five parts these are 340, three rounds of 26 visits in place of one of 128.
+        (2048, 128, (1980, 68, 5)),
+        (2 * 132, 128, (264, 0, 1)),  # no round is left over
+        (131, 128, (131, 0, 1)),  # in parts as long
+        (66, 128, (0, 66, 2)),
+        (4, 64, (0, 4, 8)),
+        (68, 8, (68, 0, 1)),  # what parts cost is more than they save
+    ],
+)
+def test_the_last_tiles_are_shared_where_that_ends_sooner(tiles: int, visits: int, expected: tuple[int, int, int]):
+    assert shared_tiles(tiles, visits, 132) == expected
+
+
+@given(tiles=st.integers(1, 3000), visits=st.integers(1, 500), multiprocessors=st.integers(1, 200))
+def test_every_tile_has_its_programs(tiles: int, visits: int, multiprocessors: int):
+    found = shared_tiles(tiles, visits, multiprocessors)
+    assert found.whole + found.shared == tiles and found.shared < multiprocessors
+    assert (found.parts > 1) == (found.shared > 0) and found.parts <= visits
+    assert found.programs == found.whole + found.shared * found.parts
+
+
 @pytest.mark.parametrize("hopper", BACKWARDS[64])
 def test_statistics_are_padded_for_it_whatever_the_other_kernels_tiles(hopper: HopperBackward):
     """What it read beyond would be another head's, whose sums it would add to."""
@@ -181,7 +237,9 @@ def test_no_tile_of_queries_lies_behind_the_rows_of_its_head(
 ):
     """What it added there was another head's: zeros where keys and values are finite, and NaN where they are not."""
     monkeypatch.setattr(flash_launch, "hopper_takes", lambda *tensors, window: True)
-    monkeypatch.setattr(flash_launch, "_required_hopper", lambda: SimpleNamespace(sums_for=lambda q, rows: rows))
+    monkeypatch.setattr(
+        flash_launch, "_required_hopper", lambda: SimpleNamespace(sums_for=lambda q, k, rows, **_: rows)
+    )
     some = tiles(64, 64, 4, 2)
     configuration = BackwardConfiguration(keys=some, queries=some, hopper=BACKWARDS[64][0])
     q, k = torch.zeros(1, 2, queries, 64), torch.zeros(1, 2, keys, 64)
@@ -202,7 +260,7 @@ def test_descriptors_end_where_a_head_ends(monkeypatch: pytest.MonkeyPatch, head
 
     def launcher(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> None:
         launched.extend((kernel.__name__, each) for each in arguments if hasattr(each, "block_shape"))
-        assert kernel.__name__ != "hopper_gradients" or arguments[-2:] == (head_dim, False)
+        assert kernel.__name__ != "hopper_gradients" or arguments[-4:] == (head_dim, False, False, False)
 
     monkeypatch.setattr(flash_launch, "_required_hopper", lambda: hopper_launch)
     q = torch.zeros(2, 10, 3, head_dim, dtype=torch.bfloat16).transpose(1, 2)
@@ -210,7 +268,7 @@ def test_descriptors_end_where_a_head_ends(monkeypatch: pytest.MonkeyPatch, head
     hopper_launch.launch_hopper_forward(
         q, q, q, q, logsumexp, causal=True, scale=1.0, configuration=FORWARDS[0], launcher=launcher
     )
-    sums = hopper_launch.sums_for(q, statistics)
+    sums = hopper_launch.sums_for(q, q, statistics, causal=True, configuration=HopperBackward())
     backward = flash_launch.Backward(
         q, q, q, q, q, logsumexp, q, q, q, statistics,
         causal=True, scale=1.0, window=None, precision="ieee", tma=True, launcher=launcher,
@@ -248,7 +306,8 @@ def test_no_grid_is_larger_than_devices_allow(monkeypatch: pytest.MonkeyPatch):
         q, q, q, q, q, logsumexp, q, q, q, statistics,
         causal=True, scale=1.0, window=None, precision="ieee", tma=True, launcher=launcher,
     )  # fmt: skip
-    backward.hopper(hopper_launch.sums_for(q, statistics), BACKWARDS[64][0])
+    sums = hopper_launch.sums_for(q, q, statistics, causal=True, configuration=BACKWARDS[64][0])
+    backward.hopper(sums, BACKWARDS[64][0])
     names = ["hopper_forward", "flash_row_statistics", "hopper_gradients", "flash_finish_queries"]
     assert [name for name, *_ in grids] == names
     assert all(max(rest, default=1) <= 65535 for _, _, *rest in grids), grids
@@ -275,6 +334,7 @@ def _run(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, run: Any) -> dict[st
 SIZES = [  # batches, query heads, key heads, queries, keys
     (1, 1, 1, 1, 1), (1, 2, 2, 64, 64), (2, 2, 2, 63, 63), (1, 2, 2, 129, 129), (2, 4, 2, 200, 200),
     (1, 3, 1, 77, 300), (1, 2, 2, 300, 77), (1, 2, 2, 1025, 1025), (1, 2, 1, 640, 640),
+    (1, 140, 140, 2048, 100), (5, 56, 28, 1024, 128),  # more tiles of keys than multiprocessors
 ]  # fmt: skip
 
 

@@ -412,22 +412,3 @@ def flash_joint_gradients(
             GROUP, HEAD_DIM, BLOCK_D, BLOCK_M2, BLOCK_N2, CAUSAL, WINDOW, EVEN_QUERIES2, EVEN_KEYS2, PRECISION, TMA,
             ROWS_FIRST, False, False,
         )  # fmt: skip
-
-
-@triton.jit
-def flash_finish_queries(
-    SUMS, DQ, scale, dq_batch, dq_head, dq_row, heads, queries, padded,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ from its sums: SUMS (B * H * padded, D) fp32 times scale, in the gradient's dtype."""
-    batch_head, first = head_and_row(tl.program_id(0), queries, BLOCK_M)  # pyright: ignore[reportGeneralTypeIssues]
-    batch = long(batch_head // heads)
-    head = batch_head % heads
-    tile = load_tile(
-        SUMS, long(batch_head) * padded * HEAD_DIM, 0, 0, first, queries, HEAD_DIM,
-        BLOCK_M, HEAD_DIM, BLOCK_D, False, False,
-    )  # fmt: skip
-    store_tile(
-        DQ, batch * dq_batch + long(head) * dq_head, tile * scale, first, queries, dq_row,
-        BLOCK_M, HEAD_DIM, BLOCK_D, False,
-    )  # fmt: skip

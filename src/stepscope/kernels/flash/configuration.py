@@ -219,11 +219,11 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
         keys = _by_head_dim(problem, tiles(64, 128, 8, 2), tiles(32, 32, 4, 2))
         queries = _by_head_dim(problem, tiles(128, 64, 8, 2), tiles(32, 32, 4, 2))
         return BackwardConfiguration(way="joint", keys=keys, queries=queries, tma=False)
-    short, in_turns = problem.log2_queries <= _SHORT_LOG2, _in_turns(problem)
+    short, in_turns, full = problem.log2_queries <= _SHORT_LOG2, _in_turns(problem), not problem.causal
     in_gluon = not short and hopper_columns(problem.head_dim) is not None
     if problem.head_dim > 64:
         keys = tiles(64, 64, 4, 2) if problem.causal or short else tiles(64, 128, 8, 3)
-        hopper = HopperBackward(spread=not problem.causal) if in_gluon else None
+        hopper = HopperBackward(spread=full, share=full) if in_gluon else None
         return BackwardConfiguration(keys=keys, queries=tiles(64, 64, 4, 2), rows_first=not in_turns, hopper=hopper)
     # Where positions are hidden, the kernel over keys takes 170 registers without its cap. Then two blocks of 4 warps
     # share a multiprocessor's 65536. With 168, three do.
@@ -233,7 +233,7 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
             rows_first=not in_turns,
         )  # fmt: skip
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
-    hopper = HopperBackward(v_in_registers=problem.head_dim == 64) if in_gluon else None
+    hopper = HopperBackward(v_in_registers=True, spread=full, share=full, ahead=True) if in_gluon else None
     return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)
 
 

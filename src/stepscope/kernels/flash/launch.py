@@ -13,7 +13,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash.backward import (
-    flash_finish_queries,
     flash_joint_gradients,
     flash_key_gradients,
     flash_query_gradients,
@@ -26,9 +25,11 @@ from stepscope.kernels.flash.configuration import (
     Precision,
     Tiles,
 )
+from stepscope.kernels.flash.finish import flash_finish_keys, flash_finish_queries
 from stepscope.kernels.flash.forward import flash_forward
 from stepscope.kernels.flash.operands import PARTS, flash_split_operands, splits
 from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward
+from stepscope.kernels.hopper.sharing import Sharing
 from stepscope.kernels.launching import (
     LOG2E,
     SMALLEST_SCALE,
@@ -189,7 +190,7 @@ def sums_for(
         return None
     if not hopper_takes(q, k, v, gradient, window=window):
         return None
-    return _required_hopper().sums_for(q, statistics)
+    return _required_hopper().sums_for(q, k, statistics, causal=causal, configuration=configuration.hopper)
 
 
 def _required_hopper() -> "ModuleType":
@@ -283,6 +284,16 @@ class Backward:
             num_warps=4,
         )  # fmt: skip
 
+    def finish_keys(self, sums: Tensor, sharing: Sharing) -> object:
+        """Fill dK and dV of the tiles of keys that several programs share from what these left behind the sums."""
+        return self.launch(
+            flash_finish_keys, (sharing.shared, 2, HOPPER_BLOCK_N // _PREPROCESS_ROWS),
+            sums, self.dk, self.dv, self.scale, *self.dk.stride()[:3], *self.dv.stride()[:3],
+            self.kv_heads, self.keys, self.statistics.shape[0] // 2 * self.padded, sharing.whole, sharing.parts,
+            self.head_dim, self.block_d, HOPPER_BLOCK_N, _PREPROCESS_ROWS,
+            num_warps=4,
+        )  # fmt: skip
+
     def accumulator(self) -> Tensor:
         """A tensor of zeros, to which `over_keys` adds dQ."""
         shape = (self.batches, self.heads, self.queries, self.head_dim)
@@ -326,6 +337,9 @@ class Backward:
             causal=self.causal, scale=self.scale, configuration=configuration, launcher=self.launch,
         )  # fmt: skip
         self.finish(sums, self.padded)
+        found = _required_hopper().sharing_of(self.q, self.k, causal=self.causal, configuration=configuration)
+        if found.shared:
+            self.finish_keys(sums, found)
         return compiled
 
     def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:

@@ -146,8 +146,11 @@ _HOPPER_FORWARDS = {
     ),
 }
 _HOPPER_BACKWARDS = {
-    64: (HopperBackward(v_in_registers=True), HopperBackward()),
-    128: (HopperBackward(), HopperBackward(spread=True)),
+    64: (
+        HopperBackward(v_in_registers=True, spread=True, share=True, ahead=True),
+        HopperBackward(v_in_registers=True),
+    ),
+    128: (HopperBackward(), HopperBackward(spread=True, share=True)),
 }
 """Configurations of the kernels in Gluon to try, by the columns of their tiles."""
 

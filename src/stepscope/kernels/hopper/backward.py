@@ -14,11 +14,14 @@ S^T and dP^T of its keys. Then, while products run, it does
     wait for the other consumer's dS^T     behind dV and dK
     dQ, half of the columns each, into shared memory, and from there to the sums
 
+If AHEAD, the consumer begins S^T of the next tile before dQ, so the next exponentials do not wait for it. The sums of
+dP^T begin at -delta then, and nothing is subtracted from them. This takes registers, which head_dim 64 has.
+
 Barriers are explained in `forward.py`. Tile i of queries, with its dO, logsumexp, delta and dS^T, uses buffer
 s = i % STAGES, as its use u = i // STAGES:
 
     full[s]      1 arrival a phase, by the producer, which also sets the number of bytes to come. Consumers wait for
-                 parity u & 1.
+                 parity u & 1. If AHEAD, one more tile comes than is visited: the first once more.
     ready[s]     1 arrival of each consumer a phase, when its half of dS^T is written. Consumers wait for parity u & 1
                  before they read the other's half.
     empty[s]     1 arrival of each consumer a phase, when its products from the buffer have ended. The producer waits
@@ -65,7 +68,7 @@ def _async_add(descriptor, coordinates, tile, _semantic: Any = None):
 @gluon.jit
 def _tile_of(visit, place, SPREAD: gl.constexpr):
     """The tile of queries of a head's visit: from the first one on or, if SPREAD, from there around to it."""
-    _batch, _kv_head, _first_key, begin, tiles = place
+    _batch, _kv_head, _first_key, begin, tiles, _first_visit, _visits = place
     tile = begin + visit
     if SPREAD:
         tile = gl.where(tile >= tiles, tile - tiles, tile)
@@ -75,23 +78,24 @@ def _tile_of(visit, place, SPREAD: gl.constexpr):
 @gluon.jit
 def _produce(
     Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    SPREAD: gl.constexpr,
+    SPREAD: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, _ds_tiles, _dq_tiles = buffers
     kv_full, full, _ready, empty = barriers
-    batch, kv_head, first_key, _begin, tiles = place
+    batch, kv_head, first_key, _begin, tiles, first_visit, visits = place
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     TILE_BYTES: gl.constexpr = Q.block_type.nbytes + GRADIENT.block_type.nbytes + 2 * STATISTICS.block_type.nbytes
     mbarrier.expect(kv_full, K.block_type.nbytes + V.block_type.nbytes)
     tma.async_copy_global_to_shared(K, [batch, kv_head, first_key, 0], kv_full, k_tile)
     tma.async_copy_global_to_shared(V, [batch, kv_head, first_key, 0], kv_full, v_tile)
-    for visit in range(tiles * GROUP):
+    for turn in range(visits + AHEAD):
+        visit = first_visit + (gl.where(turn == visits, 0, turn) if AHEAD else turn)
         member = visit // tiles if GROUP > 1 else 0
         head = kv_head * GROUP + member
         row = batch * heads + head
         first_query = _tile_of(visit - member * tiles, place, SPREAD) * BLOCK_M
-        slot = visit % STAGES
-        mbarrier.wait(empty.index(slot), ((visit // STAGES) & 1) ^ 1)
+        slot = turn % STAGES
+        mbarrier.wait(empty.index(slot), ((turn // STAGES) & 1) ^ 1)
         bar = full.index(slot)
         mbarrier.expect(bar, TILE_BYTES)
         tma.async_copy_global_to_shared(Q, [batch, head, first_query, 0], bar, q_tiles.index(slot))
@@ -101,14 +105,28 @@ def _produce(
 
 
 @gluon.jit
+def _begin_scores(k, q_tiles, full, turn, STAGES: gl.constexpr, SCORES: gl.constexpr):
+    """Begin S^T of the tile of queries that this turn visits, as soon as it has come."""
+    ROWS: gl.constexpr = k.shape[0]
+    BLOCK_M: gl.constexpr = q_tiles.shape[3]
+    HEAD_DIM: gl.constexpr = q_tiles.shape[4]
+    slot = turn % STAGES
+    mbarrier.wait(full.index(slot), (turn // STAGES) & 1)
+    q = q_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
+    nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
+    return warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _visit_queries(
-    dk, dv, first, last, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
+    scores, dk, dv, first, last, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded, scale_log2,
     INDEX: gl.constexpr, GROUP: gl.constexpr, MASKED: gl.constexpr, EVEN_KEYS: gl.constexpr,
     STAGES: gl.constexpr, SPREAD: gl.constexpr, SCORES: gl.constexpr, SUM: gl.constexpr, DQ: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     _k_tile, _v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tiles, dq_tiles = buffers
     _kv_full, full, ready, empty = barriers
-    _batch, _kv_head, first_key, _begin, tiles = place
+    _batch, _kv_head, first_key, _begin, tiles, first_visit, _visits = place
     dtype: gl.constexpr = q_tiles.dtype
     ROWS: gl.constexpr = k.shape[0]
     HEAD_DIM: gl.constexpr = k.shape[1]
@@ -116,19 +134,25 @@ def _visit_queries(
     DQ_COLUMNS: gl.constexpr = k_columns.shape[1]
     OPERAND: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SUM, k_width=2)
     dq_tile = dq_tiles.index(INDEX)
-    for visit in range(first, last):
+    for turn in range(first, last):
+        visit = first_visit + turn
         member = visit // tiles if GROUP > 1 else 0
         tile = _tile_of(visit - member * tiles, place, SPREAD)
-        slot = visit % STAGES
-        parity = (visit // STAGES) & 1
+        slot = turn % STAGES
+        parity = (turn // STAGES) & 1
         q = q_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
         gradient = g_tiles.index(slot).reshape([BLOCK_M, HEAD_DIM])
         nothing = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
-        mbarrier.wait(full.index(slot), parity)
-        scores = warpgroup_mma(k, q.permute((1, 0)), nothing, use_acc=False, is_async=True)
-        dp = warpgroup_mma(v, gradient.permute((1, 0)), nothing, use_acc=False, is_async=True)
+        if not AHEAD:
+            scores = _begin_scores(k, q_tiles, full, turn, STAGES, SCORES)
+        if AHEAD:
+            delta = deltas.index(slot).load(SCORES)
+            dp = warpgroup_mma(v, gradient.permute((1, 0)), nothing - delta, is_async=True)
+        else:
+            dp = warpgroup_mma(v, gradient.permute((1, 0)), nothing, use_acc=False, is_async=True)
         logsumexp = logsumexps.index(slot).load(SCORES)
-        scores = warpgroup_mma_wait(1, deps=[scores])
+        if not AHEAD:
+            scores = warpgroup_mma_wait(1, deps=[scores])
         weights = gl.exp2(scores * scale_log2 - logsumexp)
         key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
         if MASKED:
@@ -142,8 +166,9 @@ def _visit_queries(
         weights_operand = gl.convert_layout(weights.to(dtype), OPERAND, assert_trivial=True)
         dp = warpgroup_mma_wait(0, deps=[dp])
         dv = warpgroup_mma(weights_operand, gradient, dv, is_async=True)
-        delta = deltas.index(slot).load(SCORES)
-        ds = (weights * (dp - delta)).to(dtype)
+        if not AHEAD:
+            dp -= deltas.index(slot).load(SCORES)
+        ds = (weights * dp).to(dtype)
         mbarrier.wait(empty.index(slot), parity ^ 1)
         ds_tile = ds_tiles.index(slot)
         ds_tile.slice(INDEX * ROWS, ROWS, dim=0).store(ds)
@@ -151,28 +176,34 @@ def _visit_queries(
         mbarrier.arrive(ready.index(slot))
         ds_operand = gl.convert_layout(ds, OPERAND, assert_trivial=True)
         dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
+        if AHEAD:
+            scores = _begin_scores(k, q_tiles, full, turn + 1, STAGES, SCORES)
         mbarrier.wait(ready.index(slot), parity)
         nothing = gl.zeros([BLOCK_M, DQ_COLUMNS], gl.float32, DQ)
         dq = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, nothing, use_acc=False, is_async=True)
-        dq, dv, dk = warpgroup_mma_wait(0, deps=[dq, dv, dk])
+        if AHEAD:
+            dq, dv, dk, scores = warpgroup_mma_wait(0, deps=[dq, dv, dk, scores])
+        else:
+            dq, dv, dk = warpgroup_mma_wait(0, deps=[dq, dv, dk])
         mbarrier.arrive(empty.index(slot))
         # The previous tile's dQ has left shared memory.
         tma.store_wait(0)
         dq_tile.store(dq)
         fence_async_shared()
         _async_add(SUMS, [first_row + member * padded + tile * BLOCK_M, INDEX * DQ_COLUMNS], dq_tile)
-    return dk, dv
+    return scores, dk, dv
 
 
 @gluon.jit
 def _consume(
-    SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded, scale, scale_log2,
+    SUMS, DK, DV, PARTS, dk_strides, dv_strides, buffers, barriers, place, part, keys, heads, padded, scale, scale_log2,
     INDEX: gl.constexpr, GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr,
     V_IN_REGISTERS: gl.constexpr, STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
+    SHARED: gl.constexpr, AHEAD: gl.constexpr,
 ):  # fmt: skip
     k_tile, v_tile, q_tiles, _g_tiles, _logsumexps, _deltas, ds_tiles, _dq_tiles = buffers
-    kv_full, _full, _ready, _empty = barriers
-    batch, kv_head, first_key, _begin, tiles = place
+    kv_full, full, _ready, _empty = barriers
+    batch, kv_head, first_key, _begin, _tiles, _first_visit, visits = place
     dtype: gl.constexpr = q_tiles.dtype
     BLOCK_N: gl.constexpr = ds_tiles.shape[1]
     BLOCK_M: gl.constexpr = ds_tiles.shape[2]
@@ -192,37 +223,46 @@ def _consume(
     v = v_tile.reshape([BLOCK_N, HEAD_DIM]).slice(INDEX * ROWS, ROWS, dim=0)
     if V_IN_REGISTERS:
         v = v.load(gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=2))
+    scores = gl.zeros([ROWS, BLOCK_M], gl.float32, SCORES)
+    if AHEAD:
+        scores = warpgroup_mma_wait(0, deps=[_begin_scores(k, q_tiles, full, 0, STAGES, SCORES)])
     # With grouped heads every tile is compared, since each head has its own masked tiles.
     MASKED_TILES: gl.constexpr = BLOCK_N // BLOCK_M if CAUSAL and GROUP == 1 else 0
     if MASKED_TILES > 0:
-        dk, dv = _visit_queries(
-            dk, dv, 0, MASKED_TILES, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
-            scale_log2, INDEX, GROUP, True, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ,
+        scores, dk, dv = _visit_queries(
+            scores, dk, dv, 0, MASKED_TILES, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
+            scale_log2, INDEX, GROUP, True, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ, AHEAD,
         )  # fmt: skip
-    dk, dv = _visit_queries(
-        dk, dv, MASKED_TILES, tiles * GROUP, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
-        scale_log2, INDEX, GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ,
+    scores, dk, dv = _visit_queries(
+        scores, dk, dv, MASKED_TILES, visits, k, v, k_columns, SUMS, buffers, barriers, place, keys, first_row, padded,
+        scale_log2, INDEX, GROUP, CAUSAL and GROUP > 1, EVEN_KEYS, STAGES, SPREAD, SCORES, SUM, DQ, AHEAD,
     )  # fmt: skip
     tma.store_wait(0)
-    key = first_key + INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
-    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))
-    inside = (key < keys)[:, None]
+    row = INDEX * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, SUM))
+    column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, SUM))[None, :]
+    inside = (first_key + row < keys)[:, None]
     if REAL_COLUMNS < HEAD_DIM:
-        inside = inside & (column < REAL_COLUMNS)[None, :]
-    row = key.to(gl.int64)[:, None]
-    first_dv = DV + (batch.to(gl.int64) * dv_strides[0] + kv_head.to(gl.int64) * dv_strides[1])
-    gl.store(first_dv + row * dv_strides[2] + column[None, :], dv.to(dtype), mask=inside)
-    first_dk = DK + (batch.to(gl.int64) * dk_strides[0] + kv_head.to(gl.int64) * dk_strides[1])
-    gl.store(first_dk + row * dk_strides[2] + column[None, :], (dk * scale).to(dtype), mask=inside)
+        inside = inside & (column < REAL_COLUMNS)
+    if not SHARED or part < 0:
+        key = (first_key + row).to(gl.int64)[:, None]
+        first_dv = DV + (batch.to(gl.int64) * dv_strides[0] + kv_head.to(gl.int64) * dv_strides[1])
+        gl.store(first_dv + key * dv_strides[2] + column, dv.to(dtype), mask=inside)
+        first_dk = DK + (batch.to(gl.int64) * dk_strides[0] + kv_head.to(gl.int64) * dk_strides[1])
+        gl.store(first_dk + key * dk_strides[2] + column, (dk * scale).to(dtype), mask=inside)
+    else:
+        places = (part * 2 * BLOCK_N + row)[:, None] * REAL_COLUMNS + column
+        gl.store(PARTS + places, dk, mask=inside)
+        gl.store(PARTS + places + BLOCK_N * REAL_COLUMNS, dv, mask=inside)
 
 
-@gluon.jit(do_not_specialize=["batches", "kv_heads", "queries", "keys", "rows", "padded", "together"])
+@gluon.jit(do_not_specialize=["batches", "kv_heads", "queries", "keys", "rows", "padded", "together", "whole", "parts"])
 def hopper_gradients(
-    Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV,
+    Q, K, V, GRADIENT, STATISTICS, SUMS, DK, DV, PARTS,
     dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row,
-    batches, kv_heads, queries, keys, rows, padded, together, scale, scale_log2,
+    batches, kv_heads, queries, keys, rows, padded, together, whole, parts, scale, scale_log2,
     GROUP: gl.constexpr, CAUSAL: gl.constexpr, EVEN_KEYS: gl.constexpr, V_IN_REGISTERS: gl.constexpr,
-    STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr,
+    STAGES: gl.constexpr, REAL_COLUMNS: gl.constexpr, SPREAD: gl.constexpr, SHARED: gl.constexpr,
+    AHEAD: gl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV, and add dQ / scale to SUMS: one program per tile of keys.
 
@@ -231,13 +271,21 @@ def hopper_gradients(
     with blocks (BLOCK_M, C / 2). DK and DV have a dense head dimension. A consumer's four warps have 64 of 128 keys.
     C, the columns of a tile, may be more than D, which is REAL_COLUMNS: descriptors load zeros beyond D, and add
     nothing there.
+
+    If SHARED, the tiles of keys after the first `whole` ones have `parts` programs each, with a part of the queries.
+    They leave dK / scale and dV, (2, BLOCK_N, D) fp32 a program, in PARTS, behind the sums.
     """
     BLOCK_M: gl.constexpr = Q.block_shape[2]
     BLOCK_N: gl.constexpr = K.block_shape[2]
     dtype: gl.constexpr = Q.dtype
     key_tiles = gl.cdiv(keys, BLOCK_N)
     # Under a causal mask the first keys are seen by the most queries, so the heavy tiles already come first.
-    batch_head, key_tile = turn_of(gl.program_id(0), key_tiles, batches * kv_heads, together)
+    program = gl.program_id(0)
+    part = 0
+    if SHARED:
+        part = program - whole
+        program = gl.where(part < 0, program, whole + part // parts)
+    batch_head, key_tile = turn_of(program, key_tiles, batches * kv_heads, together)
     first_key = key_tile * BLOCK_N
     batch = batch_head // kv_heads
     kv_head = batch_head % kv_heads
@@ -250,6 +298,13 @@ def hopper_gradients(
         tiles = gl.maximum(tiles - begin, BLOCK_N // BLOCK_M)
     elif SPREAD:
         begin = key_tile % tiles
+    first_visit = 0
+    visits = tiles * GROUP
+    if SHARED:
+        PARTS += rows.to(gl.int64) * padded * REAL_COLUMNS
+        of_tile = part % parts
+        first_visit = gl.where(part < 0, 0, of_tile * visits // parts)
+        visits = gl.where(part < 0, visits, (of_tile + 1) * visits // parts - first_visit)
 
     k_tile = gl.allocate_shared_memory(dtype, K.block_type.shape, K.layout)
     v_tile = gl.allocate_shared_memory(dtype, V.block_type.shape, V.layout)
@@ -273,18 +328,20 @@ def hopper_gradients(
 
     buffers = (k_tile, v_tile, q_tiles, g_tiles, logsumexps, deltas, ds_tiles, dq_tiles)
     barriers = (kv_full, full, ready, empty)
-    place = (batch, kv_head, first_key, begin, tiles)
+    place = (batch, kv_head, first_key, begin, tiles, first_visit, visits)
     heads = kv_heads * GROUP
     dk_strides = (dk_batch, dk_head, dk_row)
     dv_strides = (dv_batch, dv_head, dv_row)
     gl.warp_specialize(
         [
-            (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
-                        scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS, SPREAD)),
-            (_consume, (SUMS, DK, DV, dk_strides, dv_strides, buffers, barriers, place, keys, heads, padded,
-                        scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS, SPREAD)),
+            (_consume, (SUMS, DK, DV, PARTS, dk_strides, dv_strides, buffers, barriers, place, part, keys, heads,
+                        padded, scale, scale_log2, 0, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS,
+                        SPREAD, SHARED, AHEAD)),
+            (_consume, (SUMS, DK, DV, PARTS, dk_strides, dv_strides, buffers, barriers, place, part, keys, heads,
+                        padded, scale, scale_log2, 1, GROUP, CAUSAL, EVEN_KEYS, V_IN_REGISTERS, STAGES, REAL_COLUMNS,
+                        SPREAD, SHARED, AHEAD)),
             (_produce, (Q, K, V, GRADIENT, STATISTICS, buffers, barriers, place, rows, heads,
-                        GROUP, STAGES, SPREAD)),
+                        GROUP, STAGES, SPREAD, AHEAD)),
         ],
         [4, 1],
         [240, 24],

@@ -59,7 +59,15 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
     spread: bool = False
     """Whether, without a causal mask, each program begins at another tile of queries. Otherwise all programs of a head
     add to the same rows of dQ at the same time. Under a causal mask the diagonal spreads them."""
+    share: bool = False
+    """Whether, without a causal mask, several programs share each of the tiles of keys that do not fill the GPU."""
+
+    ahead: bool = False
+    """Whether the scores of the next tile of queries begin before dQ of this one. head_dim 64 has registers for it."""
 
     def __str__(self) -> str:
-        flags = [name for name, on in (("v-in-registers", self.v_in_registers), ("spread", self.spread)) if on]
+        flags = [
+            name.replace("_", "-") for name in ("v_in_registers", "spread", "share", "ahead")
+            if getattr(self, name)
+        ]  # fmt: skip
         return " ".join([f"hopper 64x{HOPPER_BLOCK_N}", *flags])

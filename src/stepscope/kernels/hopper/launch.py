@@ -10,6 +10,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
 from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
 from stepscope.kernels.hopper.forward import hopper_forward
+from stepscope.kernels.hopper.sharing import Sharing, shared_tiles
 from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, heads_together, tiles_of
 
 BLOCK_M = 64
@@ -90,10 +91,28 @@ def launch_hopper_forward(
     )  # fmt: skip
 
 
-def sums_for(q: Tensor, statistics: Tensor) -> Tensor:
-    """A buffer for the sums of dQ: (B H padded, D) fp32, with as many rows as the statistics have."""
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def sharing_of(q: Tensor, k: Tensor, *, causal: bool, configuration: HopperBackward) -> Sharing:
+    """How the programs of a backward pass share tiles of keys: only without a mask, with which tiles differ."""
+    tiles = tiles_of(k.shape[2], BLOCK_N) * k.shape[0] * k.shape[1]
+    if causal or not configuration.share:
+        return Sharing(tiles, 0, 1)
+    return shared_tiles(tiles, tiles_of(q.shape[2], BLOCK_M) * (q.shape[1] // k.shape[1]), _multiprocessors(q.device))
+
+
+def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, causal: bool, configuration: HopperBackward) -> Tensor:
+    """A buffer for the sums of dQ, (B H padded, D) fp32 with as many rows as the statistics have.
+
+    After them it has what programs leave of shared tiles of keys: (2, BLOCK_N, D) of each.
+    """
     rows, padded = statistics.shape
-    return torch.empty((rows // 2 * padded, q.shape[3]), dtype=torch.float32, device=q.device)
+    found = sharing_of(q, k, causal=causal, configuration=configuration)
+    more = found.shared * found.parts * 2 * BLOCK_N
+    return torch.empty((rows // 2 * padded + more, q.shape[3]), dtype=torch.float32, device=q.device)
 
 
 def launch_hopper_gradients(
@@ -101,20 +120,22 @@ def launch_hopper_gradients(
     *, causal: bool, scale: float, configuration: HopperBackward, launcher: Launcher,
 ) -> object:  # fmt: skip
     """Fill dk and dv, and add dQ / scale to the sums. The statistics are padded to a multiple of BLOCK_N."""
+    found = sharing_of(q, k, causal=causal, configuration=configuration)
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     half = [BLOCK_M, _columns(q) // 2]
     return launcher(
-        hopper_gradients, (tiles_of(keys, BLOCK_N) * batches * kv_heads,),
+        hopper_gradients, (found.programs,),
         _described(q, BLOCK_M), _described(k, BLOCK_N), _described(v, BLOCK_N), _described(gradient, BLOCK_M),
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
-        dk, dv, *dk.stride()[:3], *dv.stride()[:3],
+        dk, dv, sums, *dk.stride()[:3], *dv.stride()[:3],
         batches, kv_heads, queries, keys, rows, padded, _together(queries, q, batches * kv_heads, causal),
+        found.whole, found.parts,
         scale, scale * LOG2E.value, heads // kv_heads,
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
-        configuration.spread and not causal,
+        configuration.spread and not causal, found.shared > 0, configuration.ahead,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,
     )  # fmt: skip
