@@ -687,14 +687,17 @@ def test_ranks_whose_state_does_not_fit_shard_it_first():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("choices", "start"),
-    [({"parallel": "fsdp2", "accumulation": 2}, 1), *at_length(({"parallel": "ddp-bucketed"}, None))],
+    "choices",
+    [{"parallel": "fsdp2", "accumulation": 2}, *at_length({"parallel": "ddp-bucketed"}, {"parallel": "zero1"})],
 )
-def test_ranks_train_with_the_losses_of_one_process(choices: dict[str, Any], start: int | None):
-    """From another start, too: their mean is the loss of the whole batch."""
+def test_ranks_train_with_the_losses_of_one_process(choices: dict[str, Any]):
+    """Their mean is the loss of the whole batch. The same ranks train from several starts, one after another."""
     alone = mini(batch_size=4)
     shared = msgspec.structs.replace(alone, ranks=2, **choices)
     one, both = (
-        losses_of(Training(workload=each, device="cpu", start_seed=start, steps=4))[0] for each in (alone, shared)
+        losses_of(*(Training(workload=each, device="cpu", start_seed=start, steps=4) for start in (None, 1, 2)))
+        for each in (alone, shared)
     )
-    assert both == pytest.approx(one, rel=1e-5)
+    assert len(both) == 3 and both[0] != both[1]
+    for losses, expected in zip(both, one, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)

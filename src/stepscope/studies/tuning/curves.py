@@ -58,33 +58,37 @@ class Training(msgspec.Struct, frozen=True, kw_only=True):
 def losses_of(*trainings: Training) -> list[list[float] | None]:
     """The losses of each training: that of each step before its update, until one is not finite. A training whose other
     start would have the same parameters has None. One process of its own runs all trainings, one after another; where
-    ranks share the step, each training has a process for each rank. Raises InputError for a step of the user's own,
-    which has no loss that is known."""
-    if trainings[0].workload.ranks > 1:
-        return [_on_ranks(training) for training in trainings]
-    text = msgspec.json.encode(trainings).decode()
-    told = ask_apart(__name__, text, what=f"the training of {trainings[0].workload.name}")
+    ranks share the step, one of each rank does. Raises InputError for a step of the user's own, which has no loss
+    that is known."""
+    first = trainings[0]
+    if first.workload.ranks > 1:
+        device = resolve_device(first.device).type
+        told = launch(f"{__name__}:train_on_ranks", trainings, ranks=first.workload.ranks, device=device).values[0]
+    else:
+        text = msgspec.json.encode(trainings).decode()
+        told = ask_apart(__name__, text, what=f"the training of {first.workload.name}")
     return msgspec.json.decode(told, type=list[list[float] | None])
-
-
-def _on_ranks(training: Training) -> list[float] | None:
-    device = resolve_device(training.device).type
-    told = launch(f"{__name__}:train_on_ranks", training, ranks=training.workload.ranks, device=device)
-    return msgspec.json.decode(told.values[0], type=list[float] | None)
 
 
 def main(text: str) -> str:
     """Train, and write the losses as JSON, for `losses_of`."""
+    return msgspec.json.encode(_one_by_one(text.encode(), trained)).decode()
+
+
+def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[list[float] | None]:
+    """The mean losses of all ranks, for `losses_of`. Each step is told: ranks that say nothing are taken to hang."""
+    return _one_by_one(argument, lambda training: _mean_losses(training, ranks, device, say))
+
+
+def _one_by_one(text: bytes, train: Callable[[Training], list[float] | None]) -> list[list[float] | None]:
     found: list[list[float] | None] = []
     for training in msgspec.json.decode(text, type=list[Training]):
-        found.append(trained(training))
+        found.append(train(training))
         gc.collect()  # a step's hooks hold it in circles, and the next one needs its memory
-    return msgspec.json.encode(found).decode()
+    return found
 
 
-def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[float] | None:
-    """The mean losses of all ranks, for `losses_of`. Each step is told: ranks that say nothing are taken to hang."""
-    training = msgspec.json.decode(argument, type=Training)
+def _mean_losses(training: Training, ranks: Ranks, device: torch.device, say: Say) -> list[float] | None:
     of_ranks = ranks.gathered(_trained(training, device, ranks, lambda step: say(f"training step {step}")))
     if None in of_ranks:
         return None

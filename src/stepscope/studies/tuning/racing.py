@@ -137,12 +137,10 @@ class Racing:
         import_s = self._series.forks.import_s  # races are forked; what trains and confirms imports PyTorch again
         kept_s = 0.0
         for one, trainings in ((baseline, TRAININGS - 1), (best, 1)):
-            alone_s = import_s + self._took_s.get(one.key, self._longest_s)
-            kept_s += FEWEST_PROCESSES * alone_s
-            if one.key in self._trained_s:  # one process trains it from all its starts
-                kept_s += import_s + self._start_s + trainings * self._trained_s[one.key]
-            else:
-                kept_s += trainings * alone_s
+            alone_s = self._took_s.get(one.key, self._longest_s)
+            trained_s = self._trained_s.get(one.key, max(0.0, alone_s - self._start_s))
+            # One process, or one of each rank, trains it from all its starts.
+            kept_s += FEWEST_PROCESSES * (import_s + alone_s) + import_s + self._start_s + trainings * trained_s
         self.needed_s = self.seconds + self._longest_s + kept_s
         return self.needed_s < self.budget_s
 
@@ -261,7 +259,10 @@ class Racing:
     def _apart(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
         known = self._alone.get(best.key)
         asked = (best, other) if known is None else (other,)
+        began = datetime.now(UTC)
         found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in asked))
+        if not self._found:
+            self._start_s = _until(began, found[0])
         runs = [*([known] if known is not None else []), *found]
         first, second = sorted(runs, key=lambda run: run.workload.identity == other.identity)
         self._alone.update({one.key: run for one, run in ((best, first), (other, second)) if one.ranks > 1})
