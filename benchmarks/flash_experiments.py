@@ -66,9 +66,12 @@ HOPPER = {
              {"turns": True, "late": True}],
         128: [{"turns": True, "late": True}, {"late": True}, {"turns": True, "late": True, "stages": 3}],
     },
-    "hopper-backward": {64: [{"v_in_registers": True}, {}], 128: [{}, {"spread": True}]},
+    "hopper-backward": {
+        64: [{"v_in_registers": True, "spread": True, "share": True, "ahead": True}, {"v_in_registers": True}],
+        128: [{"spread": True, "share": True}, {}],
+    },
 }  # fmt: skip
-"""Fields of HopperForward and HopperBackward."""
+"""Fields of HopperForward and HopperBackward. What shares tiles depends on the device, so it is not compiled ahead."""
 FP32: dict[str, dict[int, list[tuple[str, tuple[Tile, ...], str]]]] = {
     "forward": {
         64: [("tf32x3", ((128, 64, 8, 3),), ""), ("tf32x3", ((128, 64, 8, 2),), ""), ("tf32x3", ((64, 64, 4, 2),), "")],

@@ -15,7 +15,7 @@ from stepscope.core.evidence import ProcessStart
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
-from stepscope.engine.sweep import COMPILER, Series, run_sweep
+from stepscope.engine.sweep import COMPILER_ON_GPU, Series, run_sweep
 from tests.conftest import at_length
 from tests.engine.test_sweep import (
     QUICK,
@@ -287,7 +287,7 @@ def test_repeated_cells_and_single_ones_are_a_python_of_their_own(out: Path, own
 def test_what_compiled_cells_import_opens_no_gpu():
     """The rest of PyTorch's compiler does, and a process that has opened a device forks none."""
     check = (
-        f"import stepscope.engine.cell, stepscope.engine.step, {COMPILER}; "
+        f"import stepscope.engine.cell, stepscope.engine.step, {COMPILER_ON_GPU}; "
         "from stepscope.engine.fork_server import why_not_fork; print(why_not_fork())"
     )
     alone = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -297,7 +297,7 @@ def test_what_compiled_cells_import_opens_no_gpu():
 
 def test_sweeps_of_a_series_are_forked_from_one_process_that_ends_with_it(out: Path, own: Path):
     """Also where one dies, and repeated cells are a Python of their own all the same."""
-    with Series() as series:
+    with Series("cpu") as series:
         assert series.forks.import_s == 0
         (first,) = run_sweep(plan(out, made(own, "plain")), series=series)
         assert 0.1 < series.forks.import_s < 100  # PyTorch is imported

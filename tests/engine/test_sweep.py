@@ -56,7 +56,7 @@ Sweep = Callable[..., list[Run]]
 @pytest.fixture(scope="module")
 def series() -> Iterator[Series]:
     """One process that forks the cells of tests to which it does not matter how a cell starts."""
-    with Series() as one:
+    with Series("cpu") as one:
         yield one
 
 

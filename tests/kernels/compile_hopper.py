@@ -76,7 +76,7 @@ def forward(head_dim: int, causal: bool) -> dict[str, Any]:
     types = {"Q": tile(64, head_dim), "OUT": tile(64, head_dim), "LOGSUMEXP": "*fp32", "scale_log2": "fp32"}
     types |= {"K": tile(chosen.block_n, head_dim), "V": tile(chosen.block_n, head_dim)}
     constants = {
-        "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": STAGES, "CONSUMERS": chosen.consumers,
+        "GROUP": 1, "BLOCK_N": chosen.block_n, "STAGES": chosen.stages, "CONSUMERS": chosen.consumers,
         "CAUSAL": causal, "EVEN_KEYS": True, "TURNS": chosen.turns, "LATE": chosen.late,
         "REGISTERS": _WORKER_REGISTERS[chosen.consumers],
         "PRODUCER_REGISTERS": _PRODUCER_REGISTERS,

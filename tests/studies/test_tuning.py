@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -614,6 +615,22 @@ def test_a_step_alone_takes_less_than_a_race_of_two(tmp_path: Path):
     warmed = msgspec.structs.replace(run.samples["step"], warmup_s=(9.0, 0.5))
     run = msgspec.structs.replace(run, samples={"step": warmed})
     assert (steps_s(run), steps_s(run, first=False)) == (12.5, 3.5), "with the first step, and without"
+
+
+def test_what_the_forking_process_imported_counts_in_no_race(tmp_path: Path):
+    """A search that goes on finds its first step measured, so its first race waits for the import."""
+    now = [0.0]
+    racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
+    racing._series.forks = SimpleNamespace(import_s=7.0, close=lambda: None)  # pyright: ignore[reportAttributeAccessIssue]
+    racing._imported_s = 7.0
+    began = datetime.now(UTC)
+    run = msgspec.structs.replace(make_run(step=[1.0]), created=(began + timedelta(seconds=10)).isoformat())
+    assert racing._until(began, run) == pytest.approx(3.0)
+    now[0] = 27.0
+    first, second = workload(layers=1), workload(layers=2)
+    racing.note_time(0.0, first, second)
+    # Another race of 20 s, ten processes of 20 s and two trainings' worth, each of twelve with its import.
+    assert racing.time_left(first, second) and racing.needed_s == 27 + 20 + 10 * (7 + 20) + 2 * 7 + 4 * 20
 
 
 def test_what_is_compiled_once_counts_in_no_forecast():

@@ -30,12 +30,13 @@ from stepscope.engine.measured_cell import REFUSED, record
 from stepscope.engine.places import DevicePlace, Place, PlaceLost
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import Stage, StepRequest
+from stepscope.measure.nvml import smallest_gpu
 from stepscope.work.described import cell_name
 
 FEWEST_FORKED = 2
 """Cells for which a process that has imported everything is worth its start."""
-COMPILER = "torch._inductor.codecache"
-"""What compiled cells import beside what every cell does. The rest of PyTorch's compiler opens the GPU as it is
+COMPILER, COMPILER_ON_GPU = "torch._inductor.compile_fx", "torch._inductor.codecache"
+"""What compiled cells import beside what every cell does; on a GPU only a part of it. The rest opens the GPU as it is
 imported, and a process that has opened a device forks none."""
 MOST_LOSSES = 3
 """Nodes that may die while they measure a cell: with that many, it is the cell that ends them."""
@@ -57,8 +58,9 @@ class Series:
     it as a context.
     """
 
-    def __init__(self) -> None:
-        self.modules = (COMPILER,)
+    def __init__(self, device: str) -> None:
+        """device: the one of all its sweeps."""
+        self.modules = (_compiler_on(device),)
         self._mark, self._servers = f"{secrets.token_hex(6)}-{secrets.token_hex(6)}.", itertools.count(1)
         self.forks = Forks(lambda: _numbered(self._mark, self._servers), self.modules)
         self.loop = asyncio.Runner()  # what forks the cells talks in one loop of events
@@ -114,6 +116,11 @@ def _locked(out: Path, key: str) -> Generator[None]:
         yield
 
 
+def _compiler_on(device: str) -> str:
+    without_gpu = device == "cpu" or (device == "auto" and smallest_gpu() is None)
+    return COMPILER if without_gpu else COMPILER_ON_GPU
+
+
 def _numbered(mark: str, numbers: Iterator[int]) -> str:
     return f"{mark}{next(numbers):06}."
 
@@ -162,7 +169,8 @@ class _Sweep:
             return None
         if self._series is not None:
             return self._series.modules
-        return (COMPILER,) if any(workload.compile != "eager" for workload in forked) else ()
+        compiled = any(workload.compile != "eager" for workload in forked)
+        return tuple({_compiler_on(device) for device in self._plan.devices}) if compiled else ()
 
     async def _measure_all(self) -> None:
         try:

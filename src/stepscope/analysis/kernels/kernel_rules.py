@@ -90,7 +90,7 @@ KERNEL_RULES = Rulebook((
                  "(pytorch_flash::Flash_fwd_params)"),
     # stepscope's own.
     Rule(family="attention (fused)", function=r"^flash_(?:forward|row_statistics|(?:key|query|joint)_gradients|"
-         r"finish_queries|split_operands)$|^hopper_(?:forward|gradients)$", example="hopper_gradients"),
+         r"finish_(?:queries|keys)|split_operands)$|^hopper_(?:forward|gradients)$", example="hopper_gradients"),
     Rule(family="normalisation", function=r"^rms_norm_(?:forward|backward|shares)$", example="rms_norm_backward"),
     Rule(family="activation/elementwise", function=r"^(?:silu_product_(?:forward|backward)|rotate_halves|scaled_by)$",
          example="silu_product_forward"),

@@ -91,7 +91,7 @@ class Racing:
         self.fresh = fresh
         self._device, self.out, self._limit, self._tag = device, out, memory_limit_bytes, tag
         self._tell, self._clock, self.budget_s = tell, clock, budget_s
-        self._began, self._series = clock(), Series()
+        self._began, self._series = clock(), Series(device)
         self._longest_s = 0.0
         self._took_s: dict[str, float] = {}
         """By a step's key, the shortest time of a process that measured it: later ones find it compiled."""
@@ -104,6 +104,8 @@ class Racing:
         self._compiled_s = 0.0
         """Seconds that processes compiled for the first time, since a time was noted last. Later ones do not compile
         again, so no forecast counts them."""
+        self._imported_s = 0.0
+        """Seconds that the process from which races are forked imported, likewise: the first race waited for it."""
         self._found = False
         """Whether an earlier search had measured one of the last cells: then its time was another."""
         self.needed_s = 0.0
@@ -166,7 +168,7 @@ class Racing:
         (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
         # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What the
         # steps took, a race takes at least.
-        self._compiled_s = 0.0
+        self._compiled_s = self._imported_s = 0.0
         self._longest_s = max(self._longest_s, steps_s(run))
         if run.status == "out-of-memory":
             return "it ran out of memory"
@@ -199,9 +201,10 @@ class Racing:
         self, began: float, *workloads: DrivenWorkload, processes: int = 1, turns: Turns | None = None
     ) -> None:  # fmt: skip
         """Note how long so many processes took that measured these since then, one after another, less what was
-        compiled for the first time. turns: where one process measured both, the parts of its time."""
-        whole_s = self._clock() - began
-        took_s, self._compiled_s = whole_s - self._compiled_s, 0.0
+        imported and compiled for the first time. turns: where one process measured both, the parts of its time."""
+        whole_s = self._clock() - began - self._imported_s
+        took_s = whole_s - self._compiled_s
+        self._compiled_s = self._imported_s = 0.0
         if self._found:
             return
         self._longest_s = max(self._longest_s, took_s)
@@ -240,7 +243,7 @@ class Racing:
         runs = (first, second)
         sides = tuple(zip((best, other), runs, strict=True))
         self._turns = Turns(
-            start_s=_until(began, first),
+            start_s=self._until(began, first),
             first_s={one.key: steps_s(run) - steps_s(run, first=False) for one, run in sides},
             later_s={one.key: steps_s(run, first=False) for one, run in sides},
             step_s={
@@ -262,7 +265,7 @@ class Racing:
         began = datetime.now(UTC)
         found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in asked))
         if not self._found:
-            self._start_s = _until(began, found[0])
+            self._start_s = self._until(began, found[0])
         runs = [*([known] if known is not None else []), *found]
         first, second = sorted(runs, key=lambda run: run.workload.identity == other.identity)
         self._alone.update({one.key: run for one, run in ((best, first), (other, second)) if one.ranks > 1})
@@ -279,11 +282,16 @@ class Racing:
 
     def _measured(self, *cells: Cell, refuses: bool = False) -> list[Run]:
         """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
-        policy = Policy(fresh=self.fresh, refuses=refuses)
+        policy, imported_s = Policy(fresh=self.fresh, refuses=refuses), self._series.forks.import_s
         runs = run_sweep(self._plan(order_cells(list(cells))), policy, self._told, self._series)
+        self._imported_s += max(0.0, self._series.forks.import_s - imported_s)
         self._compiled_s += sum(compiled_s(run) for run in runs)
         self.where = next((run.environment for run in runs if run.environment is not None), self.where)
         return runs
+
+    def _until(self, began: datetime, run: Run) -> float:
+        """Seconds from then until the run began in its process, less what was imported for all that are forked."""
+        return max(0.0, (datetime.fromisoformat(run.created) - began).total_seconds() - self._imported_s)
 
     def _told(self, state: SweepState) -> None:
         self._found = any(cell.resumed for cell in state.cells)
@@ -313,11 +321,6 @@ def steps_s(run: Run, *, first: bool = True) -> float:
     """Seconds that the run's steps took, those of its warm-up with them; with or without the first, which compiles."""
     steps = run.samples.get(STEP)
     return sum(steps.warmup_s[0 if first else 1 :]) + sum(steps.values_s) if steps is not None else 0.0
-
-
-def _until(began: datetime, run: Run) -> float:
-    """Seconds from then until the run began in its process."""
-    return max(0.0, (datetime.fromisoformat(run.created) - began).total_seconds())
 
 
 def compiled_s(run: Run) -> float:
