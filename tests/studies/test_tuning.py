@@ -182,6 +182,9 @@ def test_the_usual_changes_are_those_that_the_step_may_have():
     assert "graph" not in fields(compile="reduce-overhead"), "it captures graphs of its own"
     ranks = {"parallel": "fsdp2", "ranks": 2, "batch_size": 4, "dtype": "bf16"}
     assert fields(**ranks) == {"optimizer", "attention", *parts}, "no graph holds it"
+    ranks |= {"parallel": "ddp"}
+    assert fields(**ranks) == {"optimizer", "attention", "graph", "parallel", *parts}, "another that sends the same"
+    assert fields(["parallel"], **ranks) == {"optimizer", "attention", *parts}
     own = OwnWorkload(model=OwnModel(name=""), factory="own.py:make")
     assert [set(group) for group in groups_that_may(own, frozenset())] == [
         {"dtype", "optimizer"}, {"graph"}, {"norm", "mlp", "loss"},

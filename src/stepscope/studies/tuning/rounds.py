@@ -74,7 +74,7 @@ def _groups(best: DrivenWorkload) -> Iterator[Change]:
         yield {"dtype": "bf16" if "bf16" in lower else best.dtype, "optimizer": "adamw-fused"}
     else:
         yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
-    yield {"graph": "step"}
+    yield _replay(best)
     if isinstance(best, Workload):
         yield {"attention": PREFERRED["cuda"][0]}
     yield dict.fromkeys(best.parts, "fused")
@@ -127,13 +127,21 @@ def _optimizers(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield {"optimizer": name}
 
 
+def _replay(best: DrivenWorkload) -> Change:
+    """The step replayed as a whole. No graph holds PyTorch's DDP; where ranks share the step by it, the textbook's,
+    which sends the same, takes its place."""
+    if best.ranks > 1 and strategy_named(best.parallel).name == "ddp":
+        return {"graph": "step", "parallel": "ddp-bucketed"}
+    return {"graph": "step"}
+
+
 def _replayed(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
-    yield {"graph": "step"}
+    yield _replay(best)
 
 
 def _replayed_again(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     if best.compile != "eager":
-        yield {"graph": "step"}
+        yield _replay(best)
 
 
 def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
