@@ -17,6 +17,8 @@ from stepscope.cli.app import app
 from stepscope.cli.grammar import OLD_SPELLINGS
 from stepscope.cli.options import GROUPS, OPTIONS, line_of
 from stepscope.cli.verb import EXAMPLES
+from stepscope.cli.workloads import OneWorkload
+from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workload import Workload
 
@@ -205,3 +207,12 @@ def test_a_shell_is_offered_names():
     assert offered("stepscope memory last --at b") == ["backward"]
     (name,) = offered("stepscope show --runs results/h200/limit-80GiB xl-b4-s1024")
     assert name.startswith("xl-b4-s1024") and list(ROOT.glob(f"results/h200/limit-80GiB/*{name}/run.json"))
+
+
+@pytest.mark.parametrize("parallel", ["tensor-sequence", "fsdp2-tensor", "context", "context-textbook"])
+@pytest.mark.parametrize("model", [{}, {"model": "tiny"}])
+def test_ranks_may_share_a_sequence_of_the_usual_length(parallel: str, model: dict[str, str]):
+    """What is checked before the device is known has a sequence that can be split."""
+    OneWorkload({"parallel": parallel, "ranks": 4, "batch_size": 4, "attention": "sdpa", **model}).check()
+    with pytest.raises(InputError, match="seq_len 5 cannot be divided"):
+        OneWorkload({"parallel": parallel, "ranks": 4, "seq_len": 5, "attention": "sdpa", "batch_size": 4}).check()

@@ -51,6 +51,11 @@ class OneWorkload:
         sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
         return Workload(model=configure(chosen.pop("model"), **sizes), **chosen)
 
+    def check(self) -> None:
+        """Raise InputError for what is said and cannot be, before the device is known, on which the rest depends: with
+        many layers, and the longest of the usual sequences, which whatever splits the others splits too."""
+        self.workload(model="tiny", seq_len=512, **({} if "model" in self.said else {"layers": 1000}))
+
 
 @dataclass(frozen=True, slots=True)
 class ManyWorkloads:
