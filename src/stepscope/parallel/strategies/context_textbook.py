@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.models.attention import AttentionFunction
 from stepscope.models.attention.masks import for_all_heads
@@ -39,9 +40,12 @@ _SEQUENCE = 2
 """The dimension of the positions in queries, keys and values (B, H, S, D)."""
 
 
-_causal_at_the_end = functools.cache(causal_lower_right)
-"""PyTorch's mark for a causal mask aligned at the end, for which it has fused kernels. It is made once for each shape:
-not while an instrument watches every operator, which its making cannot bear."""
+@functools.cache
+def _causal_at_the_end(queries: int, keys: int) -> Any:
+    """PyTorch's mark for a causal mask aligned at the end, for which it has fused kernels. Its making cannot bear that
+    selective checkpointing, or an instrument, watches every operator."""
+    with _disable_current_modes():
+        return causal_lower_right(queries, keys)
 
 
 class _GatherSequence(torch.autograd.Function):
