@@ -1,5 +1,7 @@
 """What a choice of checkpointing makes of a model's blocks."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from stepscope.core.checkpointing import (
     keeping,
     mixtures,
     of_fewer_layers,
+    offload_of,
     selective_of,
     spans_of,
 )
@@ -50,6 +53,29 @@ def test_the_last_blocks_of_a_mixture_keep_more():
     ]  # fmt: skip
 
 
+def test_blocks_that_offload_lie_evenly_between_the_others():
+    assert spans_of("offload-2", 4) == tuple(Span(kept, 1) for kept in ("offload", "selective") * 2)
+    assert spans_of("offload-3", 4) == (Span("offload", 3), Span("selective", 1))
+    assert spans_of("offload-1", 4) == (Span("offload", 1), Span("selective", 3))
+    assert spans_of("offload-4", 4) == (Span("offload", 4),)
+    assert [offload_of(one) for one in ("offload-12", "offload-0", "offload", "selective-2")] == [12, None, None, None]
+
+
+@given(layers=st.integers(1, 60), data=st.data())
+def test_any_number_of_blocks_offloads(layers: int, data: st.DataObject):
+    """As many as asked for, the first among them, and so evenly that no run of blocks has two more of them than
+    another as long. The last offloads only where all do: its copies have no block beside them."""
+    offloaded = data.draw(st.integers(1, layers))
+    spans = spans_of(f"offload-{offloaded}", layers)
+    each = [span.on_host for span in spans for _ in range(span.blocks)]
+    assert (len(each), sum(each), each[0], each[-1]) == (layers, offloaded, True, offloaded == layers)
+    assert all(a.checkpointing != b.checkpointing for a, b in itertools.pairwise(spans))
+    assert not any(span.multiplies_again or span.attends_again for span in spans)
+    length = data.draw(st.integers(1, layers))
+    counts = {sum(each[start : start + length]) for start in range(layers - length + 1)}
+    assert max(counts) - min(counts) <= 1
+
+
 @given(layers=st.integers(1, 50), share=st.floats(0, 1))
 def test_the_choice_of_so_many_blocks_that_keep_more(layers: int, share: float):
     """None of them is `attention`, all are `selective`, and what lies between has its spans."""
@@ -74,4 +100,5 @@ def test_mixtures_that_a_search_tries_are_those_of_quarters():
 def test_the_last_blocks_of_a_model_have_no_group_that_is_larger():
     assert [of_fewer_layers("every-4", layers) for layers in (2, 4, 6)] == ["every-2", "every-4", "every-4"]
     assert [of_fewer_layers("selective-4", layers) for layers in (2, 4, 6)] == ["selective", "selective", "selective-4"]
+    assert [of_fewer_layers("offload-4", layers) for layers in (2, 4, 6)] == ["offload-2", "offload-4", "offload-4"]
     assert of_fewer_layers("attention", 1) == "attention"

@@ -185,6 +185,26 @@ def test_a_mixture_needs_blocks_of_both_kinds_and_fused_attention():
     assert workload(checkpointing="selective-9", phase="forward").checkpointing == "none"
 
 
+def test_offloading_needs_as_many_blocks_and_operators_that_run_one_by_one():
+    assert workload(checkpointing="offload-4").key.startswith("tiny-b2-s16-fp32-train-checkpoint-offload-4-")
+    assert workload(checkpointing="offload-9", phase="forward").checkpointing == "none"
+    for wrong, said in (
+        (
+            {"checkpointing": "offload-5"},
+            "offload-5 offloads more blocks than tiny has: choose offload-1 to offload-4$",
+        ),
+        (
+            {"checkpointing": "offload"},
+            "unknown checkpointing 'offload': choose none, .* attention, offload-K, every-1",
+        ),
+        ({"compile": "blocks"}, "and --compile blocks does not: choose --compile eager, or --checkpointing selective$"),
+        ({"graph": "step"}, "and --graph step does not: choose --graph none, or --checkpointing selective$"),
+        ({"parallel": "pipeline", "ranks": 2}, "gives them to stages: choose --checkpointing selective or attention$"),
+    ):
+        with pytest.raises(InputError, match=said):
+            workload(**{"checkpointing": "offload-4", **wrong})
+
+
 def test_a_bound_on_the_norm_makes_a_cell_of_its_own_where_gradients_are_used():
     plain, whole, none = workload(), workload(clip=1), workload(clip="none")
     assert plain == none and plain.key == none.key and plain.clip is None

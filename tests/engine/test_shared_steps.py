@@ -166,7 +166,8 @@ RIGHT = Correctness(
 @pytest.mark.parametrize(
     ("asked", "checked"),
     [
-        ({"checkpointing": "selective-8"}, "selective-1"), ({"checkpointing": "every-4"}, "every-2"),
+        ({"checkpointing": "selective-8"}, "selective-1"), ({"checkpointing": "offload-8"}, "offload-1"),
+        ({"checkpointing": "offload-12"}, "offload-2"), ({"checkpointing": "every-4"}, "every-2"),
         ({"checkpointing": "attention", "accumulation": 2}, "attention"), ({"checkpointing": "none"}, "none"),
         ({"checkpointing": "selective", "parallel": "pipeline", "accumulation": 4}, "selective"),
     ],

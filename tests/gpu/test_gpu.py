@@ -14,6 +14,8 @@ from stepscope.analysis.runs.checks import check_run
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
+from stepscope.core.model_config import configure
+from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Dtype
@@ -27,6 +29,7 @@ from stepscope.measure.nvml import nvml_kept_open, read_gpu
 from stepscope.measure.precision import matmul_precision, probe_relative_error
 from stepscope.measure.step import Phase
 from stepscope.measure.timer import measure
+from stepscope.memory.prediction.estimate import estimate
 from stepscope.models import training_step
 from stepscope.models.attention import implementation
 from stepscope.models.training_step import CUDA_GRAPH_MODES, TrainingStep
@@ -116,7 +119,7 @@ def test_a_step_that_turns_tf32_on_behind_our_back_is_found(out: Path, monkeypat
 
 
 @pytest.mark.parametrize("attention", ["reference", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"])
-@pytest.mark.parametrize("checkpointing", ["every-1", "every-2", "selective"])
+@pytest.mark.parametrize("checkpointing", ["every-1", "every-2", "selective", "offload-1", "offload-2"])
 def test_checkpointing_gives_the_same_gradients_bit_by_bit(gpu: torch.device, attention: Attention, checkpointing: str):
     assert_same_gradients(gpu, attention, checkpointing)
 
@@ -127,6 +130,31 @@ def test_kept_attention_gives_the_same_gradients_bit_by_bit(
     gpu: torch.device, attention: Attention, checkpointing: str
 ):
     assert_same_gradients(gpu, attention, checkpointing)
+
+
+@pytest.mark.parametrize("parts", ["reference", "fused"])
+def test_offloading_spares_the_device_and_changes_no_bit(gpu: torch.device, parts: str):
+    """Blocks large enough that copies and kernels run at once, over several steps that use the host's memory again.
+    Attention is written out: fused kernels may add up a gradient of queries in any order."""
+    choices: dict[str, Any] = {
+        "model": configure("tiny", layers=8, d_model=1024, d_ff=4096, heads=8), "batch_size": 2, "seq_len": 2048,
+        "dtype": "bf16", "attention": "reference", "phase": "forward-backward", **dict.fromkeys(PARTS, parts),
+    }  # fmt: skip
+    found: dict[str, tuple[list[torch.Tensor], int]] = {}
+    for checkpointing in ("selective", "offload-6"):
+        step = TrainingStep(workload(**choices, checkpointing=checkpointing), gpu)
+        for _ in range(4):
+            torch.cuda.reset_peak_memory_stats()
+            run_steps(step)
+        peak, predicted = torch.cuda.max_memory_allocated(), estimate(step.workload)
+        assert peak == pytest.approx(max(predicted.forward_peak, predicted.backward_peak or 0), rel=0.02)
+        found[checkpointing] = [p.grad.cpu() for p in step.model.parameters() if p.grad is not None], peak
+        del step
+        gc.collect()
+        torch.cuda.empty_cache()
+    (plain, whole), (ours, spared) = found.values()
+    assert all(torch.equal(a, b) for a, b in zip(plain, ours, strict=True))
+    assert spared < 0.85 * whole
 
 
 def assert_same_gradients(gpu: torch.device, attention: Attention, checkpointing: str) -> None:

@@ -30,7 +30,17 @@ pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
 LAYERS, BATCH, SEQUENCE, WIDTH, FEED_FORWARD, HEADS = 4, 2, 16, 32, 64, 2
-CHECKPOINTINGS = ("none", "selective", "every-1", "every-2", "every-3", "every-4")
+CHECKPOINTINGS = (
+    "none",
+    "selective",
+    "offload-1",
+    "offload-3",
+    "offload-4",
+    "every-1",
+    "every-2",
+    "every-3",
+    "every-4",
+)
 
 
 def step_with(checkpointing: str, **changes: Any) -> TrainingStep:
@@ -77,7 +87,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("checkpointing", "attentions", "products"),
     [
-        ("none", LAYERS, 0), ("selective", LAYERS, 0), ("attention", LAYERS, 6 * LAYERS),
+        ("none", LAYERS, 0), ("selective", LAYERS, 0), ("offload-3", LAYERS, 0), ("attention", LAYERS, 6 * LAYERS),
         ("every-1", 2 * LAYERS, 6 * LAYERS), ("selective-1", LAYERS, 6 * 3), ("selective-3", LAYERS, 6 * 1),
     ],
 )  # fmt: skip
@@ -240,7 +250,7 @@ def test_ranges_name_what_runs_again(checkpointing: str, accumulation: int):
         driven.timed_steps(step, HostDevice(), 1)
     assert not recorder.open
     backward = [names[2:] for names in recorder.pushed if len(names) > 2 and names[1] == "backward"]
-    groups = {"none": 0, "selective": 4, "every-1": 4, "every-2": 2, "every-3": 2, "every-4": 1}[checkpointing]
+    groups = {"none": 0, "every-2": 2, "every-3": 2, "every-4": 1}.get(checkpointing, LAYERS)
     assert sum(names == (RECOMPUTATION,) for names in backward) == groups * accumulation
     assert all(names[0] == RECOMPUTATION for names in backward)
     inside = Counter(names[1] for names in backward if len(names) == 2)

@@ -154,7 +154,7 @@ WRONG_AT_TIMES = ("off by some bf16", "keeps one local", "lets go", "twice of ei
 
 WITH_MICRO_BATCHES = {
     "ddp": "every-2", "ddp-bucketed": "every-1", "ddp-overlap": "none", "zero1": "every-1", "fsdp2": "selective-1",
-    "fsdp-textbook": "every-1", "tensor": "none", "pipeline": "every-1",
+    "fsdp-textbook": "offload-2", "tensor": "offload-1", "pipeline": "every-1", "context-textbook": "selective",
 }  # fmt: skip
 """The checkpointing with which a strategy is held against one process on several micro-batches."""
 
@@ -186,8 +186,8 @@ def every_checkpointing(rank: int, ranks: int) -> list[str]:
     """Strategies that are not right with several micro-batches and some checkpointing."""
     wrong: list[str] = []
     for name in WITH_MICRO_BATCHES:
-        for checkpointing in ("none", "selective", "selective-1", "attention", "every-1", "every-2"):
-            if stages_of(name, ranks) > 1 and checkpointing == "selective-1":
+        for checkpointing in ("none", "selective", "selective-1", "attention", "offload-1", "every-1", "every-2"):
+            if stages_of(name, ranks) > 1 and checkpointing in ("selective-1", "offload-1"):
                 continue
             step = with_micro_batches(checkpointing)
             verdict = check_ranks(name, lambda of=step: textbook_parts(of, CPU), step, CPU, Here(rank, ranks))

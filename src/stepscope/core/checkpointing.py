@@ -1,6 +1,7 @@
 """Choices of activation checkpointing, and what each makes of the blocks of a model: one record that the model, the
 prediction of its memory, its FLOPs and its plan read."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,16 +10,25 @@ from typing import NamedTuple, TypeVar
 KEEPING = ("selective", "attention")
 """Checkpointing that keeps, beside each block's input, the outputs of some operators; the most first."""
 
+OFFLOAD = "offload"
+"""What blocks do that keep for backward what `selective` does, but in the host's memory."""
+
+BLOCKS_ON_THE_WAY = 2
+"""How many blocks may have what they keep on its way to the host, and in the device's memory still. Forward waits for
+the copies of the block before them, so that no more of it is there, however slow the link is."""
+
 CHECKPOINTING_CHOICES = (
-    "none, selective, selective-K for any K below the number of layers, attention, every-1 or every-K for any K up to "
-    "the number of layers"
+    "none, selective, selective-K for any K below the number of layers, attention, offload-K, every-1 or every-K for "
+    "any K up to the number of layers"
 )
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
 outputs of its matrix products and of fused attention, and backward recomputes the cheap rest. attention: every block
 keeps the outputs of fused attention alone, which for long sequences are dear to compute and small to keep. selective-K:
 the last K blocks keep what `selective` keeps, and those before them what `attention` does. The last are the first that
-backward frees, so that what they keep is gone before most gradients are there."""
+backward frees, so that what they keep is gone before most gradients are there. offload-K: every block keeps what
+`selective` keeps, and K of them in the host's memory. These lie evenly between the others, so that the copies have the
+others' time, too."""
 
 
 T = TypeVar("T")
@@ -28,7 +38,7 @@ class Span(NamedTuple):
     """Consecutive blocks that keep alike for backward."""
 
     checkpointing: str
-    """none, one of KEEPING, or every-K."""
+    """none, one of KEEPING, OFFLOAD, or every-K."""
     blocks: int
 
     @property
@@ -40,6 +50,16 @@ class Span(NamedTuple):
     def groups(self) -> int:
         """How many groups there are; the last may be shorter."""
         return math.ceil(self.blocks / self.group)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether what the blocks keep lies in the host's memory."""
+        return self.checkpointing == OFFLOAD
+
+    @property
+    def alone(self) -> str:
+        """The checkpointing of a model of such blocks alone, which computes the same again."""
+        return "selective" if self.on_host else self.checkpointing
 
     @property
     def multiplies_again(self) -> bool:
@@ -54,10 +74,19 @@ class Span(NamedTuple):
 
 def spans_of(checkpointing: str, layers: int) -> tuple[Span, ...]:
     """The blocks of a model of so many layers, from the first to the last, by what they keep."""
-    last = selective_of(checkpointing)
-    if last is None:
-        return (Span(checkpointing, layers),)
-    return Span("attention", layers - last), Span("selective", last)
+    last, offloaded = selective_of(checkpointing), offload_of(checkpointing)
+    if last is not None:
+        return Span("attention", layers - last), Span("selective", last)
+    if offloaded is not None:
+        each = (_share(i + 1, offloaded, layers) > _share(i, offloaded, layers) for i in range(layers))
+        alike = itertools.groupby(OFFLOAD if on_host else "selective" for on_host in each)
+        return tuple(Span(kept, len(list(blocks))) for kept, blocks in alike)
+    return (Span(checkpointing, layers),)
+
+
+def _share(blocks: int, offloaded: int, layers: int) -> int:
+    """How many of the first blocks offload what they keep: the first does, and the last does not if any does not."""
+    return -(-blocks * offloaded // layers)
 
 
 def grouped(blocks: Sequence[T], spans: Iterable[Span]) -> Iterator[tuple[Span, list[Sequence[T]]]]:
@@ -76,6 +105,11 @@ def group_of(checkpointing: object) -> int | None:
 def selective_of(checkpointing: object) -> int | None:
     """K of `selective-K`, or None."""
     return _number(checkpointing, "selective")
+
+
+def offload_of(checkpointing: object) -> int | None:
+    """K of `offload-K`, or None."""
+    return _number(checkpointing, OFFLOAD)
 
 
 def mixtures(layers: int) -> tuple[str, ...]:
@@ -101,9 +135,11 @@ def most_that_fit(low: int, high: int, fits: Callable[[int], bool]) -> int:
 
 def of_fewer_layers(checkpointing: str, layers: int) -> str:
     """What a model's checkpointing makes of its last `layers` blocks, as a choice for a model of these alone."""
-    group, last = group_of(checkpointing), selective_of(checkpointing)
+    group, last, offloaded = group_of(checkpointing), selective_of(checkpointing), offload_of(checkpointing)
     if group is not None:
         return f"every-{min(group, layers)}"
+    if offloaded is not None:
+        return f"{OFFLOAD}-{min(offloaded, layers)}"
     return "selective" if last is not None and last >= layers else checkpointing
 
 

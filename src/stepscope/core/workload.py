@@ -9,7 +9,16 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.attentions import Attention, attention_names, is_kept
-from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING, Span, group_of, selective_of, spans_of
+from stepscope.core.checkpointing import (
+    CHECKPOINTING_CHOICES,
+    KEEPING,
+    OFFLOAD,
+    Span,
+    group_of,
+    offload_of,
+    selective_of,
+    spans_of,
+)
 from stepscope.core.errors import InputError, choose
 from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
@@ -315,7 +324,8 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
 
     def _check_checkpointing(self) -> None:
         group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
-        if self.checkpointing not in ("none", *KEEPING) and group is None and last is None:
+        offloaded = offload_of(self.checkpointing)
+        if self.checkpointing not in ("none", *KEEPING) and group is last is offloaded is None:
             raise InputError(f"unknown checkpointing {self.checkpointing!r}: choose {CHECKPOINTING_CHOICES}")
         if self.phase == "forward":
             return
@@ -325,17 +335,24 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
                 f"{self.attention} is no such operator: choose --attention "
                 f"{', '.join(filter(is_kept, attention_names()))}, or --checkpointing selective or every-1"
             )
-        if group is not None and group > layers:
-            raise InputError(
-                f"checkpointing {self.checkpointing} groups more blocks than {self.model.name} has: "
-                f"choose every-1 to every-{layers}"
-            )
+        for word, blocks, does in (("every", group, "groups"), (OFFLOAD, offloaded, "offloads")):
+            if blocks is not None and blocks > layers:
+                raise InputError(
+                    f"checkpointing {self.checkpointing} {does} more blocks than {self.model.name} has: "
+                    f"choose {word}-1 to {word}-{layers}"
+                )
         if last is not None and last >= layers:
             fewer = f"selective-1 to selective-{layers - 1}, or " if layers > 1 else ""
             raise InputError(
                 f"checkpointing {self.checkpointing} leaves no block of {self.model.name} that keeps less, which has "
                 f"{layers}: choose {fewer}selective"
             )
+        for choice, value, without in (("compile", self.compile, "eager"), ("graph", self.graph, "none")):
+            if offloaded is not None and value != without:
+                raise InputError(
+                    f"checkpointing {self.checkpointing} copies while operators run one by one, and --{choice} "
+                    f"{value} does not: choose --{choice} {without}, or --checkpointing selective"
+                )
 
     def _check_accumulation(self) -> None:
         parts = self.batch_parts
@@ -387,7 +404,7 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
                 f"--parallel {self.parallel} makes {stages} stages of {self.model.layers} layers over {self.ranks} "
                 f"ranks: give each stage a layer or more"
             )
-        if len(self.spans) > 1:
+        if len(self.spans) > 1 or any(span.on_host for span in self.spans):
             raise InputError(
                 f"checkpointing {self.checkpointing} is for blocks that each rank has all of, and --parallel "
                 f"{self.parallel} gives them to stages: choose --checkpointing selective or attention"

@@ -10,6 +10,7 @@ for each thread that multiplies matrices; on a GPU autograd runs backward on a t
 """
 
 import contextlib
+import contextvars
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,18 @@ _aten = torch.ops.aten
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
+
+_OF_HOST = contextvars.ContextVar("of_host", default=False)
+
+
+@contextlib.contextmanager
+def of_host() -> Iterator[None]:
+    """A context whose new tensors belong to the host, also where the device of a step is one that a CPU stands for."""
+    token = _OF_HOST.set(True)
+    try:
+        yield
+    finally:
+        _OF_HOST.reset(token)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -160,7 +173,9 @@ class FakeMemory(TorchDispatchMode):
         return tensor.itemsize == 2 and self._index.get(args[0].untyped_storage()._cdata) in self._weights
 
     def _allocate(self, nbytes: int, func: Any) -> int:
-        self.allocations.append(FakeAllocation(nbytes=nbytes, operator=str(func), phase=self._phase))
+        self.allocations.append(
+            FakeAllocation(nbytes=nbytes, operator=str(func), phase=self._phase, on_device=not _OF_HOST.get())
+        )
         index = len(self.allocations) - 1
         self.events.append(index)
         return index

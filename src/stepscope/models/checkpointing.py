@@ -16,13 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.checkpointing import Span
+from stepscope.core.checkpointing import Span, grouped
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.workload import Workload
 from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.measure import scaled_mm
 from stepscope.measure.ranges import detail_range
 from stepscope.models.attention import implementation
+from stepscope.models.offloading import HostCopies, KeptByBlock, when_gradient_is_there
 
 """The name of the range that encloses what backward runs again, as readers of traces know it."""
 
@@ -99,17 +100,23 @@ def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
 def block_runner(workload: Workload) -> BlockRunner:
     """The runner that the workload's `checkpointing` names."""
     spans = workload.spans
-    return _runner_of(spans[0]) if len(spans) == 1 else one_after_another(spans)
+    return _runner_of(spans[0]) if len(spans) == 1 and not spans[0].on_host else one_after_another(spans)
 
 
 def one_after_another(spans: Sequence[Span]) -> BlockRunner:
     """A runner of a whole model's blocks, each span as it keeps for backward."""
+    copies = HostCopies(KEPT_OPERATORS["selective"])
 
     def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
-        blocks, first = tuple(blocks), 0
-        for span in spans:
-            x_BSM = _runner_of(span)(blocks[first : first + span.blocks], x_BSM)
-            first += span.blocks
+        before: KeptByBlock | None = None
+        for span, groups in grouped(tuple(blocks), spans):
+            for group in groups:
+                kept = copies.block() if span.on_host else None
+                x_BSM = (_runner_of(span) if kept is None else keep_outputs(kept.contexts))(group, x_BSM)
+                if before is not None:  # backward of this block begins with its output's gradient
+                    when_gradient_is_there(x_BSM, before.fetch)
+                before = kept
+        when_gradient_is_there(x_BSM, copies.let_all_go if before is None else before.fetch)
         return x_BSM
 
     return run

@@ -5,13 +5,15 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Frame, Line, Panel, Point, Table, as_lines, table_of, text
-from stepscope.core.checkpointing import selective_of
+from stepscope.core.checkpointing import offload_of, selective_of
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
 from stepscope.core.network import Network
 from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
 from stepscope.memory.prediction.layouts import bytes_of
+from stepscope.planning.mixtures import MIXTURES
+from stepscope.planning.offloading import OFFLOADING
 from stepscope.planning.rates import STEP_SPREAD
 from stepscope.planning.scaling import Scaled, Sensitivity, stops_at
 from stepscope.planning.search import COMMUNICATION_BYTES, Machine, Plan, Planned
@@ -183,12 +185,6 @@ def _tokens(planned: Planned, planning: Planning) -> float:
     return planning.plan.question.workload.tokens / planned.time.step_s
 
 
-_MIXTURES = (
-    "selective-K: the last K blocks keep what their products and attention return, and the others what attention does "
-    "alone. Backward computes the rest again. Where --checkpointing settles no K, it is the largest that fits."
-)
-
-
 def _best_table(planning: Planning) -> Table:
     names = dict.fromkeys(planned.layout.sharding for planned in planning.plan.best)
     return table_of(
@@ -206,7 +202,11 @@ def _best_table(planning: Planning) -> Table:
         notes=as_lines(
             "tp, cp, pp, ep, dp: tensor (with sequence), context, pipeline, expert and data parallel; v: chunks of an "
             "interleaved pipeline.",
-            *([_MIXTURES] if any(selective_of(one.layout.checkpointing) for one in planning.plan.best) else []),
+            *(
+                said
+                for k_of, said in ((selective_of, MIXTURES), (offload_of, OFFLOADING))
+                if any(k_of(one.layout.checkpointing) for one in planning.plan.best)
+            ),
             *(
                 f"{name}: {SHARDINGS[name].words} ({SHARDINGS[name].source})."
                 for name in names

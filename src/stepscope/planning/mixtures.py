@@ -17,6 +17,12 @@ from stepscope.core.layout import Layout
 from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.space import Question
 
+MIXTURES = (
+    "selective-K: the last K blocks keep what their products and attention return, and the others what attention does "
+    "alone. Backward computes the rest again. Where --checkpointing settles no K, it is the largest that fits."
+)
+"""What readers of a plan are told of `selective-K`."""
+
 
 def open_to_mixtures(question: Question, alike: list[Layout], fit: list[bool]) -> list[Layout]:
     """The layouts of `selective` that do not fit, but do with `every-1`, which needs less than any mixture.

@@ -8,6 +8,7 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.checkpointing import offload_of
 from stepscope.core.device_spec import DeviceSpec
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.network import Network
@@ -17,6 +18,7 @@ from stepscope.memory.prediction.estimate import estimate
 from stepscope.memory.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
 from stepscope.memory.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
 from stepscope.planning.mixtures import mixed, on_line, open_to_mixtures, with_most
+from stepscope.planning.offloading import offloading
 from stepscope.planning.rates import Rates, rates_of
 from stepscope.planning.space import Question, Space
 from stepscope.planning.times import Clock, StepTime
@@ -135,11 +137,20 @@ class _Tried:
             if fit[number] and layout.micro_batch not in slow and not self._take(layout, number - self.count):
                 slow.add(layout.micro_batch)
         for layout in open_to_mixtures(self._question, alike, fit):
-            found = mixed(layout, self._memory, self._room)
-            if found is not None:
-                self.count += 1
-                self.fitting += 1
-                self._take(found, -self.count)
+            for found in (mixed(layout, self._memory, self._room), self._offloading(layout)):
+                if found is not None:
+                    self.count += 1
+                    self.fitting += 1
+                    self._take(found, -self.count)
+
+    def _offloading(self, layout: Layout, *, exactly: bool = False) -> Layout | None:
+        if layout.pipeline > 1 or not self._question.offloads:
+            return None
+        memory, forward_s = (
+            self._memory,
+            self._clock.forward_s(msgspec.structs.replace(layout, checkpointing="selective")),
+        )
+        return offloading(layout, memory, forward_s, lambda one: memory.needs(one, exactly=exactly).peak <= self._room)
 
     def _fits(self, layout: Layout, number: int) -> bool:
         peak = self._memory.needs(layout).peak
@@ -178,8 +189,11 @@ class _Tried:
         return None
 
     def _planned(self, layout: Layout) -> Planned:
-        """A layout by its very stages; one of `selective` or of a mixture with what these leave room for."""
-        if self._question.mixes and layout.checkpointing not in ("none", "every-1"):
+        """A layout by its very stages; one of `selective`, of a mixture or that offloads with what these leave room
+        for."""
+        if offload_of(layout.checkpointing):
+            layout = self._offloading(layout, exactly=True) or layout
+        elif self._question.mixes and layout.checkpointing not in ("none", "every-1"):
             layout = mixed(layout, self._memory, self._room, exactly=True) or layout
         return planned(layout, self._memory, self._clock)
 
@@ -261,6 +275,9 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
                 if alone(least)[1]:
                     guess = on_line(layers, alone(least)[2], alone(most)[2], room)
                     every.append(with_most(least, layers, guess, lambda one: alone(one)[1]))
+                if question.offloads:
+                    found = offloading(most, clock.memory, clock.forward_s(most), lambda one: alone(one)[1])
+                    every += [found] if found is not None else []
     best = sorted((one for one, fits, _ in map(alone, every) if fits), key=lambda one: one.time.step_s)
     too_large = len(every) - len(best)
     nearest = min((alone(one)[0] for one in every), key=lambda one: one.peak_bytes) if every and not best else None

@@ -53,6 +53,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         """Whether mixtures of `selective` and `attention` are tried where `selective` does not fit."""
         return not self.checkpointings and is_kept(self.workload.attention)
 
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks that offload are tried there, too: they need operators that run one by one."""
+        return self.mixes and self.workload.compile == "eager"
+
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of each dimension."""

@@ -21,6 +21,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 from stepscope.memory.prediction.layouts import RankMemory, bytes_of
 from stepscope.memory.prediction.stages import Moved
+from stepscope.planning.offloading import copies_s
 from stepscope.planning.rates import KERNEL_S, PRODUCT_S, UNIT_S, Rates
 from stepscope.work.communication import (
     Copies,
@@ -43,7 +44,7 @@ from stepscope.work.transformer import moment_bytes
 PARTS: tuple[str, ...] = (
     "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
     "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "slower beside collectives",
-    "copies for collectives", "optimizer",
+    "copies for collectives", "waiting for copies to the host", "optimizer",
 )  # fmt: skip
 """What a step's time is made of, in the order of tables."""
 
@@ -139,6 +140,10 @@ class Clock:
         self._sent: dict[tuple[object, ...], _DataSeconds] = {}
         self._sends: dict[tuple[object, ...], float] = {}
 
+    def forward_s(self, layout: Layout) -> float:
+        """Seconds of a block's forward, for one micro-batch."""
+        return self._block(layout).forward_s
+
     def least_s(self, layout: Layout) -> float:
         """Seconds that a step takes at least: quickly."""
         blocks = self.model.config.layers / layout.pipeline
@@ -193,12 +198,14 @@ class Clock:
         """A block's times; the mean of all blocks, where they keep unlike for backward."""
         key = (*self._key(layout), layout.expert, _hooks_s(layout))
         if key not in self._blocks:
-            layers = self.model.config.layers
-            self._blocks[key] = _mean([
-                (self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.checkpointing)),
+            layers, copies = self.model.config.layers, copies_s(layout, self.memory)
+            block = self._blocks[key] = _mean([
+                (self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone)),
                  span.blocks / layers)
                 for span in spans_of(layout.checkpointing, layers)
             ])  # fmt: skip
+            for parts, seconds in ((block.forward, block.forward_s), (block.backward, block.backward_s)):
+                parts["waiting for copies to the host"] = max(0.0, copies - seconds)
         return self._blocks[key]
 
     def _key(self, layout: Layout) -> tuple[object, ...]:

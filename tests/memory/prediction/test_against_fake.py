@@ -138,7 +138,9 @@ def test_so_do_steps_of_8_bits(d_ff: int, dtype: Dtype, checkpointing: str):
         assert symbolic[phase] == fake[phase], phase
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "selective", "selective-2", "attention", "every-3"])
+@pytest.mark.parametrize(
+    "checkpointing", ["none", "selective", "selective-2", "attention", "every-3", "offload-1", "offload-2", "offload-4"]
+)
 @pytest.mark.parametrize("d_ff", [960, pytest.param(1440, marks=pytest.mark.long)])
 def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabulary(checkpointing: str, d_ff: int):
     """cuBLAS gets its workspace after the first product's output is there: so it is decided which blocks are left for

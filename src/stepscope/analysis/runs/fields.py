@@ -9,6 +9,7 @@ from typing import Any
 from stepscope.analysis.runs import communication, metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
+from stepscope.core.checkpointing import OFFLOAD
 from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
@@ -74,7 +75,8 @@ def _argument(run: Run, name: str) -> Scalar:
 
 
 _CHECKPOINTINGS = (
-    "none", "selective", *(f"selective-{last}" for last in range(256, 0, -1)), "attention",
+    "none", "selective", *(f"{OFFLOAD}-{blocks}" for blocks in range(1, 257)),
+    *(f"selective-{last}" for last in range(256, 0, -1)), "attention",
     *(f"every-{group}" for group in range(1, 257)),
 )  # fmt: skip
 """Choices of checkpointing in order of how much they keep, the most first."""

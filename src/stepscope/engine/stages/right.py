@@ -4,7 +4,7 @@ import dataclasses
 
 import msgspec
 
-from stepscope.core.checkpointing import of_fewer_layers, selective_of
+from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
@@ -57,7 +57,7 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
     small = msgspec.structs.replace(
         workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
         batch_size=batch_size, seq_len=seq_len, compile="eager",
-        checkpointing=_of_fewer_layers(workload.checkpointing, layers),
+        checkpointing=_of_fewer_layers(workload, layers),
     )  # fmt: skip
     found = check_ranks(workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks)
     return msgspec.structs.replace(
@@ -69,10 +69,15 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
     )
 
 
-def _of_fewer_layers(checkpointing: str, layers: int) -> str:
+def _of_fewer_layers(workload: Workload, layers: int) -> str:
     """The checkpointing of a model of so few layers that has blocks of every kind that the whole model has."""
-    last = selective_of(checkpointing)
-    return of_fewer_layers(checkpointing, layers) if last is None else f"selective-{min(last, layers - 1)}"
+    checkpointing, last = workload.checkpointing, selective_of(workload.checkpointing)
+    offloaded = offload_of(checkpointing)
+    if last is not None:
+        return f"selective-{min(last, layers - 1)}"
+    if offloaded is not None and offloaded < workload.model.layers:
+        return f"{OFFLOAD}-{min(offloaded, layers - 1)}"
+    return of_fewer_layers(checkpointing, layers)
 
 
 def said_of(found: Correctness, name: str) -> str:

@@ -22,7 +22,7 @@ import math
 import msgspec
 
 from stepscope.core.attentions import scores_of
-from stepscope.core.checkpointing import Span, of_fewer_layers, spans_of
+from stepscope.core.checkpointing import OFFLOAD, Span, of_fewer_layers, spans_of
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
@@ -194,6 +194,11 @@ class RankMemory:
             fused_backward=one.fused_backward + more * (two.fused_backward - one.fused_backward),
         )
 
+    def offloaded(self, layout: Layout) -> int:
+        """Bytes that a block sends to the host's memory for a micro-batch, if it offloads."""
+        alone = msgspec.structs.replace(layout, checkpointing=f"{OFFLOAD}-1")
+        return self._by_tokens(alone, _RankStage(blocks=1, first=False, last=False)).offloaded
+
     def _held(self, layout: Layout, rank: int) -> tuple[int, int, int]:
         """Parameters on a rank: of its blocks, of its experts, and outside blocks."""
         key = (layout.tensor, layout.pipeline, layout.chunks, layout.expert, rank)
@@ -311,9 +316,9 @@ class RankMemory:
 
     def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs by interpolation between few and more blocks, one sequence and two."""
-        if stage.blocks <= _FEW_BLOCKS:
-            return self._by_tokens(layout, stage)
         spans = spans_of(layout.checkpointing, stage.blocks)
+        if stage.blocks <= _FEW_BLOCKS or any(span.on_host for span in spans):
+            return self._by_tokens(layout, stage)
         if len(spans) > 1:
             return self._of_unlike(layout, stage, spans)
         low, high = (

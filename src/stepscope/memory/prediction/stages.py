@@ -64,6 +64,8 @@ class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of parameters that are whole for a while, at the peak of forward."""
     gathered_backward: int = 0
     """Bytes of such parameters, and of gradients on their way to shards or in them, at the peak of backward."""
+    offloaded: int = 0
+    """What forward sends to the host's memory, and backward gets back."""
 
 
 class Moved(msgspec.Struct, frozen=True, kw_only=True):
@@ -203,6 +205,7 @@ def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, 
     return StageNeeds(
         forward=forward, backward=ledger.peak, saved=saved, gathered_forward=gathered_forward,
         gathered_backward=at_peak[GATHERED] + (at_peak[ON_THEIR_WAY] if units is not None else 0),
+        offloaded=tape.offloaded,
     )  # fmt: skip
 
 

@@ -25,10 +25,12 @@ from stepscope.core.checkpointing import Span, grouped
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.workload import Workload
 from stepscope.memory.prediction.item_sizes import item_sizes
+from stepscope.memory.prediction.symbolic_offloading import run_offloading
 from stepscope.memory.prediction.symbolic_scaled import ScaledProducts
 from stepscope.memory.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
     Parameter,
+    Segment,
     Storage,
     Tape,
     Tensor,
@@ -113,25 +115,23 @@ class SymbolicModel:
 
     def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
         """All blocks, which keep what the workload says, as in models/checkpointing.py."""
-        for span, groups in grouped(self.blocks, self.workload.spans):
-            alike = groups[2:-2] if self.abridged else []
-            for group in groups[:1]:
-                x = self._run(tape, x, group, span)
-            before = tape.ledger.live.copy()
-            for group in groups[1:2]:
-                x = self._run(tape, x, group, span)
-            grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
-            for group in alike:
-                x = self._stand_in(tape, x, group, grown)
-            for group in groups[2 + len(alike) :]:
-                x = self._run(tape, x, group, span)
+        blocks = list(grouped(self.blocks, self.workload.spans))
+        if tape.recording and any(span.on_host for span, _ in blocks):
+            return run_offloading(tape, x, blocks, self._run_group)
+        for span, groups in blocks:
+            alike, grown = range(2, len(groups) - 2) if self.abridged else range(0), list[int]()
+            for number, group in enumerate(groups):
+                before = tape.ledger.live.copy()
+                x = self._stand_in(tape, x, group, grown) if number in alike else self._run(tape, x, group, span)
+                if number == 1:
+                    grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
         return x
 
     def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], span: Span) -> Tensor:
         if span.checkpointing == "none":
             return self._run_group(tape, x, group)
         keeps = KEPT_OPERATORS.get(span.checkpointing, frozenset[str]())
-        return tape.checkpoint(partial(self._run_group, blocks=group), x, keeps=keeps)
+        return tape.run(Segment(partial(self._run_group, blocks=group), x, keeps))
 
     def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
         """A group of blocks as one piece: it leaves `grown` bytes by category, and later its gradients.

@@ -204,7 +204,7 @@ class Segment:
     The outputs of the operators in `keeps` are kept, not computed again.
     """
 
-    def __init__(self, run: "Callable[[Tape, Tensor], object]", x: Tensor, keeps: Set[str]) -> None:
+    def __init__(self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, keeps: Set[str]) -> None:
         self.run, self.input, self.keeps = run, x, keeps
         self.nodes: list[Node] = []
         self.saving = 0
@@ -230,6 +230,7 @@ class Tape:
         self.workspace_bytes = 0
         """Size in bytes of the workspace that the next matrix product allocates; 0 if none is due."""
         self.after_rerun: Callable[[], None] = lambda: None
+        self.offloaded = 0  # bytes that blocks sent to the host's memory
         self._number = 0
         self._segment: Segment | None = None
         self._rerun: Segment | None = None
@@ -247,7 +248,7 @@ class Tape:
 
     def output(self, operator: str, size: int) -> Storage:
         """Memory for an operator's output. If checkpointing keeps it, forward gets the same memory when rerun."""
-        if self._rerun is not None and operator in self._rerun.keeps:
+        if self._rerun is not None and operator in self._rerun.keeps and self._rerun.kept:
             kept = self._rerun.kept.popleft()
             kept.release()
             return kept
@@ -307,12 +308,10 @@ class Tape:
         """x.to(dtype): a copy, or x itself when it has that dtype."""
         return x if x.itemsize == itemsize else self.op("ToCopy", x.elements, itemsize, [x])
 
-    def checkpoint(
-        self, run: "Callable[[Tape, Tensor], Tensor]", x: Tensor, *, keeps: Set[str] = frozenset()
-    ) -> Tensor:
-        """run(x), which keeps for backward only the input and the outputs of the operators in `keeps`."""
-        self._segment = Segment(run, x, keeps)
-        output = run(self, x)
+    def run(self, segment: Segment) -> Tensor:
+        """What the segment returns. It keeps for backward only its input and what its operators in `keeps` return."""
+        self._segment = segment
+        output = segment.run(self, segment.input)
         self._segment = None
         return output
 

@@ -1,0 +1,119 @@
+"""What blocks keep in the host's memory: what goes there, comes back, and when. Gradients: test_checkpointing.py.
+
+A CPU has no stream: its copies are made at once, from its memory to its memory. What a device is spared, and that
+nothing is read before it is there, only a GPU shows (tests/gpu/test_gpu.py)."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, spans_of
+from stepscope.models.checkpointing import KEPT_OPERATORS, checkpointed, one_after_another
+from stepscope.models.offloading import HostCopies, KeptByBlock
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    """x + down(relu(up(x)))"""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(3 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def blocks(count: int) -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(Block() for _ in range(count))
+
+
+def copies() -> HostCopies:
+    return HostCopies(KEPT_OPERATORS["selective"])
+
+
+def gradients(model: nn.Module, run: Any, x: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    run(model, x).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("offloaded", [1, 3, 5])
+def test_steps_use_the_hosts_memory_again(offloaded: int, monkeypatch: pytest.MonkeyPatch):
+    """A piece for what `up` returns of each block that offloads, and none for `down`, for which backward does not ask;
+    the second step and the third take the same."""
+    made: list[torch.device] = []
+    piece = HostCopies.piece
+
+    def counted(self: HostCopies, device: torch.device) -> Tensor:
+        made.append(device) if not self._pieces else None
+        return piece(self, device)
+
+    monkeypatch.setattr(HostCopies, "piece", counted)
+    model, run = blocks(5), one_after_another(spans_of(f"offload-{offloaded}", 5))
+    x = torch.randn(4, WIDTH, requires_grad=True)
+    plain = gradients(model, lambda model, x: nn.Sequential(*model)(x), x)
+    for _ in range(3):
+        found = gradients(model, run, x)
+        assert all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    assert len(made) == offloaded
+
+
+def test_the_device_holds_two_blocks_on_the_way_at_most(monkeypatch: pytest.MonkeyPatch):
+    """The third that leaves waits for the copies of the first; backward lets the rest go before it fetches any."""
+    events: list[str] = []
+    numbers: dict[int, int] = {}
+
+    def noted(name: str) -> None:
+        original = getattr(KeptByBlock, name)
+
+        def method(self: KeptByBlock) -> None:
+            events.append(f"{name} {numbers.setdefault(id(self), len(numbers))}")
+            original(self)
+
+        monkeypatch.setattr(KeptByBlock, name, method)
+
+    for name in ("end_forward", "let_go", "begin_again"):
+        noted(name)
+    gradients(blocks(5), one_after_another(spans_of("offload-4", 5)), torch.randn(2, WIDTH, requires_grad=True))
+    assert BLOCKS_ON_THE_WAY == 2
+    assert events == [
+        "end_forward 0", "end_forward 1", "end_forward 2", "let_go 0", "end_forward 3", "let_go 1", "let_go 2",
+        "let_go 3", "begin_again 3", "begin_again 2", "begin_again 1", "begin_again 0",
+    ]  # fmt: skip
+
+
+def test_what_was_written_over_while_it_left_is_named():
+    def block(x: Tensor, weight: Tensor) -> Tensor:
+        product = x @ weight
+        product.mul_(2.0)
+        return (product @ weight).relu()
+
+    x, weight = torch.randn(3, WIDTH, requires_grad=True), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    with pytest.raises(RuntimeError, match="wrote in place over what checkpointing offload-K keeps: choose"):
+        checkpointed(block, x, weight, contexts=copies().block().contexts)
+
+
+def test_tensors_come_back_as_they_were():
+    """Every layout that is dense keeps its strides; another is laid out anew, with the same values."""
+    host = copies()
+    dense = torch.randn(2, 3, 4, 5).transpose(1, 2)
+    with_holes = torch.randn(6, 8)[:, ::2]
+    large = torch.arange(9 * 2**20, dtype=torch.int32)  # more than a piece
+    kept = host.block()
+    tensors = [dense, with_holes, large, torch.empty(0), torch.randn(3).to(torch.float8_e4m3fn)]
+    for tensor in tensors:
+        kept.keep(torch.ops.aten.mm.default, (tensor, None, 7))
+    kept.keep(torch.ops.aten.mm.default, torch.ones(1))  # the last is not kept
+    kept.end_forward()
+    kept.begin_again()
+    for tensor in tensors:
+        back, nothing, number = kept.given(torch.ops.aten.mm.default)
+        assert (nothing, number, back.dtype) == (None, 7, tensor.dtype)
+        assert back.stride() == (tensor.stride() if tensor is not with_holes else (4, 1))
+        assert torch.equal(back.float(), tensor.float())
+    assert kept.given(torch.ops.aten.mm.default) is None
