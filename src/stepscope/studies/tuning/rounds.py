@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE, is_kept
-from stepscope.core.checkpointing import KEEPING, keeping, mixtures, most_that_fit, selective_of
+from stepscope.core.checkpointing import KEEPING, OFFLOAD, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
@@ -228,6 +228,14 @@ def with_most_blocks(best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool
     return of(most_that_fit(last or 0, layers, lambda blocks: fits(of(blocks))))
 
 
+def _offloaded(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    """Where the memory does not hold what all blocks' products return: two thirds and a third of them in the host's."""
+    one_by_one = best.compile == "eager" and best.graph == "none"
+    if isinstance(best, Workload) and best.checkpointing not in ("none", "selective") and one_by_one:
+        for thirds in (2, 1):
+            yield {"checkpointing": f"{OFFLOAD}-{max(1, thirds * best.model.layers // 3)}"}
+
+
 def blocks(name: str, best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> Round:
     """The most blocks that fit, where they are more than the best step's."""
     most: Change = {"checkpointing": with_most_blocks(best, fits).checkpointing}
@@ -255,6 +263,7 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
     Round(name="projections", changes=_joint_projections, of_textbook=True),
     Round(name=MEMORY_AGAIN, changes=_lighter_work),
+    Round(name="offload", changes=_offloaded, of_gpu=True, of_textbook=True),
     Round(name="compile", changes=_compiled),
     Round(name="graph again", changes=_replayed_again, of_gpu=True),
     Round(name="under backward", changes=_under_backward, of_gpu=True),
