@@ -175,9 +175,9 @@ def test_what_is_usually_faster_is_one_race_and_is_taken_back_choice_by_choice()
 def test_blocks_offload_where_the_memory_holds_less_than_what_they_keep():
     """Two thirds of them and a third, while operators run one by one."""
 
-    def tried(**step: object) -> list[object]:
+    def tried(**step: str) -> list[object]:
         bench, kept = Written(unfit=("none", "selective")), frozenset({"graph", "compile"})
-        search = searched(bench, kept, model="small", attention="sdpa", dtype="bf16", **step)
+        search = searched(bench, kept, True, model="small", attention="sdpa", dtype="bf16", **step)
         return [one.change["checkpointing"] for one in search.tried if one.round == "offload"]
 
     assert tried(checkpointing="every-1") == ["offload-8", "offload-4"]
