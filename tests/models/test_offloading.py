@@ -98,6 +98,20 @@ def test_what_was_written_over_while_it_left_is_named():
         checkpointed(block, x, weight, contexts=copies().block().contexts)
 
 
+def test_a_host_without_room_is_named(monkeypatch: pytest.MonkeyPatch):
+    """Two pieces are there when no more memory can be had, as where what may be locked is limited."""
+
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise RuntimeError("CUDA error: out of memory")
+
+    host = copies()
+    for _ in range(2):
+        host.piece(torch.device("cpu"))
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(RuntimeError, match=r"no room for what offload-K keeps beyond 0\.1 GiB: choose fewer blocks"):
+        host.piece(torch.device("cpu"))
+
+
 def test_tensors_come_back_as_they_were():
     """Every layout that is dense keeps its strides; another is laid out anew, with the same values."""
     host = copies()

@@ -16,7 +16,7 @@ from stepscope.memory.prediction.fit import budget_of_device, budget_of_memory, 
 from stepscope.memory.prediction.layouts import RankMemory
 from stepscope.planning.offloading import HOST_BYTES_PER_S, copies_s
 from stepscope.planning.rates import rates_of
-from stepscope.planning.search import Machine, room_of, search
+from stepscope.planning.search import Machine, planned, room_of, search
 from stepscope.planning.times import Clock
 from tests.planning.test_search import question
 
@@ -44,6 +44,10 @@ def test_what_a_block_of_eight_billion_parameters_sends():
     assert memory.offloaded(of(1)) == memory.offloaded(of(20)) == sent
     assert copies_s(of(17), memory) == pytest.approx(sent / 2 / HOST_BYTES_PER_S)
     assert copies_s(LAYOUT, memory) == 0
+    planned_so = planned(of(20), memory, Clock(LONG.workload, memory, H200.rates, H200.network))
+    assert planned_so.host_bytes == 20 * sent
+    alone = msgspec.structs.replace(LONG.workload, batch_size=1, checkpointing="offload-20", dtype="bf16-pure")
+    assert estimate(alone).host_bytes == 20 * sent
 
 
 def test_eight_billion_parameters_on_two_gpus_offload_what_forward_hides():

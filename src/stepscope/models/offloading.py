@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY
+from stepscope.core.units import GIB
 from stepscope.measure.fake_memory import of_host
 
 _PIECE = 32 * 2**20
@@ -31,6 +32,7 @@ class HostCopies:
     def __init__(self, operators: Iterable[Any]) -> None:
         self.operators = frozenset(operators)
         self._pieces: list[Tensor] = []
+        self._made = 0
         self._stream: torch.cuda.Stream | None = None
         self._leaving: deque[KeptByBlock] = deque()
 
@@ -59,7 +61,15 @@ class HostCopies:
         if self._pieces:
             return self._pieces.pop()
         with of_host():
-            return torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=_copies_by_itself(device))
+            try:
+                piece = torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=_copies_by_itself(device))
+            except RuntimeError as error:
+                held = f"{self._made * _PIECE / GIB:.1f} GiB"
+                raise RuntimeError(
+                    f"the host's memory has no room for what offload-K keeps beyond {held}: choose fewer blocks"
+                ) from error
+        self._made += 1
+        return piece
 
     def give_back(self, pieces: Iterable[Tensor]) -> None:
         self._pieces.extend(pieces)

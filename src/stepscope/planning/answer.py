@@ -144,6 +144,8 @@ def _headline(planning: Planning) -> Iterable[Line]:
         f"{format_bytes(best.peak_bytes)} of {format_bytes(budget.usable_bytes)} on the rank that needs most.",
         "good",
     )
+    if best.host_bytes:
+        yield Line(f"Blocks that offload keep {format_bytes(best.host_bytes)} of each rank in the host's memory.")
     yield from _commands(best.layout, plan.question)
     simple = plan.simplest
     if simple is not None:

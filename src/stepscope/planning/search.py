@@ -41,6 +41,8 @@ class Planned(msgspec.Struct, frozen=True, kw_only=True):
     peak_bytes: int
     needs: RankNeeds | None
     """None for one rank, whose peak is `stepscope fit`'s."""
+    host_bytes: int = 0
+    """Bytes that a rank's blocks keep in the host's memory."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -237,7 +239,11 @@ def _dimensions(layout: Layout) -> int:
 def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:
     """A layout with its time and its memory, whether it fits or not."""
     needs = memory.needs(layout, exactly=True)
-    return Planned(layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs)
+    blocks = offload_of(layout.checkpointing)
+    host_bytes = blocks * memory.offloaded(layout) if blocks else 0
+    return Planned(
+        layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs, host_bytes=host_bytes
+    )  # fmt: skip
 
 
 def planned_step(workload: Workload, spec: DeviceSpec, network: Network) -> Planned | None:
@@ -262,7 +268,10 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
             question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
         )
         predicted = estimate(workload)
-        found = Planned(layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None)
+        found = Planned(
+            layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None,
+            host_bytes=predicted.host_bytes,
+        )  # fmt: skip
         return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or predicted.peak_bytes
 
     every: list[Layout] = []

@@ -122,6 +122,7 @@ def _phase_table(estimate: MemoryEstimate) -> Table:
         "backward peak": estimate.backward_peak,
         "optimizer peak": estimate.optimizer_peak,
         "reserved by the allocator": estimate.reserved_peak,
+        "in the host's memory": estimate.host_bytes or None,
     }
     return table_of("phase by phase", ("memory", "B"), rows=[row for row in figures.items() if row[1] is not None])
 

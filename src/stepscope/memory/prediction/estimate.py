@@ -78,6 +78,8 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     optimizer_peak: int | None = None
     reserved_peak: int | None = None
     """Bytes that the caching allocator takes from the device; None where it was not simulated."""
+    host_bytes: int = 0
+    """Bytes that blocks keep in the host's memory."""
 
 
 def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
@@ -157,7 +159,7 @@ class SymbolicStep:
             self.abridge()
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
-        self._saved = 0
+        self._saved = self._host_bytes = 0
         self._loss: Tensor | None = None
         """The last forward's loss, which the step keeps until the next forward has made its own."""
         self._norm: Storage | None = None
@@ -218,6 +220,7 @@ class SymbolicStep:
         loss = self._loss = self._forward(tape)
         self._end()
         self._resident += tape.workspaces
+        self._host_bytes = tape.offloaded
         if loss is None:
             return
         self._saved = max(self._saved, self._ledger.total - before)
@@ -348,6 +351,7 @@ class SymbolicStep:
             backward_peak=peaks.get(BACKWARD),
             optimizer_peak=peaks.get(OPTIMIZER),
             reserved_peak=allocator.reserved_peak if isinstance(allocator, CachingAllocator) else None,
+            host_bytes=self._host_bytes,
         )
 
 
