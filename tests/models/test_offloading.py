@@ -3,6 +3,8 @@
 A CPU has no stream: its copies are made at once, from its memory to its memory. What a device is spared, and that
 nothing is read before it is there, only a GPU shows (tests/gpu/test_gpu.py)."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -63,8 +65,11 @@ def test_steps_use_the_hosts_memory_again(offloaded: int, monkeypatch: pytest.Mo
     assert len(made) == offloaded
 
 
-def test_the_device_holds_two_blocks_on_the_way_at_most(monkeypatch: pytest.MonkeyPatch):
-    """The third that leaves waits for the copies of the first; backward lets the rest go before it fetches any."""
+def test_memory_is_let_go_two_blocks_later_and_comes_back_one_offloading_block_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Of blocks 0, 1, 3 and 4 of six. What the last ones still hold is let go as backward begins, which fetches what 4
+    keeps; that of 3 comes back when backward reaches 4, and so on."""
     events: list[str] = []
     numbers: dict[int, int] = {}
 
@@ -77,14 +82,68 @@ def test_the_device_holds_two_blocks_on_the_way_at_most(monkeypatch: pytest.Monk
 
         monkeypatch.setattr(KeptByBlock, name, method)
 
-    for name in ("end_forward", "let_go", "begin_again"):
+    for name in ("end_forward", "let_go", "fetch", "begin_again"):
         noted(name)
-    gradients(blocks(5), one_after_another(spans_of("offload-4", 5)), torch.randn(2, WIDTH, requires_grad=True))
+    spans = spans_of("offload-4", 6)
+    assert [(span.on_host, span.blocks) for span in spans] == [(True, 2), (False, 1), (True, 2), (False, 1)]
+    gradients(blocks(6), one_after_another(spans), torch.randn(2, WIDTH, requires_grad=True))
     assert BLOCKS_ON_THE_WAY == 2
-    assert events == [
-        "end_forward 0", "end_forward 1", "end_forward 2", "let_go 0", "end_forward 3", "let_go 1", "let_go 2",
-        "let_go 3", "begin_again 3", "begin_again 2", "begin_again 1", "begin_again 0",
+    once = list(dict.fromkeys(events))  # a block asks for its own again before it begins
+    assert once == [
+        "end_forward 0", "end_forward 1", "let_go 0", "end_forward 2", "let_go 1", "end_forward 3", "let_go 2",
+        "fetch 3", "let_go 3", "fetch 2", "begin_again 3", "fetch 1", "begin_again 2", "fetch 0", "begin_again 1",
+        "begin_again 0",
     ]  # fmt: skip
+
+
+def test_a_forward_whose_loss_is_dropped_holds_nothing():
+    model, run = blocks(3), one_after_another(spans_of("offload-3", 3))
+    x = torch.randn(2, WIDTH, requires_grad=True)
+    kept = [weakref.ref(one) for one in made_by(lambda: run(model, x))]
+    gc.collect()
+    assert len(kept) == 3 and not any(one() for one in kept)
+    plain = gradients(model, lambda model, x: nn.Sequential(*model)(x), x)
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model, run, x), plain, strict=True))
+
+
+def made_by(act: Any) -> list[KeptByBlock]:
+    """What a forward's blocks keep, while it runs."""
+    with pytest.MonkeyPatch.context() as patched:
+        made: list[KeptByBlock] = []
+        block = HostCopies.block
+
+        def noted(self: HostCopies) -> KeptByBlock:
+            made.append(block(self))
+            return made[-1]
+
+        patched.setattr(HostCopies, "block", noted)
+        act()
+        return made
+
+
+def test_what_a_step_on_a_gpu_has_in_the_hosts_memory_stays_there():
+    """As the seeds that some of PyTorch's kernels return: a piece of the GPU's may be read by a copy still."""
+    host, operator = copies(), torch.ops.aten.mm.default
+    host._stream = object()  # type: ignore[assignment]
+    host.mark = lambda: None  # type: ignore[method-assign]
+    kept, seed = host.block(), torch.tensor(1234567)
+    kept.keep(operator, seed)
+    kept.keep(operator, torch.ones(1))
+    kept.end_forward()
+    kept.let_go()
+    kept.begin_again()
+    assert not host._made and torch.equal(kept.given(operator), seed)
+
+
+def test_outputs_lie_one_behind_another():
+    """Each begins at a multiple of 512 bytes; what is too large for the rest of a piece goes on in the next."""
+    kept, cpu = copies().block(), torch.device("cpu")
+    first, second, third = (kept.places(count, cpu) for count in (3, 32 * 2**20 - 512, 5))
+    assert [len(place) for place in (*first, *second, *third)] == [3, 32 * 2**20 - 512, 5]
+    assert second[0].data_ptr() - first[0].data_ptr() == 512
+    across = kept.places(32 * 2**20, cpu)
+    assert [len(place) for place in across] == [32 * 2**20 - 512, 512]
+    assert not kept.places(0, cpu)
 
 
 def test_what_was_written_over_while_it_left_is_named():

@@ -14,12 +14,12 @@ OFFLOAD = "offload"
 """What blocks do that keep for backward what `selective` does, but in the host's memory."""
 
 BLOCKS_ON_THE_WAY = 2
-"""How many blocks may have what they keep on its way to the host, and in the device's memory still. Forward waits for
-the copies of the block before them, so that no more of it is there, however slow the link is."""
+"""How many more blocks run until the device has the memory again of what one sends to the host. Forward waits for its
+copies then, so that no more of it is there, however slow the link is."""
 
 CHECKPOINTING_CHOICES = (
-    "none, selective, selective-K for any K below the number of layers, attention, offload-K, every-1 or every-K for "
-    "any K up to the number of layers"
+    "none, selective, selective-K for any K below the number of layers, attention, every-1, and offload-K or every-K "
+    "for any K up to the number of layers"
 )
 """What `checkpointing` may say. none: autograd keeps what it needs. every-K: blocks in groups of K (the last may be
 shorter); a group keeps its input alone, and backward runs the whole group again. selective: every block keeps the
@@ -28,7 +28,7 @@ keeps the outputs of fused attention alone, which for long sequences are dear to
 the last K blocks keep what `selective` keeps, and those before them what `attention` does. The last are the first that
 backward frees, so that what they keep is gone before most gradients are there. offload-K: every block keeps what
 `selective` keeps, and K of them in the host's memory. These lie evenly between the others, so that the copies have the
-others' time, too."""
+time of all blocks."""
 
 
 T = TypeVar("T")

@@ -108,15 +108,18 @@ def one_after_another(spans: Sequence[Span]) -> BlockRunner:
     copies = HostCopies(KEPT_OPERATORS["selective"])
 
     def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
-        before: KeptByBlock | None = None
+        offloaded: list[tuple[KeptByBlock, Tensor]] = []
         for span, groups in grouped(tuple(blocks), spans):
             for group in groups:
                 kept = copies.block() if span.on_host else None
                 x_BSM = (_runner_of(span) if kept is None else keep_outputs(kept.contexts))(group, x_BSM)
-                if before is not None:  # backward of this block begins with its output's gradient
-                    when_gradient_is_there(x_BSM, before.fetch)
-                before = kept
-        when_gradient_is_there(x_BSM, copies.let_all_go if before is None else before.fetch)
+                copies.ran(kept)
+                if kept is not None:
+                    offloaded.append((kept, x_BSM))
+        # What a block keeps returns when backward reaches the next block that offloads; the last one's, at the end.
+        outputs = [output for _, output in offloaded[1:]] + [x_BSM]
+        for (kept, _), output in reversed(list(zip(offloaded, outputs, strict=False))):
+            when_gradient_is_there(output, kept.fetch)
         return x_BSM
 
     return run

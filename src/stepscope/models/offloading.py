@@ -1,12 +1,14 @@
 """What blocks keep for backward, in the host's memory: copied there while forward goes on, and back ahead of use.
 
 Each block keeps the outputs of its dear operators, as with selective checkpointing (`checkpointing.py`). Those of some
-blocks go to the host, on a stream of its own, and the device has their memory again `BLOCKS_ON_THE_WAY` such blocks
-later. In backward they return while the block after theirs computes. The copies need a link to the host, which nothing
-else uses meanwhile, and no multiprocessor. Nothing waits if each copy takes less than the blocks beside it: a product
-of d_model to any width makes d_model FLOPs for each byte in 16 bits, whatever the width.
+blocks go to the host, on a stream of its own, and the device has their memory again when `BLOCKS_ON_THE_WAY` more
+blocks have run. In backward they return while the blocks after theirs compute: a block's copies begin when backward
+reaches the offloading block before it. The copies need a link to the host, which nothing else uses meanwhile, and no
+multiprocessor. Nothing waits if copies take less than the blocks beside them: a product of d_model to any width makes
+d_model FLOPs for each byte in 16 bits, whatever the width.
 """
 
+import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,8 +24,8 @@ from stepscope.core.units import GIB
 from stepscope.measure.fake_memory import of_host
 
 _PIECE = 32 * 2**20
-"""Bytes of a piece of the host's memory: a power of two, to which PyTorch rounds what it locks, and small beside what
-an operator returns, so that a piece that is not full wastes little."""
+"""Bytes of a piece of the host's memory: a power of two, to which PyTorch rounds what it locks."""
+_ALIGNED = 512
 
 
 class HostCopies:
@@ -34,10 +36,14 @@ class HostCopies:
         self._pieces: list[Tensor] = []
         self._made = 0
         self._stream: torch.cuda.Stream | None = None
-        self._leaving: deque[KeptByBlock] = deque()
+        self._leaving: deque[weakref.ref[KeptByBlock] | None] = deque()
 
     def block(self) -> "KeptByBlock":
         return KeptByBlock(self)
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether what lies on the device is copied. What a step on a GPU has in the host's memory stays there."""
+        return device.type == "cuda" or self._stream is None
 
     def copying(self, device: torch.device) -> AbstractContextManager[object]:
         """A context whose copies begin when the device is done with all before, and run beside what follows."""
@@ -74,15 +80,22 @@ class HostCopies:
     def give_back(self, pieces: Iterable[Tensor]) -> None:
         self._pieces.extend(pieces)
 
-    def left(self, block: "KeptByBlock") -> None:
-        """A block's copies are on their way: let go of what the earliest still holds of the device."""
-        self._leaving.append(block)
+    def ran(self, block: "KeptByBlock | None") -> None:
+        """A block has run, which is given if it offloads: let go of what an earlier one holds of the device. Who drops
+        a forward's loss drops its blocks."""
+        self._leaving.append(None if block is None else weakref.ref(block))
         if len(self._leaving) > BLOCKS_ON_THE_WAY:
-            self._leaving.popleft().let_go()
+            self._let_go()
 
     def let_all_go(self) -> None:
         while self._leaving:
-            self._leaving.popleft().let_go()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        found = self._leaving.popleft()
+        block = None if found is None else found()
+        if block is not None:
+            block.let_go()
 
 
 class KeptByBlock:
@@ -93,17 +106,20 @@ class KeptByBlock:
         self._newest: tuple[Any, Any] | None = None
         self._outputs: defaultdict[Any, deque[Any]] = defaultdict(deque)
         self._away: list[_Away | _Wrapped] = []
+        self._pieces: list[Tensor] = []
+        self._rest: Tensor | None = None
+        """What is free of the last piece."""
         self._left: torch.cuda.Event | None = None
         self._back: torch.cuda.Event | None = None
-        self._fetched = False
+        self._fetched = self._begun = False
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """The contexts of the block's forward, and of its second run in backward."""
         return _Keeping(self), _Giving(self)
 
     @property
-    def operators(self) -> frozenset[Any]:
-        return self._copies.operators
+    def copies(self) -> HostCopies:
+        return self._copies
 
     def keep(self, operator: Any, output: Any) -> None:
         """Send what the operator before returned. Backward asks for no output of a block's last product, since the
@@ -114,14 +130,26 @@ class KeptByBlock:
         self._newest = operator, tree_map_only(Tensor, _away, output)
 
     def _sent(self, away: "_Away | _Wrapped") -> "_Away | _Wrapped":
-        away.send(self._copies)
+        away.send(self)
         self._away.append(away)
         return away
+
+    def places(self, count: int, device: torch.device) -> list[Tensor]:
+        """Room for so many bytes of the device, behind what the block has sent before."""
+        found: list[Tensor] = []
+        while count:
+            if self._rest is None or not len(self._rest):
+                self._rest = self._copies.piece(device)
+                self._pieces.append(self._rest)
+            place = self._rest[:count]
+            found.append(place)
+            self._rest = self._rest[-(-len(place) // _ALIGNED) * _ALIGNED :]
+            count -= len(place)
+        return found
 
     def end_forward(self) -> None:
         self._newest = None
         self._left = self._copies.mark()
-        self._copies.left(self)
 
     def let_go(self) -> None:
         """Give the device the memory of what was copied, once it is."""
@@ -136,12 +164,19 @@ class KeptByBlock:
             self._fetched = True
             for away in self._away:
                 away.fetch()
+            self._copies.give_back(self._pieces)
+            self._pieces, self._rest = [], None
             self._back = self._copies.mark()
 
     def begin_again(self) -> None:
         self.fetch()
+        self._begun = True
         _await(self._back)
         self._away.clear()
+
+    def __del__(self) -> None:
+        if self._back is not None and not self._begun:
+            _await(self._back)  # nobody asked for what comes back: its memory is not free until it is there
 
     def given(self, operator: Any) -> Any:
         """What the operator returned at this place in forward; None where it was not kept."""
@@ -168,9 +203,9 @@ class _Wrapped:
         self._away = [part for part in self._parts.values() if isinstance(part, (_Away, _Wrapped))]
         self._type, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
 
-    def send(self, copies: HostCopies) -> None:
+    def send(self, block: KeptByBlock) -> None:
         for away in self._away:
-            away.send(copies)
+            away.send(block)
 
     def let_go(self) -> None:
         for away in self._away:
@@ -193,24 +228,26 @@ class _Away:
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             self._tensor: Tensor | None = tensor.detach()
         self._version, self._device = tensor._version, tensor.device
-        self._copies: HostCopies | None = None
-        self._pieces: list[Tensor] = []
+        self._block: KeptByBlock | None = None
+        self._places: list[Tensor] = []
 
-    def send(self, copies: HostCopies) -> None:
+    def send(self, block: KeptByBlock) -> None:
         """Begin to copy the tensor to the host."""
         tensor = self._unchanged()
+        if not block.copies.takes(self._device):
+            return
         if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
             tensor = self._tensor = tensor.contiguous()
             self._version = tensor._version
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
-        self._copies, parts = copies, _bytes_of(tensor).split(_PIECE)
-        self._pieces = [copies.piece(self._device) for _ in parts]
-        with copies.copying(self._device):
-            _copy([piece[: len(part)] for piece, part in zip(self._pieces, parts, strict=True)], parts)
+        self._block, self._places = block, block.places(tensor.nbytes, self._device)
+        with block.copies.copying(self._device):
+            _copy(self._places, self._parts(tensor))
 
     def let_go(self) -> None:
         self._unchanged()
-        self._tensor = None
+        if self._block is not None:
+            self._tensor = None
 
     def _unchanged(self) -> Tensor:
         assert self._tensor is not None
@@ -221,13 +258,18 @@ class _Away:
         return self._tensor
 
     def fetch(self) -> None:
+        if self._block is None:
+            return
         self._tensor = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
-        parts = _bytes_of(self._tensor).split(_PIECE)
-        assert self._copies is not None
-        with self._copies.copying(self._device):
-            _copy(parts, [piece[: len(part)] for piece, part in zip(self._pieces, parts, strict=True)])
-        self._copies.give_back(self._pieces)
-        self._pieces = []
+        with self._block.copies.copying(self._device):
+            _copy(self._parts(self._tensor), self._places)
+        self._places = []
+
+    def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The bytes of a dense tensor in the order of its memory, cut as its places are."""
+        return (
+            tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).split([len(place) for place in self._places])
+        )
 
     def taken(self) -> Tensor:
         """The tensor, which belongs to the caller alone from now on."""
@@ -247,7 +289,7 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        if func in self._kept.operators:
+        if func in self._kept.copies.operators:
             self._kept.keep(func, output)
         return output
 
@@ -270,7 +312,7 @@ class _Giving(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        given = self._kept.given(func) if func in self._kept.operators else None
+        given = self._kept.given(func) if func in self._kept.copies.operators else None
         return func(*args, **(kwargs or {})) if given is None else given
 
 
@@ -287,11 +329,6 @@ def when_gradient_is_there(x: Tensor, act: Callable[[], None]) -> None:
 def _copies_by_itself(device: torch.device) -> bool:
     """Whether the device copies while it computes. Where sizes alone are counted, there may be none."""
     return device.type == "cuda" and torch.cuda.is_available()
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor in the order of its memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:

@@ -216,7 +216,7 @@ def answer_tensors(workload: Workload, kept: Sequence[KeptTensor]) -> Answer:
     ]
     columns = ("kept for backward by", "shape", ("size of each", TEXT), ("times", TEXT), ("together", "B"))
     again = (
-        [f"With checkpointing {workload.checkpointing} a block keeps this only while it runs again."]
+        [f"With checkpointing {workload.checkpointing} a block has all of this only while backward runs it again."]
         if workload.checkpointing != "none"
         else []
     )

@@ -16,22 +16,22 @@ def run_offloading(
     tape: Tape, x: Tensor, blocks: Iterable[tuple[Span, Sequence[T]]], run: Callable[[Tape, Tensor, T], Tensor]
 ) -> Tensor:
     """All blocks, one after another, which keep what `selective` does. What is offloaded of a block comes back when
-    backward reaches the block after it."""
-    leaving: deque[_Offloaded] = deque()
-    before: _Offloaded | None = None
+    backward reaches the next block that offloads, and that of the last, when it reaches the blocks."""
+    leaving: deque[_Offloaded | None] = deque()
+    last: _Offloaded | None = None
     for span, block in ((span, block) for span, groups in blocks for block in groups):
         segment = Segment(lambda tape, x, block=block: run(tape, x, block), x, KEPT_OPERATORS["selective"])
-        x, offloaded = tape.run(segment), None
-        if span.on_host:
-            offloaded = _Offloaded(segment)
+        x = tape.run(segment)
+        offloaded = _Offloaded(segment) if span.on_host else None
+        leaving.append(offloaded)
+        if len(leaving) > BLOCKS_ON_THE_WAY:
+            _let_go(leaving)
+        if offloaded is not None:
             tape.offloaded += offloaded.bytes
-            leaving.append(offloaded)
-            if len(leaving) > BLOCKS_ON_THE_WAY:
-                leaving.popleft().leave()
-        if before is not None:
-            x = tape.alias("Fetch", x, partial(_fetching, leaving, before))
-        before = offloaded
-    return tape.alias("Fetch", x, partial(_fetching, leaving, before))
+            if last is not None:
+                x = tape.alias("Fetch", x, partial(_fetching, leaving, last))
+            last = offloaded
+    return x if last is None else tape.alias("Fetch", x, partial(_fetching, leaving, last))
 
 
 class _Offloaded:
@@ -60,12 +60,17 @@ class _Offloaded:
         self._away.clear()
 
 
+def _let_go(leaving: "deque[_Offloaded | None]") -> None:
+    block = leaving.popleft()
+    if block is not None:
+        block.leave()
+
+
 def _fetching(
-    leaving: "deque[_Offloaded]", before: "_Offloaded | None", tape: Tape, gradient: Storage
-) -> Sequence[Storage]:
+    leaving: "deque[_Offloaded | None]", block: _Offloaded, tape: Tape, gradient: Storage
+) -> Sequence[Storage]:  # fmt: skip
     """The backward of what a block returns, before the block's own."""
     while leaving:
-        leaving.popleft().leave()
-    if before is not None:
-        before.fetch(tape)
+        _let_go(leaving)
+    block.fetch(tape)
     return (gradient,)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from stepscope.core.checkpointing import KEEPING, group_of, selective_of
+from stepscope.core.checkpointing import KEEPING, group_of, offload_of, selective_of
 from stepscope.core.errors import InputError
 from stepscope.models.checkpointing import OUTPUTS_KEPT_OF_ANY, checkpointed
 
@@ -66,10 +66,10 @@ def _group_size(checkpointing: str, most: int, name: str) -> int | None:
     if checkpointing in KEEPING:
         return None
     group = group_of(checkpointing)
-    if selective_of(checkpointing) is not None:
+    if selective_of(checkpointing) is not None or offload_of(checkpointing) is not None:
         raise InputError(
             f"{name} cannot run with checkpointing {checkpointing}: the textbook's models alone have blocks that keep "
-            f"unlike; choose every-1, {' or '.join(KEEPING)}"
+            f"unlike or offload; choose every-1, {' or '.join(KEEPING)}"
         )
     if group is None:
         choices = ", ".join(("none", *KEEPING, "every-1"))
