@@ -195,10 +195,15 @@ def test_offloading_needs_as_many_blocks_and_operators_that_run_one_by_one():
         ),
         (
             {"checkpointing": "offload"},
-            "unknown checkpointing 'offload': choose none, .* attention, offload-K, every-1",
+            "unknown checkpointing 'offload': choose none, .* attention, every-1, and offload-K",
         ),
-        ({"compile": "blocks"}, "and --compile blocks does not: choose --compile eager, or --checkpointing selective$"),
-        ({"graph": "step"}, "and --graph step does not: choose --graph none, or --checkpointing selective$"),
+        *(
+            (
+                one,
+                "needs operators that run one by one: choose --compile eager and --graph none, or --checkpointing sel",
+            )
+            for one in ({"compile": "blocks"}, {"compile": "default"}, {"graph": "step"})
+        ),
         ({"parallel": "pipeline", "ranks": 2}, "gives them to stages: choose --checkpointing selective or attention$"),
     ):
         with pytest.raises(InputError, match=said):

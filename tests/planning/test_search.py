@@ -58,7 +58,7 @@ def test_every_grid_shares_out_all_ranks():
         (question(16, fixed={"pipeline": 16}), "more pipeline stages than blocks"),
         (
             msgspec.structs.replace(question(2, fixed={"pipeline": 2}), checkpointings=("selective-2",)),
-            "blocks that differ in what they keep (--checkpointing) are not divided among pipeline stages",
+            "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
         ),
     ],
 )

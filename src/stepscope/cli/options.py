@@ -149,7 +149,8 @@ OPTIONS = (
            "down; none leaves them.", Workload, metavar="NORM"),
     Option(
         "checkpointing", str, WORKLOAD, f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.",
-        Workload, complete=completion.words("none", *KEEPING, "selective-4", "every-1", "every-2", "every-4"),
+        Workload,
+        complete=completion.words("none", *KEEPING, "selective-4", "offload-4", "every-1", "every-2", "every-4"),
     ),
     Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", Workload),
     Option(

@@ -32,7 +32,7 @@ _NOT_ASKED = {
     "stepscope plan --model llama3-70B --ranks 64 --device H100 --seq-len 8192 --batch-size 512",
     "stepscope plan --model llama3-8B --ranks 8 --seq-len 8192 --batch-size 16 --layout sharding=zero3",
     model="small", seq_len="512", dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused",
-    checkpointing="the best of none, selective, selective-K, offload-K (in eager mode), attention and every-1",
+    checkpointing="the best of none, selective, selective-K, offload-K (eager, no graph), attention and every-1",
     phase="train",
 )  # fmt: skip
 def plan(

@@ -48,6 +48,19 @@ _LINKS = {
 or in bridged pairs, have none here: what connects them depends on the host."""
 
 
+_PCIE = {
+    5: (
+        "NVIDIA GB", "NVIDIA B", "NVIDIA GH", "NVIDIA H", "NVIDIA GeForce RTX 50", "NVIDIA RTX PRO", "AMD Instinct MI3",
+    ),
+    3: ("Tesla", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX"),
+}  # fmt: skip
+
+
+def pcie_generation(name: str) -> int:
+    """The generation of PCIe by which a device of this name is joined to its host, with 16 lanes: that of most is 4."""
+    return next((generation for generation, starts in _PCIE.items() if name.startswith(starts)), 4)
+
+
 def _rates(bf16: float, tf32: float | None = None, fp32: float = 0.0, fp8: float | None = None) -> dict[str, float]:
     """TFLOP/s by dtype, of which fp16 has as many as bf16. A dtype that the device does not multiply is left out."""
     rates = {"bf16": bf16, "fp16": bf16, "tf32": tf32, "fp32": fp32, "fp8": fp8}

@@ -322,6 +322,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
             other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
             raise InputError(f"projections joint does not go with {other}: choose --projections apart")
 
+    @property
+    def one_by_one(self) -> bool:
+        """Whether operators run one by one, as blocks that offload need it."""
+        return self.compile == "eager" and self.graph == "none"
+
     def _check_checkpointing(self) -> None:
         group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
         offloaded = offload_of(self.checkpointing)
@@ -347,12 +352,11 @@ class Workload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="te
                 f"checkpointing {self.checkpointing} leaves no block of {self.model.name} that keeps less, which has "
                 f"{layers}: choose {fewer}selective"
             )
-        for choice, value, without in (("compile", self.compile, "eager"), ("graph", self.graph, "none")):
-            if offloaded is not None and value != without:
-                raise InputError(
-                    f"checkpointing {self.checkpointing} copies while operators run one by one, and --{choice} "
-                    f"{value} does not: choose --{choice} {without}, or --checkpointing selective"
-                )
+        if offloaded is not None and not self.one_by_one:
+            raise InputError(
+                f"checkpointing {self.checkpointing} needs operators that run one by one: choose --compile eager and "
+                "--graph none, or --checkpointing selective"
+            )
 
     def _check_accumulation(self) -> None:
         parts = self.batch_parts

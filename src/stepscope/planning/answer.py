@@ -13,7 +13,7 @@ from stepscope.core.network import Network
 from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
 from stepscope.memory.prediction.layouts import bytes_of
 from stepscope.planning.mixtures import MIXTURES
-from stepscope.planning.offloading import OFFLOADING
+from stepscope.planning.offloading import said_of
 from stepscope.planning.rates import STEP_SPREAD
 from stepscope.planning.scaling import Scaled, Sensitivity, stops_at
 from stepscope.planning.search import COMMUNICATION_BYTES, Machine, Plan, Planned
@@ -206,7 +206,7 @@ def _best_table(planning: Planning) -> Table:
             "interleaved pipeline.",
             *(
                 said
-                for k_of, said in ((selective_of, MIXTURES), (offload_of, OFFLOADING))
+                for k_of, said in ((selective_of, MIXTURES), (offload_of, said_of(planning.machine.rates)))
                 if any(k_of(one.layout.checkpointing) for one in planning.plan.best)
             ),
             *(
@@ -428,12 +428,14 @@ def _findings(planning: Planning) -> Iterable[Finding]:
             {"seconds": communication, "share": share},
         )
     budget = planning.machine.budget.usable_bytes
-    if selective_of(best.layout.checkpointing) and best.peak_bytes > _NEARLY_FULL * budget:
+    last, offloaded = selective_of(best.layout.checkpointing), offload_of(best.layout.checkpointing)
+    if (last or offloaded) and best.peak_bytes > _NEARLY_FULL * budget:
+        other = "selective-K of fewer" if last else "offload-K of more"
         yield note(
             "nearly-full",
             f"The best layout fills {format_share(best.peak_bytes / budget)} of a rank's memory. PyTorch's cache holds "
             "more than a peak, and where it has to give memory back within a step the GPU waits, which no plan counts: "
-            "measure it beside --checkpointing selective-K of fewer blocks.",
+            f"measure it beside --checkpointing {other} blocks.",
             {"peak_bytes": best.peak_bytes, "usable_bytes": budget},
         )
     bubble = best.time.parts["pipeline bubble"] / best.time.step_s

@@ -17,7 +17,7 @@ taken for any device:
 import msgspec
 
 from stepscope.core.attentions import scores_of
-from stepscope.core.device_spec import DeviceSpec, product_dtype
+from stepscope.core.device_spec import DeviceSpec, pcie_generation, product_dtype
 from stepscope.core.errors import InputError
 from stepscope.core.parts import REFERENCE
 from stepscope.core.workload import Workload
@@ -60,6 +60,10 @@ keeps as many multiprocessors of 132 from them, and products whose grid has a bl
 Of 1,007 products and 1,865 other kernels of a step of two H100: on the rank that waits in a collective meanwhile,
 against the same ones alone on the other rank (results/h100-x2/traced). What a collective moves itself is not in it."""
 
+HOST_BYTES_PER_S = 54e9
+"""What a GPU on PCIe 5.0 copies to its host's memory or from it in a second, in pieces of 32 MiB of locked memory: two
+H200 at once took 52.0 to 54.6 GB/s each way. Each generation of PCIe before has half of the next."""
+
 STEP_SPREAD = 0.009
 """Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""
 
@@ -78,6 +82,8 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """How many times as long products take while a collective runs."""
     others_beside: float = 1.0
     """How many times as long all other kernels take while a collective runs."""
+    host_bytes_per_s: float = HOST_BYTES_PER_S
+    """The rate of copies to the host's memory, and of those back."""
     launch_s: float
     """What the host takes for a kernel; 0 where a compiled step has few of them."""
     said: tuple[str, ...]
@@ -129,6 +135,7 @@ def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = 
         optimizer_bytes_per_s=rate * adamw,
         products_beside=PRODUCTS_BESIDE,
         others_beside=OTHERS_BESIDE,
+        host_bytes_per_s=HOST_BYTES_PER_S * 2.0 ** (pcie_generation(spec.name) - 5),
         launch_s=LAUNCH_S if eager else 0.0,
         said=said,
     )

@@ -152,7 +152,13 @@ class _Tried:
             self._memory,
             self._clock.forward_s(msgspec.structs.replace(layout, checkpointing="selective")),
         )
-        return offloading(layout, memory, forward_s, lambda one: memory.needs(one, exactly=exactly).peak <= self._room)
+        return offloading(
+            layout,
+            memory,
+            self._clock.rates,
+            forward_s,
+            lambda one: memory.needs(one, exactly=exactly).peak <= self._room,
+        )
 
     def _fits(self, layout: Layout, number: int) -> bool:
         peak = self._memory.needs(layout).peak
@@ -285,7 +291,9 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
                     guess = on_line(layers, alone(least)[2], alone(most)[2], room)
                     every.append(with_most(least, layers, guess, lambda one: alone(one)[1]))
                 if question.offloads:
-                    found = offloading(most, clock.memory, clock.forward_s(most), lambda one: alone(one)[1])
+                    found = offloading(
+                        most, clock.memory, clock.rates, clock.forward_s(most), lambda one: alone(one)[1]
+                    )
                     every += [found] if found is not None else []
     best = sorted((one for one, fits, _ in map(alone, every) if fits), key=lambda one: one.time.step_s)
     too_large = len(every) - len(best)

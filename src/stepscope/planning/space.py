@@ -55,8 +55,8 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def offloads(self) -> bool:
-        """Whether blocks that offload are tried there, too: they need operators that run one by one."""
-        return self.mixes and self.workload.compile == "eager"
+        """Whether blocks that offload are tried there, too."""
+        return self.mixes and self.workload.one_by_one
 
 
 class Grid(msgspec.Struct, frozen=True, kw_only=True):
@@ -166,9 +166,10 @@ def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
     yield "a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE
     yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
     yield "more pipeline stages than blocks", grid.pipeline > config.layers
-    unlike = any(len(spans_of(one, config.layers)) > 1 for one in question.tried)
+    spans = [spans_of(one, config.layers) for one in question.tried]
+    unlike = any(len(each) > 1 or any(span.on_host for span in each) for each in spans)
     yield (
-        "blocks that differ in what they keep (--checkpointing) are not divided among pipeline stages",
+        "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
         grid.pipeline > 1 and unlike,
     )
     yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert

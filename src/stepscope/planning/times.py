@@ -198,7 +198,7 @@ class Clock:
         """A block's times; the mean of all blocks, where they keep unlike for backward."""
         key = (*self._key(layout), layout.expert, _hooks_s(layout))
         if key not in self._blocks:
-            layers, copies = self.model.config.layers, copies_s(layout, self.memory)
+            layers, copies = self.model.config.layers, copies_s(layout, self.memory, self.rates)
             block = self._blocks[key] = _mean([
                 (self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone)),
                  span.blocks / layers)

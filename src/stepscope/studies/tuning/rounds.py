@@ -230,10 +230,9 @@ def with_most_blocks(best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool
 
 def _offloaded(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     """Where the memory does not hold what all blocks' products return: two thirds and a third of them in the host's."""
-    one_by_one = best.compile == "eager" and best.graph == "none"
-    if isinstance(best, Workload) and best.checkpointing not in ("none", "selective") and one_by_one:
-        for thirds in (2, 1):
-            yield {"checkpointing": f"{OFFLOAD}-{max(1, thirds * best.model.layers // 3)}"}
+    if isinstance(best, Workload) and best.checkpointing not in ("none", "selective") and best.one_by_one:
+        for blocks in dict.fromkeys(max(1, thirds * best.model.layers // 3) for thirds in (2, 1)):
+            yield {"checkpointing": f"{OFFLOAD}-{blocks}"}
 
 
 def blocks(name: str, best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> Round:
