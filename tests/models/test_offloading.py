@@ -68,8 +68,8 @@ def test_steps_use_the_hosts_memory_again(offloaded: int, monkeypatch: pytest.Mo
 def test_memory_is_let_go_two_blocks_later_and_comes_back_one_offloading_block_ahead(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """Of blocks 0, 1, 3 and 4 of six. What the last ones still hold is let go as backward begins, which fetches what 4
-    keeps; that of 3 comes back when backward reaches 4, and so on."""
+    """Blocks 0, 1, 3 and 4 of six offload. Backward begins: the device lets go of what the last ones still hold, and
+    what 4 keeps comes back. When backward reaches 4, what 3 keeps does, and so on."""
     events: list[str] = []
     numbers: dict[int, int] = {}
 

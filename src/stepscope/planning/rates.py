@@ -62,7 +62,7 @@ against the same ones alone on the other rank (results/h100-x2/traced). What a c
 
 HOST_BYTES_PER_S = 54e9
 """What a GPU on PCIe 5.0 copies to its host's memory or from it in a second, in pieces of 32 MiB of locked memory: two
-H200 at once took 52.0 to 54.6 GB/s each way. Each generation of PCIe before has half of the next."""
+H200 at once took 52.0 to 54.6 GB/s each way, by hand. Each generation of PCIe before has half of the next."""
 
 STEP_SPREAD = 0.009
 """Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""
