@@ -165,15 +165,21 @@ def test_a_host_that_runs_ahead_offloads_right(gpu: torch.device, attention: Att
         "model": configure("tiny", layers=6, d_model=512, d_ff=2048, heads=8), "batch_size": 8, "accumulation": 4,
         "seq_len": 256, "dtype": "bf16", "attention": attention, "phase": "forward-backward",
     }  # fmt: skip
-    plain, ours = (TrainingStep(workload(**choices, checkpointing=one), gpu) for one in ("selective", "offload-4"))
-    for step in (plain, ours):
+    found: list[list[torch.Tensor]] = []
+    for checkpointing in ("selective", "selective", "offload-4"):
+        step = TrainingStep(workload(**choices, checkpointing=checkpointing), gpu)
         for _ in range(4):
             step.prepare()
             for phase in step.phases:
                 phase.run()
-    for a, b in zip(plain.model.parameters(), ours.model.parameters(), strict=True):
-        assert a.grad is not None and b.grad is not None
-        assert torch.allclose(a.grad, b.grad, rtol=0, atol=2e-2 * float(a.grad.abs().max()))
+        found.append([p.grad for p in step.model.parameters() if p.grad is not None])
+    plain, again, ours = found
+
+    def apart(other: list[torch.Tensor]) -> float:
+        return max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(plain, other, strict=True))
+
+    # To the bit where the step repeats itself; else as near as it does.
+    assert apart(ours) <= 4 * apart(again)
 
 
 def assert_same_gradients(gpu: torch.device, attention: Attention, checkpointing: str) -> None:

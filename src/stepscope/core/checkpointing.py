@@ -85,7 +85,7 @@ def spans_of(checkpointing: str, layers: int) -> tuple[Span, ...]:
 
 
 def _share(blocks: int, offloaded: int, layers: int) -> int:
-    """How many of the first blocks offload what they keep: the first does, and the last does not if any does not."""
+    """How many of the first blocks offload. Rounded up, so that the first block does, and the last only if all do."""
     return -(-blocks * offloaded // layers)
 
 

@@ -54,6 +54,7 @@ _PCIE = {
     ),
     3: ("Tesla", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX"),
 }  # fmt: skip
+"""Devices by the generation of PCIe that their datasheets name, but for those of the fourth."""
 
 
 def pcie_generation(name: str) -> int:

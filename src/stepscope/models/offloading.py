@@ -2,10 +2,10 @@
 
 Each block keeps the outputs of its dear operators, as with selective checkpointing (`checkpointing.py`). Those of some
 blocks go to the host, on a stream of its own, and the device has their memory again when `BLOCKS_ON_THE_WAY` more
-blocks have run. In backward they return while the blocks after theirs compute: a block's copies begin when backward
-reaches the offloading block before it. The copies need a link to the host, which nothing else uses meanwhile, and no
-multiprocessor. Nothing waits if copies take less than the blocks beside them: a product of d_model to any width makes
-d_model FLOPs for each byte in 16 bits, whatever the width.
+blocks have run. In backward they return while later blocks compute: the copies of one begin when backward reaches the
+next block that offloads. They need the link to the host, which nothing else uses meanwhile, and no multiprocessor.
+Nothing waits if copies take less than the blocks beside them: a product of d_model to any width makes d_model FLOPs for
+each byte in 16 bits, whatever the width.
 """
 
 import weakref
@@ -35,6 +35,7 @@ class HostCopies:
         self.operators = frozenset(operators)
         self._pieces: list[Tensor] = []
         self._made = 0
+        self._device_type: str | None = None
         self._stream: torch.cuda.Stream | None = None
         self._leaving: deque[weakref.ref[KeptByBlock] | None] = deque()
 
@@ -42,8 +43,10 @@ class HostCopies:
         return KeptByBlock(self)
 
     def takes(self, device: torch.device) -> bool:
-        """Whether what lies on the device is copied. What a step on a GPU has in the host's memory stays there."""
-        return device.type == "cuda" or self._stream is None
+        """Whether what lies there is copied: it is where the step's first output lies. What a step on a GPU has in the
+        host's memory already stays there."""
+        self._device_type = self._device_type or device.type
+        return device.type == self._device_type
 
     def copying(self, device: torch.device) -> AbstractContextManager[object]:
         """A context whose copies begin when the device is done with all before, and run beside what follows."""
@@ -81,8 +84,8 @@ class HostCopies:
         self._pieces.extend(pieces)
 
     def ran(self, block: "KeptByBlock | None") -> None:
-        """A block has run, which is given if it offloads: let go of what an earlier one holds of the device. Who drops
-        a forward's loss drops its blocks."""
+        """A block has run, which is given if it offloads: let go of what an earlier one holds of the device. Blocks are
+        referred to weakly: a forward whose loss is dropped holds nothing."""
         self._leaving.append(None if block is None else weakref.ref(block))
         if len(self._leaving) > BLOCKS_ON_THE_WAY:
             self._let_go()

@@ -44,7 +44,8 @@ class _Offloaded:
 
     @property
     def bytes(self) -> int:
-        return sum(storage.bytes for storage in self._kept) + sum(self._away)
+        """What leaves the device, before it does."""
+        return sum(storage.bytes for storage in self._kept)
 
     def leave(self) -> None:
         """The copies are made: the device has the memory again."""
