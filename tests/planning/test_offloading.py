@@ -51,14 +51,14 @@ def test_what_a_block_of_eight_billion_parameters_sends():
 
 
 def test_eight_billion_parameters_on_two_gpus_offload_what_forward_hides():
-    """The search ends where no copy is waited for and one more would make copies longer than nine tenths of forward; no
+    """The search ends where no copy is waited for and one more would make copies longer than 0.95 of forward; no
     step of `selective-K` that fits is as fast."""
     (found,) = search(LONG, H200).best
     blocks = offload_of(found.layout.checkpointing)
     assert blocks and found.layout == of(blocks) and not found.time.parts[WAITING] and not found.time.parts["run again"]
     memory = RankMemory(LONG.workload, LONG.model)
     forward_s = Clock(LONG.workload, memory, H200.rates, H200.network).forward_s(found.layout)
-    assert copies_s(of(blocks), memory, H200.rates) <= 0.9 * forward_s < copies_s(of(blocks + 1), memory, H200.rates)
+    assert copies_s(of(blocks), memory, H200.rates) <= 0.95 * forward_s < copies_s(of(blocks + 1), memory, H200.rates)
     compiled = msgspec.structs.replace(LONG, workload=msgspec.structs.replace(LONG.workload, compile="default"))
     kept, mixed = (
         search(msgspec.structs.replace(LONG, checkpointings=(one,)), H200).best for one in ("selective", "selective-21")
@@ -83,7 +83,7 @@ def test_older_links_hide_fewer_copies():
     """An A100 is on PCIe 4.0, and a device of an unknown name is taken to be."""
     rates = {name: rates_of(DATASHEET[name], LONG.workload) for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB")}
     assert [one.host_bytes_per_s for one in rates.values()] == [HOST_BYTES_PER_S, HOST_BYTES_PER_S / 2]
-    assert "to copy 27 GB a second and from it" in said_of(rates["NVIDIA A100-SXM4-80GB"])
+    assert "to copy 25 GB a second and from it" in said_of(rates["NVIDIA A100-SXM4-80GB"])
     assert [pcie_generation(name) for name in ("Tesla T4", "NVIDIA B200", "another")] == [3, 5, 4]
 
 

@@ -60,9 +60,10 @@ keeps as many multiprocessors of 132 from them, and products whose grid has a bl
 Of 1,007 products and 1,865 other kernels of a step of two H100: on the rank that waits in a collective meanwhile,
 against the same ones alone on the other rank (results/h100-x2/traced). What a collective moves itself is not in it."""
 
-HOST_BYTES_PER_S = 54e9
-"""What a GPU on PCIe 5.0 copies to its host's memory or from it in a second, in pieces of 32 MiB of locked memory: two
-H200 at once took 52.0 to 54.6 GB/s each way, by hand. Each generation of PCIe before has half of the next."""
+HOST_BYTES_PER_S = 50e9
+"""What a GPU on PCIe 5.0 copies to its host's locked memory or from it in a second, while a step runs: 49.9 and 50.9
+GB/s, two H200 at once (the trace of offload-22 in results/h200-x2/long-step). Each generation of PCIe before has half
+of the next."""
 
 STEP_SPREAD = 0.009
 """Relative standard deviation of the steps of one GPU: of 2.7B, bf16, compiled, in results/h200/best."""
