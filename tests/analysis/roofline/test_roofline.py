@@ -1,6 +1,7 @@
 """The roofline: a small capture worked out by hand, then the model's own FLOPs found again in a trace of it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -277,6 +278,14 @@ def test_sentences_and_tables_have_the_figures(tmp_path: Path):
     assert family_sentence(family(found, "memcpy/memset"), 1) == (
         "Memcpy/memset kernels take 0.020 ms a step; their work is not known."
     )
+    for known, whose in ((3, "the work of nearly all of them"), (0, "their work")):
+        hardly = replace(
+            family(found, "memcpy/memset"), device_ns=1000, covered_ns=known, bounded_ns=known, flops=0,
+            bytes_moved=known, bound_ns=0.1, verdict="launch-bound", verdict_ns=4,
+        )  # fmt: skip
+        assert family_sentence(hardly, 1) == f"Memcpy/memset kernels take 0.001 ms a step; {whose} is not known."
+    known = replace(hardly, covered_ns=5, bounded_ns=5, bytes_moved=5, verdict="memory-bound", verdict_ns=5)
+    assert "(work known for 0.5 % of it): memory-bound in 0.5 % of it" in family_sentence(known, 1)
     text = said(found, top=2)
     assert "addmm bf16 1024 1024x1024 1024x1024" in text and "2 more take" in text
     assert "bf16 989.4 TFLOP/s (NVIDIA H200 datasheet (SXM))" in text

@@ -15,7 +15,7 @@ from stepscope.core.units import format_rate, format_share, ms_text
 
 OPERATORS_SHOWN = 12
 _SHAPES_SHOWN = 3
-_NEARLY_ALL = 0.995
+_NEARLY_ALL, _HARDLY_ANY = 0.995, 0.005
 _SURELY_BELOW = 0.99
 _LINES = 8
 """Lines that a plot tells apart: the roofs, and the busiest families."""
@@ -70,6 +70,8 @@ def family_sentence(family: FamilyRoof, steps: int) -> str:
     """What the family takes, how dense its work is, and what holds it back."""
     takes = ms_text(family.device_ns / steps, 2, 3)
     sentence = f"{family.family[0].upper()}{family.family[1:]} kernels take {takes} ms a step"
+    if max(family.coverage, family.verdict_share or 0.0) < _HARDLY_ANY:
+        return f"{sentence}; {'the work of nearly all of them' if family.covered_ns else 'their work'} is not known."
     if family.intensity is not None:
         sentence += f" at {family.intensity:.3g} FLOP/B"
     if family.covered_ns and family.coverage < _NEARLY_ALL:
@@ -80,10 +82,8 @@ def family_sentence(family: FamilyRoof, steps: int) -> str:
             sentence += f" in {format_share(family.verdict_share)} of it"
         if family.over_bound is not None:
             sentence += f", {family.over_bound:.2f} times their bound of {ms_text(family.bound_ns / steps, 2, 3)} ms"
-    elif family.covered_ns:
-        sentence += "; their bound is not known"
     else:
-        sentence += "; their work is not known"
+        sentence += "; their bound is not known"
     return sentence + "."
 
 
