@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
@@ -16,6 +18,7 @@ from stepscope.engine.own_fake_step import resized, watch_own_step
 from stepscope.engine.own_fit import fit_own
 from stepscope.memory.prediction.fit import budget_of_memory
 from stepscope.memory.prediction.own_fit import KEPT_FREE, Unseen
+from stepscope.models.own.own_module import OwnModule
 from tests.command import stepscope
 from tests.conftest import mini
 
@@ -284,6 +287,17 @@ def test_a_batch_is_repeated_along_its_own_size_alone():
     assert {key: tuple(getattr(value, "shape", ())) for key, value in found.items()} == {
         "x": (10, 3), "labels": (10,), "table": (7, 2), "n": (),
     }  # fmt: skip
+
+
+def test_no_batch_is_taken_for_a_parameter_that_was_freed():
+    """Tensors are known by their ids while the module and its batches get fake ones; what is freed leaves its own."""
+    layers, lengths = [nn.Linear(4, 4) for _ in range(6)], range(1, 41)
+    own = OwnModule(name="m", module=nn.Sequential(*layers), batches=[torch.ones(2, length, 4) for length in lengths])
+    del layers
+    workload = OwnWorkload(model=OwnModel(name="m"), factory="")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        batches = own_fake_step._on_fake_tensors(own, workload, mode, 3).batches  # pyright: ignore[reportPrivateUsage]
+    assert [tuple(batch.shape) for batch in batches] == [(3, length, 4) for length in lengths]
 
 
 def test_large_parameters_take_no_memory_and_keep_their_values_out_of_it(file: Path):

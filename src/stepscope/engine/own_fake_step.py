@@ -141,9 +141,11 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
     """The module and its batches with fake tensors, in the dtype of the workload. Small integers stay real."""
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
     made: dict[int, Tensor] = {}
+    real: list[Tensor] = []  # A tensor that is freed leaves its id to the next one.
 
     def faked(tensor: Tensor) -> Tensor:
         if id(tensor) not in made:
+            real.append(tensor)
             found: Tensor = mode.from_tensor(tensor.detach())
             if pure is not None and tensor.is_floating_point():
                 found = found.to(pure)
@@ -157,7 +159,6 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
             return leaf
         return leaf if not leaf.is_floating_point() and leaf.nbytes <= LARGEST_REAL else faked(leaf)
 
-    before = list(own.module.parameters())
     for part in own.module.modules():
         homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
         for tensors in homes:
@@ -167,7 +168,6 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
     if own.optimizer is not None:
         for group in own.optimizer.param_groups:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
-    del before
     batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in own.batches]
     return dataclasses.replace(own, batches=batches)
 
