@@ -21,6 +21,7 @@ from stepscope.core.finding import error
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
+from stepscope.core.run import Run
 from stepscope.core.samples import Interval
 from stepscope.core.tuned import LossCurve, Tried, Tuned, change_words
 from stepscope.core.workload import Workload
@@ -30,7 +31,7 @@ from stepscope.report.plain import plain_text
 from stepscope.report.terminal import render_answer
 from stepscope.studies.tuning import curves as curves_module
 from stepscope.studies.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared
-from stepscope.studies.tuning.racing import Racing, Turns, compiled_s, p_value_of, steps_s
+from stepscope.studies.tuning.racing import Racing, Turns, beside, compiled_s, p_value_of, steps_s
 from stepscope.studies.tuning.rounds import BEFORE, ROUNDS, changes_of, groups_that_may, lighter, together
 from stepscope.studies.tuning.search import Search
 from stepscope.studies.tuning.tune import one_that_fits, tune, without_numeric_changes
@@ -287,6 +288,40 @@ def test_a_race_of_kernels_that_replace_nothing_is_refused_with_the_reason(tmp_p
 def test_noise_takes_nothing():
     search = searched(Written(noise=3.0))
     assert search.best == search.baseline and {t.verdict for t in search.tried} <= {"undecided", "refused"}
+
+
+class Unsteady(Written):
+    """A bench whose steps differ too much for an interval."""
+
+    def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+        found = super().race(best, other)
+        assert found.ratio is not None
+        return msgspec.structs.replace(found, interval=None, p_value=None, apart=found.ratio < 0.55)
+
+
+def test_without_intervals_steps_that_do_not_overlap_are_taken():
+    search = searched(Unsteady(), kept=frozenset({"graph", "checkpointing"}), dtype="fp32")
+    (together, *later) = [tried for tried in search.tried if tried.ratio is not None]
+    assert together.verdict == "taken" and together.p_value is None and search.best.dtype == "bf16-master"
+    assert {tried.verdict for tried in later} == {"undecided"}
+
+
+def test_steps_of_two_processes_are_told_apart_by_an_interval_or_where_they_do_not_overlap():
+    def run(*step: float) -> Run:
+        return make_run(workload(), step=list(step))
+
+    drifting = [0.077 + 0.0005 * n for n in range(26)]  # each step is like the one before
+    steady = [0.0770, 0.0775, 0.0772, 0.0777, 0.0771, 0.0776, 0.0773, 0.0779, 0.0774, 0.0778] * 3
+    told = beside(run(*steady), run(*(half / 2 for half in steady)))
+    assert told.ratio == pytest.approx(0.5) and told.interval is not None and told.p_value is not None
+    assert not told.apart and not told.why
+    faster = beside(run(*drifting), run(*(part / 7 for part in drifting)))
+    assert faster.apart and faster.ratio == pytest.approx(1 / 7) and faster.interval is faster.p_value is None
+    assert faster.why == "without an interval: each step was shorter than each of the best until then"
+    slower = beside(run(*drifting), run(*(3 * whole for whole in drifting)))
+    assert slower.apart and "each step was longer" in slower.why
+    open_ = beside(run(*drifting), run(*(0.99 * part for part in drifting)))
+    assert not open_.apart and "too few for an interval" in open_.why and open_.verdict == "undecided"
 
 
 def test_what_is_predicted_not_to_fit_is_not_measured():

@@ -32,10 +32,10 @@ Verdict = Literal[
     "not right", "not reached",
 ]  # fmt: skip
 """taken: the fastest of its round, and part of every later step. faster: surely, but another of its round was more so.
-undecided: its interval holds 1. slower by plan: so much slower by prediction that it was not measured. refused: it
-cannot run here, or beside another choice. does not fit: by prediction, or it ran out of memory. failed: it was
-measured, and ended without a result. doubted: a check of its run found an error. not right: its losses depart from the
-baseline's. not reached: the time was over."""
+undecided: its interval holds 1, or it has none. slower by plan: so much slower by prediction that it was not measured.
+refused: it cannot run here, or beside another choice. does not fit: by prediction, or it ran out of memory. failed: it
+was measured, and ended without a result. doubted: a check of its run found an error. not right: its losses depart from
+the baseline's. not reached: the time was over."""
 
 
 class Tried(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,6 +54,9 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     """Of the ratio, within one process."""
     p_value: float | None = None
     """Two-sided, of "both take equally long", by the interval; a round's are judged together (Holm)."""
+    apart: bool = False
+    """Whether there is no interval, and each step was shorter than each of the best one's, or longer. That settles the
+    race; whether processes differ as much, the end's tell."""
     peak_bytes: int | None = None
     """The most bytes of tensors at once; None where two models lay in the memory, or it was not counted."""
     why: str = ""

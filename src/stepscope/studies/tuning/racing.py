@@ -42,7 +42,8 @@ from stepscope.studies.tuning.curves import STEPS, TRAININGS
 RACED = msgspec.structs.replace(settings_from(None, None, seconds=2.0, no_profile=True), warmup_seconds=2.0)
 """How long the two steps of a race take turns. What drifts meets both, so they need not be as steady as one alone."""
 
-CONFIRMED = settings_from(None, None, seconds=3.0, no_profile=True)
+ALONE = settings_from(None, None, seconds=3.0, no_profile=True)
+"""How long a step is measured that takes no turns: it must be steady by itself."""
 
 _DEVIATIONS = statistics.NormalDist().inv_cdf(0.975)
 
@@ -165,7 +166,8 @@ class Racing:
     def runs_alone(self, workload: DrivenWorkload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
         and DeviceError for one that fails."""
-        (run,) = self._measured(Cell(workload=workload, settings=RACED), refuses=True)
+        settings = ALONE if workload.ranks > 1 else RACED
+        (run,) = self._measured(Cell(workload=workload, settings=settings), refuses=True)
         # PyTorch was loaded from the disk, and the device's ceilings were measured: no race does so again. What the
         # steps took, a race takes at least.
         self._compiled_s = self._imported_s = 0.0
@@ -217,7 +219,7 @@ class Racing:
 
     def confirm(self, baseline: DrivenWorkload, best: DrivenWorkload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
-        cells = [Cell(workload=workload, settings=CONFIRMED) for workload in (baseline, best)]
+        cells = [Cell(workload=workload, settings=ALONE) for workload in (baseline, best)]
         runs = self._measured(*repeated(cells, FEWEST_PROCESSES))
         before, after = sets_of(runs)[:2]
         if before.representative.workload.identity != baseline.identity:
@@ -263,7 +265,7 @@ class Racing:
         known = self._alone.get(best.key)
         asked = (best, other) if known is None else (other,)
         began = datetime.now(UTC)
-        found = self._measured(*(Cell(workload=workload, settings=RACED) for workload in asked))
+        found = self._measured(*(Cell(workload=workload, settings=ALONE) for workload in asked))
         if not self._found:
             self._start_s = self._until(began, found[0])
         runs = [*([known] if known is not None else []), *found]
@@ -273,12 +275,7 @@ class Racing:
         for run in (second, first):
             if run.status != "done":
                 return _without_result(run, runs)
-        before, after = first.samples[STEP], second.samples[STEP]
-        found_ratio = before.speedup_over(after)  # how many times as long the other takes
-        if found_ratio is None:
-            return _tried("failed", runs, why="no steps to compare")
-        memory = second.evidence.memory
-        return _timed(second, runs, found_ratio.value, found_ratio.interval, memory.allocated_peak if memory else None)
+        return beside(first, second)
 
     def _measured(self, *cells: Cell, refuses: bool = False) -> list[Run]:
         """The runs of these cells, each in a process of its own; those of an interrupted search are found again."""
@@ -327,6 +324,25 @@ def compiled_s(run: Run) -> float:
     """Seconds that the run's process compiled what no cache had, as far as they are known."""
     found = run.evidence.compilation
     return found.compile_s or 0.0 if found is not None and not found.cached_graphs else 0.0
+
+
+def beside(best: Run, other: Run) -> Tried:
+    """The other step beside the best one, each from a process of its own. Where a side has no interval, as one whose
+    steps hang on a busy host, steps that do not overlap tell which is faster."""
+    before, after = best.samples[STEP], other.samples[STEP]
+    found = before.speedup_over(after)  # how many times as long the other takes
+    if found is None:
+        return _tried("failed", (best, other), why="no steps to compare")
+    memory = other.evidence.memory
+    tried = _timed(other, (best, other), found.value, found.interval, memory.allocated_peak if memory else None)
+    if found.interval is not None:
+        return tried
+    apart = found.extremes is not None and not found.extremes.low <= 1 <= found.extremes.high
+    how = "shorter" if found.value < 1 else "longer"
+    why = after.why_no_interval or before.why_no_interval or ""
+    if apart:
+        why = f"without an interval: each step was {how} than each of the best until then"
+    return msgspec.structs.replace(tried, apart=apart, why=tried.why or why)
 
 
 def p_value_of(ratio: float, interval: Interval | None) -> float | None:

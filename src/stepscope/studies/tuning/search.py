@@ -159,7 +159,7 @@ class Search:
             tried = self.tried[place]
             if tried.ratio is None or tried.verdict != "undecided":
                 continue
-            if stand:
+            if stand or tried.apart:
                 self._set(place, verdict="faster" if tried.ratio < 1 else "slower")
                 faster += [(tried.ratio, place)] if tried.ratio < 1 else []
         if not faster:
