@@ -100,14 +100,15 @@ def run(
 
     How it runs, whatever the model:
 
-    dtype: fp32, tf32, bf16 or fp16 (the last two by autocast); bf16-pure, where parameters are bf16, too; or
-    bf16-master, where weights are bf16 and the optimizer writes them from masters in fp32.
+    dtype: fp32, tf32, bf16 or fp16 (the last two by autocast); bf16-pure, where parameters are bf16, too; bf16-master,
+    where weights are bf16 and the optimizer writes them from masters in fp32; or fp8 and fp8-row, whose products are of
+    eight bits, scaled by tensor or by row.
     phase: train, forward-backward, or forward, which is inference without the loss.
     compile: eager, or a mode of torch.compile, or blocks: each block by itself.
     graph: none, or step: the whole step is replayed as CUDA graphs.
     optimizer: an AdamW by name; for a module of your own an optimizer that holds its parameters.
     clip: the bound on the gradients' global norm, to which they are scaled down; left out, they are not.
-    checkpointing: none, selective, selective-K, attention, or every-K.
+    checkpointing: none, selective, selective-K, attention, every-K, or offload-K.
     accumulation: how many micro-batches make a step.
     parallel, ranks: how several processes share each step, as in "fsdp2" and 2. They are started here, each with a
     device, and make the model themselves; so it is named, or made by a factory.
