@@ -144,7 +144,20 @@ def fit(
     workload, copied = of_object(model, batch, loss, said)
     from stepscope.engine.own_fit import fit_own  # noqa: PLC0415  (the caller has torch)
 
-    return _of_ones_own(fit_own(workload, [budget] if budget else [], given=lambda: _module_of(copied())))
+    parameters = [*model.parameters()] if hasattr(model, "parameters") else []
+    before = [parameter.grad for parameter in parameters]
+    try:
+        found = fit_own(workload, [budget] if budget else [], given=lambda: _module_of(copied()))
+    finally:
+        reached = any(parameter.grad is not grad for parameter, grad in zip(parameters, before, strict=True))
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+    if reached:
+        raise InputError(
+            f"the loss of {type(model).__name__} reads parameters of the model itself, and a copy is predicted: give a "
+            "module whose forward returns the loss, or a factory"
+        )
+    return _of_ones_own(found)
 
 
 def _of_ones_own(found: "OwnFit") -> Fitted:

@@ -78,11 +78,11 @@ def _said(verdict: OwnVerdict, estimate: OwnEstimate) -> Line:
 
 def _sizes(verdict: OwnVerdict) -> list[Line]:
     sizes = {"the largest batch": verdict.largest_batch, "the longest sequence": verdict.longest_sequence}
-    if 0 in sizes.values():
+    if (verdict.longest_sequence if verdict.largest_batch is None else verdict.largest_batch) == 0:
         return [Line("Not even the smallest batch fits.", "bad")]
     known = [
         f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 else ''}{size:,}"
-        for name, size in sizes.items() if size is not None
+        for name, size in sizes.items() if size
     ]  # fmt: skip
     bound = ", and the model takes no longer one" if verdict.longest_is_the_models else ""
     return [Line(f"{', '.join(known).capitalize()}{bound}.")] if known else []

@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import REFERENCE, Kernels, Part, PartFound
@@ -105,6 +106,9 @@ def understand(found: Any, name: str) -> OwnModule:
     module, batch, loss, optimizer = parts.module, parts.batch, parts.loss, parts.optimizer
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise InputError(f"{name} is compiled by torch.jit, which takes no hooks: give the module before that")
+    lazy = [path for path, parameter in module.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise InputError(f"{name} has parameters without a shape yet, as {lazy[0]}: call it with a batch before")
     if loss is not None and not callable(loss):
         raise InputError(f"{name}: the loss is {type(loss).__name__}, which cannot be called; {FORMS}")
     if optimizer is not None:
