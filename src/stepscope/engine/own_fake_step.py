@@ -9,13 +9,13 @@ import contextlib
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -27,9 +27,11 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.measure.fake_memory import without_tracebacks
 from stepscope.measure.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
 from stepscope.measure.step import Phase
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES, DeviceType
+from stepscope.models.own.batches import named_tensors
 from stepscope.models.own.factory import find_factory
 from stepscope.models.own.hugging_face import BATCH_SIZE, SEQ_LEN
 from stepscope.models.own.identity import describe_own
@@ -94,8 +96,11 @@ def watch_module(
     """Run the step of a real module. Afterwards the module has fake parameters."""
     watch = FakeMemoryOfOwn(name=own.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
     with contextlib.ExitStack() as modes:
+        modes.enter_context(without_tracebacks())
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         fake = _on_fake_tensors(own, workload, mode, batch_size)
+        turned = _turned(fake.batches, steps)
+        fake = dataclasses.replace(fake, batches=[*fake.batches[turned:], *fake.batches[:turned]])
         modes.enter_context(watch)
         watch.hold(fake.module.parameters())
         watch.hold(fake.module.buffers())
@@ -106,12 +111,14 @@ def watch_module(
         label_residents(step, watch, on_host=on_host)
         built = len(watch.events)
         if device_type == "cuda":
+            if own.optimizer is not None:
+                _update_as_on_a_gpu(own.optimizer)
             cast_as_on_a_gpu(step.model)
             as_on_cuda = AsOnCuda(_attention_backend, heads_as_given=True)
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         run_steps(step, watch, steps, on_host=on_host)
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
-        model = describe_own(step.model, step.named_tensors(step.batches[0]), [])
+        model = describe_own(step.model, step.named_tensors(step.batches[-turned]), [])  # its first batch
         by_factory = own.optimizer is not None and step.optimizer is own.optimizer
         found = msgspec.structs.replace(
             workload, model=model, by_factory=("optimizer",) if by_factory else (),
@@ -121,6 +128,43 @@ def watch_module(
     del step
     gc.collect()  # A step and its phases refer to each other.
     return OwnWatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
+
+
+def _hang_on(found: Any, tensor: Any) -> None:
+    """Give a fake tensor what a user's code hung on the real one: attributes, and hooks of its gradient."""
+    attributes: dict[str, Any] = tensor.__dict__
+    of_gradients: Mapping[int, Any] = tensor._backward_hooks or {}
+    of_sums: Mapping[int, Any] = tensor._post_accumulate_grad_hooks or {}
+    for name in attributes.keys() - set(dir(found)):
+        setattr(found, name, attributes[name])
+    for hook in of_gradients.values():
+        found.register_hook(hook)
+    for hook in of_sums.values():
+        found.register_post_accumulate_grad_hook(hook)
+
+
+def _turned(batches: Sequence[Any], steps: int) -> int:
+    """By how many places to turn the batches, so that the last of so many steps has the largest: where they differ,
+    that step needs the most."""
+    sizes = [sum(tensor.nbytes for _, tensor in named_tensors(batch)) for batch in batches]
+    last = (steps - 1) % max(1, len(sizes))
+    return 0 if not sizes or sizes[last] == max(sizes) else (sizes.index(max(sizes)) - last) % len(sizes)
+
+
+_LOOPS = (torch.optim.Adafactor,)
+"""Optimizers that update parameters one by one on a GPU, too, where nothing else is asked for."""
+
+
+def _update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
+    """Let an optimizer of PyTorch's that may choose update all parameters together, as it does on a GPU
+    (`_default_to_fused_or_foreach`); on the CPU, where fake parameters lie, it would take one after another."""
+    if isinstance(optimizer, _LOOPS):
+        return
+    for group in optimizer.param_groups:
+        chooses = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        fixed = group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))
+        if chooses and not fixed:
+            group["foreach"] = True
 
 
 def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
@@ -144,20 +188,28 @@ def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode
     real: list[Tensor] = []  # A tensor that is freed leaves its id to the next one.
 
     def faked(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
-            real.append(tensor)
-            found: Tensor = mode.from_tensor(tensor.detach())
-            if pure is not None and tensor.is_floating_point():
-                found = found.to(pure)
-            if isinstance(tensor, nn.Parameter):
-                found = nn.Parameter(found, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = found
-        return made[id(tensor)]
+        found: Tensor = mode.from_tensor(tensor.detach())
+        if tensor.layout == torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+            found = found.clone()  # Of a view, and of what is expanded, a device gets the elements.
+        if pure is not None and tensor.is_floating_point():
+            found = found.to(pure)
+        if isinstance(tensor, nn.Parameter):
+            found = nn.Parameter(found, requires_grad=tensor.requires_grad)
+        found.requires_grad_(tensor.requires_grad)
+        _hang_on(found, tensor)
+        return found
 
     def faked_leaf(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf if not leaf.is_floating_point() and leaf.nbytes <= LARGEST_REAL else faked(leaf)
+        if id(leaf) not in made:
+            real.append(leaf)
+            if leaf.is_floating_point() or leaf.nbytes > LARGEST_REAL:
+                made[id(leaf)] = faked(leaf)
+            else:
+                with unset_fake_temporarily():
+                    made[id(leaf)] = leaf.clone()  # An operator in place writes into no tensor of the user's.
+        return made[id(leaf)]
 
     for part in own.module.modules():
         homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]

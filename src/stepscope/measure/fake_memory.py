@@ -11,6 +11,7 @@ for each thread that multiplies matrices; on a GPU autograd runs backward on a t
 
 import contextlib
 import contextvars
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -30,6 +31,17 @@ _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
 
 _OF_HOST = contextvars.ContextVar("of_host", default=False)
+
+
+@contextlib.contextmanager
+def without_tracebacks() -> Iterator[None]:
+    """A context in which what fake operators refuse is an error alone: PyTorch logs a traceback of each besides."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ kernel runs, and tensors without data (`FakeTensorMode`) say that they are on on
 """
 
 import contextlib
-import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -22,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.errors import InputError, one_line
+from stepscope.measure.fake_memory import without_tracebacks
 
 Treatment = Literal["sent down", "kept up", "promotes", "as its inputs", "refuses"]
 """sent down: 16 bits come out of fp32. kept up: fp32 comes out of 16 bits. promotes: of inputs of two dtypes autocast
@@ -213,13 +213,8 @@ def observe_cuda_rules(low: torch.dtype) -> dict[str, Observed]:
     def made(shape: Shape, dtype: torch.dtype) -> Tensor:
         return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), gpu)
 
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    before, log.disabled = log.disabled, True  # it writes a traceback for each operator that it cannot tell
-    try:
-        with mode:
-            return {op.name: _observe(op, made, lambda: _cuda_region(low), low) for op in OPERATORS}
-    finally:
-        log.disabled = before
+    with without_tracebacks(), mode:  # some operators cannot be told
+        return {op.name: _observe(op, made, lambda: _cuda_region(low), low) for op in OPERATORS}
 
 
 @contextlib.contextmanager
