@@ -89,14 +89,20 @@ def test_a_batch_is_not_written_to():
     assert torch.equal(ids, before[0]) and torch.equal(labels, before[1])
 
 
-def test_a_loss_that_reads_the_model_itself_is_refused_and_leaves_its_gradients():
-    module = net()
-    module[0].weight.grad = kept = torch.ones(WIDTH, WIDTH)
-    with pytest.raises(InputError, match="the loss of Sequential reads parameters of the model itself"):
-        stepscope.fit(
-            module, torch.randn(8, WIDTH), lambda out: out.mean() + sum(p.square().sum() for p in module.parameters())
-        )
-    assert module[0].weight.grad is kept and module[2].weight.grad is None
+def test_a_loss_that_reads_the_model_itself_is_refused_and_leaves_its_gradients(tmp_path: Path):
+    module, batch = net(), torch.randn(8, WIDTH)
+    module[0].weight.grad = kept = torch.zeros(WIDTH, WIDTH)
+
+    def decayed(out: Tensor) -> Tensor:
+        return out.mean() + sum(parameter.square().sum() for parameter in module.parameters())
+
+    for asked in (
+        lambda: stepscope.fit(module, batch, decayed),
+        lambda: stepscope.run(module, batch, decayed, device="cpu", steps=2, warmup=1, profile=False, runs=tmp_path),
+    ):
+        with pytest.raises(InputError, match="the loss of Sequential reads parameters of the model itself"):
+            asked()
+        assert module[0].weight.grad is kept and not kept.any() and module[2].weight.grad is None
 
 
 FILE = """

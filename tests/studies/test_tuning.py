@@ -317,9 +317,9 @@ def test_steps_of_two_processes_are_told_apart_by_an_interval_or_where_they_do_n
     assert not told.apart and not told.why
     faster = beside(run(*drifting), run(*(part / 7 for part in drifting)))
     assert faster.apart and faster.ratio == pytest.approx(1 / 7) and faster.interval is faster.p_value is None
-    assert faster.why == "without an interval: each step was shorter than each of the best until then"
+    assert faster.why == "without an interval: each of its steps was shorter than every step of the best"
     slower = beside(run(*drifting), run(*(3 * whole for whole in drifting)))
-    assert slower.apart and "each step was longer" in slower.why
+    assert slower.apart and "each of its steps was longer" in slower.why
     open_ = beside(run(*drifting), run(*(0.99 * part for part in drifting)))
     assert not open_.apart and "too few for an interval" in open_.why and open_.verdict == "undecided"
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from stepscope.api.shown import Shown, ShownAnswer, shown
-from stepscope.api.workloads import check_one_model, given, of_factory, of_object, textbook
+from stepscope.api.workloads import check_one_model, given, gradients_kept, of_factory, of_object, textbook
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
@@ -144,20 +144,8 @@ def fit(
     workload, copied = of_object(model, batch, loss, said)
     from stepscope.engine.own_fit import fit_own  # noqa: PLC0415  (the caller has torch)
 
-    parameters = [*model.parameters()] if hasattr(model, "parameters") else []
-    before = [parameter.grad for parameter in parameters]
-    try:
-        found = fit_own(workload, [budget] if budget else [], given=lambda: _module_of(copied()))
-    finally:
-        reached = any(parameter.grad is not grad for parameter, grad in zip(parameters, before, strict=True))
-        for parameter, grad in zip(parameters, before, strict=True):
-            parameter.grad = grad
-    if reached:
-        raise InputError(
-            f"the loss of {type(model).__name__} reads parameters of the model itself, and a copy is predicted: give a "
-            "module whose forward returns the loss, or a factory"
-        )
-    return _of_ones_own(found)
+    with gradients_kept(model):
+        return _of_ones_own(fit_own(workload, [budget] if budget else [], given=lambda: _module_of(copied())))
 
 
 def _of_ones_own(found: "OwnFit") -> Fitted:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stepscope.api.reading import Measured, measured
-from stepscope.api.workloads import check_one_model, given, of_factory, of_object, textbook
+from stepscope.api.workloads import check_one_model, given, gradients_kept, of_factory, of_object, textbook
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
@@ -166,7 +166,8 @@ def run(
     )  # fmt: skip
     if workload.parallel != NOT_PARALLEL:
         return _measured_by_ranks(request, tell or _say_nothing)
-    found, directory = measure_step(request, tell or _say_nothing, given=made)
+    with gradients_kept(model):
+        found, directory = measure_step(request, tell or _say_nothing, given=made)
     if found.status == "interrupted" or (found.status == "done" and found.failure is not None):
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt

@@ -1,7 +1,8 @@
 """Makes the workload from what a caller in Python says: of the textbook's model, of a factory, or of a module."""
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stepscope.core.errors import InputError
@@ -84,6 +85,29 @@ def of_object(
     return OwnWorkload(factory=name, code=code_of(loaded), model=OwnModel(name=""), **chosen), functools.partial(
         copy_of, loaded
     )
+
+
+@contextlib.contextmanager
+def gradients_kept(model: object) -> Generator[None]:
+    """A context in which a copy of the model is trained, and after which its own gradients are what they were. Raises
+    InputError at its end where the loss reached them: no copy is made of what a function refers to."""
+    from torch import nn  # noqa: PLC0415  (the caller has it)
+
+    parameters = [*model.parameters()] if isinstance(model, nn.Module) else []
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None  # into one that is there, backward would add
+    try:
+        yield
+    finally:
+        reached = any(parameter.grad is not None for parameter in parameters)
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+    if reached:
+        raise InputError(
+            f"the loss of {type(model).__name__} reads parameters of the model itself, and the step is of a copy: give "
+            "a module whose forward returns the loss, or a factory"
+        )
 
 
 def _choices(said: Mapping[str, Any], remedy: str) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     p_value: float | None = None
     """Two-sided, of "both take equally long", by the interval; a round's are judged together (Holm)."""
     apart: bool = False
-    """Whether there is no interval, and each step was shorter than each of the best one's, or longer. That settles the
-    race; whether processes differ as much, the end's tell."""
+    """Whether there is no interval, and each of its steps was shorter, or each longer, than every step of the best
+    until then. That settles the race. How much processes differ, the end tells."""
     peak_bytes: int | None = None
     """The most bytes of tensors at once; None where two models lay in the memory, or it was not counted."""
     why: str = ""

@@ -99,8 +99,8 @@ def watch_module(
         modes.enter_context(without_tracebacks())
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         fake = _on_fake_tensors(own, workload, mode, batch_size)
-        turned = _turned(fake.batches, steps)
-        fake = dataclasses.replace(fake, batches=[*fake.batches[turned:], *fake.batches[:turned]])
+        rotation = _rotation(fake.batches, steps)
+        fake = dataclasses.replace(fake, batches=[*fake.batches[rotation:], *fake.batches[:rotation]])
         modes.enter_context(watch)
         watch.hold(fake.module.parameters())
         watch.hold(fake.module.buffers())
@@ -118,7 +118,7 @@ def watch_module(
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         run_steps(step, watch, steps, on_host=on_host)
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
-        model = describe_own(step.model, step.named_tensors(step.batches[-turned]), [])  # its first batch
+        model = describe_own(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = own.optimizer is not None and step.optimizer is own.optimizer
         found = msgspec.structs.replace(
             workload, model=model, by_factory=("optimizer",) if by_factory else (),
@@ -143,23 +143,18 @@ def _hang_on(found: Any, tensor: Any) -> None:
         found.register_post_accumulate_grad_hook(hook)
 
 
-def _turned(batches: Sequence[Any], steps: int) -> int:
-    """By how many places to turn the batches, so that the last of so many steps has the largest: where they differ,
-    that step needs the most."""
+def _rotation(batches: Sequence[Any], steps: int) -> int:
+    """How many places to rotate the batches, so that the last step gets the largest: that step is predicted."""
     sizes = [sum(tensor.nbytes for _, tensor in named_tensors(batch)) for batch in batches]
     last = (steps - 1) % max(1, len(sizes))
     return 0 if not sizes or sizes[last] == max(sizes) else (sizes.index(max(sizes)) - last) % len(sizes)
 
 
-_LOOPS = (torch.optim.Adafactor,)
-"""Optimizers that update parameters one by one on a GPU, too, where nothing else is asked for."""
-
-
 def _update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:
     """Let an optimizer of PyTorch's that may choose update all parameters together, as it does on a GPU
     (`_default_to_fused_or_foreach`); on the CPU, where fake parameters lie, it would take one after another."""
-    if isinstance(optimizer, _LOOPS):
-        return
+    if isinstance(optimizer, torch.optim.Adafactor):
+        return  # it takes one after another on a GPU, too
     for group in optimizer.param_groups:
         chooses = "foreach" in group and group["foreach"] is None and not group.get("fused")
         fixed = group.get("differentiable") or (isinstance(group.get("lr"), Tensor) and not group.get("capturable"))

@@ -78,7 +78,8 @@ def _said(verdict: OwnVerdict, estimate: OwnEstimate) -> Line:
 
 def _sizes(verdict: OwnVerdict) -> list[Line]:
     sizes = {"the largest batch": verdict.largest_batch, "the longest sequence": verdict.longest_sequence}
-    if (verdict.longest_sequence if verdict.largest_batch is None else verdict.largest_batch) == 0:
+    decides = verdict.largest_batch if verdict.largest_batch is not None else verdict.longest_sequence
+    if decides == 0:
         return [Line("Not even the smallest batch fits.", "bad")]
     known = [
         f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 else ''}{size:,}"

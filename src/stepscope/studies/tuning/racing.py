@@ -341,7 +341,7 @@ def beside(best: Run, other: Run) -> Tried:
     how = "shorter" if found.value < 1 else "longer"
     why = after.why_no_interval or before.why_no_interval or ""
     if apart:
-        why = f"without an interval: each step was {how} than each of the best until then"
+        why = f"without an interval: each of its steps was {how} than every step of the best"
     return msgspec.structs.replace(tried, apart=apart, why=tried.why or why)
 
 
