@@ -225,6 +225,26 @@ class Capture(msgspec.Struct, frozen=True, kw_only=True):
         return self.samples[STEP].median_s if STEP in self.samples else None
 
 
+class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of modules with gradients off in timed steps: an evaluation now and then, or a teacher in each."""
+
+    modules: tuple[str, ...]
+    """Their classes."""
+    where: str
+    """The user's line of the first such call; empty where it is not known."""
+    steps: int
+    """Timed steps that have such calls."""
+    of: int
+    """All timed steps."""
+    median_s: float
+    """What they take in such a step, with what lies between two of them."""
+
+    @property
+    def is_part_of_a_step(self) -> bool:
+        """Whether most steps have it. The times of other steps are stored without it."""
+        return 2 * self.steps >= self.of
+
+
 class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """What was taken for a step of a loop that is not ours, and which of its steps were timed."""
 
@@ -250,6 +270,20 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     counted."""
     ended_by: str | None = None
     """The exception that ended the loop after its timed steps, in a line. The times are whole all the same."""
+    module_forwards: tuple[int, ...] = ()
+    """Calls of each of `modules` in the step that was looked at; this and what follows is not in earlier runs."""
+    optimizer_models: tuple[str, ...] = ()
+    """The models that each of `optimizers` updates, by their classes."""
+    optimizer_steps: tuple[int, ...] = ()
+    """How often each of `optimizers` steps in a step of the loop."""
+    forwards_between: tuple[int, int] | None = None
+    """The fewest and the most forwards in a timed step."""
+    forwards_mean: float | None = None
+    """The mean of them, where more than a tenth of the timed steps ran others than the one that was looked at."""
+    trainable: int | None = None
+    """Numbers in the model's parameters that train: an optimizer holds them, and they require a gradient."""
+    evaluated: Evaluated | None = None
+    """Calls with gradients off; None where no timed step has any."""
 
 
 class CodeLine(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,6 +8,8 @@ DATA, REST = "data", "rest"
 """The parts of a watched step that are no phase of a driven one: waiting for the next batch, and everything else."""
 TIMED = (DATA, *PHASES, REST)
 """All parts that the time of a step may be made of, in their order."""
+EVALUATION = "evaluation"
+"""The part of a watched step in which modules are called with gradients off."""
 FORWARD_BACKWARD = "forward-backward"
 """The two phases together, step by step."""
 ATTENTION_PARTS = SCORES, SOFTMAX, OUTPUT = "attention scores", "softmax", "attention output"

@@ -117,6 +117,12 @@ class Recorder:
     def step_ends(self) -> None:
         """The last phase has ended."""
 
+    def evaluation_begins(self) -> None:
+        """A watched loop is about to call a module with gradients off, which is no phase of a step."""
+
+    def evaluation_ends(self) -> None:
+        """That call has returned."""
+
 
 def drive(step: Driven, *recorders: Recorder) -> None:
     """Run the phases of a prepared step, each in a range of its name, and tell the recorders in their order."""

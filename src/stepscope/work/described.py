@@ -45,14 +45,19 @@ def _batch(workload: AnyWorkload) -> str:
 
 
 def _micro_batches(workload: AnyWorkload) -> str:
-    size = f" of {workload.micro_batch_size}" if isinstance(workload, Workload) else ""
-    return f"{workload.accumulation} micro-batches{size}"
+    size = workload.micro_batch_size if isinstance(workload, Workload) else None
+    if size is None and workload.batch_size and workload.batch_size % workload.accumulation == 0:
+        size = workload.batch_size // workload.accumulation
+    return f"{workload.accumulation} micro-batches{f' of {size}' if size else ''}"
 
 
-def describe_model(workload: AnyWorkload) -> str:
-    """A model's name, parameter count, and its sizes or where it comes from, on one line."""
+def describe_model(workload: AnyWorkload, trainable: int | None = None) -> str:
+    """A model's name, parameter count, and its sizes or where it comes from, on one line. trainable: how many of its
+    parameters train, where that is known."""
     parameters = parameters_of(workload)
     count = f"{format_count(parameters)} parameters" if parameters is not None else "parameters not counted"
+    if parameters is not None and trainable is not None and trainable < parameters:
+        count = f"{format_count(trainable)} of {count} train"
     return f"{workload.name}: {count} ({_origin(workload)})"
 
 

@@ -4,7 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+from stepscope.measure.watch.seen import TensorSeen
 from tests.measure.watch.loops import DiaryStage, Net, Told, nothing_is_left, train_step, watch
+
+PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]
 
 
 class Critic(Net):
@@ -28,28 +31,121 @@ def two_models(told: Told, steps: int = 4, **given: object) -> None:
     assert nothing_is_left(first, one) or told.reason is None
 
 
-def test_two_optimizers_are_not_told_apart():
-    told = Told()
-    two_models(told)
-    assert told.reason == "2 optimizers step (Adam of Net, SGD of Critic)"
+def names(told: Told) -> tuple[list[str], list[str]]:
+    """The classes of the modules and of the optimizers that were found."""
+    assert told.answer is not None, told.reason
+    found = told.answer
+    return [type(root.module).__name__ for root in found.roots], [type(each).__name__ for each in found.optimizers]
 
 
-def test_the_class_of_a_model_says_whose_step_counts():
+def test_a_round_in_which_each_of_two_optimizers_steps_is_a_step():
     diary = DiaryStage()
     told = Told(diary)
-    two_models(told, 5, step_of="Net")
-    assert told.answer is not None
-    assert [type(root.module) for root in told.answer.roots] == [Net]
-    assert [type(optimizer).__name__ for optimizer in told.answer.optimizers] == ["Adam", "SGD"]
-    # The other model's backward and optimizer count to these phases, its forward to the rest.
-    both = ["backward", "/backward", "optimizer", "/optimizer"]
-    assert diary.steps == [[*both, "forward", "/forward", *both]]
+    two_models(told, 5)
+    assert names(told) == (["Net", "Critic"], ["Adam", "SGD"])
+    assert told.answer is not None and told.answer.name == "Net and Critic"
+    assert sum(p.numel() for p in told.answer.model.parameters()) == 2 * sum(p.numel() for p in Net().parameters())
+    assert diary.first == 2 and diary.steps == [PLAIN * 2]
 
 
-def test_the_class_of_an_optimizer_says_whose_step_counts():
-    told = Told(DiaryStage())
-    two_models(told, step_of="SGD")
-    assert told.answer is not None and [type(root.module) for root in told.answer.roots] == [Critic]
+@pytest.mark.parametrize(("step_of", "first"), [("Net", "Net"), ("SGD", "Critic")])
+def test_a_class_says_whose_step_counts(step_of: str, first: str):
+    diary = DiaryStage()
+    told = Told(diary)
+    two_models(told, 5, step_of=step_of)
+    assert names(told)[0][0] == first and told.answer is not None and type(told.answer.model).__name__ == first
+    assert diary.first == 2 and diary.steps == [PLAIN * 2], "forwards of every model that an optimizer updates count"
+
+
+@pytest.mark.parametrize("times", [2, 5])
+def test_a_critic_that_steps_several_times_before_its_generator_does(times: int):
+    net, critic = Net(), Critic()
+    one, other = torch.optim.Adam(net.parameters()), torch.optim.SGD(critic.parameters(), lr=0.1)
+    diary = DiaryStage()
+    told = Told(diary)
+    watch(told)
+    for _ in range(4):
+        for _ in range(times):
+            with torch.no_grad():
+                made = net(torch.randn(4, 8))
+            train_step(critic, other) if made is not None else None
+        train_step(net, one)
+    assert names(told) == (["Net", "Critic"], ["Adam", "SGD"])
+    assert told.answer is not None and told.answer.steps_of(other) == times and told.answer.steps_of(one) == 1
+    assert diary.first == 2 and [word for word in diary.steps[0] if word in PLAIN] == PLAIN * (times + 1)
+
+
+def test_two_optimizers_of_one_model_that_step_together_are_one_step():
+    model, told, diary = Net(), Told(), DiaryStage()
+    told = Told(diary)
+    matrices = torch.optim.SGD([p for p in model.parameters() if p.dim() == 2], lr=0.1)
+    vectors = torch.optim.AdamW([p for p in model.parameters() if p.dim() < 2])
+    watch(told)
+    for _ in range(4):
+        model(torch.randn(4, 8)).sum().backward()
+        matrices.step()
+        vectors.step()
+    assert names(told) == (["Net"], ["AdamW", "SGD"])
+    assert told.answer is not None and told.answer.model is model
+    assert diary.steps == [PLAIN + PLAIN[4:]]
+
+
+def test_optimizers_that_step_in_no_order_are_said_to():
+    first, second, told = Net(), Critic(), Told()
+    one, other = torch.optim.Adam(first.parameters()), torch.optim.SGD(second.parameters(), lr=0.1)
+    watch(told)
+    for times in range(3, 13):
+        train_step(second, other)
+        for _ in range(times):
+            train_step(first, one)
+    assert told.reason == "2 optimizers step (SGD, Adam), in no order that comes again"
+
+
+def test_a_call_that_no_backward_comes_to_is_no_forward_of_the_step():
+    model, told = Net(), Told(DiaryStage())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch(told)
+    for step in range(4):
+        train_step(model, optimizer)
+        if step % 100 == 0:
+            model(torch.randn(50, 8))  # the samples that a log shows
+    assert told.answer is not None and (told.answer.forwards, told.answer.batches) == (1, 1)
+    assert told.answer.roots[0].inputs["0"] == {TensorSeen((4, 8), "float32")}
+
+
+def test_a_loop_that_calls_no_module_has_a_step_without_forward():
+    model, diary = nn.Linear(8, 8), DiaryStage()
+    optimizer, told = torch.optim.Adam(model.parameters()), Told(diary)
+    watch(told)
+    for _ in range(4):
+        model.forward(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+    assert names(told) == ([], ["Adam"]) and told.answer is not None and told.answer.model is model
+    assert diary.steps == [PLAIN[2:]]
+
+
+def test_parameters_without_a_module_are_a_model_too():
+    weights, diary = [torch.randn(8, 8, requires_grad=True)], DiaryStage()
+    optimizer, told = torch.optim.SGD(weights, lr=0.1), Told(diary)
+    watch(told)
+    for _ in range(4):
+        (torch.randn(4, 8) @ weights[0]).square().mean().backward()
+        optimizer.step()
+    assert told.answer is not None and list(told.answer.model.parameters()) == weights
+    assert diary.steps == [PLAIN[2:]]
+
+
+def test_a_loop_that_updates_by_hand_says_where_a_step_ends():
+    weights, diary = [nn.Parameter(torch.randn(8, 8))], DiaryStage()
+    told = Told(diary)
+    watching = watch(told)
+    for _ in range(4):
+        (torch.randn(4, 8) @ weights[0]).square().mean().backward()
+        with torch.no_grad():
+            weights[0] -= 0.01 * weights[0].grad  # type: ignore[operator]  # backward has just made it
+        watching.step()
+    assert told.answer is not None and list(told.answer.model.parameters()) == weights
+    assert diary.steps == [PLAIN[2:4]]
 
 
 def test_a_class_that_is_not_there_is_said_with_those_that_are():

@@ -121,7 +121,7 @@ def test_a_closure_runs_inside_the_optimizers_step():
     assert told.answer is not None
     assert (told.answer.forwards, told.answer.evaluations) == (2, 2)
     assert (told.answer.micro_batches, told.answer.batches) == (1, 1), "the closure takes one batch again and again"
-    once = ["optimizer", "/optimizer", "forward", "/forward", "optimizer", "/optimizer", "backward", "/backward"]
+    once = ["optimizer", "/optimizer", *PLAIN[:4]]
     assert diary.steps == [[*once * 2, "optimizer", "/optimizer"]]
 
 

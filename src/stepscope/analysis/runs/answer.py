@@ -26,7 +26,7 @@ from stepscope.core.answer import (
     text,
 )
 from stepscope.core.errors import printable
-from stepscope.core.evidence import Capture, WatchedLoop
+from stepscope.core.evidence import Capture, Evaluated, WatchedLoop
 from stepscope.core.parts import PartFound
 from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
 from stepscope.core.run import Run
@@ -70,8 +70,12 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
 def heading(run: Run) -> tuple[Line, ...]:
     """The model, the workload, and where it ran."""
     where = [run.environment.described] if run.environment else []
-    step = [_watched_step(run.evidence.loop)] if run.evidence.loop else []
-    return as_lines(Line(describe_model(run.workload), "strong"), describe_workload(run.workload), *step, *where)
+    loop = run.evidence.loop
+    step = [_watched_step(loop)] if loop else []
+    trainable = loop.trainable if loop else None
+    return as_lines(
+        Line(describe_model(run.workload, trainable), "strong"), describe_workload(run.workload), *step, *where
+    )
 
 
 def _later(run: Run) -> list[str]:
@@ -84,16 +88,45 @@ def _later(run: Run) -> list[str]:
 
 def _watched_step(loop: WatchedLoop) -> str:
     """What was taken for a step of a watched loop, and why."""
-    ends = f"ends with a step of {loop.optimizers[0]}" if loop.optimizers else "ends where the loop says so"
-    others = f", in which {', '.join(loop.optimizers[1:])} also steps" if loop.optimizers[1:] else ""
-    forwards = f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
+    optimizers = _optimizers(loop)
+    ends = f"ends with a step of {optimizers[0]}" if optimizers else "ends where the loop says so"
+    also = "also step" if len(optimizers) > 2 else "also steps"
+    others = f", in which {' and '.join(optimizers[1:])} {also}" if optimizers[1:] else ""
+    forwards = _forwards(loop)
     autocast = f", autocast to {loop.autocast}" if loop.autocast else ""
     times = counted(loop.evaluations, "time")
     closure = f"; {loop.optimizers[0]} evaluates its closure {times}" if loop.evaluations else ""
     backwards = counted(loop.backwards, "backward")
-    fewest, most = loop.backwards_between or (0, 0)
-    unlike = f" Those timed ran {fewest} to {most} backwards each." if fewest != most else ""
-    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}.{unlike}"
+    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}.{_unlike(loop)}"
+
+
+def _optimizers(loop: WatchedLoop) -> list[str]:
+    """The optimizers by their classes; where there are several, with their models and how often each steps."""
+    if len(loop.optimizers) < 2 or not loop.optimizer_models:
+        return list(loop.optimizers)
+    named: Counter[str] = Counter()
+    for name, models, steps in zip(loop.optimizers, loop.optimizer_models, loop.optimizer_steps, strict=True):
+        named[f"{name}{f' of {models}' if models else ''}"] += steps
+    return [f"{name}{f' ({steps} times)' if steps > 1 else ''}" for name, steps in named.items()]
+
+
+def _forwards(loop: WatchedLoop) -> str:
+    """The calls of each module that are forward."""
+    if not loop.modules:
+        return "no module is called that trains"
+    if not loop.module_forwards:
+        return f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
+    calls: Counter[str] = Counter()
+    for name, times in zip(loop.modules, loop.module_forwards, strict=True):
+        calls[name] += times
+    return ", ".join(f"{counted(times, 'forward')} of {name}" for name, times in calls.items())
+
+
+def _unlike(loop: WatchedLoop) -> str:
+    """What the timed steps ran, where they differ from each other."""
+    between = {"forwards": loop.forwards_between, "backwards": loop.backwards_between}
+    ran = [f"{found[0]} to {found[1]} {name}" for name, found in between.items() if found and found[0] != found[1]]
+    return f" Those timed ran {' and '.join(ran)} each." if ran else ""
 
 
 def answer_list(runs: Sequence[Run]) -> Answer:
@@ -197,13 +230,10 @@ def _rates(run: Run) -> list[str]:
         f"{about_steps(samples, run.warmup_steady)}; {_clocks(run)}.",
         *about_intervals(_timed(run), "--steps"),
     ]
-    tokens, rate, flops = metrics.tokens_per_s(run), metrics.model_flops_per_s(run), metrics.model_flops(run)
-    if tokens and rate and flops:
-        convention = next(iter(run.work.values())).convention
-        lines.append(
-            f"{tokens:,.0f} tokens/s; {format_rate(rate, 'FLOP/s')} of model FLOPs "
-            f"({format_rate(flops, 'FLOP')} a step, {convention})."
-        )
+    flops = metrics.model_flops(run)
+    lines += _throughput(run)
+    if run.evidence.loop is not None and run.evidence.loop.evaluated is not None:
+        lines.append(_evaluated(run.evidence.loop.evaluated))
     again = recomputed_flops(run.textbook) if run.textbook else 0
     if again and flops and samples.median_s:
         lines.append(
@@ -250,6 +280,31 @@ def _rates(run: Run) -> list[str]:
     if run.evidence.profile and run.evidence.profile.attention_operators:
         lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
     return lines
+
+
+def _throughput(run: Run) -> list[str]:
+    """Tokens a second, or samples where the batch holds no tokens, and model FLOPs a second; each where it is known."""
+    tokens, each = metrics.tokens_per_s(run), metrics.samples_per_s(run)
+    rate, flops = metrics.model_flops_per_s(run), metrics.model_flops(run)
+    said: list[str] = []
+    if tokens:
+        said.append(f"{tokens:,.0f} tokens/s")
+    elif each:
+        said.append(f"{each:,.{0 if each >= 100 else 2}f} samples/s")
+    if rate and flops:
+        convention = next(iter(run.work.values())).convention
+        said.append(f"{format_rate(rate, 'FLOP/s')} of model FLOPs ({format_rate(flops, 'FLOP')} a step, {convention})")
+    return [f"{'; '.join(said)}."] if said else []
+
+
+def _evaluated(evaluated: Evaluated) -> str:
+    """The calls with gradients off, where they are, and whether the times of the table hold them."""
+    what = f"evaluation of {' and '.join(evaluated.modules)} (calls with gradients off)"
+    where = f" at {evaluated.where}" if evaluated.where else ""
+    took, steps = format_seconds(evaluated.median_s), counted(evaluated.steps, "step")
+    if evaluated.is_part_of_a_step:
+        return printable(f"{steps} of {evaluated.of} hold {took} of {what}{where}.")
+    return printable(f"{steps} of {evaluated.of} took {took} more: {what}{where}. The times above are without it.")
 
 
 def _by_other_kernels(found: Sequence[PartFound]) -> str:

@@ -205,6 +205,7 @@ VALUES: dict[str, Value] = {
     "largest_step": Value(unit="ms", scale=1e3, number=_largest_step),
     "steps": Value(unit="", digits=0, number=lambda run: run.samples[STEP].count if STEP in run.samples else None),
     "tokens_per_s": Value(unit="tokens/s", digits=0, number=metrics.tokens_per_s),
+    "samples_per_s": Value(unit="samples/s", digits=0, number=metrics.samples_per_s),
     "model_flops_per_s": Value(unit="TFLOP/s", scale=1e-12, digits=1, number=metrics.model_flops_per_s),
     "mfu_datasheet": Value(unit="%", scale=100, digits=1, number=metrics.mfu_datasheet),
     "mfu_measured": Value(unit="%", scale=100, digits=1, number=metrics.mfu_measured),

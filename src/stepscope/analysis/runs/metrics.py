@@ -38,8 +38,23 @@ def median_s(run: Run, name: str) -> float | None:
 
 def tokens_per_s(run: Run) -> float | None:
     """Tokens of one step over the step's median time; None where its batch holds no tokens."""
-    step_s, tokens = median_s(run, STEP), run.workload.tokens
-    return tokens / step_s if step_s and tokens else None
+    return _per_s(run, run.workload.tokens)
+
+
+def samples_per_s(run: Run) -> float | None:
+    """Samples of one step over the step's median time; None where its batch is not known."""
+    return _per_s(run, run.workload.batch_size)
+
+
+def _per_s(run: Run, of_a_step: int | None) -> float | None:
+    """So many of a step over its median time. Where steps run different numbers of forwards, those of all over the time
+    of all."""
+    loop, samples = run.evidence.loop, run.samples.get(STEP)
+    if samples is None or not samples.median_s or not of_a_step:
+        return None
+    if loop is None or loop.forwards_mean is None or not loop.forwards:
+        return of_a_step / samples.median_s
+    return of_a_step * loop.forwards_mean / loop.forwards / (samples.mean_s or samples.median_s)
 
 
 def model_flops(run: Run) -> int | None:
@@ -142,6 +157,7 @@ def summarise(run: Run) -> dict[str, float | None]:
         summary |= {f"{name}_{percentile}_s": samples.percentile_s(percentile) for percentile in FEWEST_FOR_PERCENTILE}
     figures = {
         "tokens_per_s": tokens_per_s(run),
+        "samples_per_s": samples_per_s(run),
         "model_flops": model_flops(run),
         "model_flops_per_s": model_flops_per_s(run),
         "mfu_datasheet": mfu_datasheet(run),

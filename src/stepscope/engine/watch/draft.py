@@ -1,7 +1,9 @@
 """Drafts the run of a watched loop: its workload as it was seen, and what the stages add."""
 
 import os
+import statistics
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import torch
 
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import named_line
-from stepscope.core.evidence import Capture, Evidence, Habits, PhaseMemory, WatchedLoop
+from stepscope.core.evidence import Capture, Evaluated, Evidence, Habits, PhaseMemory, WatchedLoop
 from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run
@@ -20,7 +22,8 @@ from stepscope.core.work import Work
 from stepscope.engine.run_draft import RunDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.measure.environment import read_environment
-from stepscope.measure.watch.found import Found, ModuleSeen, class_name
+from stepscope.measure.watch.found import Found, class_name, models_of
+from stepscope.measure.watch.seen import ModuleSeen
 from stepscope.models.own.identity import source_digest, structure_digest
 
 
@@ -56,9 +59,21 @@ class WatchedDraft(RunDraft):
     def device_name(self) -> str:
         return self.run.environment.device_name if self.run.environment else ""
 
-    def say_timed_steps(self, first: int | None, backwards: tuple[int, int] | None) -> None:
-        """Keep the number of the first step that was timed, and the fewest and most backwards in a timed step."""
-        self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first, backwards_between=backwards))
+    def say_timed_steps(
+        self, first: int | None, *, forwards: Sequence[int], backwards: Sequence[int], evaluated: Evaluated | None
+    ) -> None:
+        """Keep the number of the first timed step, how many forwards and backwards each ran, and what they evaluate."""
+        usual = sum(count == self.loop.forwards for count in forwards)
+        vary = bool(forwards) and 10 * usual < 9 * len(forwards)
+        loop = msgspec.structs.replace(
+            self.loop,
+            first_step=first,
+            backwards_between=_extremes(backwards),
+            forwards_between=_extremes(forwards),
+            forwards_mean=statistics.fmean(forwards) if vary else None,
+            evaluated=evaluated,
+        )
+        self.set_evidence(loop=loop)
 
     def say_ended_by(self, error: Exception) -> None:
         """Keep what ended the loop after its steps were timed."""
@@ -98,9 +113,9 @@ def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWo
     world = int(os.environ.get("WORLD_SIZE", "1") or 1)
     return WatchedWorkload(
         model=OwnModel(
-            name=class_name(model),
+            name=found.name,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
-            inputs=_inputs(found.roots[0], found.batches),
+            inputs=_inputs(found.roots[0], found.batches) if found.roots else {},
             structure=structure_digest(model),
             source=source_digest(model, [_script()]),
         ),
@@ -112,6 +127,10 @@ def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWo
         rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
         world_size=world,
     )
+
+
+def _extremes(counts: Sequence[int]) -> tuple[int, int] | None:
+    return (min(counts), max(counts)) if counts else None
 
 
 def _script() -> Path | None:
@@ -134,6 +153,10 @@ def _loop(found: Found) -> WatchedLoop:
         evaluations=found.evaluations,
         autocast=next((root.autocast for root in found.roots if root.autocast), None),
         parameter_dtype=max(dtypes, key=lambda name: dtypes[name], default=""),
+        module_forwards=tuple(root.calls for root in found.roots),
+        optimizer_models=tuple(" and ".join(models_of(optimizer, found)) for optimizer in found.optimizers),
+        optimizer_steps=tuple(found.steps_of(optimizer) for optimizer in found.optimizers),
+        trainable=found.trainable,
     )
 
 
@@ -147,13 +170,15 @@ def _dtype(loop: WatchedLoop) -> Dtype:
 
 def _inputs(root: ModuleSeen, calls: int) -> dict[str, Input]:
     """The tensors of a whole step, in which the root is called so many times on samples that differ. Each call counts
-    as large as the largest of them."""
+    as large as the largest of them. A call that takes one sample without a dimension for the batch counts as one."""
     largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
     first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
     inputs: dict[str, Input] = {}
     for name, tensor in largest.items():
         shape = tensor.shape
-        if shape and shape[0] == first and calls > 1:
+        if root.takes_one_sample:
+            shape = (calls, *shape)
+        elif shape and shape[0] == first and calls > 1:
             shape = (shape[0] * calls, *shape[1:])
         inputs[name] = Input(shape, tensor.dtype)
     return inputs

@@ -1,9 +1,10 @@
 """One Watch and the Run that it makes of a loop that is not ours."""
 
 import shutil
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,8 @@ from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, StepscopeError, one_line
-from stepscope.core.evidence import Updates
+from stepscope.core.evidence import Evaluated, Updates
+from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run
 from stepscope.core.units import counted
@@ -176,8 +178,12 @@ class WatchedRun:
         samples = timed.samples()
         count, asked = samples["step"].count, self.request.settings.steps_floor
         draft.set(samples=samples, warmup_steady=timed.steady)
-        draft.say_timed_steps(self.watch.steps - count if count else None, timed.backwards(count))
-        readings.read_after(count)
+        draft.say_timed_steps(
+            self.watch.steps - count if count else None,
+            forwards=timed.entered(FORWARD, count), backwards=timed.entered(BACKWARD, count),
+            evaluated=_evaluated(timed.evaluations(count), self.watch.phases.evaluated.values()),
+        )  # fmt: skip
+        readings.read_after(count, whole=bool(timed.measured))
         if count < asked:
             missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")
             draft.note(f"{missing} that {'was' if asked == 1 else 'were'} asked for, since the loop ended before")
@@ -197,6 +203,18 @@ class WatchedRun:
             save_run(self.run, draft.directory)
         except StepscopeError as error:
             self._say(str(error))
+
+
+def _evaluated(seconds: Sequence[float], called: Iterable[tuple[str, str]]) -> Evaluated | None:
+    """What was called with gradients off in the timed steps, of which each took so many seconds for it."""
+    took = [each for each in seconds if each]
+    if not took:
+        return None
+    named = list(called)
+    return Evaluated(
+        modules=tuple(dict.fromkeys(name for name, _ in named)), where=next((line for _, line in named if line), ""),
+        steps=len(took), of=len(seconds), median_s=statistics.median(took),
+    )  # fmt: skip
 
 
 class _Readings:
@@ -222,7 +240,9 @@ class _Readings:
         self._gpu, self._load = read_gpu(device), HostLoad()
         self._began_s = time.monotonic()
 
-    def read_after(self, steps: int) -> None:
+    def read_after(self, steps: int, *, whole: bool) -> None:
+        """whole: whether the steps that count are those that followed `read_before`. Where the loop ended in warm-up,
+        they are earlier ones, in which nobody counted updates."""
         draft, environment, end_s = self._draft, self._draft.run.environment, time.monotonic()
         if self._load is None or environment is None:
             return
@@ -234,13 +254,13 @@ class _Readings:
         draft.set(environment=msgspec.structs.replace(environment, **read))
         now = most_updates(self._found.optimizer)
         # The step that passes between the reading and the first that counts had its update too.
-        if now is not None and self._counted is not None and steps:
+        if now is not None and self._counted is not None and steps and whole:
             draft.set_evidence(updates=Updates(steps=steps, applied=min(steps, now - self._counted)))
         if self._compiling is not None:
             from stepscope.measure.compilation import compile_report  # noqa: PLC0415
 
             draft.set_evidence(compiled_while_measured=self._compiling.read())
-            report = compile_report(self._found.roots[0].module)
+            report = compile_report(self._found.forward_module)
             if self._found.compiled or report.frames_total:  # A loop may compile parts of its model, or its loss.
                 draft.set_evidence(compilation=report)
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory
 from stepscope.core.own_workload import AnyWorkload
-from stepscope.core.range_names import BACKWARD, FORWARD, PHASES, REST, STEP
+from stepscope.core.range_names import BACKWARD, EVALUATION, FORWARD, PHASES, REST, STEP
 from stepscope.core.run_files import KINETO_FILE
 from stepscope.core.work import Work
 from stepscope.measure import ranges
@@ -190,6 +190,7 @@ class _CountedWork(Recorder):
     def __init__(self) -> None:
         self._counts: FlopCounts | None = None
         self._open = contextlib.ExitStack()
+        self._part = REST
         self._whole = False
 
     def start(self) -> None:
@@ -207,11 +208,21 @@ class _CountedWork(Recorder):
 
     def phase_begins(self, name: str) -> None:
         if self._counts is not None:
+            self._part = name
             self._counts.phase_begins(name)
 
     def phase_ends(self, name: str) -> None:
         if self._counts is not None and name not in (FORWARD, BACKWARD):
+            self._part = REST
             self._counts.phase_begins(REST)
+
+    def evaluation_begins(self) -> None:
+        if self._counts is not None:
+            self._counts.phase_begins(EVALUATION)
+
+    def evaluation_ends(self) -> None:
+        if self._counts is not None:
+            self._counts.phase_begins(self._part)
 
     def step_ends(self) -> None:
         self._whole = self._counts is not None

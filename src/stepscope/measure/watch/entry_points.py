@@ -15,8 +15,9 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER
-from stepscope.measure.watch.found import bare_optimizer
+from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, REST
+from stepscope.measure.habits.code_lines import users_line
+from stepscope.measure.watch.found import bare_optimizer, class_name
 from stepscope.measure.watch.phases import Phases
 
 Undo = Callable[[], None]
@@ -48,13 +49,16 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 
 
 def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
-    """Open forward while this module is called with gradients on, in the mode in which it trains."""
+    """Open forward while this module is called with gradients on, in the mode in which it trains, and evaluation while
+    it is called with gradients off."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not module or get_ident() != phases.thread or not torch.is_grad_enabled():
+            if self is not module or get_ident() != phases.thread:
                 return original(self, *args, **kwargs)
+            if not torch.is_grad_enabled():
+                return _evaluated(phases, original, self, *args, **kwargs)
             if self.training is not training:
                 return original(self, *args, **kwargs)
             if not phases.keeps_inputs:
@@ -64,6 +68,21 @@ def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
                 return _inside(FORWARD, phases, original, self, *args, **kwargs)
             finally:
                 phases.inputs = None
+
+        return call
+
+    return replace(type(module), "__call__", make)
+
+
+def watch_quiet(module: nn.Module, phases: Phases) -> Undo:
+    """Open evaluation while this module, which does not train, is called with gradients off."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not module or get_ident() != phases.thread or torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            return _evaluated(phases, original, self, *args, **kwargs)
 
         return call
 
@@ -137,13 +156,14 @@ class OptimizerWatch:
 
     # Plain functions: a copy of a bound method would copy this object with it.
     def _begin_hook(self) -> Callable[..., None]:
-        def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             phases = self._phases
             if get_ident() != phases.thread:
-                return
+                return None
             if not self._around:
                 phases.forget_what_is_open()
             phases.enter(OPTIMIZER)
+            return _with_watched_closure(phases, args, kwargs)
 
         return begins
 
@@ -188,6 +208,28 @@ class OptimizerWatch:
         if optimizer is self._optimizers[0] and not self._around:
             self._ended(False)
         return result
+
+
+def _with_watched_closure(phases: Phases, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The arguments of an optimizer's step, in whose closure the rest of the step is open; None without a closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def watched(*given: Any, **named: Any) -> Any:
+        return _inside(REST, phases, closure, *given, **named)
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": watched}
+    return (args[0], watched, *args[2:]), kwargs
+
+
+def _evaluated(phases: Phases, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if type(module) not in phases.evaluated:
+        line = users_line()
+        phases.evaluated[type(module)] = class_name(module), line.where if line is not None else ""
+    return _inside(EVALUATION, phases, original, module, *args, **kwargs)
 
 
 def _inside(name: str, phases: Phases, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,11 +1,11 @@
-"""Looks at the first whole step of a loop, to find out what its step is.
+"""Looks at the first whole steps of a loop, to find out what its step is.
 
 Until an optimizer has stepped once, the finder listens for that alone, so code that is compiled or imported before then
 never meets a watched function. During the next step it notes every module that the loop itself calls. While such a call
 runs, the class's own `__call__` is back in place, so nothing inside the call is touched, compiled or not.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -13,30 +13,36 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from stepscope.core.range_names import BACKWARD
 from stepscope.measure.step import Recorder
 from stepscope.measure.watch.entry_points import Undo, replace, watch_backward
 from stepscope.measure.watch.found import (
     Found,
-    LoopSeen,
-    ModuleSeen,
-    TensorSeen,
     Unclear,
-    UpdateSeen,
     bare_optimizer,
     decide,
     is_compiled,
+    others_to_come,
+    whole_round,
 )
 from stepscope.measure.watch.phases import Phases
+from stepscope.measure.watch.seen import CallSeen, LoopSeen, TensorSeen, UpdateSeen
 
 _ORIGINAL_CALL = nn.Module.__call__
+_MOST_OF_ONE = 12
+"""Updates of one optimizer after which one that has not stepped yet is waited for no longer."""
+_MOST_UPDATES = 64
+"""Updates of several optimizers after which no round is looked for."""
+_MOST_NODES = 50_000
 
 
 class Finder(Recorder):
-    """Listens to a loop until it can tell what a step is; `ended` is called at the end of each step until then.
+    """Listens to a loop until it can tell what a step is; `ended` is called at the end of each update until then.
 
-    If an optimizer is given, its first step is looked at; if not, the step between the first two updates of any.
+    If an optimizer is given, its first step is looked at; if not, the step between the first two updates of any. Where
+    several step, two rounds of them are looked at.
     """
 
     def __init__(
@@ -52,22 +58,18 @@ class Finder(Recorder):
         self._step_of, self._model = step_of, model
         self._optimizer = bare_optimizer(optimizer) if optimizer is not None else None
         self._seen: LoopSeen | None = None
-        self.counts_this_end = 0
-        """1 if the last end was the end of a step; 0 if another optimizer stepped within a step."""
-        self.last_to_end: torch.optim.Optimizer | None = None
-        """The optimizer whose step ended last."""
-        self._first: torch.optim.Optimizer | None = None
+        self.stepped = False
+        """Whether any optimizer has stepped."""
+        self._turns: list[torch.optim.Optimizer] = []
+        """The optimizer of each update so far."""
+        self._said = 0
+        """Steps that the loop has said to have ended. From the first one on, updates end nothing."""
         self._scaling: torch.optim.Optimizer | None = None
         self._stepping = False
         """Whether an optimizer's step runs, which may call a closure."""
-        self._outermost: ModuleSeen | None = None
-        """The module whose forward runs, until it calls another."""
+        self._outermost: CallSeen | None = None
+        """The call that runs, until it calls another module."""
         self._undo: list[Undo] = []
-
-    @property
-    def stepped(self) -> bool:
-        """Whether any optimizer has stepped."""
-        return self._first is not None
 
     def start(self) -> None:
         self._undo.append(register_optimizer_step_pre_hook(self._begin_hook()).remove)
@@ -79,7 +81,9 @@ class Finder(Recorder):
     def stop(self) -> None:
         """Take everything off."""
         self._seen = None
+        self._turns.clear()
         self._phases.recorders = ()
+        self._phases.keeps_roots = False
         _let_modules_call(_ORIGINAL_CALL)
         for undo in reversed(self._undo):
             undo()
@@ -87,43 +91,81 @@ class Finder(Recorder):
 
     def step(self) -> None:
         """The loop says itself that a step has ended."""
-        self._stepped(None)
+        self._said += 1
+        seen = self._seen
+        if seen is None:
+            self._look()
+        if seen is None or not (seen.backwards or seen.modules):
+            self._ended(None)
+            return
+        seen.updates.append(UpdateSeen())
+        self._ended(decide(seen, model=self._model, said=True))
+
+    def steps(self, found: Found | None) -> int:
+        """Steps that have ended so far. Until it is known what a step is, the updates of the first optimizer."""
+        if self._said:
+            return self._said
+        ends = found.optimizer if found is not None else next(iter(self._turns), None)
+        return sum(each is ends for each in self._turns)
 
     def phase_begins(self, name: str) -> None:
-        if self._seen is not None and name == BACKWARD:
-            self._seen.backwards += 1
-            update = self._seen.updates[-1]
-            if self._stepping:
-                update.closure_backwards += 1
-            else:
-                update.backwards += 1
+        if self._seen is None or name != BACKWARD:
+            return
+        update = self._seen.updates[-1]
+        if self._stepping:
+            update.closure_backwards += 1
+        else:
+            update.backwards += 1
+        if not update.calls:
+            self._seen.leaves |= {id(leaf): leaf for leaf in _leaves(self._phases.roots)}
 
     def _look(self) -> None:
-        self._seen = LoopSeen(modules=[], optimizers=[])
+        self._seen = LoopSeen()
         self._phases.listen()
+        self._phases.keeps_roots = True
         self._phases.recorders = (self,)
         self._undo.append(watch_backward(self._phases))
         self._call = self._noting_call()
         _let_modules_call(self._call)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
-        seen, self.last_to_end = self._seen, optimizer
-        if self._first is None:
-            self._first = optimizer
-        self.counts_this_end = int(optimizer is None or optimizer is (self._optimizer or self._first))
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._said:
+            return
+        seen, self.stepped = self._seen, True
+        self._turns.append(optimizer)
         if seen is None:
             self._look()
             self._ended(None)
             return
-        if optimizer is not None:
-            seen.optimizers = [*(each for each in seen.optimizers if each is not optimizer), optimizer]
         seen.updates[-1].optimizer = optimizer
         seen.updates.append(UpdateSeen())
-        if self.counts_this_end:
-            given = self._optimizer
-            self._ended(decide(seen, step_of=self._step_of, model=self._model, optimizer=given, said=optimizer is None))
-        else:
-            self._ended(None)
+        self._ended(self._answer(seen, optimizer))
+
+    def _answer(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> Found | Unclear | None:
+        """What a step is, now that this optimizer has stepped; None while that does not show."""
+        known, turns = {"step_of": self._step_of, "model": self._model}, self._turns
+        if self._optimizer is not None:
+            given = optimizer is self._optimizer
+            return decide(self._since_its_last(seen, optimizer), optimizer=optimizer, **known) if given else None
+        alone = len(set(map(id, turns))) == 1
+        patient = len(turns) < (_MOST_OF_ONE if alone else _MOST_UPDATES)
+        if self._step_of is not None:
+            if sum(each is turns[0] for each in turns) < 2:
+                return None
+            found = decide(seen, **known)
+            if isinstance(found, Unclear):
+                return None if patient and others_to_come(seen) else found
+            whole = optimizer is found.optimizer and sum(each is optimizer for each in turns) > 1
+            return decide(self._since_its_last(seen, optimizer), **known) if whole else None
+        updates = whole_round(turns, at_once=len(seen.updates) > len(turns))
+        if updates is None or (alone and patient and others_to_come(seen)):
+            return None if patient else Unclear(_in_no_order(turns))
+        return decide(seen.last(updates), **known)
+
+    def _since_its_last(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopSeen:
+        """What was called since this optimizer's step before its last one."""
+        before = [i for i, each in enumerate(self._turns[:-1]) if each is optimizer]
+        return seen.last(len(self._turns) - 1 - before[-1]) if before else seen
 
     def _begin_hook(self) -> Callable[..., None]:
         def begins(*_: Any) -> None:
@@ -168,35 +210,74 @@ class Finder(Recorder):
                 # A module may turn autocast on for its parts alone, so the first module that it calls is looked at too.
                 outermost.autocast = outermost.autocast or _autocast(outermost.module)
                 return _ORIGINAL_CALL(module, *args, **kwargs)
+            noted = None
             if torch.is_grad_enabled() and self._phases.part != BACKWARD:
-                seen = self._note(module, args, kwargs)
+                noted = self._note(self._seen, module, args, kwargs)
                 if not is_compiled(module):
-                    self._outermost = seen
+                    self._outermost = noted
                     _let_modules_call(self._call)
+            elif not torch.is_grad_enabled() and all(module is not each for each in self._seen.quiet):
+                self._seen.quiet.append(module)
             try:
-                return _ORIGINAL_CALL(module, *args, **kwargs)
+                result = _ORIGINAL_CALL(module, *args, **kwargs)
             finally:
                 self._outermost = None
                 if self._seen is not None:
                     _let_modules_call(self._call)
+            if noted is not None:
+                _follow(noted, result)
+            return result
 
         return call
 
-    def _note(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModuleSeen:
-        assert self._seen is not None
-        seen = next((each for each in self._seen.modules if each.module is module), None)
-        if seen is None:
-            seen = ModuleSeen(module=module, training=module.training)
-            self._seen.modules.append(seen)
-        seen.calls += 1
-        update = self._seen.updates[-1]
-        (update.closure_forwards if self._stepping else update.forwards)[id(module)] += 1
-        seen.autocast = seen.autocast or _autocast(module)
+    def _note(self, seen: LoopSeen, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSeen:
+        call = CallSeen(
+            module=module, training=module.training, in_closure=self._stepping, autocast=_autocast(module)
+        )  # fmt: skip
         for name, value in (*enumerate(args), *kwargs.items()):
             for inner, tensor in _tensors(str(name), value):
-                shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-                seen.inputs.setdefault(inner, set()).add(TensorSeen(shape, dtype))
-        return seen
+                call.inputs[inner] = TensorSeen(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        seen.updates[-1].calls.append(call)
+        return call
+
+
+def _follow(call: CallSeen, result: Any) -> None:
+    """Let the call know when a backward comes to what it returned."""
+
+    def reached(*_: Any) -> None:
+        call.reached = True
+
+    for tensor in _tensors_in(result):
+        if tensor.dim():
+            call.sizes.add(tensor.shape[0])
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_hook(reached)
+
+
+def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a module returned, those in an object's attributes too."""
+    for leaf in tree_leaves(result):
+        values = (leaf,) if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
+        yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _leaves(roots: Any) -> Iterator[torch.Tensor]:
+    """The tensors whose gradients a backward from these tensors makes."""
+    waiting: list[Any] = [root.grad_fn for root in tree_leaves(roots) if isinstance(root, torch.Tensor)]
+    seen: set[Any] = set()
+    while waiting and len(seen) < _MOST_NODES:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [following for following, _ in node.next_functions]
+
+
+def _in_no_order(turns: Iterable[torch.optim.Optimizer]) -> str:
+    names = [type(optimizer).__name__ for optimizer in {id(each): each for each in turns}.values()]
+    return f"{len(names)} optimizers step ({', '.join(names)}), in no order that comes again"
 
 
 def _let_modules_call(call: Callable[..., Any]) -> None:

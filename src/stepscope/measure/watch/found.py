@@ -1,89 +1,20 @@
 """Decides what a step of the loop is, from what one whole step called: which module's forward, which optimizer's step.
 
-It does not guess. Where two modules or two optimizers could be meant, the answer is a sentence that says so.
+It does not guess. Where two modules could be meant, or optimizers step in no order, the answer is a sentence that says
+so.
 """
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from stepscope.core.units import counted
-
-
-@dataclass(frozen=True)
-class TensorSeen:
-    """A tensor that the module's forward took."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-@dataclass(kw_only=True)
-class ModuleSeen:
-    """A module that the loop itself called with gradients on; no other module called it."""
-
-    module: nn.Module
-    calls: int = 0
-    training: bool = True
-    autocast: str | None = None
-    """The dtype of autocast round its forward or inside it; None without."""
-    inputs: dict[str, set[TensorSeen]] = field(default_factory=dict[str, set[TensorSeen]])
-    """Tensors that the module took, by their place or their name."""
-
-
-@dataclass(kw_only=True)
-class UpdateSeen:
-    """What ran between the update before this one and its end. A closure runs inside the optimizer's step."""
-
-    optimizer: torch.optim.Optimizer | None = None
-    """The optimizer that stepped; None until one has."""
-    forwards: Counter[int] = field(default_factory=Counter[int])
-    """Calls of each module before the optimizer's step, by the module's id."""
-    backwards: int = 0
-    closure_forwards: Counter[int] = field(default_factory=Counter[int])
-    closure_backwards: int = 0
-
-    @property
-    def ran_backward(self) -> bool:
-        return self.backwards + self.closure_backwards > 0
-
-    def evaluations_of(self, module: nn.Module) -> int:
-        """How often the closure ran forward of this module, and backward."""
-        return min(self.closure_backwards, self.closure_forwards[id(module)])
-
-    def forwards_of(self, module: nn.Module) -> int:
-        """Calls of this module, of which those in a closure count for one evaluation."""
-        inside = self.closure_forwards[id(module)]
-        return self.forwards[id(module)] + -(-inside // max(1, self.evaluations_of(module)))
-
-    def micro_batches_of(self, module: nn.Module) -> int:
-        """The number of batches whose gradients add up. A closure is evaluated again and again on one batch."""
-        inside = min(1, self.evaluations_of(module))
-        return max(1, min(self.backwards, self.forwards[id(module)]) + inside)
-
-
-@dataclass(kw_only=True)
-class LoopSeen:
-    """What one whole step of a loop called."""
-
-    modules: list[ModuleSeen]
-    optimizers: list[torch.optim.Optimizer]
-    """The optimizers that stepped, in the order of their last steps."""
-    backwards: int = 0
-    updates: list[UpdateSeen] = field(default_factory=lambda: [UpdateSeen()])
-    """Each update in turn, and last what ran after them."""
-
-    def update_by(self, optimizer: torch.optim.Optimizer) -> UpdateSeen:
-        """The update of this optimizer, with the backward that made its gradients. Another optimizer may step between
-        that backward and this update, or the step that was looked at may have begun there."""
-        turns = self.updates
-        last = max((i for i, each in enumerate(turns) if each.optimizer is optimizer), default=len(turns) - 1)
-        before = [*turns[last + 1 :], *turns[: last + 1]]
-        return next((each for each in reversed(before) if each.ran_backward), before[-1])
+from stepscope.measure.watch.seen import LoopSeen, ModuleSeen, UpdateSeen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +22,21 @@ class Found:
     """What a step is: from one end of the optimizer's step to the next."""
 
     roots: tuple[ModuleSeen, ...]
+    """The modules whose calls are forward. Empty where the loop calls none that trains."""
     optimizers: tuple[torch.optim.Optimizer, ...]
     """First the optimizer that ends a step, then others that step in between. Empty where the loop itself says where a
     step ends."""
     backwards: int
     why: str
+    turns: tuple[torch.optim.Optimizer, ...] = ()
+    """The optimizer of each update in the step that was looked at."""
     update: UpdateSeen | None = None
     """The update that ends a step. None where the loop itself says where a step ends."""
     given: nn.Module | None = None
-    """The whole model, where the loop calls only parts of it: the one given, or the one found to hold them all."""
+    """The whole model, where it is not the module that the loop calls: the one given, or one that holds all that
+    trains."""
+    quiet: tuple[nn.Module, ...] = ()
+    """Other modules that the loop calls with gradients off: a teacher, a frozen encoder."""
 
     @property
     def optimizer(self) -> torch.optim.Optimizer | None:
@@ -110,31 +47,75 @@ class Found:
         return self.given if self.given is not None else bare(self.roots[0].module)
 
     @property
+    def name(self) -> str:
+        """The model's name; where it is several, theirs."""
+        if isinstance(self.model, Several):
+            return " and ".join(dict.fromkeys(class_name(root.module) for root in self.roots))
+        return class_name(self.model)
+
+    @property
+    def forward_module(self) -> nn.Module:
+        """The module that the loop calls, with what wraps the model."""
+        return self.roots[0].module if self.roots else self.model
+
+    @property
     def forwards(self) -> int:
         return sum(root.calls for root in self.roots)
 
     @property
     def evaluations(self) -> int:
         """How often the optimizer's step evaluated a closure."""
-        return self.update.evaluations_of(self.roots[0].module) if self.update is not None else 0
+        return self.update.evaluations_of(self.forward_module) if self.update is not None else 0
 
     @property
     def micro_batches(self) -> int:
         """Batches whose gradients add up before the update that ends a step."""
-        root = self.roots[0]
         if self.update is None:
-            return max(1, min(self.backwards, root.calls))
-        return self.update.micro_batches_of(root.module)
+            return max(1, min(self.backwards, self.roots[0].calls if self.roots else 0))
+        return self.update.micro_batches_of(self.forward_module)
 
     @property
     def batches(self) -> int:
         """Calls of the first module in a step, each with other samples."""
-        root = self.roots[0]
-        return max(1, root.calls if self.update is None else self.update.forwards_of(root.module))
+        if self.update is not None:
+            return max(1, self.update.forwards_of(self.forward_module))
+        return max(1, self.roots[0].calls if self.roots else 0)
+
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """How often this optimizer steps in a step."""
+        return sum(each is optimizer for each in self.turns)
 
     @property
     def compiled(self) -> bool:
         return any(is_compiled(root.module) for root in self.roots)
+
+    @property
+    def trainable(self) -> int:
+        """Numbers in the model's parameters that train: those that an optimizer holds and that require a gradient."""
+        held = held_by(self.optimizers)
+        trains = [p for p in self.model.parameters() if p.requires_grad and (not held or id(p) in held)]
+        return sum(parameter.numel() for parameter in trains)
+
+
+class Several(nn.ModuleDict):
+    """Models that train together, and that no module of the loop's holds."""
+
+
+class Loose(nn.Module):
+    """Tensors that train, and that belong to no module."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
+        """The tensors by their number, whether or not they are nn.Parameters."""
+        yield from ((str(i), tensor) for i, tensor in enumerate(self._tensors))
+
+
+def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """The ids of all tensors that these optimizers update."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 @dataclass(frozen=True)
@@ -180,6 +161,38 @@ def class_name(thing: object) -> str:
     return type(bare(thing) if isinstance(thing, nn.Module) else thing).__name__
 
 
+def whole_round(turns: Sequence[torch.optim.Optimizer], *, at_once: bool = False) -> int | None:
+    """The number of last updates that make up a round of a loop, in which each optimizer steps as often as in the round
+    before; None while that does not show. A round ends with an optimizer that steps least often.
+
+    turns: the optimizer of each update so far, in order. at_once: whether one update of one optimizer is a round.
+    """
+    ids = [id(optimizer) for optimizer in turns]
+    counts = Counter(ids)
+    if len(counts) == 1:
+        return 1 if at_once or len(ids) > 1 else None
+    places = [i for i, each in enumerate(ids) if each == ids[-1]]
+    if len(places) < 2 or len(places) > min(counts.values()):
+        return None
+    begins = places[-3] + 1 if len(places) > 2 else 0
+    before, latest = ids[begins : places[-2] + 1], ids[places[-2] + 1 :]
+    return len(latest) if latest == before else None
+
+
+def others_to_come(seen: LoopSeen) -> bool:
+    """Whether an optimizer that has not stepped so far holds what the loop calls and what no other updates, as that of
+    a generator does while its critic takes the first steps."""
+    held = held_by(seen.optimizers)
+    called = [*(each.module for each in seen.modules), *seen.quiet]
+    left = {id(p) for module in called for p in module.parameters() if p.requires_grad} - held
+    if not left:
+        return False
+    return any(
+        issubclass(type(thing), torch.optim.Optimizer) and not left.isdisjoint(held_by([thing]))
+        for thing in gc.get_objects()
+    )
+
+
 def decide(
     seen: LoopSeen,
     *,
@@ -193,34 +206,51 @@ def decide(
     said: whether the loop says itself where a step ends, so that no optimizer is needed.
     """
     if model is None:
-        return _decide(seen, step_of, optimizer, said=said, apart=False)
+        return _decide(seen, seen.modules, step_of, optimizer, said=said, apart=False)
     whole = _holding(seen.modules, model)
     modules = whole or _inside(seen.modules, model)
-    if not modules:
+    if not modules and not said and optimizer is None and not seen.optimizers:
         return Unclear(f"the loop never called {class_name(model)}, which was given, with gradients on")
-    optimizers = [each for each in seen.optimizers if _owned(modules, each)]
-    seen = replace(seen, modules=modules, optimizers=optimizers)
-    found = _decide(seen, step_of, optimizer, said=said, apart=not whole)
+    if not modules:
+        return _without_forward(seen, [optimizer] if optimizer else seen.optimizers, "the model was given", model)
+    found = _decide(seen, modules, step_of, optimizer, said=said, apart=not whole)
     return found if whole or isinstance(found, Unclear) else replace(found, given=model)
 
 
 def _decide(
-    seen: LoopSeen, step_of: str | None, optimizer: torch.optim.Optimizer | None, *, said: bool, apart: bool
+    seen: LoopSeen,
+    modules: Sequence[ModuleSeen],
+    step_of: str | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    said: bool,
+    apart: bool,
 ) -> Found | Unclear:
     """Decide what a step is from the modules that count. apart: whether several of them may be parts of one model."""
-    if said and seen.modules:
-        roots = tuple(_outermost(seen.modules))
-        return Found(roots=roots, optimizers=(), backwards=seen.backwards, why="the loop says where")
+    if said:
+        return _as_said(seen, modules)
     if optimizer is not None:
-        return _of_optimizer(optimizer, seen, seen.modules, "the one that was given")
+        return _of_optimizer(optimizer, seen, modules, "the one that was given")
     if step_of is not None:
-        return _named(step_of, seen, seen.modules)
+        return _named(step_of, seen, modules)
     if not seen.optimizers:
         return Unclear("no optimizer stepped")
-    if len(seen.optimizers) > 1:
-        whose = ", ".join(_with_its_models(each, seen.modules) for each in seen.optimizers)
-        return Unclear(f"{len(seen.optimizers)} optimizers step ({whose})")
-    return _of_optimizer(seen.optimizers[0], seen, seen.modules, "the only one that steps", alone=not apart)
+    if len(seen.optimizers) == 1:
+        return _of_optimizer(seen.optimizers[0], seen, modules, "the only one that steps", alone=not apart)
+    found = _of_optimizer(seen.optimizers[-1], seen, modules, f"a round of {len(seen.optimizers)} optimizers")
+    several = isinstance(found, Found) and len(found.roots) > 1
+    return replace(found, given=_together(found.roots)) if several else found
+
+
+def _as_said(seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:
+    """The step of a loop that says itself where one ends."""
+    why, roots = "the loop says where", _outermost(modules)
+    if not roots:
+        return _without_forward(seen, [], why)
+    given = _together(roots) if len(roots) > 1 else None
+    return Found(
+        roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=given, quiet=_quiet(seen, roots)
+    )
 
 
 def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:
@@ -235,40 +265,75 @@ def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | 
         return Unclear(f"nothing of class {name} was called: there are {there or 'none'}")
     if len(by_module) > 1:
         return Unclear(f"{len(by_module)} modules of class {name} were called: name the class of the optimizer")
-    holding = [each for each in seen.optimizers if _owned(by_module, each)]
+    holding = [each for each in seen.optimizers if _owned(by_module, [each])]
     if len(holding) != 1:
         of = f"{counted(len(holding), 'optimizer')} ({_names(holding)})" if holding else "no optimizer"
         return Unclear(f"the parameters of {name} are in {of}: name the class of the optimizer")
-    return _of_optimizer(holding[0], seen, by_module, f"--step-of {name}")
+    return _of_optimizer(holding[0], seen, modules, f"--step-of {name}", first=by_module)
 
 
 def _of_optimizer(
-    optimizer: torch.optim.Optimizer, seen: LoopSeen, modules: Sequence[ModuleSeen], why: str, *, alone: bool = False
+    optimizer: torch.optim.Optimizer,
+    seen: LoopSeen,
+    modules: Sequence[ModuleSeen],
+    why: str,
+    *,
+    alone: bool = False,
+    first: Sequence[ModuleSeen] = (),
 ) -> Found | Unclear:
-    roots = _outermost(_owned(modules, optimizer))
-    if not roots:
-        return Unclear(f"no module that the loop called holds the parameters of {class_name(optimizer)}")
-    whole = _smallest_that_holds([root.module for root in roots]) if alone and len(roots) > 1 else None
-    if alone and len(roots) > 1 and whole is None:
-        names = _names(root.module for root in roots)
-        return Unclear(f"{len(roots)} modules with parameters of {class_name(optimizer)} are called ({names})")
+    """The step that this optimizer ends. `first` are its models, where they are known; those of other optimizers that
+    step in it count as forward too. alone: whether its models must be one, or parts of one."""
     others = [each for each in seen.optimizers if each is not optimizer]
+    mine = _outermost(first or _owned(modules, [optimizer]) or _trained(modules))
+    if not mine:
+        return _without_forward(seen, [optimizer, *others], why)
+    whole = _smallest_that_holds([root.module for root in mine]) if alone and len(mine) > 1 else None
+    if alone and len(mine) > 1 and whole is None:
+        names = _names(root.module for root in mine)
+        return Unclear(f"{len(mine)} modules with parameters of {class_name(optimizer)} are called ({names})")
+    roots = _outermost([*mine, *(each for each in _owned(modules, others) if each not in mine)])
     return Found(
         roots=tuple(roots), optimizers=(optimizer, *others), backwards=seen.backwards, why=why,
-        update=seen.update_by(optimizer), given=whole,
+        update=seen.update_by(optimizer), given=whole, quiet=_quiet(seen, roots), turns=seen.turns,
     )  # fmt: skip
 
 
-def _with_its_models(optimizer: torch.optim.Optimizer, modules: Sequence[ModuleSeen]) -> str:
-    """An optimizer by its class and the classes of its models, either of which may be what tells it from others."""
-    models = list(dict.fromkeys(class_name(each.module) for each in _outermost(_owned(modules, optimizer))))
-    of = f" of {', '.join(models[:3])}{', ...' if len(models) > 3 else ''}" if models else ""
-    return f"{class_name(optimizer)}{of}"
+def _without_forward(
+    seen: LoopSeen, optimizers: Sequence[torch.optim.Optimizer], why: str, model: nn.Module | None = None
+) -> Found | Unclear:
+    """A step without a forward, since the loop calls no module that trains: it computes by functions, or by the
+    module's method. Its model is the smallest module of this process that holds what trains."""
+    tensors = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    tensors = tensors or list(seen.leaves.values())
+    if model is None and not tensors:
+        return Unclear("no module was called and no backward ran")
+    given = model or _smallest_with(tensors) or Loose(tensors)
+    update = seen.update_by(optimizers[0]) if optimizers else None
+    return Found(
+        roots=(), optimizers=tuple(optimizers), backwards=seen.backwards, why=why, update=update, given=given,
+        quiet=_quiet(seen, ()), turns=seen.turns,
+    )  # fmt: skip
 
 
-def _owned(modules: Sequence[ModuleSeen], optimizer: torch.optim.Optimizer) -> list[ModuleSeen]:
-    """The modules that hold parameters of this optimizer."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _quiet(seen: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]:
+    """The modules that are called with gradients off, except for these and what they hold."""
+    inside = {id(part) for root in roots for part in root.module.modules()}
+    return tuple(module for module in seen.quiet if id(module) not in inside)
+
+
+def _trained(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
+    """The modules that a backward came to and that have parameters, of which an optimizer may hold copies."""
+    return [each for each in modules if each.made[0].reached and next(each.module.parameters(), None) is not None]
+
+
+def models_of(optimizer: torch.optim.Optimizer, found: Found) -> list[str]:
+    """The classes of the models whose parameters this optimizer holds."""
+    return list(dict.fromkeys(class_name(each.module) for each in _owned(found.roots, [optimizer])))
+
+
+def _owned(modules: Sequence[ModuleSeen], optimizers: Sequence[torch.optim.Optimizer]) -> list[ModuleSeen]:
+    """The modules that hold parameters of these optimizers."""
+    held = held_by(optimizers)
     return [each for each in modules if any(id(parameter) in held for parameter in each.module.parameters())]
 
 
@@ -289,17 +354,31 @@ def _inside(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]
     return [each for each in modules if id(each.module) in parts and next(each.module.parameters(), None) is not None]
 
 
+def _together(roots: Sequence[ModuleSeen]) -> nn.Module:
+    """A module that holds all of these: one of the loop's own, or else one made here."""
+    modules = [root.module for root in roots]
+    return _smallest_that_holds(modules) or Several({
+        f"{class_name(module)}{i if i and class_name(module) in map(class_name, modules[:i]) else ''}": bare(module)
+        for i, module in enumerate(modules)
+    })  # fmt: skip
+
+
 def _smallest_that_holds(modules: Sequence[nn.Module]) -> nn.Module | None:
     """The smallest module of this process that holds all of these, such as a LightningModule; None without
     one."""
     wanted = {id(module) for module in modules}
-    holding: list[tuple[int, nn.Module]] = []
-    for thing in gc.get_objects():
-        if issubclass(type(thing), nn.Module):
-            parts = {id(part) for part in thing.modules()}
-            if wanted < parts:
-                holding.append((len(parts), thing))
-    return min(holding, key=lambda each: each[0], default=(0, None))[1]
+    return _smallest(lambda module: wanted < {id(part) for part in module.modules()})
+
+
+def _smallest_with(tensors: Sequence[torch.Tensor]) -> nn.Module | None:
+    """The smallest module of this process that holds all of these as parameters; None without one."""
+    wanted = {id(tensor) for tensor in tensors}
+    return _smallest(lambda module: wanted <= {id(parameter) for parameter in module.parameters()})
+
+
+def _smallest(holds: Callable[[nn.Module], bool]) -> nn.Module | None:
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and holds(thing)]
+    return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
 def _names(things: Iterable[object]) -> str:

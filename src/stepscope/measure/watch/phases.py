@@ -4,18 +4,19 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER, REST
+from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, REST
 from stepscope.measure.step import Recorder
 
 _OPENS_INSIDE: dict[str, frozenset[str]] = {
-    REST: frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER)),
-    OPTIMIZER: frozenset((FORWARD, BACKWARD)),
+    REST: frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION)),
+    OPTIMIZER: frozenset((REST,)),
     FORWARD: frozenset((BACKWARD,)),
     BACKWARD: frozenset[str](),
     DATA: frozenset[str](),
+    EVALUATION: frozenset[str](),
 }
-"""The parts that may open inside each part. An optimizer's step may call a closure that runs forward and backward. The
-forward that checkpointing runs again inside backward is backward."""
+"""The parts that may open inside each part. An optimizer's step may call a closure, which is the rest of the step but
+for what opens in it. The forward that checkpointing runs again inside backward is backward."""
 
 
 class Phases:
@@ -35,6 +36,8 @@ class Phases:
         """Whether `inputs` is wanted."""
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         """What the open forward was called with."""
+        self.evaluated: dict[type, tuple[str, str]] = {}
+        """The class of each module that was called with gradients off, and the user's line of its first such call."""
         self.before_the_next: Callable[[], None] | None = None
         """A call that waits until the loop enters something again."""
         self._open: list[str] = [REST]
@@ -105,7 +108,11 @@ class Phases:
 
     def _change(self, before: str, after: str) -> None:
         for recorder in self.recorders:
-            if before is not REST:
+            if before is EVALUATION:
+                recorder.evaluation_ends()
+            elif before is not REST:
                 recorder.phase_ends(before)
-            if after is not REST:
+            if after is EVALUATION:
+                recorder.evaluation_begins()
+            elif after is not REST:
                 recorder.phase_begins(after)

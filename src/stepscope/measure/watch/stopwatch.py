@@ -5,12 +5,14 @@ A step lasts from the end of the step before it to its own end. The stopwatch do
 
 import contextlib
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
-from stepscope.core.range_names import BACKWARD, REST, STEP, TIMED
+from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, REST, STEP, TIMED
 from stepscope.core.samples import Samples
 from stepscope.measure.step import Recorder
 
@@ -119,7 +121,8 @@ class Stopwatch(Recorder):
         self._last: Mark = None
         self._waiting: list[_Row] = []
         self._times: list[dict[str, float]] = []
-        self._backwards: list[int] = []
+        self._entered: list[Counter[str]] = []
+        """How often each step entered forward and backward."""
 
     @property
     def count(self) -> int:
@@ -138,6 +141,12 @@ class Stopwatch(Recorder):
         self._names.append(REST)
         self._row.append(self._marks.mark())
 
+    def evaluation_begins(self) -> None:
+        self.phase_begins(EVALUATION)
+
+    def evaluation_ends(self) -> None:
+        self.phase_ends(EVALUATION)
+
     def step_ends(self) -> None:
         self._last = self._marks.mark()
         self._row.append(self._last)
@@ -151,7 +160,7 @@ class Stopwatch(Recorder):
         """Forget the times of all steps except the last ones."""
         self.read()
         too_many = max(0, self.count - last)
-        del self._times[:too_many], self._backwards[:too_many]
+        del self._times[:too_many], self._entered[:too_many]
 
     def read(self, *, wait: bool = False) -> list[dict[str, float]]:
         """Seconds by name, of the step and of each of its parts, for each step that the device has finished.
@@ -165,7 +174,7 @@ class Stopwatch(Recorder):
             elif not self._marks.reached(row.marks[-1]):
                 break
             self._times.append(self._seconds(row))
-            self._backwards.append(row.names.count(BACKWARD))
+            self._entered.append(Counter(name for name in row.names if name in (FORWARD, BACKWARD)))
             # The last mark is the next step's first.
             self._marks.free(row.marks[:-1])
             done += 1
@@ -174,8 +183,8 @@ class Stopwatch(Recorder):
 
     def _seconds(self, row: _Row) -> dict[str, float]:
         elapsed_s, marks = self._marks.elapsed_s, row.marks
-        seconds: dict[str, float] = dict.fromkeys(TIMED, 0.0)
-        for i, name in enumerate(row.names):
+        seconds: dict[str, float] = dict.fromkeys((*TIMED, EVALUATION), 0.0)
+        for i, name in enumerate(_whole_evaluations(row.names)):
             if name is not REST:
                 seconds[name] += elapsed_s(marks[i], marks[i + 1])
         whole = elapsed_s(marks[0], marks[-1])
@@ -183,24 +192,50 @@ class Stopwatch(Recorder):
         seconds[REST] = rest if rest > _SHORTEST_S else 0.0
         return {STEP: whole, **seconds}
 
-    def backwards(self, last: int) -> tuple[int, int] | None:
-        """The fewest and the most backwards in one of the last steps; None without steps."""
-        counts = self._backwards[-last:] if last else []
-        return (min(counts), max(counts)) if counts else None
+    def entered(self, name: str, last: int) -> list[int]:
+        """How often each of the last steps entered forward, or backward."""
+        return [counts[name] for counts in (self._entered[-last:] if last else [])]
 
     def samples(self, warmups: int) -> dict[str, Samples]:
-        """The samples of the step and its parts; the first `warmups` steps are warm-up.
+        """The samples of the step and its parts; the first `warmups` steps are warm-up. Steps that evaluate now and
+        then count without their evaluations; where most steps do, that is a part like the others.
 
         If the device has failed, they are those of the steps that it had finished at the last look.
         """
         with contextlib.suppress(RuntimeError):
             self.read(wait=True)
         rows = self._times
+        if not evaluates_in_most(self.evaluations(len(rows) - warmups)):
+            rows = [{**row, STEP: row[STEP] - row[EVALUATION], EVALUATION: 0.0} for row in rows]
         return {
             name: Samples(
                 values_s=tuple(row[name] for row in rows[warmups:]),
                 warmup_s=tuple(row[name] for row in rows[:warmups]),
                 clock=self._marks.clock_name,
             )
-            for name in (STEP, *TIMED)
+            for name in (STEP, *TIMED, EVALUATION)
+            if name is not EVALUATION or any(row[name] for row in rows)
         }
+
+    def evaluations(self, last: int) -> list[float]:
+        """Seconds of the evaluation in each of the last steps that were read."""
+        return [row[EVALUATION] for row in (self._times[-last:] if last else [])]
+
+
+def evaluates_in_most(seconds: Sequence[float]) -> bool:
+    """Whether at least half of the steps evaluate, so that it is a part of a step, as a teacher's forward is."""
+    return 2 * sum(each > 0 for each in seconds) >= max(1, len(seconds))
+
+
+def _whole_evaluations(names: Sequence[str]) -> list[str]:
+    """The parts of a step in which what lies between two calls of an evaluation (its batches, its metrics) belongs to
+    it."""
+    whole, last = list(names), None
+    for i, name in enumerate(names):
+        if name == EVALUATION:
+            if last is not None:
+                whole[last:i] = [EVALUATION] * (i - last)
+            last = i
+        elif name not in (REST, DATA):
+            last = None
+    return whole

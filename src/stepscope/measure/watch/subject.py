@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from stepscope.measure.step import Phase
-from stepscope.measure.watch.found import Found, bare
+from stepscope.measure.watch.found import Found
 
 
 class WatchedStep:
@@ -23,9 +23,10 @@ class WatchedStep:
     loss: torch.Tensor | None = None
 
     def __init__(self, found: Found) -> None:
-        self.forward_module = found.roots[0].module
-        self.model = bare(self.forward_module)
+        self.forward_module = found.forward_module
+        self.model = found.model
         self.optimizer = found.optimizer
+        self.optimizers = found.optimizers
         self.compiled = found.compiled
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:

@@ -94,9 +94,13 @@ class TimedSteps:
         warm = self._warm if self.measured else min(max(0, self._settings.warmup_floor - BEFORE), max(0, count - 1))
         return self._stopwatch.samples(warm)
 
-    def backwards(self, count: int) -> tuple[int, int] | None:
-        """The fewest and the most backwards in one of the `count` steps that `samples` gave; None without steps."""
-        return self._stopwatch.backwards(count)
+    def entered(self, name: str, count: int) -> list[int]:
+        """How often each of the `count` steps that `samples` gave entered forward, or backward."""
+        return self._stopwatch.entered(name, count)
+
+    def evaluations(self, count: int) -> list[float]:
+        """Seconds of the evaluation in each of the `count` steps that `samples` gave."""
+        return self._stopwatch.evaluations(count)
 
     def _is_warm(self) -> bool:
         settings, rows = self._settings, self._stopwatch.read()

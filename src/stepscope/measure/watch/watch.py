@@ -9,7 +9,14 @@ import torch
 from torch import nn
 
 from stepscope.measure.step import Recorder
-from stepscope.measure.watch.entry_points import OptimizerWatch, Undo, watch_backward, watch_data, watch_forward
+from stepscope.measure.watch.entry_points import (
+    OptimizerWatch,
+    Undo,
+    watch_backward,
+    watch_data,
+    watch_forward,
+    watch_quiet,
+)
 from stepscope.measure.watch.finder import Finder
 from stepscope.measure.watch.found import Found, Unclear
 from stepscope.measure.watch.phases import Phases
@@ -86,7 +93,7 @@ class Watch:
         self._stages: list[Stage] = []
         self._stage: Stage | None = None
         self._undo: list[Undo] = []
-        self._said = self._waits_for_an_end = False
+        self._said = False
         self.running = False
 
     @property
@@ -146,14 +153,11 @@ class Watch:
         """Take the finder's answer at the end of a step that it looked at."""
         if not self.running:
             return
-        if answer is None:
-            self.steps += self._finder.counts_this_end
-            return
-        self.steps += 1
+        self.steps = self._finder.steps(answer if isinstance(answer, Found) else None)
         if isinstance(answer, Unclear):
             self._give_up(answer.reason)
-            return
-        self._guarded("start", lambda: self._begin(answer))
+        elif answer is not None:
+            self._guarded("start", lambda: self._begin(answer))
 
     def _give_up(self, reason: str) -> None:
         self.running = False
@@ -167,21 +171,15 @@ class Watch:
         phases = self.phases
         for root in found.roots:
             self._undo.append(watch_forward(root.module, phases, training=root.training))
+        self._undo += [watch_quiet(module, phases) for module in found.quiet]
         self._undo += [watch_backward(phases), watch_data(phases)]
         if found.optimizers:
             self._undo.append(OptimizerWatch(found.optimizers, phases, self._optimizer_ended).install())
         phases.listen()
-        if found.optimizer is self._finder.last_to_end or not found.optimizers:
-            self._next_stage()
-        else:
-            # The finder looked at another optimizer's step. The first whole step begins when this one's has ended.
-            self._waits_for_an_end = True
+        self._next_stage()
 
     def _optimizer_ended(self, in_a_range: bool) -> None:
-        if self._waits_for_an_end:
-            self._waits_for_an_end = False
-            self._next_stage()
-        elif not self._said:
+        if not self._said:
             self._step_ended(in_a_range)
 
     def _step_ended(self, in_a_range: bool = False) -> None:

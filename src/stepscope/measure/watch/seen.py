@@ -1,0 +1,164 @@
+"""What a loop called while it was looked at: modules, updates, and which calls a backward came to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class TensorSeen:
+    """A tensor that the module's forward took."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(kw_only=True, eq=False)
+class CallSeen:
+    """A call of a module by the loop itself, with gradients on; no other module made it."""
+
+    module: nn.Module
+    training: bool = True
+    in_closure: bool = False
+    """Whether it ran inside an optimizer's step."""
+    autocast: str | None = None
+    """The dtype of autocast round the call or inside it; None without."""
+    inputs: dict[str, TensorSeen] = field(default_factory=dict[str, TensorSeen])
+    """Tensors that the module took, by their place or their name."""
+    sizes: set[int] = field(default_factory=set[int])
+    """The first sizes of what it returned."""
+    reached: bool = False
+    """Whether a backward has come to what it returned. None comes to a call that a log makes."""
+
+    @property
+    def takes_one_sample(self) -> bool:
+        """Whether its one tensor is a sample without a dimension for the batch: a layer takes all of it as features, or
+        nothing that it returned has its size."""
+        tensors = list(self.inputs.values())
+        if len(tensors) != 1 or len(tensors[0].shape) != 1 or not tensors[0].dtype.startswith(("float", "bfloat")):
+            return False
+        (size,) = tensors[0].shape
+        layers = [each for each in self.module.modules() if isinstance(each, nn.Linear)]
+        return any(layer.in_features == size > 1 for layer in layers) or bool(self.sizes and size not in self.sizes)
+
+
+@dataclass(kw_only=True)
+class ModuleSeen:
+    """A module that the loop itself called in a step, and its calls."""
+
+    module: nn.Module
+    made: list[CallSeen] = field(default_factory=list[CallSeen])
+    """Its calls that a backward came to; all, where none was."""
+
+    @property
+    def calls(self) -> int:
+        return len(self.made)
+
+    @property
+    def training(self) -> bool:
+        return self.made[0].training
+
+    @property
+    def autocast(self) -> str | None:
+        return next((call.autocast for call in self.made if call.autocast), None)
+
+    @property
+    def inputs(self) -> dict[str, set[TensorSeen]]:
+        """Tensors that the module took, by their place or their name."""
+        inputs: dict[str, set[TensorSeen]] = {}
+        for call in self.made:
+            for name, tensor in call.inputs.items():
+                inputs.setdefault(name, set()).add(tensor)
+        return inputs
+
+    @property
+    def takes_one_sample(self) -> bool:
+        return bool(self.made) and all(call.takes_one_sample for call in self.made)
+
+
+@dataclass(kw_only=True)
+class UpdateSeen:
+    """What ran between the update before this one and its end. A closure runs inside the optimizer's step."""
+
+    optimizer: torch.optim.Optimizer | None = None
+    """The optimizer that stepped; None until one has, and where the loop says itself that a step has ended."""
+    calls: list[CallSeen] = field(default_factory=list[CallSeen])
+    backwards: int = 0
+    closure_backwards: int = 0
+
+    @property
+    def ran_backward(self) -> bool:
+        return self.backwards + self.closure_backwards > 0
+
+    def evaluations_of(self, module: nn.Module) -> int:
+        """How often the closure ran forward of this module, and backward."""
+        return min(self.closure_backwards, self._count(module, in_closure=True))
+
+    def forwards_of(self, module: nn.Module) -> int:
+        """Calls of this module, of which those in a closure count for one evaluation."""
+        inside = self._count(module, in_closure=True)
+        return self._count(module, in_closure=False) + -(-inside // max(1, self.evaluations_of(module)))
+
+    def micro_batches_of(self, module: nn.Module) -> int:
+        """The number of batches whose gradients add up. A closure is evaluated again and again on one batch."""
+        inside = min(1, self.evaluations_of(module))
+        return max(1, min(self.backwards, self._count(module, in_closure=False)) + inside)
+
+    def _count(self, module: nn.Module, *, in_closure: bool) -> int:
+        calls = _that_count([call for call in self.calls if call.module is module])
+        return sum(call.in_closure is in_closure for call in calls)
+
+
+@dataclass(kw_only=True)
+class LoopSeen:
+    """What a loop called, update by update."""
+
+    updates: list[UpdateSeen] = field(default_factory=lambda: [UpdateSeen()])
+    """Each update in turn, and last what ran after them."""
+    quiet: list[nn.Module] = field(default_factory=list[nn.Module])
+    """Modules that the loop itself called with gradients off."""
+    leaves: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    """Tensors that got a gradient from a loss that no module had a part in, by their ids."""
+
+    @property
+    def backwards(self) -> int:
+        return sum(update.backwards + update.closure_backwards for update in self.updates)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that stepped, in the order of their last steps."""
+        last = {id(update.optimizer): update.optimizer for update in reversed(self.updates) if update.optimizer}
+        return list(reversed(last.values()))
+
+    @property
+    def turns(self) -> tuple[torch.optim.Optimizer, ...]:
+        """The optimizer of each update."""
+        return tuple(update.optimizer for update in self.updates if update.optimizer is not None)
+
+    @property
+    def modules(self) -> list[ModuleSeen]:
+        """The modules that were called with gradients on, in the order of their first calls."""
+        calls: dict[int, list[CallSeen]] = {}
+        for call in (call for update in self.updates for call in update.calls):
+            calls.setdefault(id(call.module), []).append(call)
+        return [ModuleSeen(module=made[0].module, made=_that_count(made)) for made in calls.values()]
+
+    def last(self, updates: int) -> "LoopSeen":
+        """The last updates alone."""
+        done = self.updates[:-1][-updates:]
+        return LoopSeen(updates=[*done, self.updates[-1]], quiet=self.quiet, leaves=self.leaves)
+
+    def update_by(self, optimizer: torch.optim.Optimizer) -> UpdateSeen:
+        """The update of this optimizer, with the backward that made its gradients. Another optimizer may step between
+        that backward and this update, or the step that was looked at may have begun there."""
+        turns = self.updates
+        last = max((i for i, each in enumerate(turns) if each.optimizer is optimizer), default=len(turns) - 1)
+        before = [*turns[last + 1 :], *turns[: last + 1]]
+        return next((each for each in reversed(before) if each.ran_backward), before[-1])
+
+
+def _that_count(calls: Sequence[CallSeen]) -> list[CallSeen]:
+    """The calls that a backward came to; all, where none was."""
+    return [call for call in calls if call.reached] or list(calls)
