@@ -309,6 +309,21 @@ class Energy(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the steps are the measured ones. Where those were too short, others ran after them."""
 
 
+class Unchanged(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters that got gradients, while their optimizer updated them, and that hold the same numbers as before."""
+
+    count: int
+    parameters: int
+    """All that were compared."""
+    names: tuple[str, ...]
+    """The first few."""
+    at_rate_zero: int = 0
+    """How many of them are in a group whose learning rate is 0."""
+    held: bool = True
+    """Whether an optimizer holds any of them."""
+    dtypes: tuple[str, ...] = ()
+
+
 class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What each of a few steps did that costs time or memory, or leaves something untrained. None: not observed."""
 
@@ -322,11 +337,15 @@ class Habits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     without_gradient: tuple[str, ...] = ()
     """Parameters that require a gradient and had none in any step when the optimizer stepped; the first few."""
     without_gradient_count: int = 0
+    gradients_hold_zeros: bool = False
+    """Whether those are all parameters, whose gradients hold nothing but zeros at the update."""
     graphs_alive: int | None = None
     """Earlier steps whose graph was still alive when the last step had ended; two are looked at."""
     in_eval_mode: tuple[str, ...] = ()
     """Dropouts and batch norms, among modules that train, in eval mode when backward began; the first few."""
     in_eval_mode_count: int = 0
+    unchanged: Unchanged | None = None
+    """Parameters that get gradients and do not change; None also where no update was seen."""
     half_products: str | None = None
     """The dtype of 16 bits of most matrix products in forward."""
     fp32_products: tuple[str, ...] = ()

@@ -72,7 +72,12 @@ def step_habits(step: Step, device: torch.device) -> Habits | None:
         return None
     compiled = step.compiled or step.compiles_parts
     recorder = HabitsRecorder(
-        step.model, step.forward_module, step.optimizer, device, roots=lambda: step.loss, compiled=compiled
+        step.model,
+        step.forward_module,
+        [step.optimizer] if step.optimizer is not None else [],
+        device,
+        roots=lambda: step.loss,
+        compiled=compiled,
     )
     try:
         with ranges.silenced():

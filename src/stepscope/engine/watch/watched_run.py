@@ -23,13 +23,15 @@ from stepscope.core.units import counted
 from stepscope.engine.watch.draft import WatchedDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.measure import ranges
+from stepscope.measure.changes import Changes
 from stepscope.measure.environment import HostLoad
 from stepscope.measure.gpu_samples import sampler_of
 from stepscope.measure.launcher import launcher
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.updates import most_updates
 from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
-from stepscope.measure.watch.found import Found
+from stepscope.measure.watch.finder import backward_has_run
+from stepscope.measure.watch.found import Found, Loose
 from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 from stepscope.measure.watch.subject import WatchedStep
 from stepscope.measure.watch.timed import TimedSteps
@@ -81,6 +83,13 @@ class WatchedRun:
         if device.type not in ("cpu", "cuda"):
             raise InputError(f"the model is on {device}, and a loop is watched on a CPU or a CUDA GPU")
         draft = self._draft = WatchedDraft(self.request, found, device)
+        if not found.roots:
+            draft.note(
+                f"forward, which counts as rest: the loop calls no module that holds what trains; model(x) in place of "
+                f"model.forward(x) makes {found.name} one"
+                if not isinstance(found.model, Loose)
+                else "forward, which counts as rest: what trains belongs to no module"
+            )
         settings, phases = self.request.settings, self.watch.phases
         marks = _MARKS_A_STEP * max(1, found.forwards, found.backwards) * (settings.steps_cap + settings.warmup_cap)
         readings = self._readings = _Readings(draft, found, self.watch)
@@ -92,7 +101,9 @@ class WatchedRun:
             after_measuring=self._keep_times,
         )
         step = WatchedStep(found)
-        looked = LookedAtSteps(step, phases, device, keep=draft.keep_habits, keep_work=draft.keep_work)
+        looked = LookedAtSteps(
+            step, phases, device, keep=draft.keep_habits, keep_work=draft.keep_work, changes=lambda: readings.changes
+        )
         stages: list[Stage] = [timed, ObservedStep(step, phases, device, draft.keep_memory), looked]
         trace, memory = self.request.trace, self.request.memory
         if "kineto" in trace.tools:
@@ -112,7 +123,8 @@ class WatchedRun:
     def unclear_step(self, reason: str) -> None:
         """Say once why nothing is measured; the loop goes on alone."""
         self.why_not, self.was_told = reason, True
-        remedy = "" if self.request.step_of else "; --step-of CLASS, of a model or an optimizer, says whose step counts"
+        helps = not self.request.step_of and self.watch.optimizer_stepped
+        remedy = "; --step-of CLASS, of a model or an optimizer, says whose step counts" if helps else ""
         self._say(f"nothing is measured, since it cannot be told what a step is: {reason}{remedy}")
 
     def stage_failed(self, stage: str, error: Exception) -> None:
@@ -169,7 +181,13 @@ class WatchedRun:
             if first == last:
                 return f"step {first} was not reached, since {ended}"
             return f"none of the steps {first} to {last} was reached, since {ended}"
-        return "no optimizer of PyTorch stepped in this process"
+        why = "no optimizer of PyTorch stepped in this process"
+        if not backward_has_run():
+            return why
+        inside = "call watched.step() where a step ends"
+        if self.request.program:
+            inside = f"put `with stepscope.watch() as watched:` round the loop, and {inside}"
+        return f"{why}; if the loop changes its weights by hand, {inside}"
 
     def _keep_times(self) -> None:
         """Keep the times, which nothing that follows can take away."""
@@ -225,6 +243,8 @@ class _Readings:
         self._gpu: GpuReading | None = None
         self._load: HostLoad | None = None
         self._counted: int | None = None
+        self.changes: Changes | None = None
+        """The parameters as they were before the timed steps."""
         self._compiling = None
         self._sampler = sampler_of(draft.device)
         self._began_s = 0.0
@@ -237,6 +257,8 @@ class _Readings:
             self._compiling = CompilationWatch(device)
             self._compiling.start()
         self._counted = most_updates(self._found.optimizer)
+        training = [parameter for parameter in self._found.model.parameters() if parameter.requires_grad]
+        self.changes = Changes(training, self._found.optimizers)
         self._gpu, self._load = read_gpu(device), HostLoad()
         self._began_s = time.monotonic()
 

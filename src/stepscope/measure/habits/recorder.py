@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from stepscope.core.evidence import CodeLine, Habits
-from stepscope.core.range_names import BACKWARD, DATA, FORWARD, OPTIMIZER
+from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
+from stepscope.measure.changes import Changes
 from stepscope.measure.habits.host_reads import HostReads
 from stepscope.measure.habits.operators import OperatorHabits
+from stepscope.measure.habits.training import Training, nearest_with_parameters
 from stepscope.measure.step import Recorder
 
 STEPS = 3
@@ -58,21 +60,24 @@ class HabitsRecorder(Recorder):
         self,
         model: nn.Module,
         forward_module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Sequence[torch.optim.Optimizer],
         device: torch.device,
         *,
         roots: Callable[[], Any],
         inputs: Callable[[], Inputs | None] = lambda: None,
         compiled: bool = False,
+        changes: Changes | None = None,
     ) -> None:
-        """roots, inputs: the tensors that backward begins at, and what the model's forward was called with.
+        """roots, inputs: the tensors that backward begins at, and what the model's forward was called with. changes:
+        the model's parameters some steps ago; None to compare with those before the first step.
 
         compiled: whether the model's code is compiled. Its operators are then not seen, and no mode may be on while it
         runs.
         """
         self.failure: Exception | None = None
         """The error that ended the looking; the loop never sees it."""
-        self._model, self._optimizer, self._device = model, optimizer, device
+        self._model, self._optimizers, self._device = model, optimizers, device
+        self._trains = Training(model, optimizers, changes)
         self._parallel = next((m for m in forward_module.modules() if isinstance(m, DistributedDataParallel)), None)
         self._roots, self._inputs, self._compiled = roots, inputs, compiled
         self._names = {id(module): name or type(module).__name__ for name, module in model.named_modules()}
@@ -85,7 +90,6 @@ class HabitsRecorder(Recorder):
         self._calls_of_optimizer: list[int] = []
         self._zeroed: list[torch.Size] = []
         self._zeroed_bytes = 0
-        self._with_gradient: set[int] = set()
         self._in_eval: list[str] = []
         self._synchronising: list[bool] = []
         self._micro_batches: list[list[bool]] = []
@@ -100,6 +104,7 @@ class HabitsRecorder(Recorder):
     def step_begins(self) -> None:
         self._backwards = 0
         self._synchronising = []
+        self._trains.begin()
         if self._saw_modes:
             self._open.enter_context(self._reads.synchronisations())
             self._reads.counting = True
@@ -115,7 +120,7 @@ class HabitsRecorder(Recorder):
                 self._look_before_backward()
                 self._backwards += 1
             elif name == OPTIMIZER and self._backwards:
-                self._with_gradient |= {id(p) for p in self._model.parameters() if p.grad is not None}
+                self._trains.look_at_gradients()
 
     @_safely
     def phase_ends(self, name: str) -> None:
@@ -123,6 +128,14 @@ class HabitsRecorder(Recorder):
             self._synchronising.append(self._parallel.require_backward_grad_sync)
         if name == BACKWARD:
             self._reads.follow((), [p.grad for p in self._model.parameters()], always=True)
+        self._between()
+
+    @_safely
+    def evaluation_begins(self) -> None:
+        self._enter(EVALUATION)
+
+    @_safely
+    def evaluation_ends(self) -> None:
         self._between()
 
     def phase_failed(self, name: str) -> None:
@@ -142,21 +155,22 @@ class HabitsRecorder(Recorder):
         """Take everything off. Nothing of PyTorch may be running: a mode cannot be taken off inside its own call."""
         self._rest()
         self._close()
+        self._trains.end()
 
     def habits(self) -> Habits | None:
         """What the steps did; None where too few were seen to tell what each does."""
         if self.failure is not None or self._steps < STEPS:
             return None
         gc.collect()  # The loop no longer holds a graph that only a circle of objects keeps alive.
-        trainable = {id(p): name for name, p in self._model.named_parameters() if p.requires_grad}
-        without = [name for parameter, name in trainable.items() if parameter not in self._with_gradient]
-        if not self._with_gradient or _is_sharded(self._model):
-            without = []
+        sharded = _is_sharded(self._model)
+        without = [] if sharded else self._trains.without_gradient()
+        in_eval = [name for name in self._in_eval if self._trains.is_called(name)]
+        unchanged = None if sharded else self._trains.unchanged(NAMED)
         unseen = self._compiled or not self._saw_modes
         half, fp32, share = self._products()
         shapes, forwards = self._changing_shapes()
         earlier = [flag for flags in self._micro_batches for flag in flags[:-1]]
-        groups = self._optimizer.param_groups if self._optimizer is not None else []
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return Habits(
             steps=self._steps,
             host_reads=_in_each(self._reads_of_steps) if self._saw_modes else None,
@@ -164,11 +178,13 @@ class HabitsRecorder(Recorder):
             zeroed_bytes=self._zeroed_bytes // self._steps,
             without_gradient=tuple(without[:NAMED]),
             without_gradient_count=len(without),
+            gradients_hold_zeros=bool(without) and self._trains.has_gradients,
             graphs_alive=sum(graph() is not None for graph in self._graphs[: self._steps - 1])
             if self._graphs
             else None,
-            in_eval_mode=tuple(self._in_eval[:NAMED]),
-            in_eval_mode_count=len(self._in_eval),
+            in_eval_mode=tuple(in_eval[:NAMED]),
+            in_eval_mode_count=len(in_eval),
+            unchanged=unchanged,
             half_products=half,
             fp32_products=fp32,
             fp32_share=share,
@@ -186,7 +202,7 @@ class HabitsRecorder(Recorder):
         self._operators.phase = name
         # An operator on the host's own tensors does not wait for a device. On a GPU PyTorch tells the two apart.
         self._reads.counting = self._device.type == "cuda" or name not in (DATA, OPTIMIZER)
-        if self._compiled and name in (FORWARD, BACKWARD, OPTIMIZER):
+        if self._compiled and name in (FORWARD, BACKWARD, OPTIMIZER, EVALUATION):
             self._take_modes_off(but_reads=name == BACKWARD)
 
     def _between(self) -> None:
@@ -308,19 +324,10 @@ def _in_eval_mode(model: nn.Module) -> Iterator[str]:
         if module.training:
             continue
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            if _nearest_with_parameters(model, name) in trains:
+            if nearest_with_parameters(model, name) in trains:
                 yield name
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats and name in trains:
             yield name
-
-
-def _nearest_with_parameters(model: nn.Module, name: str) -> str:
-    """The path of the nearest module round this one that has parameters."""
-    while name:
-        name = name.rpartition(".")[0]
-        if next(model.get_submodule(name).parameters(), None) is not None:
-            return name
-    return name
 
 
 def _is_sharded(model: nn.Module) -> bool:

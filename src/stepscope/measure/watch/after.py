@@ -19,6 +19,7 @@ from stepscope.core.run_files import KINETO_FILE
 from stepscope.core.work import Work
 from stepscope.measure import ranges
 from stepscope.measure.capture import BackwardMarks, capture_range, export_kineto, kineto_session
+from stepscope.measure.changes import Changes
 from stepscope.measure.flops import FlopCounts
 from stepscope.measure.habits.recorder import STEPS, HabitsRecorder
 from stepscope.measure.memory_history import MemoryRecorder
@@ -26,6 +27,7 @@ from stepscope.measure.observe import PhasePeaks, parameter_bytes
 from stepscope.measure.step import Recorder, Step
 from stepscope.measure.watch.phases import Phases
 from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
+from stepscope.measure.watch.subject import WatchedStep
 
 
 class EmittedRanges(Recorder):
@@ -138,11 +140,12 @@ class LookedAtSteps:
     has_a_profiler = False
 
     def __init__(
-        self, step: Step, phases: Phases, device: torch.device, *, keep: Callable[[Habits], None],
-        keep_work: Callable[[dict[str, Work], dict[str, int]], None],
+        self, step: WatchedStep, phases: Phases, device: torch.device, *, keep: Callable[[Habits], None],
+        keep_work: Callable[[dict[str, Work], dict[str, int]], None], changes: Callable[[], Changes | None],
     ) -> None:  # fmt: skip
+        """changes: gives the parameters as they were before the timed steps."""
         self._step, self._phases, self._device = step, phases, device
-        self._keep, self._keep_work = keep, keep_work
+        self._keep, self._keep_work, self._changes = keep, keep_work, changes
         self._habits: HabitsRecorder | None = None
         self._work = _CountedWork()
         self._done = 0
@@ -153,8 +156,8 @@ class LookedAtSteps:
         phases.keeps_roots = phases.keeps_inputs = True
         self._compiled = watched.compiled or _compiles()
         self._habits = HabitsRecorder(
-            watched.model, watched.forward_module, watched.optimizer, self._device,
-            roots=lambda: phases.roots, inputs=lambda: phases.inputs, compiled=self._compiled,
+            watched.model, watched.forward_module, watched.optimizers, self._device,
+            roots=lambda: phases.roots, inputs=lambda: phases.inputs, compiled=self._compiled, changes=self._changes(),
         )  # fmt: skip
         self.recorders = (self._habits, self._work)
 

@@ -275,6 +275,16 @@ def _leaves(roots: Any) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
+def backward_has_run() -> bool:
+    """Whether any backward has run in this process. Autograd numbers them, from 0."""
+    numbers: list[int] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        probe = torch.zeros((), device="cpu", requires_grad=True).clone()
+        probe.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
+        probe.backward()
+    return any(numbers)
+
+
 def _in_no_order(turns: Iterable[torch.optim.Optimizer]) -> str:
     names = [type(optimizer).__name__ for optimizer in {id(each): each for each in turns}.values()]
     return f"{len(names)} optimizers step ({', '.join(names)}), in no order that comes again"

@@ -235,11 +235,17 @@ def _decide(
         return _named(step_of, seen, modules)
     if not seen.optimizers:
         return Unclear("no optimizer stepped")
+    return _of_round(seen, modules, apart=apart)
+
+
+def _of_round(seen: LoopSeen, modules: Sequence[ModuleSeen], *, apart: bool) -> Found | Unclear:
+    """The step of a loop whose optimizers step in turn. The last one ends it."""
     if len(seen.optimizers) == 1:
         return _of_optimizer(seen.optimizers[0], seen, modules, "the only one that steps", alone=not apart)
     found = _of_optimizer(seen.optimizers[-1], seen, modules, f"a round of {len(seen.optimizers)} optimizers")
-    several = isinstance(found, Found) and len(found.roots) > 1
-    return replace(found, given=_together(found.roots)) if several else found
+    if isinstance(found, Found) and len(found.roots) > 1:
+        return replace(found, given=_together(found.roots))
+    return found
 
 
 def _as_said(seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:

@@ -35,6 +35,7 @@ CHECKS: tuple[Check, ...] = (
     loops.graphs_pile_up,
     loops.memory_grows,
     loops.no_gradient,
+    loops.parameters_unchanged,
     loops.eval_while_training,
     loops.waiting_for_data,
     loops.rest_is_large,

@@ -5,7 +5,9 @@ docs/measuring.md.
 """
 
 import functools
+import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from stepscope.core.evidence import CodeLine, Habits
 from stepscope.core.finding import Finding, note, warning
@@ -36,29 +38,31 @@ def _of_habits(judged: Callable[[Habits], Finding | None]) -> Callable[[Run], Fi
 
 def waiting_for_data(run: Run) -> Finding | None:
     """[28] A loop that waits for its next batch."""
-    share = _share(run, DATA)
-    if share is None or share < DATA_SHARE:
+    portion = _portion(run, DATA, DATA_SHARE)
+    if portion is None:
         return None
     return warning(
         "waiting-for-data",
-        f"The loop waited for its next batch for {format_share(share)} of the time "
-        f"({format_seconds(_mean_s(run, DATA))} of {format_seconds(_mean_s(run, STEP))} a step).",
-        {"share": share, "from_share": DATA_SHARE},
+        f"The loop waited for its next batch for {format_share(portion.share)} of the time ({portion}).",
+        {"share": portion.share, "from_share": DATA_SHARE},
         "more workers in the DataLoader (num_workers), less work for each sample, or a cheaper collate function",
     )
 
 
 def rest_is_large(run: Run) -> Finding | None:
-    """[29] A scheduler, a logger or clipping that takes a share of the step."""
-    share = _share(run, REST)
-    if share is None or share < REST_SHARE:
+    """[29] A scheduler, a logger or clipping that takes a share of the step. What evaluates is no part of the rest, and
+    nor is a forward that cannot be told from it, since the loop calls no module."""
+    loop, portion = run.evidence.loop, _portion(run, REST, REST_SHARE)
+    if portion is None or loop is None or not loop.modules:
         return None
+    remedy = "log and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too"
+    if portion.only_in:
+        remedy = "look what those steps do beside training: they may save, log or schedule"
     return warning(
         "rest-is-large",
-        f"{format_share(share)} of the time is neither data, forward, backward nor optimizer "
-        f"({format_seconds(_mean_s(run, REST))} of {format_seconds(_mean_s(run, STEP))} a step).",
-        {"share": share, "from_share": REST_SHARE},
-        "log, evaluate and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too",
+        f"{format_share(portion.share)} of the time is neither data, forward, backward nor optimizer ({portion}).",
+        {"share": portion.share, "from_share": REST_SHARE},
+        remedy,
     )
 
 
@@ -102,12 +106,41 @@ def no_gradient(habits: Habits) -> Finding | None:
     if not habits.without_gradient_count:
         return None
     count = habits.without_gradient_count
+    verb, had = "requires" if count == 1 else "require", "only zeros" if habits.gradients_hold_zeros else "none"
     return warning(
         "no-gradient",
-        f"{counted(count, 'parameter')} that {'requires' if count == 1 else 'require'} a gradient had none in "
-        f"{habits.steps} steps: {_first(habits.without_gradient, count)}.",
+        f"{counted(count, 'parameter')} that {verb} a gradient had {had} in {habits.steps} steps: "
+        f"{_first(habits.without_gradient, count)}.",
         {"parameters": count, "first": habits.without_gradient[0]},
-        "look why the loss does not depend on them; requires_grad_(False) for what is not meant to train",
+        "look why the loss does not depend on them, or whether zero_grad comes between backward and the update; "
+        "requires_grad_(False) for what is not meant to train",
+    )
+
+
+@_of_habits
+def parameters_unchanged(habits: Habits) -> Finding | None:
+    """[43] Parameters that get gradients and are updated, and do not change."""
+    found = habits.unchanged
+    if found is None:
+        return None
+    half = [dtype for dtype in found.dtypes if dtype in ("bfloat16", "float16")]
+    if found.at_rate_zero:
+        why = f" {found.at_rate_zero} of them {'is' if found.at_rate_zero == 1 else 'are'} in a group with lr=0."
+        remedy = "give their group a learning rate; requires_grad_(False) for what is not meant to train"
+    elif not found.held:
+        why, remedy = " No optimizer holds them.", "make the optimizer from the parameters of the model that trains"
+    elif half:
+        why = f" An update that is small beside a number in {half[0]} is lost when the sum is rounded."
+        remedy = "keep the parameters in fp32 and compute under autocast, or update fp32 copies of them"
+    else:
+        why, remedy = "", "look whether the learning rate is too small for their numbers, or a hook undoes the update"
+    return warning(
+        "parameters-unchanged",
+        f"{counted(found.count, 'parameter')} of {found.parameters} got gradients and updates, and "
+        f"{'holds' if found.count == 1 else 'hold'} the same numbers as before: {_first(found.names, found.count)}."
+        f"{why}",
+        {"parameters": found.count, "first": found.names[0], "at_rate_zero": found.at_rate_zero},
+        remedy,
     )
 
 
@@ -218,19 +251,40 @@ def shapes_change(habits: Habits) -> Finding | None:
     )
 
 
-def _share(run: Run, name: str) -> float | None:
-    """The part's share of all timed steps together; a loader with workers waits in some of them only. None of a few
-    steps, in which one line of a log or one batch is a large share."""
+@dataclass(frozen=True)
+class _Portion:
+    """A part's share of the time: of the median step, as the table shows it, or of all steps together."""
+
+    share: float
+    part_s: float
+    step_s: float
+    only_in: str = ""
+    """The steps that make up the part, where the median step has little of it."""
+
+    def __str__(self) -> str:
+        which = f"a step on average: {self.only_in}" if self.only_in else "a step"
+        return f"{format_seconds(self.part_s)} of {format_seconds(self.step_s)} {which}"
+
+
+def _portion(run: Run, name: str, from_share: float) -> _Portion | None:
+    """The part's share of the median step where that is large enough; else of all steps, where some of them make up
+    most of it, as a loader with workers waits in some steps only. None of a few steps, in which one line of a log or
+    one batch is a large share."""
     part, step = run.samples.get(name), run.samples.get(STEP)
-    if run.evidence.loop is None or part is None or step is None or not sum(step.values_s):
+    if run.evidence.loop is None or part is None or step is None or step.count < MINIMUM_FOR_INTERVAL:
         return None
-    if step.count < MINIMUM_FOR_INTERVAL:
+    usual_s, step_s = part.median_s or 0.0, step.median_s or 0.0
+    if step_s and usual_s / step_s >= from_share:
+        return _Portion(usual_s / step_s, usual_s, step_s)
+    if not step_s or not (part.mean_s or 0.0) / (step.mean_s or 1.0) >= from_share:
         return None
-    return sum(part.values_s) / sum(step.values_s)
-
-
-def _mean_s(run: Run, name: str) -> float:
-    return run.samples[name].mean_s or 0.0
+    more = [value - usual_s for value in part.values_s]
+    slow = [each for each in more if each > max(usual_s, step_s / 4)]
+    longer = sum(max(0.0, value - step_s) for value in step.values_s)
+    if not slow or 2 * sum(slow) < longer:  # whatever slows the machine slows every part
+        return None
+    only_in = f"{counted(len(slow), 'step')} of {step.count} took {format_seconds(statistics.median(slow))} more"
+    return _Portion((part.mean_s or 0.0) / (step.mean_s or 1.0), part.mean_s or 0.0, step.mean_s or 0.0, only_in)
 
 
 def _lines(lines: Sequence[CodeLine]) -> str:
