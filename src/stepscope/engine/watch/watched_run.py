@@ -31,7 +31,8 @@ from stepscope.measure.nvml import read_gpu
 from stepscope.measure.updates import most_updates
 from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
 from stepscope.measure.watch.finder import backward_has_run
-from stepscope.measure.watch.found import Found, Loose
+from stepscope.measure.watch.found import Found
+from stepscope.measure.watch.several import Loose
 from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 from stepscope.measure.watch.subject import WatchedStep
 from stepscope.measure.watch.timed import TimedSteps

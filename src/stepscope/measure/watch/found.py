@@ -6,15 +6,15 @@ so.
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
 
 from stepscope.core.units import counted
 from stepscope.measure.watch.seen import LoopSeen, ModuleSeen, UpdateSeen
+from stepscope.measure.watch.several import Loose, Several
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,22 +95,6 @@ class Found:
         held = held_by(self.optimizers)
         trains = [p for p in self.model.parameters() if p.requires_grad and (not held or id(p) in held)]
         return sum(parameter.numel() for parameter in trains)
-
-
-class Several(nn.ModuleDict):
-    """Models that train together, and that no module of the loop's holds."""
-
-
-class Loose(nn.Module):
-    """Tensors that train, and that belong to no module."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        super().__init__()
-        self._tensors = list(tensors)
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, Any]]:
-        """The tensors by their number, whether or not they are nn.Parameters."""
-        yield from ((str(i), tensor) for i, tensor in enumerate(self._tensors))
 
 
 def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
