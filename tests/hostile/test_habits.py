@@ -3,6 +3,7 @@
 The numbers are the rows of docs/measuring.md.
 """
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.slow
 HABITS = {
     "waiting-for-data", "rest-is-large", "host-waits", "gradients-zeroed", "no-gradient", "graph-kept-alive",
     "eval-while-training", "fp32-beside-half", "batch-not-pinned", "micro-batches-synchronised", "optimizer-loops",
-    "shapes-change", "compile-fallback",
+    "shapes-change", "compile-fallback", "parameters-unchanged",
 }  # fmt: skip
 
 
@@ -215,6 +216,105 @@ def test_32_parameters_without_a_gradient(tmp_path: Path):
     assert "unused.weight, unused.bias" in found.sentence and found.evidence["parameters"] == 2
     model.unused.requires_grad_(False)
     assert not habits(Loop(batch_size=8, model=model).run(tmp_path)).keys() - {"waiting-for-data", "rest-is-large"}
+
+
+def test_32_nothing_gets_a_gradient_since_it_is_thrown_away_first(tmp_path: Path):
+    for none, had in ((True, "none"), (False, "only zeros")):
+        model = Net()
+
+        def throw_away(of: nn.Module, _: Tensor, none: bool = none) -> None:
+            of.zero_grad(set_to_none=none)
+
+        loop = Loop(batch_size=8, model=model, after_backward=throw_away, optimizer=sgd)
+        found = habits(loop.run(tmp_path))["no-gradient"]
+        assert found.evidence["parameters"] == len(list(model.parameters())) and f"had {had} in" in found.sentence
+
+
+class WithAverage(Net):
+    """A model that holds an average of its own weights, as timm's task does: a copy in eval mode, which nothing calls
+    and no optimizer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = copy.deepcopy(self).eval()
+
+
+def test_32_34_an_average_of_the_weights_is_no_mistake(tmp_path: Path):
+    model = WithAverage()
+    training = [p for name, p in model.named_parameters() if not name.startswith("average.")]
+    run = Loop(batch_size=8, model=model, optimizer=lambda _: torch.optim.AdamW(training)).run(tmp_path)
+    assert not habits(run).keys() - {"waiting-for-data", "rest-is-large"}
+    assert run.evidence.loop is not None and run.evidence.loop.trainable == sum(p.numel() for p in training)
+    assert run.workload.model.parameters == 2 * run.evidence.loop.trainable  # type: ignore[union-attr]
+    model.head.eval()
+    model.inside.eval()
+    found = Loop(batch_size=8, model=model, optimizer=lambda _: torch.optim.AdamW(training)).run(tmp_path)
+    assert "inside.1, inside.3" in only(found, "eval-while-training").sentence, "but for what it does train"
+
+
+def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_43_an_update_that_16_bits_round_away(tmp_path: Path):
+    def small(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=1e-7)
+
+    model = Net().bfloat16()
+    in_half = Loop(batch_size=8, model=model, optimizer=small, batch=lambda x, _: x.bfloat16())
+    found = habits(in_half.run(tmp_path))["parameters-unchanged"]
+    assert found.severity == "warning" and "lost when the sum is rounded" in found.sentence
+    assert "inside.0.weight" in found.sentence and found.evidence["at_rate_zero"] == 0
+    large = Loop(batch_size=8, model=Net().bfloat16(), optimizer=sgd, batch=lambda x, _: x.bfloat16())
+    left = habits(large.run(tmp_path)).get("parameters-unchanged")
+    assert left is None or left.evidence["parameters"] < found.evidence["parameters"]  # type: ignore[operator]
+
+
+def test_43_a_group_without_a_learning_rate(tmp_path: Path):
+    def groups(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:-2]}, {"params": parameters[-2:], "lr": 0.0}], lr=0.1)
+
+    found = only(Loop(batch_size=8, optimizer=groups).run(tmp_path), "parameters-unchanged")
+    assert (found.evidence["parameters"], found.evidence["at_rate_zero"]) == (2, 2)
+    assert "head.weight, head.bias. 2 of them are in a group with lr=0." in found.sentence
+
+
+def test_43_an_optimizer_of_another_model(tmp_path: Path):
+    copied = Loop(batch_size=8, optimizer=lambda parameters: sgd([nn.Parameter(p.detach()) for p in parameters]))
+    model, optimizer = copied.model, sgd(list(copy.deepcopy(copied.model).parameters()))
+    with stepscope.watch(steps=(4, 10), runs=tmp_path, quiet=True) as watched:
+        for _ in range(15):
+            model(torch.randn(8, 64)).backward()
+            optimizer.step()
+            model.zero_grad()
+    assert watched.run is not None
+    assert "No optimizer holds them" in habits(watched.run)["parameters-unchanged"].sentence
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["rises from 0", "is 0 for the first hundred steps"])
+def test_43_a_warm_up_of_the_learning_rate_is_no_mistake(tmp_path: Path, held: bool):
+    model = Net()
+    optimizer = sgd(list(model.parameters()))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step > 100) if held else step * 1e-12)
+    with stepscope.watch(model, optimizer, steps=(4, 10), runs=tmp_path, quiet=True) as watched:
+        for _ in range(15):
+            model(torch.randn(8, 64)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rate.step()
+    assert watched.run is not None and "parameters-unchanged" not in habits(watched.run)
+
+
+def test_43_updates_that_a_scaler_leaves_out_are_no_mistake(tmp_path: Path):
+    model, scaler = Net(), torch.amp.GradScaler("cpu")
+    optimizer = sgd(list(model.parameters()))
+    with stepscope.watch(model, optimizer, steps=(4, 10), runs=tmp_path, quiet=True) as watched:
+        for _ in range(15):
+            scaler.scale(model(torch.randn(8, 64)) * float("inf")).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert watched.run is not None and not {"parameters-unchanged", "no-gradient"} & habits(watched.run).keys()
 
 
 def test_33_losses_kept_with_their_graphs(tmp_path: Path):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from stepscope.core.range_names import TIMED
 from stepscope.core.run import Settings
 from stepscope.measure.watch.found import class_name
+from stepscope.measure.watch.phases import Phases
 from stepscope.measure.watch.stopwatch import HostMarks, Stopwatch
 from stepscope.measure.watch.timed import TimedSteps
 from tests.measure.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch
@@ -123,6 +125,71 @@ def test_a_closure_runs_inside_the_optimizers_step():
     assert (told.answer.micro_batches, told.answer.batches) == (1, 1), "the closure takes one batch again and again"
     once = ["optimizer", "/optimizer", *PLAIN[:4]]
     assert diary.steps == [[*once * 2, "optimizer", "/optimizer"]]
+
+
+def test_what_a_closure_does_besides_forward_and_backward_is_rest():
+    model, (stage, _) = Net(), timed(4, 10)
+    optimizer = adamw(model)
+    watch(Told(stage))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.randn(4, 8)).square().mean()
+        time.sleep(0.02)
+        loss.backward()
+        return loss
+
+    for _ in range(11):
+        optimizer.step(closure=closure)
+    samples = stage.samples()
+    assert all(value >= 0.02 for value in samples["rest"].values_s), "by far the most of the step"
+    assert all(value < 0.02 for value in samples["optimizer"].values_s)
+
+
+def evaluating_loop(every: int, teacher: nn.Module | None = None) -> tuple[TimedSteps, Phases]:
+    """A loop that evaluates after every so many steps, for 30 ms and more; with a teacher it calls that in each."""
+    model, (stage, _) = Net(), timed(4, 24)
+    optimizer, told = adamw(model), Told(stage)
+    watching = watch(told)
+    for step in range(26):
+        x = torch.randn(4, 8)
+        with torch.no_grad():
+            wanted = teacher(x) if teacher is not None else 0
+        (model(x) - wanted).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if teacher is None and step % every == 0:
+            with torch.no_grad():
+                for _ in range(3):
+                    model(x)
+                    time.sleep(0.01)
+                model(x)
+    return stage, watching.phases
+
+
+def test_an_evaluation_now_and_then_is_no_part_of_its_step():
+    stage, phases = evaluating_loop(10)
+    samples = stage.samples()
+    assert list(samples) == ["step", *TIMED]
+    took = [seconds for seconds in stage.evaluations(20) if seconds]
+    assert len(took) == 2 and min(took) >= 0.03, "what lies between two of its calls belongs to it"
+    assert max(samples["rest"].values_s) < 0.03
+    for i, whole in enumerate(samples["step"].values_s):
+        assert sum(samples[name].values_s[i] for name in TIMED) == pytest.approx(whole, abs=2e-9)
+    line = evaluating_loop.__code__.co_firstlineno + 15
+    assert list(phases.evaluated.values()) == [("Net", f"watch/test_watch.py:{line}")]
+
+
+def test_a_teacher_that_each_step_calls_is_a_part_of_it():
+    class Teacher(Net):
+        pass
+
+    stage, phases = evaluating_loop(1, Teacher())
+    samples = stage.samples()
+    assert list(samples) == ["step", *TIMED, "evaluation"] and min(samples["evaluation"].values_s) > 0
+    for i, whole in enumerate(samples["step"].values_s):
+        assert sum(samples[name].values_s[i] for name in (*TIMED, "evaluation")) == pytest.approx(whole, abs=2e-9)
+    assert [name for name, _ in phases.evaluated.values()] == ["Teacher"]
 
 
 def scaled_loop(steps: int, overflow: int) -> tuple[DiaryStage, Told]:
