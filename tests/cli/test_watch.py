@@ -228,10 +228,16 @@ def test_a_script_that_ends_before_a_step_is_timed_leaves_nothing(tmp_path: Path
     [
         (HEAD, "nothing was measured: no optimizer of PyTorch stepped in this process"),
         (
-            HEAD + "other = torch.optim.SGD(model.parameters())\nfor _ in range(4): step(); other.step()\n",
-            "nothing is measured, since it cannot be told what a step is: 2 optimizers step (SGD of Sequential, "
-            "AdamW of Sequential); "
-            "--step-of CLASS, of a model or an optimizer, says whose step counts",
+            HEAD + "other = nn.Linear(8, 8)\noptimizer.add_param_group({'params': other.parameters()})\n"
+            "for _ in range(4): other(model(torch.randn(4, 8))).sum().backward(); optimizer.step()\n",
+            "nothing is measured, since it cannot be told what a step is: 2 modules with parameters of AdamW are called "
+            "(Linear, Sequential); --step-of CLASS, of a model or an optimizer, says whose step counts",
+        ),
+        (
+            HEAD + "for _ in range(4):\n    model(torch.randn(4, 8)).sum().backward()\n    with torch.no_grad():\n"
+            "        for p in model.parameters(): p -= 0.1 * p.grad\n",
+            "nothing was measured: no optimizer of PyTorch stepped in this process; if the loop changes its weights by "
+            "hand, put `with stepscope.watch() as watched:` round the loop, and call watched.step() where a step ends",
         ),
     ],
 )
