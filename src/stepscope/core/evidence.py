@@ -276,6 +276,8 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """The models that each of `optimizers` updates, by their classes."""
     optimizer_steps: tuple[int, ...] = ()
     """How often each of `optimizers` steps in a step of the loop."""
+    in_backward: int = 0
+    """Optimizers that step inside backward, whose end then ends a step."""
     forwards_between: tuple[int, int] | None = None
     """The fewest and the most forwards in a timed step."""
     forwards_mean: float | None = None

@@ -241,3 +241,22 @@ def test_what_forward_takes_and_autocast_inside_it_are_seen():
     assert {name: {(t.shape, t.dtype) for t in seen} for name, seen in root.inputs.items()} == {
         "x": {((4, 8), "float32")}
     }
+
+
+def test_optimizers_that_step_inside_backward_end_a_step_with_it():
+    model, diary = Net(), DiaryStage(2)
+    told = Told(diary)
+    optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
+
+    def update(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    watch(told)
+    for _ in range(5):
+        model(torch.randn(4, 8)).square().mean().backward()
+    assert names(told) == (["Net"], []) and told.answer is not None and told.answer.in_backward == len(optimizers)
+    assert diary.steps == [PLAIN[:4]] * 2 and told.over
+    assert nothing_is_left(model)

@@ -90,6 +90,8 @@ def _watched_step(loop: WatchedLoop) -> str:
     """What was taken for a step of a watched loop, and why."""
     optimizers = _optimizers(loop)
     ends = f"ends with a step of {optimizers[0]}" if optimizers else "ends where the loop says so"
+    if loop.in_backward:
+        ends = f"ends with a backward, in which {counted(loop.in_backward, 'optimizer')} step"
     also = "also step" if len(optimizers) > 2 else "also steps"
     others = f", in which {' and '.join(optimizers[1:])} {also}" if optimizers[1:] else ""
     forwards = _forwards(loop)
@@ -124,7 +126,9 @@ def _forwards(loop: WatchedLoop) -> str:
 
 def _unlike(loop: WatchedLoop) -> str:
     """What the timed steps ran, where they differ from each other."""
-    between = {"forwards": loop.forwards_between, "backwards": loop.backwards_between}
+    between = {"backwards": loop.backwards_between}
+    if loop.forwards_between != loop.backwards_between:
+        between = {"forwards": loop.forwards_between, **between}
     ran = [f"{found[0]} to {found[1]} {name}" for name, found in between.items() if found and found[0] != found[1]]
     return f" Those timed ran {' and '.join(ran)} each." if ran else ""
 

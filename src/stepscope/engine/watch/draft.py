@@ -157,6 +157,7 @@ def _loop(found: Found) -> WatchedLoop:
         optimizer_models=tuple(" and ".join(models_of(optimizer, found)) for optimizer in found.optimizers),
         optimizer_steps=tuple(found.steps_of(optimizer) for optimizer in found.optimizers),
         trainable=found.trainable,
+        in_backward=found.in_backward,
     )
 
 

@@ -109,6 +109,21 @@ def watch_backward(phases: Phases) -> Undo:
     return replace(torch.autograd, "_engine_run_backward", make)
 
 
+def end_with_backward(ended: Callable[[], None]) -> Undo:
+    """Call this whenever autograd's engine has run."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            ended()
+            return result
+
+        return run
+
+    return replace(torch.autograd, "_engine_run_backward", make)
+
+
 def watch_data(phases: Phases) -> Undo:
     """Open data while a DataLoader is asked for its next batch."""
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.range_names import BACKWARD
 from stepscope.measure.step import Recorder
-from stepscope.measure.watch.entry_points import Undo, replace, watch_backward
+from stepscope.measure.watch.entry_points import Undo, end_with_backward, replace, watch_backward
 from stepscope.measure.watch.found import (
     Found,
     Unclear,
@@ -36,6 +36,8 @@ _MOST_OF_ONE = 12
 _MOST_UPDATES = 64
 """Updates of several optimizers after which no round is looked for."""
 _MOST_NODES = 50_000
+_NO_BACKWARD = -1
+"""What autograd gives as the number of the backward that runs, where none does."""
 
 
 class Finder(Recorder):
@@ -64,6 +66,8 @@ class Finder(Recorder):
         """The optimizer of each update so far."""
         self._said = 0
         """Steps that the loop has said to have ended. From the first one on, updates end nothing."""
+        self._in_backward: set[int] = set()
+        """The ids of optimizers that step inside backward, as hooks on gradients make them."""
         self._scaling: torch.optim.Optimizer | None = None
         self._stepping = False
         """Whether an optimizer's step runs, which may call a closure."""
@@ -99,7 +103,7 @@ class Finder(Recorder):
             self._ended(None)
             return
         seen.updates.append(UpdateSeen())
-        self._ended(decide(seen, model=self._model, said=True))
+        self._ended(decide(seen, model=self._model, said=True, in_backward=len(self._in_backward)))
 
     def steps(self, found: Found | None) -> int:
         """Steps that have ended so far. Until it is known what a step is, the updates of the first optimizer."""
@@ -169,19 +173,29 @@ class Finder(Recorder):
 
     def _begin_hook(self) -> Callable[..., None]:
         def begins(*_: Any) -> None:
-            if self._is_the_loops_thread():
+            if self._is_the_loops_thread() and torch._C._current_graph_task_id() == _NO_BACKWARD:
                 self._stepping = True
 
         return begins
 
     def _hook(self) -> Callable[..., None]:
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if torch._C._current_graph_task_id() != _NO_BACKWARD:
+                self._steps_in_backward(optimizer)
+                return
             if self._is_the_loops_thread():
                 self._stepping = False
             if optimizer is not self._scaling and self._is_the_loops_thread():
                 self._stepped(optimizer)
 
         return stepped
+
+    def _steps_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each backward from the next one on end a step. This may run in a thread of autograd's."""
+        if not self._in_backward:
+            self._undo.append(end_with_backward(self.step))
+        self._in_backward.add(id(optimizer))
+        self.stepped = True
 
     def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,8 @@ class Found:
     step ends."""
     backwards: int
     why: str
+    in_backward: int = 0
+    """Optimizers that step inside backward, whose end then ends a step."""
     turns: tuple[torch.optim.Optimizer, ...] = ()
     """The optimizer of each update in the step that was looked at."""
     update: UpdateSeen | None = None
@@ -184,11 +186,17 @@ def decide(
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     said: bool = False,
+    in_backward: int = 0,
 ) -> Found | Unclear:
     """Decide what a step is from what one step called. `step_of` names a class of module or optimizer.
 
-    said: whether the loop says itself where a step ends, so that no optimizer is needed.
+    said: whether the loop says itself where a step ends, so that no optimizer is needed. in_backward: how many
+    optimizers step inside backward, whose end says it then.
     """
+    if in_backward:
+        found = decide(seen, model=model, said=True)
+        why = "the optimizers step inside it"
+        return found if isinstance(found, Unclear) else replace(found, in_backward=in_backward, why=why)
     if model is None:
         return _decide(seen, seen.modules, step_of, optimizer, said=said, apart=False)
     whole = _holding(seen.modules, model)

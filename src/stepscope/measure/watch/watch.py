@@ -1,6 +1,7 @@
 """The Watch finds out what a step of a loop is, tells recorders of the steps, stage by stage, and takes itself off."""
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -12,6 +13,7 @@ from stepscope.measure.step import Recorder
 from stepscope.measure.watch.entry_points import (
     OptimizerWatch,
     Undo,
+    end_with_backward,
     watch_backward,
     watch_data,
     watch_forward,
@@ -173,10 +175,16 @@ class Watch:
             self._undo.append(watch_forward(root.module, phases, training=root.training))
         self._undo += [watch_quiet(module, phases) for module in found.quiet]
         self._undo += [watch_backward(phases), watch_data(phases)]
+        if found.in_backward:
+            self._undo.append(end_with_backward(self._backward_ended))
         if found.optimizers:
             self._undo.append(OptimizerWatch(found.optimizers, phases, self._optimizer_ended).install())
         phases.listen()
         self._next_stage()
+
+    def _backward_ended(self) -> None:
+        if threading.get_ident() == self.phases.thread and not self._said:
+            self._step_ended()
 
     def _optimizer_ended(self, in_a_range: bool) -> None:
         if not self._said:
