@@ -42,7 +42,7 @@ from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
 from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.measure.device import HostDevice
-from stepscope.measure.driven import observe_step, step_operators
+from stepscope.measure.driven import observe_step, step_habits, step_operators
 from stepscope.measure.environment import HostLoad
 from stepscope.measure.precision import with_kernels
 from stepscope.measure.step import Phase
@@ -51,6 +51,8 @@ from stepscope.measure.updates import applied_updates, read_updates
 from stepscope.models import training_step
 from stepscope.models.attention import implementation
 from stepscope.models.checkpointing import block_runner
+from stepscope.models.own.loading import make_own_step
+from stepscope.models.own.own_step import DrivenStep
 from stepscope.models.scaled_products import plain_products
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
@@ -942,6 +944,42 @@ def test_27_what_older_runs_did_not_observe_is_not_judged():
     report = CompileReport(frames_total=1, frames_compiled=1, graphs=1, graph_breaks=0, recompiles=0, limit_hit=False)
     evidence = Evidence(observation=observation, compilation=report)
     assert kinds(make_run(workload(compile="max-autotune"), step=[1.0] * 9, evidence=evidence)) == {}
+
+
+_TRAINS = """
+import torch
+from torch import nn
+
+def make(dtype="float32", rate=0.1, last=0.1):
+    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(getattr(torch, dtype))
+    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": last}]
+    batch = torch.randn(4, 8).to(getattr(torch, dtype))
+    return net, batch, lambda out: out.float().square().mean(), torch.optim.SGD(groups, lr=rate)
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unchanged", "said"),
+    [
+        ({}, 0, ""),
+        ({"last": 0.0}, 2, "2.weight, 2.bias. 2 of them are in a group with lr=0."),
+        ({"dtype": "bfloat16", "rate": 1e-12, "last": 1e-12}, 4, "An update that is small beside a number in bfloat16"),
+        ({"rate": 1e-20, "last": 0.1}, 2, "0.weight, 0.bias."),
+    ],
+    ids=["nothing is planted", "a rate of 0", "rounded away in bf16", "rounded away in fp32"],
+)
+def test_43_parameters_that_get_gradients_and_do_not_change(
+    tmp_path: Path, arguments: dict[str, Any], unchanged: int, said: str
+):
+    (tmp_path / "mine.py").write_text(_TRAINS)
+    own = OwnWorkload(model=OwnModel(name=""), factory=f"{tmp_path}/mine.py:make", arguments=arguments)
+    step, _ = make_own_step(own, CPU)
+    assert not isinstance(step, DrivenStep)
+    run = make_run(evidence=Evidence(habits=step_habits(step, CPU)))
+    found = run.evidence.habits.unchanged if run.evidence.habits else None
+    assert (found.count if found else 0) == unchanged
+    sentences = [finding.sentence for finding in check_run(run) if finding.kind == "parameters-unchanged"]
+    assert [said in sentence for sentence in sentences] == [True] * bool(unchanged)
 
 
 def test_findings_come_gravest_first_and_every_check_bears_an_empty_run():
