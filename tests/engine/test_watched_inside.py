@@ -10,6 +10,7 @@ import torch
 import stepscope
 from stepscope.analysis.runs.answer import answer_run
 from stepscope.core.errors import InputError
+from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run
 from stepscope.engine.watch.inside import Watched
 from tests.measure.watch.loops import Net, nothing_is_left, train_step
@@ -151,3 +152,99 @@ print('torch' in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False True\nTrue\n"
+
+
+class Small(torch.nn.Linear):
+    pass
+
+
+class Judge(torch.nn.Linear):
+    pass
+
+
+def page(run: Run | None) -> str:
+    """What is said above and below the table of times."""
+    assert run is not None
+    answer = answer_run(run)
+    return "\n".join([*(line.text for line in answer.lead), *(n.text for t in answer.tables for n in t.notes)])
+
+
+def test_a_round_names_the_optimizers_and_forwards_by_their_models(tmp_path: Path):
+    made, judge = Small(4, 8), Judge(8, 1)
+    of_made, of_judge = torch.optim.Adam(made.parameters()), torch.optim.Adam(judge.parameters())
+    with stepscope.watch(steps=(4, 9), runs=tmp_path, record="memory", quiet=True) as watched:
+        for _ in range(16):
+            for real in (torch.randn(6, 8), made(torch.randn(6, 4)).detach()):
+                judge(real).square().mean().backward()
+            of_judge.step()
+            judge(made(torch.randn(6, 4))).mean().backward()
+            of_made.step()
+            made.zero_grad()
+            judge.zero_grad()
+    said, run = page(watched.run), watched.run
+    assert "Small and Judge: 49 parameters" in said
+    assert "ends with a step of Adam of Small, in which Adam of Judge also steps (a round of 2 optimizers)" in said
+    assert "1 forward of Small, 3 forwards of Judge, 3 backwards." in said, "what is detached is no forward of the step"
+    assert run is not None and run.evidence.loop is not None
+    assert (run.evidence.loop.trainable, run.workload.batch_size) == (49, 6)
+    assert run.summary["samples_per_s"] == pytest.approx(6 / (run.samples["step"].median_s or 0))
+    state = 2 * 4 * 49  # bytes of two moments of each parameter
+    assert run.evidence.memory is not None and (run.evidence.memory.after_parameters or 0) >= 4 * 49 + state
+
+
+def test_samples_a_second_of_episodes_are_those_of_all_steps(tmp_path: Path):
+    policy = Small(4, 2)
+    optimizer = torch.optim.Adam(policy.parameters())
+    with stepscope.watch(policy, optimizer, steps=(4, 14), runs=tmp_path, quiet=True) as watched:
+        for step in range(20):
+            states = 3 + 4 * (step % 2)  # the step that was looked at takes 3
+            sum((policy(torch.randn(4)).square().sum() for _ in range(states)), torch.zeros(())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    run = watched.run
+    assert run is not None and run.workload.model.inputs["0"].shape == (3, 4), "a state has no dimension for the batch"  # type: ignore[union-attr]
+    assert "3 forwards of Small, 1 backward. Those timed ran 3 to 7 forwards each." in page(run)
+    assert run.summary["samples_per_s"] == pytest.approx(5 / (run.samples["step"].mean_s or 0))
+
+
+def test_an_adapter_and_an_evaluation_are_said(tmp_path: Path):
+    model = Net()
+    model.inner[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    with stepscope.watch(steps=(4, 14), runs=tmp_path, quiet=True) as watched:
+        for step in range(20):
+            train_step(model, optimizer, micro_batches=2)
+            if step == 9:
+                with torch.no_grad():
+                    model(torch.randn(4, 8))
+    said = page(watched.run)
+    assert "Net: 136 of 280 parameters train" in said
+    assert "2 micro-batches of 4" in said
+    line = test_an_adapter_and_an_evaluation_are_said.__code__.co_firstlineno + 9
+    assert "1 step of 10 took " in said
+    assert f" more: evaluation of Net (calls with gradients off) at engine/test_watched_inside.py:{line}. " in said
+    assert watched.run is not None and watched.run.evidence.loop is not None
+    evaluated = watched.run.evidence.loop.evaluated
+    assert evaluated is not None and (evaluated.steps, evaluated.of, evaluated.is_part_of_a_step) == (1, 10, False)
+
+
+def test_a_loop_that_ends_in_warm_up_is_not_said_to_skip_its_updates(tmp_path: Path):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with stepscope.watch(model, optimizer, runs=tmp_path, quiet=True) as watched:
+        for _ in range(8):
+            train_step(model, optimizer)
+    assert watched.run is not None and watched.run.finding("optimizer-skipped") is None
+
+
+def test_a_loop_without_a_module_says_what_makes_one(tmp_path: Path):
+    model = Small(8, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with stepscope.watch(steps=(4, 9), runs=tmp_path, quiet=True) as watched:
+        for _ in range(16):
+            model.forward(torch.randn(4, 8)).sum().backward()
+            optimizer.step()
+    run = watched.run
+    assert run is not None and not run.work and run.finding("rest-is-large") is None
+    assert "model(x) in place of model.forward(x) makes Small one" in run.evidence.notes[0]
+    assert "no module is called that trains, 1 backward" in page(run)

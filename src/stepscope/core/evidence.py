@@ -281,7 +281,7 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     forwards_between: tuple[int, int] | None = None
     """The fewest and the most forwards in a timed step."""
     forwards_mean: float | None = None
-    """The mean of them, where more than a tenth of the timed steps ran others than the one that was looked at."""
+    """The mean of them, where they vary: more than a tenth of the timed steps ran others than most."""
     trainable: int | None = None
     """Numbers in the model's parameters that train: an optimizer holds them, and they require a gradient."""
     evaluated: Evaluated | None = None

@@ -21,7 +21,7 @@ from stepscope.measure.memory_history import MemoryRecorder
 from stepscope.measure.observe import Observer, PhasePeaks, look_at_batches, parameter_bytes
 from stepscope.measure.operators import OperatorCounts
 from stepscope.measure.profile import profiled_step, profiler_for
-from stepscope.measure.step import Driven, Step, drive
+from stepscope.measure.step import Driven, Step, drive, optimizers_of
 from stepscope.measure.timer import ALONE, Peers, timed_steps
 from stepscope.measure.traffic import TrafficCounts
 
@@ -74,7 +74,7 @@ def step_habits(step: Step, device: torch.device) -> Habits | None:
     recorder = HabitsRecorder(
         step.model,
         step.forward_module,
-        [step.optimizer] if step.optimizer is not None else [],
+        optimizers_of(step),
         device,
         roots=lambda: step.loss,
         compiled=compiled,

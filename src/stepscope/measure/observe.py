@@ -21,7 +21,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTI
 from stepscope.measure import scaled_mm
 from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
-from stepscope.measure.step import Recorder, Step
+from stepscope.measure.step import Recorder, Step, optimizers_of
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
 
@@ -304,8 +304,8 @@ def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
     batches."""
     tensors = [*step.model.parameters(), *step.model.buffers()]
     tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
-    if step.optimizer is not None:
-        for state in step.optimizer.state.values():
+    for optimizer in optimizers_of(step):
+        for state in optimizer.state.values():
             tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
     tensors += [tensor for batch in step.batches for _, tensor in step.named_tensors(batch)]
     return [tensor for tensor in tensors if tensor.device == device]

@@ -99,6 +99,12 @@ class Step(Driven, Protocol):
         ...
 
 
+def optimizers_of(step: Step) -> Sequence[torch.optim.Optimizer]:
+    """The optimizers that update a step's parameters: one, unless a watched loop has several."""
+    several: Sequence[torch.optim.Optimizer] = getattr(step, "optimizers", ())
+    return several or ([step.optimizer] if step.optimizer is not None else [])
+
+
 class Recorder:
     """An instrument that is told of a step. It overrides the methods for what it needs to know."""
 

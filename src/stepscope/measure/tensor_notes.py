@@ -14,7 +14,7 @@ from stepscope.core.memory_notes import MemoryCategory, TensorNote
 from stepscope.measure.cast_copies import cast_copy
 from stepscope.measure.local_part import local_part
 from stepscope.measure.saved_tensors import saved_tensors
-from stepscope.measure.step import Step
+from stepscope.measure.step import Step, optimizers_of
 
 
 def now_us() -> int:
@@ -56,12 +56,13 @@ class TensorNotes:
 
     def _residents(self) -> Iterator[tuple[object, MemoryCategory, str]]:
         """What outlives a phase, each with its category and name."""
-        model, optimizer = self._step.model, self._step.optimizer
+        model = self._step.model
+        states = [entry for optimizer in optimizers_of(self._step) for entry in optimizer.state.items()]
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             yield tensor, "parameters", name
         for name, parameter in model.named_parameters():
             yield parameter.grad, "gradients", name
-        for parameter, state in optimizer.state.items() if optimizer is not None else ():
+        for parameter, state in states:
             for key, tensor in state.items():
                 yield tensor, "optimizer state", f"{self._names.get(id(parameter), '?')}.{key}"
         for i, batch in enumerate(self._step.batches):

@@ -1,5 +1,7 @@
 """What a step of a loop is: found where it shows, and otherwise said not to be."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -248,7 +250,7 @@ def test_optimizers_that_step_inside_backward_end_a_step_with_it():
     told = Told(diary)
     optimizers = {p: torch.optim.SGD([p], lr=0.1) for p in model.parameters()}
 
-    def update(parameter: torch.Tensor) -> None:
+    def update(parameter: Any) -> None:
         optimizers[parameter].step()
         optimizers[parameter].zero_grad()
 

@@ -63,7 +63,7 @@ class WatchedDraft(RunDraft):
         self, first: int | None, *, forwards: Sequence[int], backwards: Sequence[int], evaluated: Evaluated | None
     ) -> None:
         """Keep the number of the first timed step, how many forwards and backwards each ran, and what they evaluate."""
-        usual = sum(count == self.loop.forwards for count in forwards)
+        usual = max((forwards.count(count) for count in set(forwards)), default=0)
         vary = bool(forwards) and 10 * usual < 9 * len(forwards)
         loop = msgspec.structs.replace(
             self.loop,
@@ -87,6 +87,9 @@ class WatchedDraft(RunDraft):
         self.set_evidence(habits=habits)
 
     def keep_work(self, work: dict[str, Work], unknown: dict[str, int]) -> None:
+        """Keep a step's FLOPs. Without a forward, those that were counted are no step's."""
+        if not self.loop.modules:
+            return
         self.set(work=work)
         self.set_evidence(uncounted=unknown)
 

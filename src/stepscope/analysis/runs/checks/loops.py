@@ -281,7 +281,7 @@ def _portion(run: Run, name: str, from_share: float) -> _Portion | None:
     more = [value - usual_s for value in part.values_s]
     slow = [each for each in more if each > max(usual_s, step_s / 4)]
     longer = sum(max(0.0, value - step_s) for value in step.values_s)
-    if not slow or 2 * sum(slow) < longer:  # whatever slows the machine slows every part
+    if len(slow) < 2 or 2 * sum(slow) < longer:  # one stands for nothing; what slows the machine slows every part
         return None
     only_in = f"{counted(len(slow), 'step')} of {step.count} took {format_seconds(statistics.median(slow))} more"
     return _Portion((part.mean_s or 0.0) / (step.mean_s or 1.0), part.mean_s or 0.0, step.mean_s or 0.0, only_in)
