@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         name="tokens of a micro-batch",
         file="analysis/runs/metrics.py",
-        old="return tokens / step_s",
-        new="return tokens / run.workload.accumulation / step_s",
+        old="return of_a_step / samples.median_s",
+        new="return of_a_step / run.workload.accumulation / samples.median_s",
         falsifies="tokens per second fall with accumulation",
         tests=("analysis/runs/test_metrics.py", "report/test_tables.py"),
     ),

@@ -5,7 +5,6 @@ A step lasts from the end of the step before it to its own end. The stopwatch do
 
 import contextlib
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -121,7 +120,7 @@ class Stopwatch(Recorder):
         self._last: Mark = None
         self._waiting: list[_Row] = []
         self._times: list[dict[str, float]] = []
-        self._entered: list[Counter[str]] = []
+        self._entered: list[dict[str, int]] = []
         """How often each step entered forward and backward."""
 
     @property
@@ -174,7 +173,7 @@ class Stopwatch(Recorder):
             elif not self._marks.reached(row.marks[-1]):
                 break
             self._times.append(self._seconds(row))
-            self._entered.append(Counter(name for name in row.names if name in (FORWARD, BACKWARD)))
+            self._entered.append({name: row.names.count(name) for name in (FORWARD, BACKWARD)})
             # The last mark is the next step's first.
             self._marks.free(row.marks[:-1])
             done += 1
@@ -184,7 +183,7 @@ class Stopwatch(Recorder):
     def _seconds(self, row: _Row) -> dict[str, float]:
         elapsed_s, marks = self._marks.elapsed_s, row.marks
         seconds: dict[str, float] = dict.fromkeys((*TIMED, EVALUATION), 0.0)
-        for i, name in enumerate(_whole_evaluations(row.names)):
+        for i, name in enumerate(_whole_evaluations(row.names) if EVALUATION in row.names else row.names):
             if name is not REST:
                 seconds[name] += elapsed_s(marks[i], marks[i + 1])
         whole = elapsed_s(marks[0], marks[-1])
