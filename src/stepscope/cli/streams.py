@@ -47,7 +47,7 @@ def give_back() -> TextIO | None:
 
 def _own_stderr() -> TextIO | None:
     try:
-        import fcntl  # noqa: PLC0415  (not on every system)
+        import fcntl  # not on every system
 
         number = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN)
     except (ImportError, OSError):

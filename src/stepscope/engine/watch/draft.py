@@ -2,6 +2,7 @@
 
 import os
 import sys
+import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,7 +30,7 @@ class WatchedDraft(RunDraft):
 
     def __init__(self, request: WatchRequest, found: Found, device: torch.device) -> None:
         self.device, self._request = device, request
-        self._model = found.model
+        self._model = weakref.ref(found.model)
         self.loop = _loop(found)
         workload = watched_workload(found, self.loop, request.program)
         directory = create_run_directory(request.runs, workload)
@@ -50,15 +51,17 @@ class WatchedDraft(RunDraft):
 
     @property
     def model(self) -> torch.nn.Module | None:
-        return self._model
+        return self._model()
 
     @property
     def device_name(self) -> str:
         return self.run.environment.device_name if self.run.environment else ""
 
-    def say_timed_steps(self, first: int | None, backwards: tuple[int, int] | None) -> None:
-        """Keep the number of the first step that was timed, and the fewest and most backwards in a timed step."""
-        self.set_evidence(loop=msgspec.structs.replace(self.loop, first_step=first, backwards_between=backwards))
+    def say_timed_steps(self, spans: tuple[tuple[int, int], ...], backwards: tuple[int, int] | None) -> None:
+        """Keep the numbers of the steps that were timed, and the fewest and most backwards in one of them."""
+        first = spans[0][0] if spans else None
+        numbers = {"first_step": first, "timed_steps": spans, "backwards_between": backwards}
+        self.set_evidence(loop=msgspec.structs.replace(self.loop, **numbers))
 
     def say_ended_by(self, error: Exception) -> None:
         """Keep what ended the loop after its steps were timed."""

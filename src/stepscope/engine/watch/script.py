@@ -141,7 +141,7 @@ class _Waiting(MetaPathFinder):
         """Let this loader, which was made for one search, tell when it has executed the module."""
 
         def exec_module(module: types.ModuleType) -> None:
-            vars(loader).pop("exec_module", None)
+            del loader.exec_module
             loader.exec_module(module)
             if self in sys.meta_path:
                 sys.meta_path.remove(self)

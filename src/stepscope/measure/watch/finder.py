@@ -29,6 +29,7 @@ from stepscope.measure.watch.found import (
     is_compiled,
 )
 from stepscope.measure.watch.phases import Phases
+from stepscope.measure.weakly import weakly
 
 _ORIGINAL_CALL = nn.Module.__call__
 
@@ -38,6 +39,12 @@ class Finder(Recorder):
 
     If an optimizer is given, its first step is looked at; if not, the step between the first two updates of any.
     """
+
+    _model: nn.Module | None = weakly(or_none=True)
+    _optimizer: torch.optim.Optimizer | None = weakly(or_none=True)
+    _first: torch.optim.Optimizer | None = weakly(or_none=True)
+    last_to_end: torch.optim.Optimizer | None = weakly(or_none=True)
+    """The optimizer whose step ended last."""
 
     def __init__(
         self,
@@ -54,20 +61,15 @@ class Finder(Recorder):
         self._seen: LoopSeen | None = None
         self.counts_this_end = 0
         """1 if the last end was the end of a step; 0 if another optimizer stepped within a step."""
-        self.last_to_end: torch.optim.Optimizer | None = None
-        """The optimizer whose step ended last."""
-        self._first: torch.optim.Optimizer | None = None
+        self.last_to_end = self._first = None
+        self.stepped = False
+        """Whether any optimizer has stepped."""
         self._scaling: torch.optim.Optimizer | None = None
         self._stepping = False
         """Whether an optimizer's step runs, which may call a closure."""
         self._outermost: ModuleSeen | None = None
         """The module whose forward runs, until it calls another."""
         self._undo: list[Undo] = []
-
-    @property
-    def stepped(self) -> bool:
-        """Whether any optimizer has stepped."""
-        return self._first is not None
 
     def start(self) -> None:
         self._undo.append(register_optimizer_step_pre_hook(self._begin_hook()).remove)
@@ -108,6 +110,7 @@ class Finder(Recorder):
 
     def _stepped(self, optimizer: torch.optim.Optimizer | None) -> None:
         seen, self.last_to_end = self._seen, optimizer
+        self.stepped = self.stepped or optimizer is not None
         if self._first is None:
             self._first = optimizer
         self.counts_this_end = int(optimizer is None or optimizer is (self._optimizer or self._first))

@@ -8,10 +8,12 @@ from torch import nn
 
 from stepscope.measure.step import Phase
 from stepscope.measure.watch.found import Found, bare
+from stepscope.measure.weakly import weakly
 
 
 class WatchedStep:
-    """A Step (`measure/step.py`) that nobody drives: it has no phases that could be run."""
+    """A Step (`measure/step.py`) that nobody drives: it has no phases that could be run. It keeps nothing of the
+    loop alive."""
 
     phases: Sequence[Phase] = ()
     blocks: Sequence[nn.Module] = ()
@@ -21,6 +23,10 @@ class WatchedStep:
     compiles_parts = False
     cuda_graphs = False
     loss: torch.Tensor | None = None
+
+    forward_module: nn.Module = weakly()
+    model: nn.Module = weakly()
+    optimizer: torch.optim.Optimizer | None = weakly()
 
     def __init__(self, found: Found) -> None:
         self.forward_module = found.roots[0].module
