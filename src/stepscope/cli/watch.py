@@ -101,7 +101,9 @@ def _become(command: list[str]) -> NoReturn:
 def _run(program: Program, request: WatchRequest) -> NoReturn:
     """Run the script under watch, and end the process as the script ends."""
     interrupts.uninstall()
-    os.environ.pop("KINETO_LOG_LEVEL", None)
+    if os.environ.get("KINETO_LOG_LEVEL") == "99":  # This command has put it in, for profilers of its own.
+        del os.environ["KINETO_LOG_LEVEL"]
+    sys.excepthook = getattr(typer.main, "_original_except_hook", sys.__excepthook__)  # Typer has put in its own.
     try:
         run = prepare(program)
     except InputError as error:

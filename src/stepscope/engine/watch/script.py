@@ -25,7 +25,10 @@ def prepare(program: Program) -> Callable[[], None]:
     """Make this process that of the program; returns what runs it. Raises InputError where it cannot be read."""
     sys.orig_argv = [sys.executable, *program.words]
     main = types.ModuleType("__main__")
-    main.__dict__.update(__builtins__=builtins, __annotations__={}, __loader__=importlib.machinery.BuiltinImporter)
+    main.__dict__.update(__loader__=importlib.machinery.BuiltinImporter)
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
+    main.__dict__.update(__builtins__=builtins)
     if program.is_module:
         sys.argv = ["-m", *program.arguments]
         _first_on_path(str(Path.cwd()))
