@@ -260,13 +260,18 @@ def test_a_new_process_is_as_python_makes_it(tmp_path: Path, name: str):
 def test_modules_folders_and_archives_run_as_python_runs_them(tmp_path: Path, kind: str):
     package = tmp_path / "package"
     package.mkdir()
-    text = HEAD + "print(__name__, __spec__.name, type(__builtins__), sys.argv, sys.path[0])\nprint(train(*made()).item())\n"
+    text = (
+        HEAD
+        + "print(__name__, __spec__.name, type(__builtins__), sys.argv, sys.path[0])\nprint(train(*made()).item())\n"
+    )
     (package / "__main__.py").write_text(text)
     program = {"module": ["-m", "package"], "folder": ["package"], "archive": ["package.zip"]}[kind]
     if kind == "archive":
         shutil.make_archive(str(package), "zip", package)
     alone, watched = (
-        subprocess.run([sys.executable, *words, *program, "1"], cwd=tmp_path, capture_output=True, text=True, check=False)
+        subprocess.run(
+            [sys.executable, *words, *program, "1"], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
         for words in ([], ["-m", "stepscope", "watch", "--runs", tmp_path / "runs", "--"])
     )
     assert (watched.returncode, watched.stdout) == (alone.returncode, alone.stdout), watched.stderr
@@ -277,7 +282,9 @@ def test_modules_folders_and_archives_run_as_python_runs_them(tmp_path: Path, ki
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "2>/dev/full"])
 def test_streams_that_are_closed_or_full_change_nothing(tmp_path: Path, closed: str):
     script = tmp_path / "train.py"
-    script.write_text(HEAD + "train(*made())\nopen('out', 'w').write(f'{sys.stderr is None} {sys.stdout is None}')\nsys.exit(4)\n")
+    script.write_text(
+        HEAD + "train(*made())\nopen('out', 'w').write(f'{sys.stderr is None} {sys.stdout is None}')\nsys.exit(4)\n"
+    )
     for words in (["train.py"], ["-m", "stepscope", "watch", "--runs", "runs", "--", "train.py"]):
         command = f"{sys.executable} {' '.join(words)} {closed}"
         done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, check=False)

@@ -69,7 +69,9 @@ class WatchedDraft(RunDraft):
         self.set_evidence(loop=msgspec.structs.replace(loop, ended_by=named_line(error)))
 
     def keep_memory(self, memory: PhaseMemory) -> None:
-        self.set_evidence(memory=memory)
+        """Keep a step's memory figures, unless those of a recorded step say more."""
+        if memory.forward_peak is not None or self.run.evidence.memory is None:
+            self.set_evidence(memory=memory)
 
     def keep_habits(self, habits: Habits) -> None:
         self.set_evidence(habits=habits)

@@ -136,25 +136,23 @@ class OptimizerWatch:
 
         return take_off
 
-    # Plain functions: a copy of a bound method would copy this object with it.
+    # Plain functions: a copy of a bound method would copy this object with it. A wrapper that is entered knows already.
     def _begin_hook(self) -> Callable[..., None]:
         def begins(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             phases = self._phases
-            if get_ident() != phases.thread:
-                return
-            if not self._around:
+            if not self._around and get_ident() == phases.thread:
                 phases.forget_what_is_open()
-            phases.enter(OPTIMIZER)
+                phases.enter(OPTIMIZER)
 
         return begins
 
     def _end_hook(self) -> Callable[..., None]:
         def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             phases = self._phases
-            if get_ident() != phases.thread or phases.at_rest:
+            if self._around or get_ident() != phases.thread or phases.at_rest:
                 return
             phases.leave()
-            if not self._around and optimizer is self._optimizers[0]():
+            if optimizer is self._optimizers[0]():
                 self._ended()
 
         return ends

@@ -71,7 +71,11 @@ class Neighbours:
         if autograd_profiler._is_profiler_enabled or any(map(_will_record, list(self._profilers))):
             return "the script's own profiler is on: leave it out to record"
         name = self.open_range()
-        return f"the script's range {name!r} is open where its steps end: close it once a step" if name is not None else None
+        return (
+            f"the script's range {name!r} is open where its steps end: close it once a step"
+            if name is not None
+            else None
+        )
 
     def recording_memory(self) -> str | None:
         """Why no history of allocations on a GPU may begin now; None if one may."""
