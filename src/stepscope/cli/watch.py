@@ -5,20 +5,20 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
 from stepscope.cli.output import show, warn
 from stepscope.cli.recording import Recording
-from stepscope.cli.streams import unmend
+from stepscope.cli.streams import give_back
 from stepscope.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.leaving import HandedOver, die_of_interrupt
 from stepscope.engine.watch.command import Launch, Program, launch_command, program_of
 from stepscope.engine.watch.request import WatchRequest, settings_between, steps_between
-from stepscope.engine.watch.script import prepare, report, when_imported, without_our_frames
+from stepscope.engine.watch.script import prepare, report, wait_for_threads, when_imported, without_our_frames
 
 if TYPE_CHECKING:
     from stepscope.engine.watch.watched_run import WatchedRun
@@ -101,16 +101,18 @@ def _become(command: list[str]) -> NoReturn:
 def _run(program: Program, request: WatchRequest) -> NoReturn:
     """Run the script under watch, and end the process as the script ends."""
     interrupts.uninstall()
-    unmend()
-    watching: list[WatchedRun] = []
-    process = os.getpid()
-    ended: BaseException | None = None
+    if os.environ.get("KINETO_LOG_LEVEL") == "99":  # This command has put it in, for profilers of its own.
+        del os.environ["KINETO_LOG_LEVEL"]
+    sys.excepthook = getattr(typer.main, "_original_except_hook", sys.__excepthook__)  # Typer has put in its own.
     try:
         run = prepare(program)
     except InputError as error:
         warn(str(error))
         sys.exit(error.exit_code)
-    when_imported("torch", lambda: _start(request, watching))
+    watching = _Watching(request, give_back())
+    process = os.getpid()
+    ended: BaseException | None = None
+    when_imported("torch", watching.start)
     try:
         run()
     except BaseException as error:
@@ -121,42 +123,55 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
         _end_as(ended)
     if ended is not None and not isinstance(ended, SystemExit):
         report(ended)
-    _uninterrupted(lambda: _finish(watching, ended))
+    wait_for_threads()
+    _uninterrupted(lambda: watching.finish(ended))
     _end_as(ended, reported=True)
 
 
-def _start(request: WatchRequest, watching: "list[WatchedRun]") -> None:
-    try:
-        from stepscope.engine.watch.watched_run import WatchedRun
+class _Watching:
+    """The watch of this process, which says what it has to say on a stream of its own."""
 
-        watched = WatchedRun(request, warn)
-        watched.start()
-        watching.append(watched)
-    except Exception as error:  # The script must run even if the watch fails, in whatever way it does.
-        warn(f"nothing is measured: {one_line(error)}")
+    def __init__(self, request: WatchRequest, stream: TextIO | None) -> None:
+        self._request, self._stream = request, stream
+        self._watched: WatchedRun | None = None
+        self._failed = False
 
+    def start(self) -> None:
+        try:
+            from stepscope.engine.watch.watched_run import WatchedRun
 
-def _finish(watching: "list[WatchedRun]", ended: BaseException | None) -> None:
-    """Show what was measured, on stderr."""
-    if not watching:
-        warn("nothing was measured: the script never imported torch in this process")
-        return
-    watched = watching[0]
-    try:
-        run, directory = watched.end(ended), watched.directory
-        if run is None or directory is None:
-            if watched.was_told:
-                return
-            warn(f"nothing was measured: {watched.why_not}")
-        elif os.environ.get("RANK", "0") != "0":
-            warn(f"rank {os.environ['RANK']} was measured: {directory}")
-        else:
-            from stepscope.analysis.runs.answer import answer_run
-            from stepscope.report.terminal import render_answer
+            self._watched = WatchedRun(self._request, self._say)
+            self._watched.start()
+        except Exception as error:  # The script must run even if the watch fails, in whatever way it does.
+            self._failed = True
+            self._say(f"nothing is measured: {one_line(error)}")
 
-            show(render_answer(answer_run(run, str(directory))), sys.stderr)
-    except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
-        warn(f"what was measured cannot be shown: {one_line(error)}")
+    def finish(self, ended: BaseException | None) -> None:
+        """Show what was measured."""
+        watched = self._watched
+        if self._failed:
+            return
+        if watched is None:
+            self._say("nothing was measured: the script never imported torch in this process")
+            return
+        try:
+            run, directory = watched.end(ended), watched.directory
+            if run is None or directory is None:
+                if not watched.was_told:
+                    self._say(f"nothing was measured: {watched.why_not}")
+            elif os.environ.get("RANK", "0") != "0":
+                self._say(f"rank {os.environ['RANK']} was measured: {directory}")
+            elif self._stream is not None:
+                from stepscope.analysis.runs.answer import answer_run
+                from stepscope.report.terminal import render_answer
+
+                show(render_answer(answer_run(run, str(directory))), self._stream)
+        except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
+            self._say(f"what was measured cannot be shown: {one_line(error)}")
+
+    def _say(self, line: str) -> None:
+        if self._stream is not None:
+            warn(line, self._stream)
 
 
 def _uninterrupted(call: Callable[[], None]) -> None:

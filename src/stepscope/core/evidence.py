@@ -170,6 +170,11 @@ class MeasuredCompilation(msgspec.Struct, frozen=True, kw_only=True):
     compile_s: float = 0.0
     """How long dynamo and its backend took, as dynamo reports it."""
 
+    def __add__(self, other: "MeasuredCompilation") -> "MeasuredCompilation":
+        return MeasuredCompilation(
+            **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
+        )
+
     @property
     def count(self) -> int:
         return self.frames + self.graphs + self.recordings + self.kernels + self.tunings
@@ -265,6 +270,9 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """The dtype of most parameters."""
     first_step: int | None = None
     """The number of the first timed step in its loop, from 0; None where none was timed."""
+    timed_steps: tuple[tuple[int, int], ...] = ()
+    """The first and the last number of each span of timed steps; other steps between them were recorded. Empty in runs
+    from before there were several."""
     backwards_between: tuple[int, int] | None = None
     """The fewest and the most backwards in a timed step; None where none was timed, and in runs from before it was
     counted."""

@@ -62,6 +62,7 @@ def uninstall() -> None:
             _signal.signal(number, _signal.default_int_handler if number == _signal.SIGINT else _signal.SIG_DFL)
     if sys.unraisablehook is _raise_what_was_lost:
         sys.unraisablehook = sys.__unraisablehook__
+        atexit.unregister(_ignore_more)
 
 
 def received() -> int | None:

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import sys
+from typing import TextIO
 
 LONGEST_MESSAGE = 2000
 """The most characters of a message on stderr, since an echoed value may be as long as a command line."""
@@ -40,10 +41,12 @@ def message_line(text: str) -> str:
     return middle_cut(printable(text), LONGEST_MESSAGE)
 
 
-def warn(line: str) -> None:
-    """Print one line on stderr; a stderr that is gone or full stops nothing."""
-    with contextlib.suppress(OSError):
-        print(f"stepscope: {message_line(line)}", file=sys.stderr)
+def warn(line: str, stream: TextIO | None = None) -> None:
+    """Print one line on stderr, or another stream; one that is gone, closed or full stops nothing."""
+    out = stream or sys.stderr
+    if out is not None:  # print() would take stdout for it
+        with contextlib.suppress(OSError, ValueError):
+            print(f"stepscope: {message_line(line)}", file=out, flush=True)
 
 
 def middle_cut(text: str, width: int) -> str:

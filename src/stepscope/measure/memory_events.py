@@ -210,7 +210,7 @@ class _Calls(TorchFunctionMode):
         number = self._numbers.setdefault(stack, len(self.stacks))
         if number == len(self.stacks):
             self.stacks.append(stack)
-        with torch.profiler.record_function(f"{_CALL}{number}"):
+        with ranges.OwnRange(f"{_CALL}{number}"):
             return func(*args, **(kwargs or {}))
 
 

@@ -57,6 +57,10 @@ class _PackageEmitter:
         self._nvtx.pop_range()
 
 
+class OwnRange(torch.profiler.record_function):
+    """A range of ours for torch.profiler, which is told by its class from those of a watched script."""
+
+
 class ProfilerEmitter:
     """An emitter to torch.profiler."""
 
@@ -64,14 +68,14 @@ class ProfilerEmitter:
         self._open = threading.local()
 
     def push(self, name: str) -> None:
-        entered = torch.profiler.record_function(name)
+        entered = OwnRange(name)
         entered.__enter__()
         self._stack().append(entered)
 
     def pop(self) -> None:
         self._stack().pop().__exit__(None, None, None)
 
-    def _stack(self) -> list[torch.profiler.record_function]:
+    def _stack(self) -> list[OwnRange]:
         if not hasattr(self._open, "stack"):
             self._open.stack = []
         return self._open.stack
@@ -169,8 +173,10 @@ def detailed(model: torch.nn.Module | None) -> Iterator[None]:
     """A context that emits the parts of attention, and by hooks every submodule of `model` as its module path."""
     before = _emission.detailed
     _emission.detailed = True
+    inside = module_ranges(model) if model is not None else contextlib.nullcontext()
+    del model
     try:
-        with module_ranges(model) if model is not None else contextlib.nullcontext():
+        with inside:
             yield
     finally:
         _emission.detailed = before
@@ -198,6 +204,8 @@ def module_ranges(model: torch.nn.Module) -> Iterator[None]:
             continue
         handles.append(module.register_forward_pre_hook(lambda _module, _args, path=path: enter(path)))
         handles.append(module.register_forward_hook(lambda _module, _args, _output: leave(), always_call=True))
+        del module
+    del model  # a watched loop's may end before this context
     try:
         yield
     finally:

@@ -57,7 +57,6 @@ class DiaryStage:
     """A stage of so many steps that writes down what it is told."""
 
     name = "diary"
-    has_a_profiler = False
 
     def __init__(self, steps: int = 1) -> None:
         diary = Diary()

@@ -359,11 +359,12 @@ def _clocks(run: Run) -> str:
     clock, loop = run.samples["step"].clock, run.evidence.loop
     if loop is None:
         return f"step by {clock} round a synchronised region, phases by {_phase_clock(run)}"
-    first = loop.first_step
-    which = ""
-    if first is not None:
-        last = first + run.samples["step"].count - 1
-        which = f", numbers {first} to {last}" if last > first else f", number {first}"
+    spans, which = loop.timed_steps, ""
+    if not spans and loop.first_step is not None:
+        spans = ((loop.first_step, loop.first_step + run.samples["step"].count - 1),)
+    if spans:
+        named = [f"{first} to {last}" if last > first else f"{first}" for first, last in spans]
+        which = f", number{'s' if spans[0][1] > spans[0][0] or len(spans) > 1 else ''} {' and '.join(named)}"
     return f"all by {clock}, from the end of a step to the end of the next, with nothing synchronised{which}"
 
 

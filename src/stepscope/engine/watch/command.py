@@ -68,7 +68,7 @@ def program_of(words: list[str]) -> Program | Launch:
 
 def _script(name: str) -> str:
     path = Path(name)
-    if path.is_dir():
+    if path.is_dir() and not (path / "__main__.py").exists():
         raise InputError(f"{name} is a folder: name a script in it, or -m package")
     if path.exists():
         return name

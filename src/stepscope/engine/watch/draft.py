@@ -3,6 +3,7 @@
 import os
 import statistics
 import sys
+import weakref
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,7 +33,7 @@ class WatchedDraft(RunDraft):
 
     def __init__(self, request: WatchRequest, found: Found, device: torch.device) -> None:
         self.device, self._request = device, request
-        self._model = found.model
+        self._model = weakref.ref(found.model)
         self.loop = _loop(found)
         workload = watched_workload(found, self.loop, request.program)
         directory = create_run_directory(request.runs, workload)
@@ -53,21 +54,27 @@ class WatchedDraft(RunDraft):
 
     @property
     def model(self) -> torch.nn.Module | None:
-        return self._model
+        return self._model()
 
     @property
     def device_name(self) -> str:
         return self.run.environment.device_name if self.run.environment else ""
 
     def say_timed_steps(
-        self, first: int | None, *, forwards: Sequence[int], backwards: Sequence[int], evaluated: Evaluated | None
+        self,
+        spans: tuple[tuple[int, int], ...],
+        *,
+        forwards: Sequence[int],
+        backwards: Sequence[int],
+        evaluated: Evaluated | None,
     ) -> None:
-        """Keep the number of the first timed step, how many forwards and backwards each ran, and what they evaluate."""
+        """Keep the numbers of the timed steps, how many forwards and backwards each ran, and what they evaluate."""
         usual = max((forwards.count(count) for count in set(forwards)), default=0)
         vary = bool(forwards) and 10 * usual < 9 * len(forwards)
         loop = msgspec.structs.replace(
             self.loop,
-            first_step=first,
+            first_step=spans[0][0] if spans else None,
+            timed_steps=spans,
             backwards_between=_extremes(backwards),
             forwards_between=_extremes(forwards),
             forwards_mean=statistics.fmean(forwards) if vary else None,
@@ -81,7 +88,9 @@ class WatchedDraft(RunDraft):
         self.set_evidence(loop=msgspec.structs.replace(loop, ended_by=named_line(error)))
 
     def keep_memory(self, memory: PhaseMemory) -> None:
-        self.set_evidence(memory=memory)
+        """Keep a step's memory figures, unless those of a recorded step say more."""
+        if memory.forward_peak is not None or self.run.evidence.memory is None:
+            self.set_evidence(memory=memory)
 
     def keep_habits(self, habits: Habits) -> None:
         self.set_evidence(habits=habits)

@@ -5,11 +5,13 @@ A traceback is the script's own, without the frames of what watches it.
 
 import builtins
 import importlib.machinery
+import pkgutil
 import runpy
 import sys
+import threading
 import types
 from collections.abc import Callable, Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,28 @@ _OURS = str(Path(__file__).parents[2])
 
 def prepare(program: Program) -> Callable[[], None]:
     """Make this process that of the program; returns what runs it. Raises InputError where it cannot be read."""
+    sys.orig_argv = [sys.executable, *program.words]
     main = types.ModuleType("__main__")
+    main.__dict__.update(__loader__=importlib.machinery.BuiltinImporter)
+    if sys.version_info < (3, 14):
+        main.__dict__.update(__annotations__={})
+    main.__dict__.update(__builtins__=builtins)
     if program.is_module:
         sys.argv = ["-m", *program.arguments]
         _first_on_path(str(Path.cwd()))
-        return lambda: _run_module(program.target, main)
+        return lambda: _run_module(program.target, main, names_itself=True)
+    sys.argv = [program.target, *program.arguments]
+    if pkgutil.get_importer(program.target) is not None:  # a folder or an archive, whose __main__.py is the script
+        _first_on_path(program.target)
+        return lambda: _run_module("__main__", main, names_itself=False)
     path = str(Path(program.target).absolute())
     try:
         source = Path(path).read_bytes()
     except OSError as error:
         raise InputError(f"cannot read {program.target}: {error.strerror or error}") from error
-    sys.argv = [program.target, *program.arguments]
     _first_on_path(str(Path(path).resolve().parent))
-    main.__dict__.update(
-        __file__=path,
-        __builtins__=builtins,
-        __cached__=None,
-        __annotations__={},
-        __loader__=importlib.machinery.SourceFileLoader("__main__", path),
-    )
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
     return lambda: _run_source(source, path, main)
 
 
@@ -48,11 +53,12 @@ def _run_source(source: bytes, path: str, main: types.ModuleType) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
 
-def _run_module(name: str, main: types.ModuleType) -> None:
+def _run_module(name: str, main: types.ModuleType, *, names_itself: bool) -> None:
+    """Run a module as `__main__`. names_itself: whether `sys.argv[0]` becomes the module's path, as with `-m`."""
     sys.modules["__main__"] = main
-    # `python -m` itself calls this function of runpy, which is not public: a type checker does not know it.
-    run_as_main: Callable[[str], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
-    run_as_main(name)
+    # Python itself calls this function of runpy, which is not public: a type checker does not know it.
+    run_as_main: Callable[[str, bool], object] = runpy._run_module_as_main  # type: ignore[attr-defined]
+    run_as_main(name, names_itself)
 
 
 def _first_on_path(folder: str) -> None:
@@ -66,10 +72,18 @@ def report(error: BaseException) -> None:
     try:
         sys.excepthook(type(error), error, error.__traceback__)
     except Exception as failure:  # The script may have put any function of its own into sys.excepthook.
-        sys.stderr.write("Error in sys.excepthook:\n")
-        sys.__excepthook__(type(failure), failure, failure.__traceback__)
-        sys.stderr.write("\nOriginal exception was:\n")
-        sys.__excepthook__(type(error), error, error.__traceback__)
+        for title, each in (("Error in sys.excepthook:\n", failure), ("\nOriginal exception was:\n", error)):
+            if sys.stderr is not None:
+                sys.stderr.write(title)
+            sys.__excepthook__(type(each), each, each.__traceback__)
+
+
+def wait_for_threads() -> None:
+    """Wait for the script's threads, as Python does before it ends. One of them may be the loop."""
+    main = threading.main_thread()
+    if any(not thread.daemon and thread is not main for thread in threading.enumerate()):
+        # Executors end their threads when this function calls them; to join the threads would wait for ever.
+        threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
 
 
 def without_our_frames(error: BaseException) -> None:
@@ -99,7 +113,8 @@ def _theirs(traceback: types.TracebackType | None) -> types.TracebackType | None
 
 
 def when_imported(name: str, call: Callable[[], None]) -> None:
-    """Call as soon as a module is imported: now, if it is already."""
+    """Call as soon as a module is imported: now, if it is already. To look for it, as `find_spec` does, is no
+    import."""
     if name in sys.modules:
         call()
     else:
@@ -107,7 +122,7 @@ def when_imported(name: str, call: Callable[[], None]) -> None:
 
 
 class _Waiting(MetaPathFinder):
-    """A finder that calls a function when one module has been imported. It leaves the finding to the other finders."""
+    """A finder that calls a function once, when a module has been imported. It leaves the finding to the others."""
 
     def __init__(self, name: str, call: Callable[[], None]) -> None:
         self._name, self._call = name, call
@@ -117,29 +132,23 @@ class _Waiting(MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname != self._name:
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
+        for finder in [each for each in sys.meta_path if each is not self]:
             find: Any = getattr(finder, "find_spec", None)
             spec: importlib.machinery.ModuleSpec | None = find(fullname, path, target) if find is not None else None
             if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Telling(spec.loader, self._call)
+                self._listen(spec.loader)
                 return spec
         return None
 
+    def _listen(self, loader: Any) -> None:
+        """Let this loader, which was made for one search, tell when it has executed the module."""
 
-class _Telling(Loader):
-    """A loader that lets another loader do its work, and then calls a function."""
+        def exec_module(module: types.ModuleType) -> None:
+            del loader.exec_module
+            loader.exec_module(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+                self._call()
 
-    def __init__(self, loader: Any, call: Callable[[], None]) -> None:
-        self._loader, self._call = loader, call
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__loader__ = self._loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        self._call()
+        if hasattr(loader, "__dict__") and not isinstance(loader, type):
+            loader.exec_module = exec_module

@@ -4,6 +4,7 @@ import shutil
 import statistics
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -32,11 +33,13 @@ from stepscope.measure.updates import most_updates
 from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
 from stepscope.measure.watch.finder import backward_has_run
 from stepscope.measure.watch.found import Found
+from stepscope.measure.watch.neighbours import Neighbours
 from stepscope.measure.watch.several import Loose
 from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 from stepscope.measure.watch.subject import WatchedStep
-from stepscope.measure.watch.timed import TimedSteps
+from stepscope.measure.watch.timed import SOON_STEADY, TimedSteps
 from stepscope.measure.watch.watch import Stage, Watch
+from stepscope.measure.weakly import weakly
 
 _MARKS_A_STEP = 8
 """The number of events made beforehand for each step and micro-batch: two for each of its parts."""
@@ -64,7 +67,9 @@ class WatchedRun:
         """The reason why nothing was measured."""
         self.was_told = False
         """Whether the user was told the reason at once."""
-        self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer)
+        records = bool(request.trace.tools or request.memory)
+        self._neighbours = Neighbours() if records else None
+        self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer, neighbours=self._neighbours)
         self._say = say
         self._draft: WatchedDraft | None = None
         self._timed: TimedSteps | None = None
@@ -93,29 +98,45 @@ class WatchedRun:
             )
         settings, phases = self.request.settings, self.watch.phases
         marks = _MARKS_A_STEP * max(1, found.forwards, found.backwards) * (settings.steps_cap + settings.warmup_cap)
-        readings = self._readings = _Readings(draft, found, self.watch)
+        readings = self._readings = _Readings(draft, found)
+        # Where a profiler has been on a GPU, its library slows down what is launched afterwards.
+        slowed = device.type == "cuda" and "kineto" in self.request.trace.tools
+        more = self.request.between is None and settings.steps_floor < settings.steps_cap
+        step = WatchedStep(found)
+        asked = self._asked(step, draft, device)
+        if asked and more:  # The loop may be short: warm-up leaves steps for what was asked.
+            settings = msgspec.structs.replace(settings, warmup_cap=min(settings.warmup_cap, SOON_STEADY))
         timed = self._timed = TimedSteps(
             Stopwatch(marks_for(device, min(marks, _MOST_MARKS))),
             settings,
             between=self.request.between,
             before_measuring=readings.read_before,
             after_measuring=self._keep_times,
+            in_two_parts=more,
         )
-        step = WatchedStep(found)
         looked = LookedAtSteps(
             step, phases, device, keep=draft.keep_habits, keep_work=draft.keep_work, changes=lambda: readings.changes
         )
-        stages: list[Stage] = [timed, ObservedStep(step, phases, device, draft.keep_memory), looked]
-        trace, memory = self.request.trace, self.request.memory
-        if "kineto" in trace.tools:
-            keep, stacks = draft.keep_trace, trace.stacks
-            stages.append(TracedSteps(step, device, draft.directory, steps=trace.steps, stacks=stacks, keep=keep))
+        observed = ObservedStep(step, phases, device, draft.keep_memory)
+        # What was asked for comes first, and the rest of what is timed last, for which the loop may be too short.
+        return [timed, *asked, observed, looked, *([timed] if more and not slowed else [])]
+
+    def _asked(self, step: WatchedStep, draft: WatchedDraft, device: torch.device) -> list[Stage]:
+        """The stages that record what was asked for."""
+        trace, memory, phases, neighbours = self.request.trace, self.request.memory, self.watch.phases, self._neighbours
+        stages: list[Stage] = []
+        if "kineto" in trace.tools and neighbours is not None:
+            traced = TracedSteps(
+                step, device, draft.directory, neighbours,
+                steps=trace.steps, stacks=trace.stacks, keep=draft.keep_trace,
+            )  # fmt: skip
+            stages.append(traced)
         if ranges.watched():
             stages.append(RangedSteps(step, phases, device, steps=trace.steps, keep=draft.keep_capture))
-        if memory is not None:
+        if memory is not None and neighbours is not None:
             workload, name, keep = draft.run.workload, draft.device_name, draft.keep_recorded_memory
             recorded = RecordedMemory(
-                step, phases, device, draft.directory,
+                step, phases, device, draft.directory, neighbours,
                 stacks=memory.stacks, steps=memory.steps, workload=workload, device_name=name, keep=keep,
             )  # fmt: skip
             stages.append(recorded)
@@ -139,6 +160,14 @@ class WatchedRun:
     def stages_over(self) -> None:
         """Finish the run: everything is measured, and the loop goes on."""
         self._finish()
+
+    def loop_gone(self) -> None:
+        """End with the loop, whose model or optimizer is no more. Where nothing of it was timed, the next one is
+        watched."""
+        if self.end() is None and not self.was_told:
+            self._draft = self._timed = self._readings = self.why_not = None
+            self.watch = Watch(self, step_of=self.request.step_of, neighbours=self._neighbours)
+            self.watch.start()
 
     def end(self, error: BaseException | None = None) -> Run | None:
         """End the watch with the loop, which an exception may have ended. Returns the run, or None if nothing was
@@ -164,14 +193,24 @@ class WatchedRun:
                 shutil.rmtree(draft.directory, ignore_errors=True)
                 self._draft = None
                 return None
-            left = [stage for stage in (stage, *watch.left_out) if stage != TimedSteps.name]
-            if left:
-                fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if watch.steps >= 8 else ""
-                draft.note(f"{', '.join(left)}, since the loop ended before{fewer}")
+            self._note_what_is_missing()
             self._finish()
         elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
             self._finish()
         return self.run
+
+    def _note_what_is_missing(self) -> None:
+        """Note the stages that the loop left no steps for, and those that could not begin."""
+        watch, draft = self.watch, self._draft
+        assert draft is not None
+        left = {name: reason for name, reason in watch.left_out.items() if name != TimedSteps.name}
+        for name, reason in left.items():
+            if reason is not None:
+                draft.note(f"{name}, since {reason}")
+        too_short = [name for name, reason in left.items() if reason is None]
+        if too_short:
+            fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if self.request.between else ""
+            draft.note(f"{', '.join(too_short)}, since the loop ended before{fewer}")
 
     def _why_nothing(self) -> str:
         if self.watch.optimizer_stepped or self._draft is not None:
@@ -198,7 +237,7 @@ class WatchedRun:
         count, asked = samples["step"].count, self.request.settings.steps_floor
         draft.set(samples=samples, warmup_steady=timed.steady)
         draft.say_timed_steps(
-            self.watch.steps - count if count else None,
+            tuple(timed.spans),
             forwards=timed.entered(FORWARD, count), backwards=timed.entered(BACKWARD, count),
             evaluated=_evaluated(timed.evaluations(count), self.watch.phases.evaluated.values()),
         )  # fmt: skip
@@ -237,15 +276,22 @@ def _evaluated(seconds: Sequence[float], called: Iterable[tuple[str, str]]) -> E
 
 
 class _Readings:
-    """Readings of the machine, of updates and of compilations before and after the timed steps."""
+    """Readings of the machine, of updates and of compilations before and after each part of the timed steps."""
 
-    def __init__(self, draft: WatchedDraft, found: Found, watch: Watch) -> None:
-        self._draft, self._found, self._watch = draft, found, watch
+    _optimizer: torch.optim.Optimizer | None = weakly(or_none=True)
+    _root: nn.Module | None = weakly(or_none=True)
+
+    def __init__(self, draft: WatchedDraft, found: Found) -> None:
+        self._draft, self._is_compiled = draft, found.compiled
+        self._optimizer, self._root = found.optimizer, found.forward_module
+        self._optimizers = [weakref.ref(optimizer) for optimizer in found.optimizers]
         self._gpu: GpuReading | None = None
         self._load: HostLoad | None = None
         self._counted: int | None = None
         self.changes: Changes | None = None
         """The parameters as they were before the timed steps."""
+        self._read = 0
+        """Steps of the parts that are over."""
         self._compiling = None
         self._sampler = sampler_of(draft.device)
         self._began_s = 0.0
@@ -257,14 +303,17 @@ class _Readings:
 
             self._compiling = CompilationWatch(device)
             self._compiling.start()
-        self._counted = most_updates(self._found.optimizer)
-        training = [parameter for parameter in self._found.model.parameters() if parameter.requires_grad]
-        self.changes = Changes(training, self._found.optimizers)
-        self._gpu, self._load = read_gpu(device), HostLoad()
-        self._began_s = time.monotonic()
+        self._counted = most_updates(self._optimizer)
+        if self.changes is None and (model := self._draft.model) is not None:
+            training = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self.changes = Changes(training, [each for each in (one() for one in self._optimizers) if each is not None])
+        self._gpu, self._load = self._gpu or read_gpu(device), self._load or HostLoad()
+        self._began_s = self._began_s or time.monotonic()
 
     def read_after(self, steps: int, *, whole: bool) -> None:
-        """whole: whether the steps that count are those that followed `read_before`. Where the loop ended in warm-up,
+        """Keep what was read; so many steps have been timed, those of the part before this one included.
+
+        whole: whether the steps that count are those that followed `read_before`. Where the loop ended in warm-up,
         they are earlier ones, in which nobody counted updates."""
         draft, environment, end_s = self._draft, self._draft.run.environment, time.monotonic()
         if self._load is None or environment is None:
@@ -275,16 +324,20 @@ class _Readings:
         versions = environment.versions | launcher()
         read = {"before": self._gpu, "after": after, "during": during, "host": load, "versions": versions}
         draft.set(environment=msgspec.structs.replace(environment, **read))
-        now = most_updates(self._found.optimizer)
+        now, new, evidence = most_updates(self._optimizer), steps - self._read, draft.run.evidence
+        self._read = steps
         # The step that passes between the reading and the first that counts had its update too.
-        if now is not None and self._counted is not None and steps and whole:
-            draft.set_evidence(updates=Updates(steps=steps, applied=min(steps, now - self._counted)))
-        if self._compiling is not None:
+        if now is not None and self._counted is not None and new and whole:
+            applied = min(new, now - self._counted) + (evidence.updates.applied if evidence.updates is not None else 0)
+            draft.set_evidence(updates=Updates(steps=steps, applied=applied))
+        if self._compiling is not None and (root := self._root) is not None:
             from stepscope.measure.compilation import compile_report  # noqa: PLC0415
 
-            draft.set_evidence(compiled_while_measured=self._compiling.read())
-            report = compile_report(self._found.forward_module)
-            if self._found.compiled or report.frames_total:  # A loop may compile parts of its model, or its loss.
+            earlier, compiled = evidence.compiled_while_measured, self._compiling.read()
+            both = earlier + compiled if earlier is not None and compiled is not None else compiled
+            draft.set_evidence(compiled_while_measured=both)
+            report = compile_report(root)
+            if self._is_compiled or report.frames_total:  # A loop may compile parts of its model, or its loss.
                 draft.set_evidence(compilation=report)
 
     def close(self) -> None:

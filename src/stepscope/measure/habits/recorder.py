@@ -22,6 +22,7 @@ from stepscope.measure.habits.host_reads import HostReads
 from stepscope.measure.habits.operators import OperatorHabits
 from stepscope.measure.habits.training import Training, nearest_with_parameters
 from stepscope.measure.step import Recorder
+from stepscope.measure.weakly import weakly
 
 STEPS = 3
 """Steps that are looked at. A graph stays if it is an earlier step's and is alive when the last step has ended."""
@@ -54,7 +55,11 @@ def _safely(method: Callable[..., None]) -> Callable[..., None]:
 
 
 class HabitsRecorder(Recorder):
-    """A recorder of some steps, which then knows their Habits."""
+    """A recorder of some steps, which then knows their Habits. It keeps nothing of the loop alive."""
+
+    _model: nn.Module = weakly()
+    _optimizer: torch.optim.Optimizer | None = weakly()
+    _parallel: DistributedDataParallel | None = weakly()
 
     def __init__(
         self,

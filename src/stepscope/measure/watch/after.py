@@ -5,7 +5,7 @@ Each takes the instruments of a driven step and puts them round the next steps o
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -25,9 +25,13 @@ from stepscope.measure.habits.recorder import STEPS, HabitsRecorder
 from stepscope.measure.memory_history import MemoryRecorder
 from stepscope.measure.observe import PhasePeaks, parameter_bytes
 from stepscope.measure.step import Recorder, Step
+from stepscope.measure.watch.neighbours import Neighbours
 from stepscope.measure.watch.phases import Phases
 from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 from stepscope.measure.watch.subject import WatchedStep
+
+_MOST_TRIES = 3
+"""How often a recording begins anew after it has given way."""
 
 
 class EmittedRanges(Recorder):
@@ -109,7 +113,6 @@ class ObservedStep:
     """The stage of one step whose memory is counted by phase, on a GPU. It resets the allocator's peaks."""
 
     name = "the memory of each phase"
-    has_a_profiler = False
 
     def __init__(self, step: Step, phases: Phases, device: torch.device, keep: Callable[[PhaseMemory], None]) -> None:
         self._step, self._phases, self._device, self._keep = step, phases, device, keep
@@ -137,7 +140,6 @@ class LookedAtSteps:
     step."""
 
     name = "what the loop does"
-    has_a_profiler = False
 
     def __init__(
         self, step: WatchedStep, phases: Phases, device: torch.device, *, keep: Callable[[Habits], None],
@@ -237,44 +239,84 @@ def _compiles() -> bool:
     return dynamo is not None and dynamo.counters["frames"]["total"] > 0
 
 
-class TracedSteps:
+class _Recording:
+    """What the stages that record have in common: they give way to what the script itself starts."""
+
+    def __init__(self, neighbours: Neighbours) -> None:
+        self._neighbours = neighbours
+        self._open = contextlib.ExitStack()
+        self._tries = _MOST_TRIES
+        self.gave_way = False
+
+    def give_way(self) -> None:
+        self.gave_way = True
+        with contextlib.suppress(Exception):  # This runs inside the loop, which an error of ours must not end.
+            self._stop()
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        with self._neighbours.ours(self.give_way):
+            yield
+
+    def _stop(self) -> None:
+        with self._neighbours.ours(None):
+            self._open.close()
+
+    def _left_off(self) -> bool:
+        """Whether the recording has given way. Raises RuntimeError where that was once too often."""
+        self._tries -= self.gave_way
+        if self.gave_way and not self._tries:
+            self.gave_way = False
+            raise RuntimeError(f"the script's own profiler, or a range of its, ended it {_MOST_TRIES} times")
+        return self.gave_way
+
+
+class TracedSteps(_Recording):
     """The stage of steps that torch.profiler traces. A first session, which is slow to start, is thrown away."""
 
     name = "trace kineto"
-    has_a_profiler = True
 
     def __init__(
-        self, step: Step, device: torch.device, directory: Path, *, steps: int, stacks: bool,
+        self, step: Step, device: torch.device, directory: Path, neighbours: Neighbours, *, steps: int, stacks: bool,
         keep: Callable[[Capture], None],
     ) -> None:  # fmt: skip
+        super().__init__(neighbours)
         self._step, self._device, self._directory, self._keep = step, device, directory, keep
         self._steps, self._stacks = steps, stacks
-        self._session = contextlib.ExitStack()
         self._profiler: torch.profiler.profile | None = None
         self._stopwatch = Stopwatch(marks_for(device, 0))
         self._first = True
-        self.recorders: tuple[Recorder, ...] = (EmittedRanges(), self._stopwatch)
+        self.recorders: tuple[Recorder, ...] = ()
+
+    def blocked(self) -> str | None:
+        if self._stacks and sys.getprofile() is not None:
+            return "a profiler of Python is on, which one with stacks would end"
+        return self._neighbours.profiling()
 
     def begins(self, step: int) -> None:
+        self.gave_way, self._first = False, True
+        self.recorders = (EmittedRanges(), self._stopwatch)
         self._open_session()
 
     def is_over(self, step: int) -> bool:
+        if self.gave_way:
+            return True
         if not self._first and self._stopwatch.count < self._steps:
             return False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        self._session.close()
+        self._stop()
         if self._first:
             self._first = False
-            self._stopwatch.drop_all_but(0)
             self._open_session()
             return False
         return True
 
     def ends(self) -> None:
-        self._session.close()
+        self._stop()
         profiler, self._profiler = self._profiler, None
-        if self._first or not self._stopwatch.count or profiler is None:
+        # What is not whole, since the loop has ended, is not kept.
+        if self._left_off() or self._first or self._stopwatch.count < self._steps or profiler is None:
             return
         export_kineto(profiler, self._directory / KINETO_FILE)
         samples = {STEP: self._stopwatch.samples(0)[STEP]}
@@ -282,7 +324,10 @@ class TracedSteps:
         self._keep(Capture(tool="kineto", tool_version=version, samples=samples, artifact="kineto"))
 
     def _open_session(self) -> None:
-        self._profiler = self._session.enter_context(kineto_session(self._step, self._device, stacks=self._stacks))
+        with self._starting():
+            session = kineto_session(self._step, self._device, stacks=self._stacks)
+            self._profiler = self._open.enter_context(session)
+        self._stopwatch.drop_all_but(0)
         self._stopwatch.break_off()
 
 
@@ -290,7 +335,6 @@ class RangedSteps:
     """The stage of steps that emit every range, for an NVTX tool that the user has started."""
 
     name = "trace nvtx"
-    has_a_profiler = False
 
     def __init__(
         self, step: Step, phases: Phases, device: torch.device, *, steps: int, keep: Callable[[Capture], None]
@@ -313,41 +357,46 @@ class RangedSteps:
 
     def ends(self) -> None:
         self._open.close()
-        self._keep(Capture(tool="nvtx", tool_version=""))
+        if self._done >= self._steps:
+            self._keep(Capture(tool="nvtx", tool_version=""))
 
 
-class RecordedMemory:
+class RecordedMemory(_Recording):
     """The stage of one step in which every allocation is recorded, or of several, to see what they leave behind."""
 
     name = "memory"
-    has_a_profiler = True
 
     def __init__(
-        self, step: Step, phases: Phases, device: torch.device, directory: Path, *, stacks: str, steps: int,
-        workload: AnyWorkload, device_name: str, keep: Callable[[PhaseMemory], None],
+        self, step: Step, phases: Phases, device: torch.device, directory: Path, neighbours: Neighbours, *, stacks: str,
+        steps: int, workload: AnyWorkload, device_name: str, keep: Callable[[PhaseMemory], None],
     ) -> None:  # fmt: skip
+        super().__init__(neighbours)
         self._step, self._phases, self._device, self._directory = step, phases, device, directory
         self._stacks, self._workload, self._device_name, self._keep = stacks, workload, device_name, keep
         self._steps, self._done = steps, 0
-        self._open = contextlib.ExitStack()
         self._recorder: MemoryRecorder | None = None
         self.recorders: tuple[Recorder, ...] = ()
 
+    def blocked(self) -> str | None:
+        return self._neighbours.recording_memory() if self._device.type == "cuda" else self._neighbours.profiling()
+
     def begins(self, step: int) -> None:
+        self.gave_way, self._done = False, 0
         recorder = MemoryRecorder(self._step, self._device, stacks=self._stacks, several=self._steps > 1)
-        self._recorder = self._open.enter_context(recorder.running())
+        with self._starting():
+            self._recorder = self._open.enter_context(recorder.running())
         self.recorders = (ForwardUntilBackward(self._step, self._phases, recorder, EmittedRanges(step=False)),)
 
     def is_over(self, step: int) -> bool:
         self._done += 1
-        if self._done < self._steps:
+        if not self.gave_way and self._done < self._steps:
             return False
-        if self._recorder is not None:
+        if self._recorder is not None and not self.gave_way:
             self._recorder.steps_over()
         return True
 
     def ends(self) -> None:
-        self._open.close()
-        recorder, self._recorder = self._recorder, None
-        if recorder is not None and self._done >= self._steps:
+        self._stop()
+        recorder, self._recorder, self.recorders = self._recorder, None, ()
+        if not self._left_off() and recorder is not None and self._done >= self._steps:
             self._keep(recorder.save(self._directory, workload=self._workload, device_name=self._device_name))

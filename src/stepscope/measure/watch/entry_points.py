@@ -6,6 +6,8 @@ with the model, and would run inside what `model.compile()` compiled. `torch.com
 """
 
 import functools
+import types
+import weakref
 from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any
@@ -51,21 +53,22 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
 def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
     """Open forward while this module is called with gradients on, in the mode in which it trains, and evaluation while
     it is called with gradients off."""
+    watched = weakref.ref(module)
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not module or get_ident() != phases.thread:
+            if self is not watched() or get_ident() != phases.thread:
                 return original(self, *args, **kwargs)
             if not torch.is_grad_enabled():
                 return _evaluated(phases, original, self, *args, **kwargs)
             if self.training is not training:
                 return original(self, *args, **kwargs)
             if not phases.keeps_inputs:
-                return _inside(FORWARD, phases, original, self, *args, **kwargs)
+                return phases.inside(FORWARD, original, self, *args, **kwargs)
             phases.inputs = args, kwargs
             try:
-                return _inside(FORWARD, phases, original, self, *args, **kwargs)
+                return phases.inside(FORWARD, original, self, *args, **kwargs)
             finally:
                 phases.inputs = None
 
@@ -77,10 +80,12 @@ def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
 def watch_quiet(module: nn.Module, phases: Phases) -> Undo:
     """Open evaluation while this module, which does not train, is called with gradients off."""
 
+    watched = weakref.ref(module)
+
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not module or get_ident() != phases.thread or torch.is_grad_enabled():
+            if self is not watched() or get_ident() != phases.thread or torch.is_grad_enabled():
                 return original(self, *args, **kwargs)
             return _evaluated(phases, original, self, *args, **kwargs)
 
@@ -100,7 +105,7 @@ def watch_backward(phases: Phases) -> Undo:
             if phases.keeps_roots and args:
                 phases.roots = args[0]
             try:
-                return _inside(BACKWARD, phases, original, *args, **kwargs)
+                return phases.inside(BACKWARD, original, *args, **kwargs)
             finally:
                 phases.roots = None
 
@@ -132,7 +137,7 @@ def watch_data(phases: Phases) -> Undo:
         def next_batch(self: Any) -> Any:
             if get_ident() != phases.thread:
                 return original(self)
-            return _inside(DATA, phases, original, self)
+            return phases.inside(DATA, original, self)
 
         return next_batch
 
@@ -142,26 +147,24 @@ def watch_data(phases: Phases) -> Undo:
 class OptimizerWatch:
     """Opens optimizer while one of these optimizers steps, or a GradScaler decides whether it steps.
 
-    `ended` is called when a step of the first optimizer ends, also where the scaler has left the update out. Its
-    argument says whether PyTorch's range round the step is still open. No profiler may then start or stop: the range,
-    which ends afterwards, would write into memory that the profiler has freed.
+    `ended` is called when a step of the first optimizer ends, also where the scaler has left the update out. PyTorch's
+    range round the step may then still be open.
     """
 
-    def __init__(
-        self, optimizers: Sequence[torch.optim.Optimizer], phases: Phases, ended: Callable[[bool], None]
-    ) -> None:
-        self._optimizers, self._phases, self._ended = optimizers, phases, ended
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], phases: Phases, ended: Callable[[], None]) -> None:
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._phases, self._ended = phases, ended
         self._around = 0
         """The number of our wrappers, round a step or a scaler's step, that are entered."""
 
     def install(self) -> Undo:
         undo: list[Undo] = [replace(GradScaler, "step", self._around_scaler)]
-        for optimizer in self._optimizers:
+        for optimizer in filter(None, (each() for each in self._optimizers)):
             # The hooks see every step, however it is called. Only the wrapper ends outside of PyTorch's range. A
             # learning rate's scheduler may wrap the step too, and Accelerate may throw the wrapper away.
             undo.append(optimizer.register_step_pre_hook(self._begin_hook()).remove)
             undo.append(optimizer.register_step_post_hook(self._end_hook()).remove)
-            undo.append(replace(optimizer, "step", lambda original, of=optimizer: self._around_step(of, original)))
+            undo.append(self._wrap_step(optimizer))
 
         def take_off() -> None:
             for each in reversed(undo):
@@ -169,14 +172,13 @@ class OptimizerWatch:
 
         return take_off
 
-    # Plain functions: a copy of a bound method would copy this object with it.
+    # Plain functions: a copy of a bound method would copy this object with it. A wrapper that is entered knows already.
     def _begin_hook(self) -> Callable[..., None]:
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             phases = self._phases
-            if get_ident() != phases.thread:
-                return None
-            if not self._around:
-                phases.forget_what_is_open()
+            if self._around or get_ident() != phases.thread:
+                return _with_watched_closure(phases, args, kwargs) if self._around else None
+            phases.forget_what_is_open()
             phases.enter(OPTIMIZER)
             return _with_watched_closure(phases, args, kwargs)
 
@@ -185,27 +187,48 @@ class OptimizerWatch:
     def _end_hook(self) -> Callable[..., None]:
         def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             phases = self._phases
-            if get_ident() != phases.thread or phases.at_rest:
+            if self._around or get_ident() != phases.thread or phases.at_rest:
                 return
             phases.leave()
-            if optimizer is self._optimizers[0] and not self._around:
-                self._ended(True)
+            if optimizer is self._optimizers[0]():
+                self._ended()
 
         return ends
 
-    def _around_step(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != self._phases.thread:
-                return original(*args, **kwargs)
-            return self._call(optimizer, original, *args, **kwargs)
+    def _wrap_step(self, optimizer: torch.optim.Optimizer) -> Undo:
+        """Wrap the step of this optimizer, by a method of it, as a scheduler that is made meanwhile expects. Nothing
+        here keeps the optimizer alive, not even a circle."""
+        watched, phases, own = weakref.ref(optimizer), self._phases, vars(optimizer).get("step", _MISSING)
+        step_of: Any = optimizer.step
+        bound = getattr(step_of, "__self__", None) is optimizer
+        original: Any = step_of.__func__ if bound else step_of
 
-        return step
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            this = watched()
+            assert this is not None  # it is the one that is called
+            run = original.__get__(this) if bound else original
+            if get_ident() != phases.thread:
+                return run(*args, **kwargs)
+            return self._call(this, run, *args, **kwargs)
+
+        wrapper: Any = types.MethodType(functools.update_wrapper(step, original), weakref.proxy(optimizer))
+        optimizer.step = wrapper
+
+        def undo() -> None:
+            this = watched()
+            if this is None or vars(this).get("step") is not wrapper:
+                return
+            if own is _MISSING:
+                del this.step
+            else:
+                this.step = own
+
+        return undo
 
     def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            ours = any(bare_optimizer(optimizer) is each for each in self._optimizers)
+            ours = any(bare_optimizer(optimizer) is each() for each in self._optimizers)
             if not ours or get_ident() != self._phases.thread:
                 return original(scaler, optimizer, *args, **kwargs)
             return self._call(bare_optimizer(optimizer), original, scaler, optimizer, *args, **kwargs)
@@ -217,11 +240,11 @@ class OptimizerWatch:
             self._phases.forget_what_is_open()
         self._around += 1
         try:
-            result = _inside(OPTIMIZER, self._phases, original, *args, **kwargs)
+            result = self._phases.inside(OPTIMIZER, original, *args, **kwargs)
         finally:
             self._around -= 1
-        if optimizer is self._optimizers[0] and not self._around:
-            self._ended(False)
+        if not self._around and optimizer is self._optimizers[0]():
+            self._ended()
         return result
 
 
@@ -233,7 +256,7 @@ def _with_watched_closure(phases: Phases, args: Any, kwargs: dict[str, Any]) -> 
 
     @functools.wraps(closure)
     def watched(*given: Any, **named: Any) -> Any:
-        return _inside(REST, phases, closure, *given, **named)
+        return phases.inside(REST, closure, *given, **named)
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": watched}
@@ -244,17 +267,4 @@ def _evaluated(phases: Phases, original: Callable[..., Any], module: nn.Module, 
     if type(module) not in phases.evaluated:
         line = users_line()
         phases.evaluated[type(module)] = class_name(module), line.where if line is not None else ""
-    return _inside(EVALUATION, phases, original, module, *args, **kwargs)
-
-
-def _inside(name: str, phases: Phases, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Make a call while a part of the step is open. Afterwards the part is left, with all that the call left open
-    inside."""
-    depth = phases.enter(name)
-    try:
-        return call(*args, **kwargs)
-    except BaseException:
-        phases.fail()
-        raise
-    finally:
-        phases.leave_to(depth)
+    return phases.inside(EVALUATION, original, module, *args, **kwargs)

@@ -29,6 +29,7 @@ from stepscope.measure.watch.found import (
 )
 from stepscope.measure.watch.phases import Phases
 from stepscope.measure.watch.seen import CallSeen, LoopSeen, TensorSeen, UpdateSeen
+from stepscope.measure.weakly import weakly
 
 _ORIGINAL_CALL = nn.Module.__call__
 _MOST_OF_ONE = 12
@@ -46,6 +47,9 @@ class Finder(Recorder):
     If an optimizer is given, its first step is looked at; if not, the step between the first two updates of any. Where
     several step, two rounds of them are looked at.
     """
+
+    _model: nn.Module | None = weakly(or_none=True)
+    _optimizer: torch.optim.Optimizer | None = weakly(or_none=True)
 
     def __init__(
         self,

@@ -61,30 +61,43 @@ class Phases:
         """The part that is open now."""
         return self._open[-1]
 
+    def inside(self, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Make a call while a part of the step is open. Afterwards the part is left, with all that the call left open
+        inside."""
+        depth = self.enter(name)
+        try:
+            return call(*args, **kwargs)
+        except BaseException:
+            self.fail()
+            raise
+        finally:
+            self.leave_to(depth)
+
     def enter(self, name: str) -> int:
         """Note that the loop enters this part. Returns the depth, for `leave_to`."""
         if self.before_the_next is not None:
             waiting, self.before_the_next = self.before_the_next, None
             waiting()
-        outside = self._open[-1]
+        parts = self._open
+        outside = parts[-1]
         inside = name if name in _OPENS_INSIDE[outside] else outside
-        depth = len(self._open)
-        self._open.append(inside)
+        parts.append(inside)
         if inside is not outside:
             self._change(outside, inside)
-        return depth
+        return len(parts) - 1
 
     def leave(self) -> None:
         """Note that the loop leaves what it entered last."""
-        inside = self._open.pop()
-        outside = self._open[-1]
-        if inside is not outside:
-            self._change(inside, outside)
+        self.leave_to(len(self._open) - 1)
 
     def leave_to(self, depth: int) -> None:
         """Leave what was entered at this depth, and what was left open inside it."""
-        while len(self._open) > depth:
-            self.leave()
+        parts = self._open
+        while len(parts) > depth:
+            inside = parts.pop()
+            outside = parts[-1]
+            if inside is not outside:
+                self._change(inside, outside)
 
     def fail(self) -> None:
         """Note that an exception passes through what was entered last."""

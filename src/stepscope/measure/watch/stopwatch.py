@@ -5,7 +5,7 @@ A step lasts from the end of the step before it to its own end. The stopwatch do
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,10 +24,8 @@ class Marks(Protocol):
     """A clock whose readings are taken at once and read later."""
 
     clock_name: str
-
-    def mark(self) -> Mark:
-        """Put a mark at this point of the work."""
-        ...
+    mark: Callable[[], Mark]
+    """Puts a mark at this point of the work."""
 
     def elapsed_s(self, start: Mark, end: Mark) -> float:
         """Seconds between two marks that were reached."""
@@ -74,15 +72,18 @@ class EventMarks:
     clock_name = "cuda events"
 
     def __init__(self, device: torch.device, beforehand: int) -> None:
-        self._stream = torch.cuda.current_stream(device)
-        self._free = [torch.cuda.Event(enable_timing=True) for _ in range(beforehand)]
-        for event in self._free:
-            event.record(self._stream)  # The driver makes an event only when it is recorded for the first time.
+        stream = torch.cuda.current_stream(device)
+        free = self._free = [torch.cuda.Event(enable_timing=True) for _ in range(beforehand)]
+        record: Any = torch.cuda.Event.__mro__[1].record  # that of Event itself only looks for the stream
+        for event in free:
+            record(event, stream)  # The driver makes an event only when it is recorded for the first time.
 
-    def mark(self) -> Mark:
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+        def mark() -> Mark:
+            event = free.pop() if free else torch.cuda.Event(enable_timing=True)
+            record(event, stream)
+            return event
+
+        self.mark = mark
 
     def elapsed_s(self, start: Mark, end: Mark) -> float:
         return start.elapsed_time(end) * 1e-3
@@ -114,7 +115,7 @@ class Stopwatch(Recorder):
     """Marks every change from one part of a step to the next."""
 
     def __init__(self, marks: Marks) -> None:
-        self._marks = marks
+        self._marks, self._mark = marks, marks.mark
         self._names: list[str] = []
         self._row: list[Mark] = []
         self._last: Mark = None
@@ -130,15 +131,15 @@ class Stopwatch(Recorder):
 
     def step_begins(self) -> None:
         self._names = [REST]
-        self._row = [self._marks.mark() if self._last is None else self._last]
+        self._row = [self._mark() if self._last is None else self._last]
 
     def phase_begins(self, name: str) -> None:
         self._names.append(name)
-        self._row.append(self._marks.mark())
+        self._row.append(self._mark())
 
     def phase_ends(self, name: str) -> None:
         self._names.append(REST)
-        self._row.append(self._marks.mark())
+        self._row.append(self._mark())
 
     def evaluation_begins(self) -> None:
         self.phase_begins(EVALUATION)
@@ -147,13 +148,18 @@ class Stopwatch(Recorder):
         self.phase_ends(EVALUATION)
 
     def step_ends(self) -> None:
-        self._last = self._marks.mark()
+        self._last = self._mark()
         self._row.append(self._last)
         self._waiting.append(_Row(self._names, self._row))
 
     def break_off(self) -> None:
         """Let the next step begin with a mark of its own, since something else comes between it and the last one."""
         self._last = None
+
+    def drop_last(self) -> None:
+        """Forget the last step."""
+        self.read(wait=True)
+        del self._times[-1:], self._entered[-1:]
 
     def drop_all_but(self, last: int) -> None:
         """Forget the times of all steps except the last ones."""

@@ -1,5 +1,6 @@
 """A watched loop's step in the form that a driven step's instruments expect: its model, its optimizer, its loss."""
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,10 +9,12 @@ from torch import nn
 
 from stepscope.measure.step import Phase
 from stepscope.measure.watch.found import Found
+from stepscope.measure.weakly import weakly
 
 
 class WatchedStep:
-    """A Step (`measure/step.py`) that nobody drives: it has no phases that could be run."""
+    """A Step (`measure/step.py`) that nobody drives: it has no phases that could be run. It keeps nothing of the
+    loop alive."""
 
     phases: Sequence[Phase] = ()
     blocks: Sequence[nn.Module] = ()
@@ -22,12 +25,21 @@ class WatchedStep:
     cuda_graphs = False
     loss: torch.Tensor | None = None
 
+    forward_module: nn.Module = weakly()
+    model: nn.Module = weakly()
+    optimizer: torch.optim.Optimizer | None = weakly()
+
     def __init__(self, found: Found) -> None:
         self.forward_module = found.forward_module
         self.model = found.model
         self.optimizer = found.optimizer
-        self.optimizers = found.optimizers
+        self._optimizers = [weakref.ref(optimizer) for optimizer in found.optimizers]
         self.compiled = found.compiled
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """All optimizers that step in a step, the one that ends it first."""
+        return [each for each in (one() for one in self._optimizers) if each is not None]
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
         return ()  # The batch of a watched step is not known before the step runs.

@@ -12,16 +12,22 @@ from stepscope.measure.watch.stopwatch import Stopwatch
 
 BEFORE = 2
 """Steps that pass until it is known what a step is. They also warm the loop up."""
+SOON_STEADY = BEFORE + 2 * STEADY_WINDOW
+"""The first step after which it can be told whether steps are steady."""
 _MOST_WARM_ROWS = 30
-_READ_EVERY = 16
-"""Steps between two looks at what the device has finished. A process that dies loses at most these steps."""
+_READ_EVERY = 1000
+"""Steps between two looks at what the device has finished, each of which delays the loop. A device that fails takes
+the times of at most these steps with it."""
 
 
 class TimedSteps:
-    """Times steps until there are enough. Warm-up and measuring end as the settings say, or at given steps."""
+    """Times steps until there are enough. Warm-up and measuring end as the settings say, or at given steps.
+
+    A stage may have two parts, where it begins twice: the fewest steps that are enough, and when other stages had their
+    steps, the rest.
+    """
 
     name = "measure"
-    has_a_profiler = False
 
     def __init__(
         self,
@@ -31,6 +37,7 @@ class TimedSteps:
         between: tuple[int, int] | None = None,
         before_measuring: Callable[[], None] = lambda: None,
         after_measuring: Callable[[], None] = lambda: None,
+        in_two_parts: bool = False,
     ) -> None:
         """between: the first step that is timed, and the first after it that is not. If it is None, the settings
         decide.
@@ -40,10 +47,16 @@ class TimedSteps:
         self._stopwatch, self._settings, self._between = stopwatch, settings, between
         self._before, self._after = before_measuring, after_measuring
         self._began_s = self._measuring_since_s = 0.0
+        self._last_step = 0
         self._warm = 0
         """The number of the stopwatch's rows that are warm-up."""
-        self._settled = self._ready = False
+        self._settled = self._ready = self._resumes = False
+        self._in_two_parts = in_two_parts
+        self._before_s = 0.0
+        """Seconds of measuring in the part before this one."""
         self.steady: bool | None = None
+        self.spans: list[tuple[int, int]] = []
+        """The numbers of the steps that count: the first and the last of each part that is over."""
 
     @property
     def recorders(self) -> tuple[Recorder, ...]:
@@ -60,6 +73,11 @@ class TimedSteps:
         return self._stopwatch.count - self._warm if self._ready else 0
 
     def begins(self, step: int) -> None:
+        if self._ready:
+            self._resumes = True
+            self._stopwatch.break_off()
+            self._before()
+            return
         self._began_s = time.perf_counter()
         if self._between is not None and step >= self._between[0] - 1:
             self._prepare()
@@ -67,6 +85,12 @@ class TimedSteps:
             self._measure()
 
     def is_over(self, step: int) -> bool:
+        self._last_step = step
+        if self._resumes:  # The step after the other stages is like the one before those that count.
+            self._resumes = False
+            self._stopwatch.drop_last()
+            self._measuring_since_s = time.perf_counter()
+            return self._enough(step)
         if self._ready:
             return self._enough(step)
         if self._settled:
@@ -83,6 +107,12 @@ class TimedSteps:
         return False
 
     def ends(self) -> None:
+        if self._resumes:  # The loop has ended before a step counted.
+            return
+        count = self.samples()[STEP].count - sum(last - first + 1 for first, last in self.spans)
+        if count > 0:
+            self.spans.append((self._last_step - count + 1, self._last_step))
+        self._before_s += time.perf_counter() - self._measuring_since_s
         self._after()
 
     def samples(self) -> dict[str, Samples]:
@@ -132,4 +162,6 @@ class TimedSteps:
             return step + 1 >= self._between[1]
         if done >= settings.steps_cap:
             return True
-        return done >= settings.steps_floor and time.perf_counter() - self._measuring_since_s >= settings.seconds
+        measuring_s = self._before_s + time.perf_counter() - self._measuring_since_s
+        first_part = self._in_two_parts and not self.spans
+        return done >= settings.steps_floor and (first_part or measuring_s >= settings.seconds)

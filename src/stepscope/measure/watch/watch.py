@@ -4,7 +4,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
@@ -21,7 +21,11 @@ from stepscope.measure.watch.entry_points import (
 )
 from stepscope.measure.watch.finder import Finder
 from stepscope.measure.watch.found import Found, Unclear
+from stepscope.measure.watch.neighbours import Neighbours
 from stepscope.measure.watch.phases import Phases
+
+_MOST_HELD = 16
+"""Steps that are recorded beyond those wanted while a range of the script stays open."""
 
 
 class Stage(Protocol):
@@ -29,8 +33,6 @@ class Stage(Protocol):
     either."""
 
     name: str
-    has_a_profiler: bool
-    """Whether a profiler starts or stops between the stage's steps."""
 
     @property
     def recorders(self) -> tuple[Recorder, ...]:
@@ -47,6 +49,22 @@ class Stage(Protocol):
 
     def ends(self) -> None:
         """Keep what was recorded. This is called once, also if the loop has ended in the middle."""
+        ...
+
+
+class Recording(Stage, Protocol):
+    """A stage in which a profiler or the allocator records. It begins and stops only where the script has no range
+    open, and gives way to what the script itself starts."""
+
+    gave_way: bool
+    """Whether it has kept nothing, since the script started a profiler of its own: it may begin again."""
+
+    def blocked(self) -> str | None:
+        """Why it cannot begin now; None if it can."""
+        ...
+
+    def give_way(self) -> None:
+        """Stop at once, and keep nothing."""
         ...
 
 
@@ -69,6 +87,10 @@ class Told(Protocol):
         """Take note that a stage has raised this error. The next stage follows."""
         ...
 
+    def loop_gone(self) -> None:
+        """Take note that the model or the optimizer is no more, so that the loop has ended."""
+        ...
+
 
 class Watch:
     """Watches the loop of the thread in which an optimizer steps first, from `start` until its stages are over.
@@ -83,19 +105,25 @@ class Watch:
         step_of: str | None = None,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
+        """neighbours: what the script itself profiles; needed where a stage records."""
         self.phases = Phases()
         self.steps = 0
         """Steps that have ended."""
-        self.found: Found | None = None
-        self.left_out: tuple[str, ...] = ()
-        """Names of the stages that got no steps, since the loop had ended."""
-        self._told = told
+        self.left_out: dict[str, str | None] = {}
+        """The names of the stages that are not over, and why they could not begin; None where the loop had ended."""
+        self._told, self._neighbours = told, neighbours
         self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
         self._stages: list[Stage] = []
         self._stage: Stage | None = None
+        self._blocked: dict[str, str] = {}
+        """Why stages could not begin when that was looked at last, by their names."""
+        self._held = 0
+        """Steps by which the stage has outlasted its own, since a range was open."""
+        self._lives: list[weakref.ref[Any]] = []
         self._undo: list[Undo] = []
-        self._said = False
+        self._knows = self._said = False
         self.running = False
 
     @property
@@ -111,6 +139,8 @@ class Watch:
     def start(self) -> None:
         self.running = True
         _watches.add(self)
+        if self._neighbours is not None:
+            self._neighbours.start()
         self._finder.start()
 
     def stop(self) -> None:
@@ -119,7 +149,7 @@ class Watch:
             return
         self.running = False
         stage, self._stage = self._stage, None
-        self.left_out = tuple(each.name for each in self._stages)
+        self.left_out = {each.name: self._blocked.get(each.name) for each in (stage, *self._stages) if each is not None}
         self._stages.clear()
         self._take_off()
         if stage is not None:
@@ -129,7 +159,7 @@ class Watch:
         """Note that the loop itself says that a step has ended. From then on no other end counts."""
         if not self.running:
             return
-        if self.found is None:
+        if not self._knows:
             self._said = True
             self._finder.step()
             return
@@ -142,6 +172,8 @@ class Watch:
         self.phases.pause()
         self._stages.clear()
         self._stage = None
+        if self._neighbours is not None:
+            self._neighbours.stop()
 
     def _take_off(self) -> None:
         self.phases.recorders = ()
@@ -150,6 +182,8 @@ class Watch:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
+        if self._neighbours is not None:
+            self._neighbours.stop()
 
     def _looked(self, answer: Found | Unclear | None) -> None:
         """Take the finder's answer at the end of a step that it looked at."""
@@ -167,8 +201,9 @@ class Watch:
         self._told.unclear_step(reason)
 
     def _begin(self, found: Found) -> None:
+        """Begin the stages. From here on nothing of the loop is kept alive."""
         self._finder.stop()
-        self.found = found
+        self._knows = True
         self._stages = list(self._told.found(found, self.steps))
         phases = self.phases
         for root in found.roots:
@@ -179,6 +214,8 @@ class Watch:
             self._undo.append(end_with_backward(self._backward_ended))
         if found.optimizers:
             self._undo.append(OptimizerWatch(found.optimizers, phases, self._optimizer_ended).install())
+        vital = (found.forward_module, *found.optimizers[:1])
+        self._lives = [weakref.ref(each, self._died) for each in vital]
         phases.listen()
         self._next_stage()
 
@@ -186,18 +223,66 @@ class Watch:
         if threading.get_ident() == self.phases.thread and not self._said:
             self._step_ended()
 
-    def _optimizer_ended(self, in_a_range: bool) -> None:
-        if not self._said:
-            self._step_ended(in_a_range)
+    def _died(self, _: object) -> None:
+        # This may run anywhere, in any thread. A profiler stops only where the loop enters something.
+        if self.running:
+            self.phases.before_the_next = self._loop_is_gone
 
-    def _step_ended(self, in_a_range: bool = False) -> None:
+    def _loop_is_gone(self) -> None:
+        if self.running:
+            self._guarded("finish", self._told.loop_gone)
+            self.stop()
+
+    def _optimizer_ended(self) -> None:
+        if not self._said:
+            self._step_ended()
+
+    def _step_ended(self) -> None:
         phases, stage = self.phases, self._stage
-        if stage is None or not phases.at_rest:
+        if not phases.at_rest:
             return
-        if in_a_range and any(each.has_a_profiler for each in (stage, *self._stages[:1])):
-            # No part of the loop that is measured runs before the loop enters something again.
-            phases.before_the_next = self._step_ended
+        if stage is None:
+            if self._stages:
+                self.steps += 1
+                self._next_stage()
+        elif not (_records(stage) and self._once_closed(self._step_ended, self._step_is_held)):
+            self._end_step(stage)
+
+    def _once_closed(self, call: Callable[[], None], otherwise: Callable[[], None]) -> bool:
+        """Make a call as soon as the script has no range open, or the other where the loop enters something before.
+        Returns whether a range is open."""
+        neighbours, phases = self._neighbours, self.phases
+        if neighbours is None or neighbours.open_range() is None:
+            return False
+
+        def closed() -> None:
+            phases.before_the_next = None
+            call()
+
+        def entered() -> None:
+            neighbours.when_closed = None
+            otherwise()
+
+        neighbours.when_closed, phases.before_the_next = closed, entered
+        return True
+
+    def _step_is_held(self) -> None:
+        """A step has ended inside a range of the script, so what records goes on recording."""
+        stage = self._stage
+        if stage is None:
             return
+        self._held += 1
+        if _records(stage) and self._held > _MOST_HELD:
+            stage.give_way()
+            self._end_step(stage)
+            return
+        self.phases.step_ends()
+        self.steps += 1
+        self.phases.step_begins()
+
+    def _end_step(self, stage: Stage) -> None:
+        phases = self.phases
+        self._blocked.pop(stage.name, None)
         try:
             phases.step_ends()
             self.steps += 1
@@ -205,21 +290,51 @@ class Watch:
         except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage.name, error)
             over = True
-        if over:
-            self._guarded(stage.name, stage.ends)
-            self._next_stage()
-        else:
+        if not over:
             phases.step_begins()
+            if self._stages and not _records(stage) and all(map(_records, self._stages)):
+                self._offer_turn()
+            return
+        self._guarded(stage.name, stage.ends)
+        if _records(stage) and stage.gave_way:
+            self._stages.insert(0, stage)
+        self._next_stage()
+
+    def _offer_turn(self) -> None:
+        """Pause the stage, if another one can begin now, or once the script has closed its range."""
+        stage = self._stage
+        if stage is None:
+            return
+        if all(self._is_blocked(each) for each in self._stages):
+            self._once_closed(self._offer_turn, lambda: None)
+            return
+        self._guarded(stage.name, stage.ends)
+        self._stages.append(stage)
+        self._next_stage()
+
+    def _is_blocked(self, stage: Stage) -> bool:
+        reason = stage.blocked() if _records(stage) else None
+        if reason is not None:
+            self._blocked[stage.name] = reason
+        return reason is not None
 
     def _next_stage(self) -> None:
-        while self._stages:
-            stage = self._stages.pop(0)
-            self._stage = stage
+        """Begin the first stage that can begin."""
+        self._stage = None
+        self.phases.recorders = ()
+        for stage in tuple(self._stages):
+            if self._is_blocked(stage):
+                continue
+            self._stages.remove(stage)
+            self._stage, self._held = stage, 0
             if self._guarded(stage.name, lambda stage=stage: stage.begins(self.steps)):
                 self.phases.recorders = stage.recorders
                 self.phases.step_begins()
                 return
         self._stage = None
+        if self._stages:
+            self._once_closed(self._next_stage, lambda: None)
+            return
         self.stop()
         self._guarded("finish", self._told.stages_over)
 
@@ -233,6 +348,10 @@ class Watch:
                 self.running = False
             return False
         return True
+
+
+def _records(stage: Stage) -> TypeGuard[Recording]:
+    return hasattr(stage, "give_way")
 
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()

@@ -1,0 +1,37 @@
+"""Attributes that do not keep a user's model or optimizer alive: the loop alone decides how long they live."""
+
+import weakref
+from typing import Any
+
+
+class LoopGone(Exception):
+    """The model or the optimizer of the loop is no more."""
+
+    def __init__(self) -> None:
+        super().__init__("the loop's model or optimizer is no more")
+
+
+def weakly(*, or_none: bool = False) -> Any:
+    """An attribute of a class, whose objects are held weakly. To read it when its object is dead raises LoopGone, or
+    gives None with `or_none`."""
+    return _Weakly(or_none)
+
+
+class _Weakly:
+    def __init__(self, or_none: bool) -> None:
+        self._or_none = or_none
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: object | None, owner: type) -> Any:
+        reference = vars(holder)[self._name] if holder is not None else lambda: self
+        if reference is None:
+            return None
+        thing = reference()
+        if thing is None and not self._or_none:
+            raise LoopGone
+        return thing
+
+    def __set__(self, holder: object, value: Any) -> None:
+        vars(holder)[self._name] = weakref.ref(value) if value is not None else None
