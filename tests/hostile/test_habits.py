@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader, Dataset
 import stepscope
 from stepscope.analysis.runs.checks import check_run
 from stepscope.core.device_spec import overridden_spec
-from stepscope.core.evidence import Evidence
+from stepscope.core.evidence import Evidence, WatchedLoop
 from stepscope.core.finding import Finding
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run
+from stepscope.core.samples import Samples
 from stepscope.measure.compilation import reset_compilation
 from stepscope.measure.driven import step_habits
 from stepscope.models.own.loading import make_own_step
@@ -166,6 +167,25 @@ def test_29_the_rest_takes_a_share(tmp_path: Path):
     assert "is neither data, forward, backward nor optimizer" in habits(run)["rest-is-large"].sentence
     few = {name: msgspec.structs.replace(found, values_s=found.values_s[:2]) for name, found in run.samples.items()}
     assert "rest-is-large" not in {finding.kind for finding in check_run(msgspec.structs.replace(run, samples=few))}
+
+
+def test_29_a_few_steps_that_make_up_the_rest_are_counted():
+    def run(rest: list[float], forward: list[float]) -> Run:
+        step = [1.0 + r + f for r, f in zip(rest, forward, strict=True)]
+        parts = {"forward": forward, "backward": [1.0] * 20, "rest": rest, "step": step}
+        samples = {name: Samples(values_s=tuple(values), clock="") for name, values in parts.items()}
+        return make_run(evidence=Evidence(loop=WatchedLoop(why="", modules=("Net",))), samples=samples)
+
+    saves, usual = [0.1] * 18 + [9.1] * 2, [1.0] * 20
+    found = next(f for f in check_run(run(saves, usual)) if f.kind == "rest-is-large")
+    # 20 steps of 1 + 1 + 0.1 seconds, two of which take 9 more
+    assert found.evidence["share"] == pytest.approx(20 / 60)
+    assert "(1 s of 3 s a step on average: 2 steps of 20 took 9 s more)" in found.sentence
+    busy = [1.0] * 9 + [20.0] + [1.0] * 10
+    for rest, forward in (([0.1] * 19 + [18.1], usual), (saves, busy), ([0.1] * 20, usual)):
+        assert "rest-is-large" not in {f.kind for f in check_run(run(rest, forward))}, "one step, a busy machine, none"
+    constant = next(f for f in check_run(run([1.0] * 18 + [9.1] * 2, usual)) if f.kind == "rest-is-large")
+    assert "33.3 % of the time" in constant.sentence and "on average" not in constant.sentence, "as in the table"
 
 
 READS: dict[str, tuple[Callable[[nn.Module, Tensor], object], str]] = {

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from stepscope.core.evidence import CodeLine, Habits
 from stepscope.core.finding import Finding, note, warning
-from stepscope.core.range_names import DATA, REST, STEP
+from stepscope.core.range_names import DATA, REST, STEP, TIMED
 from stepscope.core.run import Run
-from stepscope.core.samples import MINIMUM_FOR_INTERVAL
+from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
 from stepscope.memory.left_behind import growth_finding
 
@@ -278,13 +278,19 @@ def _portion(run: Run, name: str, from_share: float) -> _Portion | None:
         return _Portion(usual_s / step_s, usual_s, step_s)
     if not step_s or not (part.mean_s or 0.0) / (step.mean_s or 1.0) >= from_share:
         return None
-    more = [value - usual_s for value in part.values_s]
-    slow = [each for each in more if each > max(usual_s, step_s / 4)]
-    longer = sum(max(0.0, value - step_s) for value in step.values_s)
-    if len(slow) < 2 or 2 * sum(slow) < longer:  # one stands for nothing; what slows the machine slows every part
+    slow = [value - usual_s for value in part.values_s if value - usual_s > max(usual_s, step_s / 4)]
+    others = sum(_beyond_median_s(run.samples[other]) for other in TIMED if other != name and other in run.samples)
+    # One slow step stands for nothing, and what slows the machine slows every part.
+    if len(slow) < 2 or _beyond_median_s(part) < others:
         return None
     only_in = f"{counted(len(slow), 'step')} of {step.count} took {format_seconds(statistics.median(slow))} more"
     return _Portion((part.mean_s or 0.0) / (step.mean_s or 1.0), part.mean_s or 0.0, step.mean_s or 0.0, only_in)
+
+
+def _beyond_median_s(samples: Samples) -> float:
+    """The time by which samples exceed their median, added up."""
+    median_s = samples.median_s or 0.0
+    return sum(max(0.0, value - median_s) for value in samples.values_s)
 
 
 def _lines(lines: Sequence[CodeLine]) -> str:
