@@ -2,6 +2,7 @@
 
     python benchmarks/watch.py [--device cpu|cuda] [--size 100M] [--batch-size 4] [--seq-len 512] [--json FILE]
     python benchmarks/watch.py --show FILE...        # a table of results kept with --json
+    python benchmarks/watch.py --calls [--device cpu|cuda]
 
 The loop is what people write round a Llama-like model: a DataLoader, forward, loss, backward, AdamW. A pair is a block
 of bare steps and a block of watched ones, both timed from outside by the host's clock round a synchronised region, in
@@ -10,6 +11,10 @@ that the reported step times are held against.
 
 `--size empty` is a loop that computes next to nothing, so that the watch's own cost shows, in seconds a step: on a GPU
 such a loop waits for the host all the time, and a larger step hides at least a part of it.
+
+`--calls` takes the loop's own work away, too: a step calls a loader's next, a model, autograd's engine and an
+optimizer, all of which return at once. What the watch adds to the fastest of many bursts of such steps is its own cost,
+which other processes on the machine hardly change. Times that events give are read after the steps, and are not in it.
 """
 
 import argparse
@@ -18,11 +23,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
@@ -185,6 +192,9 @@ class Reporting:
     def stage_failed(self, stage: str, error: Exception) -> None:
         raise error
 
+    def loop_gone(self) -> None:
+        pass
+
     def stages_over(self) -> None:
         pass
 
@@ -250,6 +260,57 @@ def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs:
     )
 
 
+class Silent(nn.Module):
+    """A model that returns at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self) -> None:
+        pass
+
+
+class Still(torch.optim.Optimizer):
+    """An optimizer that changes nothing."""
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        pass
+
+
+def cost_of_calls(device: torch.device, *, steps: int = 20, bursts: int = 3000) -> tuple[float, float]:
+    """Seconds a step, bare and watched, of a loop whose calls return at once: those of the fastest burst."""
+    model, loader = Silent().to(device), _BaseDataLoaderIter.__new__(_BaseDataLoaderIter)
+    optimizer, autograd = Still(model.parameters(), {}), vars(torch.autograd)
+    synchronize = timing_device(device).synchronize
+
+    def least_s() -> float:
+        least_ns = sys.maxsize
+        for _ in range(bursts):
+            start_ns = time.perf_counter_ns()
+            for _ in range(steps):
+                _BaseDataLoaderIter.__next__(loader)
+                model()
+                autograd["_engine_run_backward"]((), ())
+                optimizer.step()
+            least_ns = min(least_ns, time.perf_counter_ns() - start_ns)
+            synchronize()
+        return least_ns * 1e-9 / steps
+
+    with (
+        mock.patch.object(_BaseDataLoaderIter, "__next__", lambda _: None),
+        mock.patch.object(torch.autograd, "_engine_run_backward", lambda *_: None),
+    ):
+        bare_s = least_s()
+        told = Reporting(device, sys.maxsize)
+        told.stopwatch = Stopwatch(marks_for(device, 10 * steps * bursts if device.type == "cuda" else 0))
+        watch = Watch(told, model=model, optimizer=optimizer)
+        watch.start()
+        watched_s = least_s()
+        watch.stop()
+    return bare_s, watched_s
+
+
 def as_percent(ratios: Samples) -> str:
     """The median of ratios as a deviation from 1, with its interval."""
     return f"{((ratios.median_s or 1.0) - 1) * 100:+.2f} % [{bounds_of(ratios)}]"
@@ -289,12 +350,21 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10, help="steps in a block")
+    parser.add_argument("--calls", action="store_true", help="calls that return at once: the watch's own cost")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
     given = parser.parse_args()
     if given.show:
         kept = [msgspec.json.decode(path.read_bytes(), type=Cost) for path in given.show]
         sys.stdout.write("\n".join(map(render, kept)))
+        return
+    if given.calls:
+        device = resolve_device(given.device)
+        bare_s, watched_s = cost_of_calls(device, bursts=3000 if device.type == "cpu" else 300)
+        added = (
+            f"{(watched_s - bare_s) * 1e6:.1f} us a step added to {bare_s * 1e6:.1f} us of calls that return at once"
+        )
+        sys.stdout.write(f"{read_environment(device).described}\n{added}\n")
         return
     result = compare(
         given.size, given.device,

@@ -230,8 +230,8 @@ def test_a_script_that_ends_before_a_step_is_timed_leaves_nothing(tmp_path: Path
         (
             HEAD + "other = nn.Linear(8, 8)\noptimizer.add_param_group({'params': other.parameters()})\n"
             "for _ in range(4): other(model(torch.randn(4, 8))).sum().backward(); optimizer.step()\n",
-            "nothing is measured, since it cannot be told what a step is: 2 modules with parameters of AdamW are called "
-            "(Sequential, Linear); --step-of CLASS, of a model or an optimizer, says whose step counts",
+            "nothing is measured, since it cannot be told what a step is: 2 modules with parameters of AdamW are "
+            "called (Sequential, Linear); --step-of CLASS, of a model or an optimizer, says whose step counts",
         ),
         (
             HEAD + "for _ in range(4):\n    model(torch.randn(4, 8)).sum().backward()\n    with torch.no_grad():\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import python, stepscope
+from tests.conftest import at_length
 
 HEAD = """
 import gc, sys, weakref
@@ -204,7 +205,8 @@ OF_THEIR_OWN = {
         from torch.utils.data import DataLoader, TensorDataset
         def doubled(x): return 2 * x
         if __name__ == "__main__":
-            loader = DataLoader(TensorDataset(torch.arange(80.).reshape(10, 8)), num_workers=1, multiprocessing_context="spawn")
+            data = TensorDataset(torch.arange(80.).reshape(10, 8))
+            loader = DataLoader(data, num_workers=1, multiprocessing_context="spawn")
             print(sum(x.sum().item() for (x,) in loader))
             with multiprocessing.get_context("spawn").Pool(1) as pool:
                 print(pool.map(doubled, [1, 2]))
@@ -240,15 +242,22 @@ def both(tmp_path: Path, text: str, *, forks: bool, options: tuple[str, ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FORKED)
-@pytest.mark.parametrize("record", [None, "kineto,memory"], ids=["timed", "recorded"])
+@pytest.mark.parametrize(
+    ("name", "record"),
+    [
+        *((name, None) for name in FORKED),
+        ("ten models, one after the other", "kineto"),
+        ("a profiler of its own", "kineto,memory"),
+        *at_length(*((name, "kineto,memory") for name in FORKED)),
+    ],
+)
 def test_a_script_prints_ends_and_frees_as_it_does_alone(tmp_path: Path, name: str, record: str | None):
     text = HEAD + textwrap.dedent(FORKED[name])
     both(tmp_path, text, forks=True, options=("--record", record) if record else ())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OF_THEIR_OWN)
+@pytest.mark.parametrize("name", [*list(OF_THEIR_OWN)[:2], *at_length(*list(OF_THEIR_OWN)[2:])])
 def test_a_new_process_is_as_python_makes_it(tmp_path: Path, name: str):
     text = OF_THEIR_OWN[name]
     heading = "" if HEAD in text or "never" in text else "import os" + HEAD
@@ -256,7 +265,7 @@ def test_a_new_process_is_as_python_makes_it(tmp_path: Path, name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["module", "folder", "archive"])
+@pytest.mark.parametrize("kind", ["module", *at_length("folder", "archive")])
 def test_modules_folders_and_archives_run_as_python_runs_them(tmp_path: Path, kind: str):
     package = tmp_path / "package"
     package.mkdir()
@@ -279,7 +288,7 @@ def test_modules_folders_and_archives_run_as_python_runs_them(tmp_path: Path, ki
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "2>/dev/full"])
+@pytest.mark.parametrize("closed", ["2>&-", *at_length(">&- 2>&-", "2>/dev/full")])
 def test_streams_that_are_closed_or_full_change_nothing(tmp_path: Path, closed: str):
     script = tmp_path / "train.py"
     script.write_text(

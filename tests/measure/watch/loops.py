@@ -95,7 +95,7 @@ class Told:
         self.answer: Found | None = None
         self.reason: str | None = None
         self.faults: list[str] = []
-        self.over = False
+        self.over = self.gone = False
 
     def found(self, found: Found, first_step: int) -> Sequence[Stage]:
         self.answer, self.first_step = found, first_step
@@ -109,6 +109,9 @@ class Told:
 
     def stages_over(self) -> None:
         self.over = True
+
+    def loop_gone(self) -> None:
+        self.gone = True
 
 
 def timed(first: int, end: int) -> tuple[TimedSteps, Stopwatch]:

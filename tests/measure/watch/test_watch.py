@@ -1,9 +1,11 @@
 """A loop that is not ours, watched: which phases its steps have, what a step of it is, and what stays afterwards."""
 
 import copy
+import gc
 import pickle
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -391,3 +393,50 @@ def test_two_parts_of_one_class_are_left_as_they_were():
         optimizer.step()
     assert told.answer is not None and len(told.answer.roots) == 2
     assert nothing_is_left(model, optimizer)
+
+
+def test_a_loop_whose_model_is_no_more_is_over_and_keeps_nothing_alive():
+    for steps in (3, 7):
+        model, diary = Net(), DiaryStage(50)
+        optimizer, told = adamw(model), Told(diary)
+        watching = watch(told)
+        for _ in range(steps):
+            train_step(model, optimizer)
+        alive = [weakref.ref(each) for each in (model, optimizer, next(model.parameters()))]
+        told.answer = None
+        gc.disable()
+        try:
+            del model, optimizer
+            assert [each() for each in alive] == [None] * 3, "not even a circle of objects holds them"
+        finally:
+            gc.enable()
+        assert watching.running and not told.gone
+        other = Net()
+        train_step(other, adamw(other))  # where the next loop enters something, the watch ends
+        assert told.gone and diary.ended and not watching.running
+        assert nothing_is_left(other)
+
+
+def test_a_scheduler_that_is_made_while_the_loop_is_watched_finds_a_method():
+    model, diary = Net(), DiaryStage(8)
+    optimizer = adamw(model)
+    watch(Told(diary))
+    for _ in range(5):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        for _ in range(2):
+            train_step(model, optimizer)
+            scheduler.step()
+    assert diary.steps == [PLAIN] * 8
+
+
+def test_other_stages_get_steps_between_the_two_parts_of_those_that_are_timed():
+    stopwatch, diary, model = Stopwatch(HostMarks()), DiaryStage(3), Net()
+    settings = Settings(warmup_floor=3, warmup_cap=3, steps_floor=4, steps_cap=9, seconds=60)
+    stage, optimizer = TimedSteps(stopwatch, settings, in_two_parts=True), adamw(model)
+    told = Told(stage, diary, stage)
+    watch(told)
+    for _ in range(30):
+        train_step(model, optimizer)
+    # Steps 0 and 1 show what a step is, 2 warms up, 3 delays; 8 to 10 are the diary's, and 11 comes after them.
+    assert stage.spans == [(4, 7), (12, 16)] and diary.first == 8
+    assert stage.samples()["step"].count == 9 and told.over
