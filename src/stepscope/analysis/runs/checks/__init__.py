@@ -23,6 +23,7 @@ CHECKS: tuple[Check, ...] = (
     computation.compile_fallback,
     execution.attention_mismatch,
     execution.part_mismatch,
+    execution.part_left,
     execution.optimizer_mismatch,
     execution.clip_mismatch,
     execution.optimizer_skipped,
