@@ -54,6 +54,7 @@ CHECKS: tuple[Check, ...] = (
     conditions.gpu_shared,
     conditions.host_busy,
     conditions.preset_changed,
+    conditions.config_not_followed,
     execution.update_after_backward,
     timing.launch_bound,
     timing.profiler_overhead,
