@@ -345,7 +345,7 @@ def test_ranges_of_modules_leave_the_loss_fused():
 )
 def test_labels_that_the_kernel_does_not_take_are_the_model_s_own_affair(change: dict[str, Any]):
     if DEVICE.type == "cuda" and -9 in change.get("labels", ()):
-        pytest.skip("a GPU's assertion ends the process: tests/gpu")
+        pytest.skip("a GPU's assertion ends the process")
     own, model = language_model(), language_model()
     replace_parts(model, loss="fused")
     assert outcome(model, batch() | change) == outcome(own, batch() | change)

@@ -97,7 +97,7 @@ def test_the_gate_sees_a_gradient_that_is_dropped_where_another_input_is_frozen(
 @pytest.mark.parametrize("name", PARTS["loss"])
 @pytest.mark.parametrize("wrong", [7, -1, -99])
 def test_a_target_out_of_range_is_the_error_that_pytorch_raises(name: Kernels, wrong: int):
-    """On a CPU. A GPU's assertion ends the process: tests/gpu."""
+    """On a CPU. A GPU's assertion ends the process (tests/kernels/parts)."""
     if DEVICE.type != "cpu" or name == "quack":
         pytest.skip("needs a CPU" if name != "quack" else "quack runs on a GPU alone")
     if name == "liger":

@@ -1,6 +1,8 @@
 """The fused parts against float64: on a GPU, or without one in Triton's interpreter (conftest.py)."""
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -112,7 +114,20 @@ def test_a_loss_without_any_target_is_as_pytorchs():
     assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, [x, weight]))
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's assertion ends the process: tests/gpu")
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", [5, -1, -100])
+def test_a_gpu_asserts_that_targets_are_tokens(target: int):
+    """In a process of its own, which the assertion ends."""
+    code = (
+        "import torch; from stepscope.kernels.parts.loss import linear_cross_entropy as loss; "
+        "x, w = (torch.randn(n, 4, device='cuda', requires_grad=True) for n in (2, 5)); "
+        f"loss(x, w, torch.tensor([1, {target}], device='cuda')).backward(); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ("device-side assert" in done.stderr) == (done.returncode != 0) == (target != -100), done.stderr
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's assertion ends the process: the test before this one")
 @pytest.mark.parametrize("ignored", [-100, 6, -1])
 def test_a_target_is_held_against_the_tokens_and_the_label_that_is_left_out(ignored: int):
     """As PyTorch has it: any number may be left out, one beyond the vocabulary too."""
