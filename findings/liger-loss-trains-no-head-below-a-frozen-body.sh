@@ -15,8 +15,8 @@ set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 python3 -m venv "$place/venv"
-"$place/venv/bin/pip" install --quiet torch==2.13.0 triton==3.7.1 numpy packaging
-"$place/venv/bin/pip" install --quiet --no-deps liger-kernel==0.8.5
+"$place/venv/bin/pip" install --quiet --no-compile torch==2.13.0 triton==3.7.1 numpy packaging
+"$place/venv/bin/pip" install --quiet --no-compile --no-deps liger-kernel==0.8.5
 TRITON_INTERPRET=1 "$place/venv/bin/python" - <<'PYTHON'
 import sys
 

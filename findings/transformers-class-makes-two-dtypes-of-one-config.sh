@@ -17,7 +17,7 @@ set -euo pipefail
 place=$(mktemp -d)
 trap 'rm -rf "$place"' EXIT
 python3 -m venv "$place/venv"
-"$place/venv/bin/pip" install --quiet torch==2.13.0 transformers==5.23.0
+"$place/venv/bin/pip" install --quiet --no-compile torch==2.13.0 transformers==5.23.0
 HF_HUB_OFFLINE=1 "$place/venv/bin/python" - <<'PYTHON'
 import sys
 
