@@ -2,9 +2,9 @@
 
 Columns of the table of allocations: `alloc_event`, `free_event`, `completed_event` (index into the history; null if
 before it or never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block` (bytes),
-`stream`, `phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`, `shape`,
-`dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`. Without notes also `sure`: by what
-the category is known, one of evidence.CERTAINTIES.
+`stream`, `pool` (its place in Replay.by_pool), `phase` and `free_phase` (where it was allocated and freed), `module`,
+`part`, `category`, `name`, `shape`, `dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks),
+`site`. Without notes also `sure`: by what the category is known, one of evidence.CERTAINTIES.
 """
 
 from dataclasses import dataclass
@@ -179,6 +179,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
             place = of_metadata[metadata] = place_of(metadata)
         places.append(place)
     start, times = snapshot.start_us, snapshot.times
+    pools = {pool: i for i, pool in enumerate(replayed.by_pool)}
     table = pl.DataFrame(
         {
             "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
@@ -190,6 +191,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
             "requested": [a.requested for a in allocations],
             "block": [a.block for a in allocations],
             "stream": [a.stream for a in allocations],
+            "pool": [pools.get(a.pool, 0) for a in allocations],
             "phase": [place.phase for place in places],
             "module": [place.module for place in places],
             "part": [place.part for place in places],
@@ -203,6 +205,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
         schema={
             **dict.fromkeys(("alloc_event", "free_event", "completed_event", "alloc_us", "free_us"), pl.Int64),
             **dict.fromkeys(("address", "requested", "block", "stream"), pl.Int64),
+            "pool": pl.Int32,
             **dict.fromkeys(("phase", "module", "part"), pl.String),
             "stack": pl.Int32,
             "site": pl.String,
@@ -347,7 +350,7 @@ def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]
         said.append("Nothing in this snapshot tells the phases of the step.")
     if len(snapshot.devices) > 1:
         others = ", ".join(str(d) for d in snapshot.devices if d != snapshot.device)
-        said.append(f"This is device {snapshot.device}; the snapshot also holds device {others} (--device chooses).")
+        said.append(f"This is device {snapshot.device}; the snapshot also holds device {others} (--device opens it).")
     for event in snapshot.events:
         if event.action == "oom":
             said.append(

@@ -53,7 +53,7 @@ _TORCH = re.compile(
     r"|/torch/(?:nn/modules|nn/functional\.py|optim|autograd|utils|amp|_\w+|functional\.py)(?:/|$|\.py)"
 )
 _OWN = re.compile(r"(?:^|/)stepscope/(models/)?")
-_NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl)$|\.so\.")
+_NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl|o)$|\.so\.")
 _BACKWARD = re.compile(r"autograd::Engine::|Backward\d*(?:::apply|$)|autograd::(?:Node::operator|AccumulateGrad)")
 _NODE = re.compile(r"(?:^|::)(\w+?)Backward\d*(?:::apply|$)")
 _OPERATOR = re.compile(r"^(?:at::_ops::(?=\w+::call)|aten::)(\w+)")
