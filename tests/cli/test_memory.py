@@ -107,7 +107,7 @@ def test_a_run_by_its_name(tmp_path: Path):
 
 
 def test_devices(tmp_path: Path):
-    """The busiest, unless one is chosen."""
+    """The one that held most, unless one is chosen."""
     content = handmade().content(notes=False, before=False)
     other = RecordingAllocator(time_us=START_US)
     other.malloc(3 * MIB)

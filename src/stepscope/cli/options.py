@@ -226,7 +226,7 @@ OPTIONS = (
            default=("auto",), verbs=("sweep",), complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
     Option("device", str, MEASURING, "Where PyTorch casts --value to 8 bits: auto, cpu, cuda or cuda:N.",
            verbs=("study formats",), complete=completion.words("auto", "cpu", "cuda", "cuda:0", "cuda:1")),
-    Option("device", int, STORED, "Which device of a snapshot of several (default: the busiest).",
+    Option("device", int, STORED, "Which device of a snapshot of several (default: the one that held most).",
            verbs=("memory",)),
     Option("rules", str, MEASURING, "Whose rules autocast goes by; without a GPU, cuda's as PyTorch registers them.",
            choices=("cpu", "cuda")),

@@ -19,7 +19,7 @@ from stepscope.core.units import format_count
 from stepscope.core.workload import Workload
 from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.categories import ROUNDING, notes_by_allocation
-from stepscope.memory.evidence import THERE_BEFORE, by_evidence, stage_of
+from stepscope.memory.evidence import QUANTISED, THERE_BEFORE, by_evidence, stage_of
 from stepscope.memory.moments import Place, events_in_ranges, phases_of, place_of, spans_of_events
 from stepscope.memory.plain_pickle import without_collector
 from stepscope.memory.replay import Replay, replay
@@ -100,12 +100,12 @@ class Explained:
 
 
 def categories_of(alive: pl.DataFrame) -> dict[MemoryCategory, int]:
-    """Bytes by category, in the order of CATEGORIES, zeros included, but for what was there before. Rounding is what
-    blocks hold beyond requests."""
+    """Bytes by category, in the order of CATEGORIES, zeros included, but for those that few snapshots have: what was
+    there before, and quantised weights. Rounding is what blocks hold beyond requests."""
     sums = dict(alive.group_by("category").agg(pl.col("requested").sum()).iter_rows())
     rounding = int((alive["block"] - alive["requested"]).sum())
     held: dict[MemoryCategory, int] = {c: rounding if c == ROUNDING else int(sums.get(c, 0)) for c in CATEGORIES}
-    return {c: count for c, count in held.items() if count or c != THERE_BEFORE}
+    return {c: count for c, count in held.items() if count or c not in (THERE_BEFORE, QUANTISED)}
 
 
 def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
@@ -272,9 +272,9 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
     table = table.with_columns(free_signs=pl.Series(signs, dtype=pl.Int32))
     table = table.with_columns(stage=stage_of(pl.col("phase")), free_stage=stage_of(pl.col("free_phase")))
     if recorded:
-        in_history = pl.col("alloc_event").is_not_null()
+        told = pl.col("alloc_event").is_not_null() | (pl.col("stack") != NO_STACK)
         table = table.with_columns(
-            stage=by_stack("stage", "signs", no_python & in_history),
+            stage=by_stack("stage", "signs", no_python & told),
             free_stage=by_stack("free_stage", "free_signs", pl.lit(False)),
         )
         if table["phase"].eq("").all():

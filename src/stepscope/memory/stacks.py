@@ -34,6 +34,16 @@ class Sign(IntFlag):
     BACKWARD = 32
     AUTOCAST_EXIT = 64
     WORKSPACE = 128
+    CALL = 256
+    """A module's forward."""
+    CLOSURE = 512
+    """What an optimizer calls to have the loss computed."""
+    STEP = 1024
+    """A function named `step` that nothing tells to be an optimizer's: it may be a trainer's."""
+    MODEL = 2048
+    """A module's own making, moving or loading."""
+    QUANTISED = 4096
+    """A library of quantised weights."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -57,6 +67,23 @@ _NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl|o)$|\.so\
 _BACKWARD = re.compile(r"autograd::Engine::|Backward\d*(?:::apply|$)|autograd::(?:Node::operator|AccumulateGrad)")
 _NODE = re.compile(r"(?:^|::)(\w+?)Backward\d*(?:::apply|$)")
 _OPERATOR = re.compile(r"^(?:at::_ops::(?=\w+::call)|aten::)(\w+)")
+_OPTIMIZER_FILE = re.compile(
+    r"(?:^|/)optim(?:s|i[sz]ers?)?/[^/]*$"
+    r"|(?:^|[/_\W])[a-z0-9]*optim(?:s|i[sz]ers?|i[sz]ation)?(?![a-z])[^/]*$"
+    r"|(?:^|[/_])(?:adam|adamw|adam8bit|adafactor|adagrad|adan|came|galore|lamb|lars|lion|muon|nadam|prodigy|radam|rmsprop"
+    r"|sgd|shampoo|soap|sophia)(?:_[^/]*)?\.py$"
+    r"|(?:^|/)deepspeed/runtime/zero/stage[^/]*$",
+    re.IGNORECASE,
+)
+"""Files of optimizers that need not derive from torch.optim.Optimizer: by folder, by name, or by their algorithm."""
+_OPTIMIZER_CALL = re.compile(r"step|__init__|\w*(?:state|master|fp32)\w*")
+_QUANTISED = re.compile(
+    r"(?:^|/)(?:bitsandbytes/(?!optim/)|hqq/|torchao/(?:quantization|dtypes)/|quanto/|gptqmodel/|auto_gptq/|awq/)"
+)
+_MODEL = re.compile(r"(?:^|/)torch/nn/(?:modules/\w+|parameter)\.py$")
+_MODEL_CALL = re.compile(r"_apply|__init__|reset_parameters|__deepcopy__|to_empty|materialize|load_state_dict")
+_MODEL_LOAD = re.compile(r"(?:^|/)(?:transformers|accelerate|diffusers|safetensors)/.*\.py$")
+_MODEL_LOAD_CALL = re.compile(r"from_pretrained|_?load_\w+|set_module_tensor_to_device|_materialize_copy")
 _WORKSPACE = re.compile(r"CUDABlas(?:Lt)?(?:Workspace|Handle)|[cC]ublas\w*[wW]orkspace")
 
 
@@ -74,8 +101,19 @@ def signs_of(frame: Frame) -> Sign:
         signs |= Sign.TORCH | Sign.LIBRARY
     elif (own and not own[1]) or (not own and _INSTALLED.search(path)):
         signs |= Sign.LIBRARY
-    if "torch/optim/" in path or (name == "step" and "optim" in path.rpartition("/")[2]):
+    if "torch/optim/" in path or (_OPTIMIZER_CALL.fullmatch(name) and _OPTIMIZER_FILE.search(path)):
         signs |= Sign.OPTIMIZER
+    elif name == "step" and not signs & Sign.LIBRARY:
+        signs |= Sign.STEP
+    elif "closure" in name:
+        signs |= Sign.CLOSURE
+    signs |= Sign.QUANTISED if _QUANTISED.search(path) else Sign(0)
+    if _MODEL.search(path) and name in {"_call_impl", "_wrapped_call_impl", "inner"}:
+        signs |= Sign.CALL
+    elif (_MODEL.search(path) and _MODEL_CALL.fullmatch(name)) or (
+        _MODEL_LOAD.search(path) and _MODEL_LOAD_CALL.fullmatch(name)
+    ):
+        signs |= Sign.MODEL
     if name == "zero_grad":
         signs |= Sign.ZERO_GRAD
     if signs & Sign.TORCH and name in {"backward", "_engine_run_backward"}:
@@ -121,7 +159,10 @@ class Stacks:
         number = self._by_frames[frames] = len(self._stacks)
         signs = Sign(0)
         for frame in frames:
-            signs |= self._frame_signs[frame]
+            # What an optimizer calls to have the loss computed is none of its own; an optimizer that a hook of backward
+            # calls is.
+            inside = signs & (Sign.CALL | Sign.CLOSURE | Sign.BACKWARD | Sign.MODEL)
+            signs |= self._frame_signs[frame] & ~(Sign.OPTIMIZER | Sign.STEP if inside else Sign(0))
         self._stacks.append(frames)
         self.signs.append(signs)
         self.sites.append(self._site(frames))
