@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from stepscope.core.evidence import PhaseMemory, StepObservation
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
 from stepscope.measure import scaled_mm
+from stepscope.measure.held_tensors import model_tensors, optimizer_tensors, plain_parts
 from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step
@@ -94,7 +95,7 @@ class Observer(Recorder):
         self._forwards: dict[str, int] = {}
         self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
         self._taken: list[torch.Tensor] = []
-        self._owned = {local_part(tensor).untyped_storage().data_ptr() for tensor in _resident_tensors(step, device)}
+        self._owned = _storages(_resident_tensors(step, device)).keys()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
@@ -302,15 +303,18 @@ def _outside_allocator(device: torch.device) -> int | None:
 def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
     """Every tensor on the device that should be alive between steps: parameters, gradients kept, buffers, state,
     batches."""
-    tensors = [*step.model.parameters(), *step.model.buffers()]
+    tensors = [tensor for _, _, tensor in model_tensors(step.model)]
     tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
-    if step.optimizer is not None:
-        for state in step.optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+    tensors += [tensor for _, tensor in optimizer_tensors(step.optimizer, step.model, {})]
     tensors += [tensor for batch in step.batches for _, tensor in step.named_tensors(batch)]
     return [tensor for tensor in tensors if tensor.device == device]
 
 
 def _unique_bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {s.data_ptr(): s.nbytes() for s in (local_part(tensor).untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of every storage of the tensors, once."""
+    storages = (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

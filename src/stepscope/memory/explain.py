@@ -299,6 +299,8 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         .then(pl.lit("saved for backward"))
         .when(pl.col("free_event").is_not_null())
         .then(pl.lit("temporaries"))
+        .when(pl.col("phase") == OPTIMIZER)
+        .then(pl.lit("temporaries" if unfinished else "optimizer state"))
         # A step that ran out of memory never ended, so it kept what its forward made.
         .when(pl.lit(unfinished) & (pl.col("phase") == FORWARD))
         .then(pl.lit("saved for backward"))
