@@ -1,8 +1,8 @@
 """The tensors that a model and an optimizer hold between steps, wherever they keep them.
 
 Not all lie where PyTorch's own lie. A hand-written optimizer may keep its state in attributes, a library nests it in
-lists. A quantised weight is a plain parameter of bytes whose scales are attributes of it or of its module (bitsandbytes,
-HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
+lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
+(bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,8 +44,11 @@ def model_tensors(model: nn.Module) -> Iterator[tuple[MemoryCategory, str, Tenso
             yield "frozen quantised weights" if frozen else "parameters", name, tensor
         if quantised:
             attributes = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
-            held = [*((name, vars(tensor)) for name, tensor in own if name in quantised), (path, attributes)]
-            for owner, within in held:
+            # One made of others has them as attributes, and as its parts already.
+            plain = [
+                (name, vars(tensor)) for name, tensor in own if name in quantised and len(plain_parts(tensor)) == 1
+            ]
+            for owner, within in [*plain, (path, attributes)]:
                 for name, tensor in tensors_within(within):
                     yield "frozen quantised weights", f"{owner}.{name}".strip("."), tensor
 
