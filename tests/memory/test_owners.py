@@ -63,8 +63,8 @@ class History:
         for gradient in self.gradients:
             self.free(gradient, ZERO_GRAD)
 
-    def explained(self) -> Explained:
-        content = self.allocator.snapshot()
+    def explained(self, annotations: list[dict[str, Any]] | None = None) -> Explained:
+        content = self.allocator.snapshot(external_annotations=annotations or [])
         for segment in content["segments"]:
             for block in segment["blocks"]:
                 block["frames"] = self.made_by.get(block["address"], [])
@@ -159,26 +159,38 @@ def test_what_a_trainer_makes_in_its_step_is_no_state(frames: tuple[str, ...]):
     assert found["parameters"] == 32 and "optimizer state" not in found
 
 
-def test_what_a_closure_computes_is_not_the_optimizers():
-    """Forward and backward inside `step`, as LBFGS and Lightning have it; the state beside them is."""
+@pytest.mark.parametrize("own_thread", [True, False])
+@pytest.mark.parametrize("annotated", [True, False])
+def test_what_a_closure_computes_is_not_the_optimizers(annotated: bool, own_thread: bool):
+    """Forward and backward inside `step`, as LBFGS and Lightning have it; the state beside them is. annotated: with
+    the range that PyTorch puts round it all. own_thread: autograd's, of which a stack of Python shows nothing."""
     inside = ("/home/u/train.py:closure", f"{SITE}/torch/optim/lbfgs.py:step", WRAPPER, MAIN)
     history = History()
     for _ in range(4):
         history.malloc(8, [])
     history.allocator.start()
+    ranges: list[tuple[int, int]] = []
     for n in range(2):
+        begun = history.allocator.time_us = history.allocator.time_us + 10
         kept = [history.malloc(4, stack("/home/u/model.py:forward", CALL, *inside)) for _ in range(4)]
         kept.append(history.malloc(2, stack(f"{SITE}/torch/nn/functional.py:cross_entropy", *inside)))
         gradients = []
         for activation in reversed(kept[:4]):
-            gradients.append(history.malloc(8, stack(f"{SITE}/torch/autograd/graph.py:_engine_run_backward", *inside)))
+            frames = [] if own_thread else stack(f"{SITE}/torch/autograd/graph.py:_engine_run_backward", *inside)
+            gradients.append(history.malloc(8, frames))
             history.free(activation, [])
         history.free(kept[4], [])
         for _ in range(4 if not n else 0):
             history.malloc(8, stack(f"{SITE}/torch/optim/lbfgs.py:step", WRAPPER, MAIN))
+        ranges.append((begun, history.allocator.time_us))
+        history.allocator.time_us += 10
         for gradient in gradients:
             history.free(gradient, ZERO_GRAD)
-    found = history.explained()
+    name = "Optimizer.step#LBFGS.step"
+    found = history.explained([
+        {"stage": stage, "name": name, "device": 0, "time_us": at}
+        for both in ranges for stage, at in zip(("START", "END"), both, strict=True)
+    ] if annotated else [])  # fmt: skip
     assert held(found) == {"parameters": 32, "optimizer state": 32}
     counts = dict(found.allocations.group_by("category").len().iter_rows())
     assert counts["gradients"] == 8 and counts["saved for backward"] == 10

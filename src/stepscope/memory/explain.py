@@ -257,8 +257,11 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
     recorded = bool((table["stack"] != NO_STACK).any())
 
     def by_stack(column: str, signs: str, without_python: pl.Expr) -> pl.Expr:
+        # PyTorch's range round an optimizer's step also encloses what its closure computes.
+        computes = ((pl.col(signs) & int(Sign.BACKWARD | Sign.CALL | Sign.CLOSURE)) != 0) | without_python
+        computes &= (pl.col(signs) & int(Sign.OPTIMIZER | Sign.ZERO_GRAD)) == 0
         return (
-            pl.when(pl.col(column) != "")
+            pl.when((pl.col(column) != "") & ((pl.col(column) != OPTIMIZER) | ~computes))
             .then(pl.col(column))
             .when((pl.col(signs) & int(Sign.OPTIMIZER | Sign.ZERO_GRAD)) != 0)
             .then(pl.lit(OPTIMIZER))
