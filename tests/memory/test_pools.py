@@ -111,7 +111,8 @@ def test_what_a_private_pool_holds_serves_nobody_else(late: bool):
     (finding,) = answer_memory(found, end).findings
     assert finding.kind == "private-pool" and finding.severity == "warning"
     assert finding.sentence.startswith("At the end, private pool (0, 1)")
-    assert "200.00 MiB of the 264.00 MiB" in finding.sentence and "200.00 MiB are free" in finding.sentence
+    assert "200.00 MiB of the 264.00 MiB" in finding.sentence
+    assert "200.00 MiB, which replays of its graphs may use, serve nobody else." in finding.sentence
     told = memory_as_json(found, end)
     assert [pool["pool"] for pool in told["pools"]] == [(0, 0), GRAPH]
     assert told["free_pieces"] == {"count": 1, "longest_bytes": 24 * MIB}

@@ -27,6 +27,7 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
     """The Answer on what was alive at a moment and where it came from, with stacks of so many of the largest blocks."""
     notes = explained.snapshot.notes
     growth = growth_of(explained)
+    findings = memory_findings(explained, growth)
     tables = [text(*_moment_words(explained, moment)), _category_table(explained, moment), *growth_tables(growth)]
     tables += [*pool_table(moment.pools), *device_table(explained)]
     tables += [*_phase_table(explained), *_new_segment_table(explained)]
@@ -42,8 +43,8 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
         lead=_heading(explained),
         tables=tuple(tables),
         panels=(timeline_panel(explained),),
-        findings=memory_findings(explained, growth),
-        checked=growth is not None,
+        findings=findings,
+        checked=growth is not None or bool(findings),
         asides=tuple(f"Note: {note}" for note in explained.notes),
     )
 

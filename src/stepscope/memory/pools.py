@@ -104,13 +104,13 @@ def pool_finding(explained: Explained) -> Finding | None:
     return warning(
         "private-pool",
         f"At the end, {whose} of the {format_bytes(reserved)} that are reserved: {format_bytes(used)} of it are "
-        f"allocated, and {format_bytes(free)} are free and serve nobody else.",
+        f"allocated, and {format_bytes(free)}, which replays of its graphs may use, serve nobody else.",
         {
             "pools": len(private), "first": str(first.pool), "free_bytes": free, "allocated_bytes": used,
             "private_reserved_bytes": sum(use.reserved_bytes for use in private), "reserved_bytes": reserved,
         },
-        "let CUDA graphs share one pool (torch.cuda.graph(g, pool=first.pool()), the largest captured first), and drop "
-        "a graph or MemPool that is done, then torch.cuda.empty_cache(): only then does its memory go back",
+        "capture graphs into one pool, the largest first (torch.cuda.graph(g, pool=first.pool())); drop a graph or "
+        "MemPool that is done, then call torch.cuda.empty_cache()",
     )  # fmt: skip
 
 
