@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.measure.local_part import local_part
 
-_DEEPEST = 6
+_DEEPEST = 4
 """Containers and objects between an owner and its tensor."""
 _ELSEWHERE = {"state", "param_groups", "defaults"}
 _OF_MODULES = {"_parameters", "_buffers", "_modules"}
@@ -74,7 +74,8 @@ def optimizer_tensors(
         for path, tensor in tensors_within(state):
             yield f"{names.get(id(parameter), '?')}.{path}", tensor
     attributes = {key: value for key, value in vars(optimizer).items() if key not in _ELSEWHERE}
-    for path, tensor in tensors_within(attributes):
+    # Its other objects may lead anywhere: to a trainer, and through it to the data.
+    for path, tensor in tensors_within(attributes, objects=False):
         if id(tensor) not in names:
             yield path, tensor
     halves = {parameter.shape for parameter in model.parameters() if parameter.dtype.itemsize == 2}
@@ -84,9 +85,9 @@ def optimizer_tensors(
                 yield "master weights", tensor
 
 
-def tensors_within(root: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an object's containers and in the objects that it holds, each with its path. Modules, functions
-    and classes are not looked into."""
+def tensors_within(root: Any, *, objects: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in an object's containers, each with its path. objects: in the attributes of what these hold, too,
+    but for modules, functions and classes."""
     seen: set[int] = set()
     waiting: list[tuple[str, Any, int]] = [("", root, 0)]
     while waiting:
@@ -95,15 +96,15 @@ def tensors_within(root: Any) -> Iterator[tuple[str, Tensor]]:
             yield path, held
         elif depth < _DEEPEST and id(held) not in seen:
             seen.add(id(held))
-            waiting += [(f"{path}.{key}".strip("."), value, depth + 1) for key, value in _inside(held)]
+            waiting += [(f"{path}.{key}".strip("."), value, depth + 1) for key, value in _inside(held, objects)]
 
 
-def _inside(held: Any) -> Iterable[tuple[Any, Any]]:
+def _inside(held: Any, objects: bool) -> Iterable[tuple[Any, Any]]:
     if isinstance(held, Mapping):
         found = list(held.items())
         return [(key if isinstance(key, (str, int)) else place, value) for place, (key, value) in enumerate(found)]
     if isinstance(held, (list, tuple, set, frozenset)):
         return enumerate(held)
-    if isinstance(held, (nn.Module, ModuleType, type)) or callable(held):
+    if not objects or isinstance(held, (nn.Module, ModuleType, type)) or callable(held):
         return ()
     return list(getattr(held, "__dict__", {}).items())

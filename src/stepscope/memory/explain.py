@@ -200,7 +200,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
                 _site(stacks.sites[number], place, allocation.alloc)
                 for number, place, allocation in zip(numbers, places, allocations, strict=True)
             ],
-            "signs": [int(stacks.signs[number]) for number in numbers],
+            "signs": [stacks.signs[number] for number in numbers],
         },
         schema={
             **dict.fromkeys(("alloc_event", "free_event", "completed_event", "alloc_us", "free_us"), pl.Int64),
@@ -248,7 +248,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
             continue
         freed = stacks.number(events[allocation.free].frames)
         # A history that records only allocations gives a free the stack of its allocation.
-        sign = int(stacks.signs[freed]) if freed not in (NO_STACK, number) else 0
+        sign = stacks.signs[freed] if freed not in (NO_STACK, number) else 0
         if zeroing[allocation.free]:
             sign |= int(Sign.ZERO_GRAD)
         signs.append(sign)

@@ -39,6 +39,7 @@ ORDINARY: PoolId = (0, 0)
 GIVES = frozenset({"segment_alloc", "segment_map"})
 """Actions by which the driver's memory comes to the allocator."""
 TAKES = frozenset({"segment_free", "segment_unmap"})
+_OF_SEGMENTS = GIVES | TAKES
 
 MOST_EVENTS = 5_000_000
 """Events that a history may have; a large model's step makes some ten thousand. Each takes about 5 us and 1 KB."""
@@ -149,7 +150,7 @@ class Snapshot:
     @cached_property
     def segment_events(self) -> list[int]:
         """Indices of the events by which memory comes from the driver or goes back."""
-        return [i for i, event in enumerate(self.events) if event.action in GIVES or event.action in TAKES]
+        return [i for i, event in enumerate(self.events) if event.action in _OF_SEGMENTS]
 
     def last_event_until(self, time_us: int) -> int:
         """Index of the last event at or before an absolute time; -1 before all of them."""

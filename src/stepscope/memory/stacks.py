@@ -57,6 +57,10 @@ class Frame(msgspec.Struct, frozen=True):
         return printable(f"{self.filename}:{self.line} {self.name}" if self.filename else self.name)
 
 
+# As plain numbers, since flags of an enum would take most of the time of putting stacks together.
+_PYTHON, _LESS_TELLING = int(Sign.PYTHON), (int(Sign.LIBRARY), int(Sign.TORCH), 0)
+_INNER = int(Sign.CALL | Sign.CLOSURE | Sign.BACKWARD | Sign.MODEL)
+_OUTSIDE = ~int(Sign.OPTIMIZER | Sign.STEP)
 _INSTALLED = re.compile(r"(?:^|/)(?:(?:site|dist)-packages|lib/python3[^/]*)/|^<frozen")
 _TORCH = re.compile(
     r"^torch/|(?:(?:site|dist)-packages|(?:^|/)pytorch)/torch/"
@@ -133,10 +137,10 @@ class Stacks:
         self._frame_of_id: dict[int, int] = {}
         self._frame_of: dict[Frame, int] = {}
         self._frames: list[Frame] = []
-        self._frame_signs: list[Sign] = []
+        self._frame_signs: list[int] = []
         self._stacks: list[tuple[int, ...]] = [()]
-        self.signs: list[Sign] = [Sign(0)]
-        """By number of the stack, the signs of all its frames together."""
+        self.signs: list[int] = [0]
+        """By number of the stack, the signs of all its frames together, as bits of Sign."""
         self.sites: list[str] = [""]
         """By number of the stack, the line of code or the operator that tells most about it."""
 
@@ -157,12 +161,11 @@ class Stacks:
         if number is not None:
             return number
         number = self._by_frames[frames] = len(self._stacks)
-        signs = Sign(0)
+        signs, of_frame = 0, self._frame_signs
         for frame in frames:
             # What an optimizer calls to have the loss computed is none of its own; an optimizer that a hook of backward
             # calls is.
-            inside = signs & (Sign.CALL | Sign.CLOSURE | Sign.BACKWARD | Sign.MODEL)
-            signs |= self._frame_signs[frame] & ~(Sign.OPTIMIZER | Sign.STEP if inside else Sign(0))
+            signs |= of_frame[frame] & _OUTSIDE if signs & _INNER else of_frame[frame]
         self._stacks.append(frames)
         self.signs.append(signs)
         self.sites.append(self._site(frames))
@@ -183,7 +186,7 @@ class Stacks:
         if number is None:
             number = self._frame_of[frame] = len(self._frames)
             self._frames.append(frame)
-            self._frame_signs.append(signs_of(frame))
+            self._frame_signs.append(int(signs_of(frame)))
         self._frame_of_id[id(raw)] = number
         return number
 
@@ -194,14 +197,14 @@ class Stacks:
     def _site(self, frames: tuple[int, ...]) -> str:
         """The line that tells most: the innermost of the user's own code, else of a library, else of PyTorch. Where
         autograd runs below all Python, or on a thread without, the operator whose backward it is."""
-        first = next((i for i, number in enumerate(frames) if self._frame_signs[number] & Sign.PYTHON), len(frames))
+        first = next((i for i, number in enumerate(frames) if self._frame_signs[number] & _PYTHON), len(frames))
         node = self._node(frames[:first])
         if node:
             return node
-        for unwanted in (Sign.LIBRARY, Sign.TORCH, Sign(0)):
+        for unwanted in _LESS_TELLING:
             for number in frames:
                 signs = self._frame_signs[number]
-                if signs & Sign.PYTHON and not signs & unwanted:
+                if signs & _PYTHON and not signs & unwanted:
                     frame = self._frames[number]
                     return printable(f"{_short(frame.filename)}:{frame.line} {frame.name}")
         return self._native(frames)
