@@ -215,6 +215,23 @@ def test_gradients_and_state_by_their_stacks_where_a_history_has_no_backward():
     assert held(history.explained()) == {"parameters": 32, "gradients": 32, "optimizer state": 64}
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_parameters_by_their_stacks_and_state_without(trains: bool):
+    """The model was moved to the device while stacks were kept, its optimizer's state made while they were not."""
+    history = History()
+    for frames, count in (([], 8), (stack(APPLY, f"{SITE}/torch/nn/modules/module.py:to", MAIN), 4)):
+        for _ in range(count):
+            history.malloc(8, frames)
+    history.allocator.start()
+    for _ in range(2):
+        if trains:
+            history.step()
+            history.zero()
+        else:
+            history.free(history.malloc(3, FORWARD), FORWARD)
+    assert held(history.explained()) == {"parameters": 32, "optimizer state": 64}
+
+
 QUANTISERS = {
     "bitsandbytes": (f"{SITE}/bitsandbytes/functional.py:quantize_4bit", f"{SITE}/bitsandbytes/nn/modules.py:_quantize",
                      f"{SITE}/bitsandbytes/nn/modules.py:to", APPLY, f"{SITE}/torch/nn/modules/module.py:to", MAIN),

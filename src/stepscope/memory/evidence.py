@@ -185,7 +185,7 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     else:
         staged = bool((table["stage"] != "").any())
         usual = (4, 3, 2) if table.select((pl.col("passes") > 1).any()).item() else (3,) if staged else (4, 3)
-        sizes, copies = _alike(table.filter(resident), usual)
+        sizes, copies = _alike(table.filter(resident | is_known), usual)
         gradients_stay = len(usual) > 1 and (staged or copies == _STATES_AT_MOST + 2)
         if not copies:
             return table, "Nothing in this history tells apart what was there before it: it is called so."
