@@ -10,8 +10,8 @@ from stepscope.analysis.attention.answer import answer_attention
 from stepscope.analysis.captures.beside import digest_beside
 from stepscope.analysis.captures.digest import TraceDigest
 from stepscope.analysis.comparisons.sides import side_named
+from stepscope.analysis.runs.conditions import matches
 from stepscope.analysis.runs.doubts import doubting_kinds
-from stepscope.analysis.runs.tables import matches
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.attention_timing import decode_timings
 from stepscope.core.bounded_file import read_named
