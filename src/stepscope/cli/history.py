@@ -17,7 +17,7 @@ from stepscope.core.errors import InputError
 def history(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, or folders of them (default: --runs)."),
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     workload: str | None,
@@ -43,7 +43,7 @@ def history(
     if save is not None and workload is None:
         raise InputError("--save draws one trend: name it with --workload")
     conditions = conditions_of(where, tag)
-    found = listed_runs(places or [runs])
+    found = listed_runs(places, runs)
     kept, nowhere = meeting(found, conditions)
     if not kept:
         asked = f" with {in_words(conditions)}" if found and conditions else ""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def table(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, or folders of them (default: --runs)."),
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     rows: str = "model,seq_len",
@@ -55,7 +55,7 @@ def table(
         speedup=speedup,
         where=tuple(conditions),
     )
-    found = listed_runs(places or [runs])
+    found = listed_runs(places, runs)
     answer = answer_table(found, query, bare=style in BARE)
     if save is not None:
         from stepscope.analysis.runs.table_panels import table_panels

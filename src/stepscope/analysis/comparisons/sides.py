@@ -17,7 +17,7 @@ from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.processes import Change, standing
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.run_directory import find_run_files, load_run
+from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
 from stepscope.core.workload import Workload
@@ -71,8 +71,10 @@ def side_named(text: str, out: Path) -> Side:
     if conditions and any(_is_called(run, text) for run, _ in runs):
         name, asked = text, None  # and so may a tag
         conditions.clear()
-    if asked is None and name == "last" and runs:
-        return _kept(Side(name=text, kind="run", runs=(runs[-1],), faults=tuple(faults)), conditions)
+    if asked is None and name == LAST and runs:
+        latest = last_run(out)
+        found_last = [pair for pair in runs if latest is not None and pair[1] == latest.parent]
+        return _kept(Side(name=text, kind="run", runs=tuple(found_last or runs[-1:]), faults=tuple(faults)), conditions)
     meant = {
         one: tuple(pair for pair in runs if means(pair[0], name))
         for one, means in _KINDS.items()
