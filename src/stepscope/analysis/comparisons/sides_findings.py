@@ -4,6 +4,7 @@ import shlex
 from collections.abc import Iterator
 
 from stepscope.analysis.comparisons.sides import SideComparison, SidePair
+from stepscope.analysis.runs.disagreement import disagreement
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.core.environment import COMMITS
 from stepscope.core.finding import Finding, note, warning
@@ -87,10 +88,11 @@ def _mixed(found: SideComparison) -> Iterator[Finding]:
             environments = [run.environment for run in one.measured if run.environment is not None]
             differing = {name for other in environments[1:] for name in environments[0].differences(other)}
             if differing - {"git_dirty", "own_dirty"}:
+                apart = disagreement(one.representative, one.measured, found.value)
                 yield warning(
                     "mixed-side",
                     f"The runs of {side.name} are themselves from several environments: they differ in "
-                    f"{', '.join(sorted(differing))}.",
+                    f"{', '.join(sorted(differing))}.{f' {apart.sentence}' if apart is not None else ''}",
                 )
                 break
 

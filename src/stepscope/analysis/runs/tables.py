@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stepscope.analysis.runs.conditions import Condition, in_words, meeting
+from stepscope.analysis.runs.disagreement import Disagreement, disagreeing, disagreement
 from stepscope.analysis.runs.doubts import doubting_kinds, doubts_sentence, marked
 from stepscope.analysis.runs.fields import (
     IDENTIFYING,
@@ -77,11 +78,15 @@ def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list
         cells.setdefault(_labels(run, axes), []).append(run)
     chosen: list[Run] = []
     older = sets = 0
+    apart: list[Disagreement | None] = []
     for labels, candidates in cells.items():
         finished = [run for run in candidates if run.status not in REPEATED] or candidates
         _refuse_mixture(labels, finished)
         newest = sets_of(finished)[-1]
         chosen.append(newest.representative)
+        shown = set(map(id, newest.runs))
+        left_out = [run for run in finished if id(run) not in shown]
+        apart += [disagreement(newest.representative, left_out, name) for name in query.values if VALUES[name].samples]
         older += len(finished) - len(newest.runs)
         sets += len(newest.runs) > 1
     chosen.sort(key=lambda run: _ranks(run, axes))
@@ -91,7 +96,7 @@ def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list
         notes.append(
             f"{which} of several processes: the one in the middle by its step is shown; `stepscope compare` takes all."
         )
-    return chosen, notes
+    return chosen, [*notes, *(finding.sentence for finding in disagreeing(apart))]
 
 
 def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
