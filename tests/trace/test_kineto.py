@@ -57,6 +57,16 @@ def times(table: TraceTable) -> list[tuple[int, int]]:
     return table.work.select("start_ns", "duration_ns").rows()
 
 
+def test_values_are_kept_of_operators_whose_work_depends_on_them(tmp_path: Path):
+    """Of all others they would be as many texts as there are calls."""
+    values = {"Concrete_Inputs": ["", "[2, 2]", "False"]}
+    names = ["aten::conv2d", "aten::_flash_attention_forward", "flash_attn::_flash_attn_backward", "aten::add"]
+    events = [event("cpu_op", name, start, 1, **values) for start, name in enumerate(names)]
+    events += [event("cpu_op", 7, 9, 1, **values), event("cpu_op", "aten::conv3d", 10, 1)]
+    kept = read(events, tmp_path).operators["values"].to_list()
+    assert kept == ['["", "[2, 2]", "False"]'] * 3 + [None] * 3
+
+
 @pytest.mark.parametrize("spelling", ["new", "old", "list"])
 def test_spellings_of_all_versions(tmp_path: Path, spelling: str):
     names = OLD if spelling == "old" else NEW
@@ -86,8 +96,8 @@ def test_spellings_of_all_versions(tmp_path: Path, spelling: str):
     ]  # fmt: skip
     assert table.calls.row(0) == (105_000, 2_000, 10, 11, "cudaLaunchKernel", 77, 3)
     assert table.operators.rows() == [
-        (100_500, 20_250, 10, 11, "aten::mm", 3, 9, None, "[[2, 3]]", None),
-        (200_000, 9_000, 10, 12, "MmBackward0", 4, 9, 1, None, None),
+        (100_500, 20_250, 10, 11, "aten::mm", 3, 9, None, "[[2, 3]]", None, None),
+        (200_000, 9_000, 10, 12, "MmBackward0", 4, 9, 1, None, None, None),
     ]
     assert table.ranges.rows() == [(90_000, 500_000, 10, 11, "ProfilerStep#3", True)]
     assert sorted(table.links.rows()) == [(1, 100_500, 10, 11, True), (1, 200_000, 10, 12, False)]

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -61,6 +62,8 @@ class _Held:
 class _ProductDtypes(TorchDispatchMode):
     """A mode below autocast that collects the dtypes of matrix products' operands."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
@@ -68,7 +71,7 @@ class _ProductDtypes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.name in _PRODUCTS:
+        if not isinstance(func, HigherOrderOperator) and func._schema.name in _PRODUCTS:
             # Of a scaled product the first two are the operands, and the others their scales.
             count = 2 if func._schema.name in scaled_mm.OPERATORS else len(args)
             operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]

@@ -85,9 +85,12 @@ OPERATOR_SCHEMA = pl.Schema(
         "forward_thread": pl.Int64,
         "shapes": pl.Categorical(),
         "dtypes": pl.Categorical(),
+        "values": pl.Categorical(),
     }
 )
-"""Columns of operators. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to forward."""
+"""Columns of operators. `shapes`, `dtypes` and `values`, of arguments that are numbers: JSON text; `values` only of
+operators whose work depends on them. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to
+forward."""
 
 LINK_SCHEMA = pl.Schema(
     {"id": pl.Int64, "start_ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "begins": pl.Boolean}

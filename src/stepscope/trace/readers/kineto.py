@@ -18,7 +18,14 @@ from stepscope.trace.assemble import assemble
 from stepscope.trace.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
 from stepscope.trace.readers.event_times import UNREADABLE, is_readable, nanoseconds
 from stepscope.trace.readers.json_events import read_events
-from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block, operator_shapes
+from stepscope.trace.readers.kineto_events import (
+    NO_ARGUMENTS,
+    Arguments,
+    Event,
+    decode_block,
+    needs_values,
+    operator_shapes,
+)
 from stepscope.trace.table import (
     CALL_SCHEMA,
     CALLS,
@@ -233,6 +240,7 @@ class _Reader:
                     self._column("forward_thread", _either(arguments, "forward_thread")),
                     self._text("shapes", _texts(operator_shapes, group, arguments)),
                     self._text("dtypes", _texts(lambda _, given: bytes(given.dtypes), group, arguments)),
+                    self._text("values", _values(group, arguments)),
                 ]
             )
         )
@@ -391,6 +399,16 @@ def _texts(of: Callable[[Event, Arguments], bytes], group: list[Event], argument
     """A text of each event; in a trace without shapes none has any, which is seen at once."""
     has_shapes = any(given.shapes or given.shapes_old or given.dtypes for given in arguments)
     return map(of, group, arguments) if has_shapes else [b""] * len(group)
+
+
+def _values(group: list[Event], arguments: list[Arguments]) -> Iterable[bytes]:
+    """The values of each event's arguments, of operators whose work depends on them."""
+    wanted = (
+        {event.name for event in group if needs_values(event.name)} if any(given.values for given in arguments) else ()
+    )
+    if not wanted:
+        return [b""] * len(group)
+    return [bytes(given.values) if event.name in wanted else b"" for event, given in zip(group, arguments, strict=True)]
 
 
 def _readable(text: object) -> str:

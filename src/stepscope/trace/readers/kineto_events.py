@@ -1,5 +1,6 @@
 """Events of a Kineto trace, decoded into typed structs that skip what no reader asks for."""
 
+import re
 from contextlib import suppress
 from decimal import Decimal
 from functools import lru_cache
@@ -43,6 +44,7 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     collective_sequence: int | None = msgspec.field(default=None, name="Seq")
 
 
+_BY_VALUES = re.compile(r"conv|attention|flash_attn|^sgl_kernel::fwd$")
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -121,27 +123,12 @@ def _tightened(event: _LooseEvent) -> Event:
     )
 
 
-def operator_shapes(event: Event, given: Arguments) -> bytes:
-    """The shapes as recorded. A convolution's also have its lists of numbers, without which its output is not known."""
-    recorded = bytes(given.shapes) or bytes(given.shapes_old)
-    return _with_lists(recorded, bytes(given.values)) if given.values and "conv" in str(event.name) else recorded
+def operator_shapes(_: Event, given: Arguments) -> bytes:
+    """The shapes as recorded."""
+    return bytes(given.shapes) or bytes(given.shapes_old)
 
 
 @lru_cache(4096)
-def _with_lists(shapes: bytes, values: bytes) -> bytes:
-    """`[[8, 3, 32, 32], [], []]` with the values `["", "[2, 2]", "1"]` as `[[8, 3, 32, 32], [2, 2], []]`."""
-    try:
-        read = msgspec.json.decode(shapes, type=list[list[Any]])
-        found = [_numbers(value) for value in msgspec.json.decode(values, type=list[Any])]
-    except (msgspec.MsgspecError, RecursionError):
-        return shapes
-    if len(read) != len(found):
-        return shapes
-    return msgspec.json.encode([shape or numbers for shape, numbers in zip(read, found, strict=True)])
-
-
-def _numbers(value: object) -> list[int]:
-    """The numbers of a list that is written as Python writes it, with True as 1; none where it is something else."""
-    words = value[1:-1].split(",") if isinstance(value, str) and value[:1] == "[" and value[-1:] == "]" else []
-    found = [{"True": "1", "False": "0"}.get(word.strip(), word.strip()) for word in words]
-    return [int(word) for word in found] if all(word.isdecimal() and len(word) < 19 for word in found) else []
+def needs_values(operator: object) -> bool:
+    """Whether an operator's work depends on values: a convolution's strides, whether attention is causal."""
+    return isinstance(operator, str) and _BY_VALUES.search(operator) is not None
