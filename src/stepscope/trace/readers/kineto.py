@@ -238,14 +238,22 @@ class _Reader:
                     self._column("external", _either(arguments, "external")),
                     self._column("sequence", [given.sequence for given in arguments]),
                     self._column("forward_thread", _either(arguments, "forward_thread")),
-                    self._text("shapes", _texts(operator_shapes, group, arguments)),
-                    self._text("dtypes", _texts(lambda _, given: bytes(given.dtypes), group, arguments)),
-                    self._text("values", _values(group, arguments)),
+                    self._text("shapes", _texts(operator_shapes, arguments)),
+                    self._text("dtypes", _texts(lambda given: bytes(given.dtypes), arguments)),
+                    self._values(group, arguments),
                 ]
             )
         )
         if any(event.name == _COLLECTIVE for event in group):
             self._take_collectives(group)
+
+    def _values(self, group: list[Event], arguments: list[Arguments]) -> pl.Series:
+        """The values of each event's arguments, of operators whose work depends on them."""
+        wanted = {name for name in {event.name for event in group} if needs_values(name)}
+        if not wanted:
+            return self._text("values", [b""]).new_from_index(0, len(group))
+        pairs = zip(group, arguments, strict=True)
+        return self._text("values", (bytes(given.values) if event.name in wanted else b"" for event, given in pairs))
 
     def _take_ranges(self, group: list[Event]) -> None:
         self._parts["ranges"].append(
@@ -395,20 +403,10 @@ def _either(arguments: list[Arguments], name: str) -> list[int | None]:
     return [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
 
 
-def _texts(of: Callable[[Event, Arguments], bytes], group: list[Event], arguments: list[Arguments]) -> Iterable[bytes]:
+def _texts(of: Callable[[Arguments], bytes], arguments: list[Arguments]) -> Iterable[bytes]:
     """A text of each event; in a trace without shapes none has any, which is seen at once."""
     has_shapes = any(given.shapes or given.shapes_old or given.dtypes for given in arguments)
-    return map(of, group, arguments) if has_shapes else [b""] * len(group)
-
-
-def _values(group: list[Event], arguments: list[Arguments]) -> Iterable[bytes]:
-    """The values of each event's arguments, of operators whose work depends on them."""
-    wanted = (
-        {event.name for event in group if needs_values(event.name)} if any(given.values for given in arguments) else ()
-    )
-    if not wanted:
-        return [b""] * len(group)
-    return [bytes(given.values) if event.name in wanted else b"" for event, given in zip(group, arguments, strict=True)]
+    return map(of, arguments) if has_shapes else [b""] * len(arguments)
 
 
 def _readable(text: object) -> str:

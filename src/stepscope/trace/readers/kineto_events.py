@@ -3,7 +3,6 @@
 import re
 from contextlib import suppress
 from decimal import Decimal
-from functools import lru_cache
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -123,12 +122,11 @@ def _tightened(event: _LooseEvent) -> Event:
     )
 
 
-def operator_shapes(_: Event, given: Arguments) -> bytes:
+def operator_shapes(given: Arguments) -> bytes:
     """The shapes as recorded."""
     return bytes(given.shapes) or bytes(given.shapes_old)
 
 
-@lru_cache(4096)
 def needs_values(operator: object) -> bool:
     """Whether an operator's work depends on values: a convolution's strides, whether attention is causal."""
     return isinstance(operator, str) and _BY_VALUES.search(operator) is not None
