@@ -266,6 +266,12 @@ def test_flash_attention_over_documents_has_no_work():
         ("add", [[2, 3], [4, 3], []], ["float", "float", "Scalar"]),  # these do not broadcast
         ("mul", [[4, 512], []], ["long int", "Scalar"]),  # the number may make it floating
         ("max", [[4, 4], [4, 4]], ["float", "float"]),  # of two tensors: no reduction
+        ("where", [[4, 4]], ["bool"]),  # the places where it holds, as routing to experts asks
+        ("where", [[], [4]], ["Scalar", "float"]),
+        ("_grouped_mm", [[8, 4], [4, 8], [], [], []], ["float", "float", "", "", ""]),  # into how many groups?
+        ("_foreach_mm", [[[2, 3]], [[3, 2], [3, 2]]], ["TensorList", "TensorList"]),
+        ("convolution", [[2], [2], [], [], [], [], [], [], []], ["float", "float", *[""] * 7]),
+        ("_weight_int4pack_mm", [[4, 7], [3, 3], [], []], ["float", "int", "Scalar", "float"]),
         ("index_select", [[4, 4, 4], [], [2]], ["float", "Scalar", "long int"]),
         ("_foreach_mul_", [[], []], ["TensorList", "Scalar"]),  # too long a list to be recorded
         ("_flash_attention_forward", [[512, 4, 64]] * 3 + [[3], [3], [], []],
