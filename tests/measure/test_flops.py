@@ -99,6 +99,22 @@ def test_an_operator_of_the_users_own_is_unknown():
     assert _counted(lambda: twice(torch.ones(2))).unknown == {"stepscope_test::twice": 1}
 
 
+def test_products_inside_an_operator_that_is_written_in_python_count():
+    """As its trace has them, and with the device's own implementation. It is known, and called as before."""
+
+    @torch.library.custom_op("stepscope_test::product", mutates_args=())
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b).relu()
+
+    @product.register_kernel("cpu")
+    def _(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b @ b).relu()
+
+    counts = _counted(lambda: product(torch.ones(2, 3), torch.ones(3, 3)))
+    assert counts.work["forward"].flops == 2 * (2 * 2 * 3 * 3) and not counts.unknown
+    assert torch.equal(product(torch.ones(2, 3), torch.ones(3, 3)), torch.full((2, 3), 9.0))
+
+
 def test_what_does_not_multiply_is_neither_counted_nor_unknown():
     counts = _counted(
         lambda: (torch.randn(4).softmax(0), torch.linspace(0, 1, 5), torch.randn(3, 4).view(12).cumsum(0))

@@ -62,7 +62,7 @@ def test_values_are_kept_of_operators_whose_work_depends_on_them(tmp_path: Path)
     values = {"Concrete_Inputs": ["", "[2, 2]", "False"]}
     names = ["aten::conv2d", "aten::_flash_attention_forward", "flash_attn::_flash_attn_backward", "aten::add"]
     events = [event("cpu_op", name, start, 1, **values) for start, name in enumerate(names)]
-    events += [event("cpu_op", 7, 9, 1, **values), event("cpu_op", "aten::conv3d", 10, 1)]
+    events += [{**event("cpu_op", "", 9, 1, **values), "name": 7}, event("cpu_op", "aten::conv3d", 10, 1)]
     kept = read(events, tmp_path).operators["values"].to_list()
     assert kept == ['["", "[2, 2]", "False"]'] * 3 + [None] * 3
 

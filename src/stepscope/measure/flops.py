@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
 from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
@@ -114,16 +115,18 @@ class FlopCounts(Recorder):
         """The work of each phase."""
         return {phase: Work(flops=flops, convention=CONVENTION) for phase, flops in self._flops.items()}
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, inside: bool) -> bool:
+        """Whether the operator has FLOPs. `inside`: whether one that it calls had some, and it needs none."""
         try:
             flops = product_flops(func, args, kwargs, out)
         except Exception:
             self.unknown[func.name().partition(".")[0]] += 1
-            return
+            return False
         if flops is not None:
             self._flops[self._phase] = self._flops.get(self._phase, 0) + flops
-        elif func.namespace not in _NO_WORK and self._may_multiply(func):
+        elif not inside and func.namespace not in _NO_WORK and self._may_multiply(func):
             self.unknown[func.name().partition(".")[0]] += 1
+        return flops is not None
 
     @staticmethod
     def _may_multiply(func: Any) -> bool:
@@ -163,9 +166,12 @@ class _Operators(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    def __init__(self, tell: Callable[..., bool]) -> None:
+        """`tell`: takes the operator, its arguments by place and by name, what it returned, and `inside`: whether one
+        of the operators that it calls multiplied. Returns whether this one does."""
         super().__init__()
         self._tell = tell
+        self._products = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -177,6 +183,29 @@ class _Operators(TorchDispatchMode):
                 made_of = func.decompose(*args, **kwargs)
             if made_of is not NotImplemented:
                 return made_of
-        out = func(*args, **kwargs)
-        self._tell(func, args, kwargs, out)
+        before = self._products
+        with self._inside(func):
+            out = func(*args, **kwargs)
+        self._products += self._tell(func, args, kwargs, out, inside=self._products > before)
         return out
+
+    @contextlib.contextmanager
+    def _inside(self, func: Any) -> Iterator[None]:
+        """A context in which what an operator that is written in Python calls is told of too, as a trace shows it."""
+        made = OPDEFS.get(func.name().partition(".")[0])
+        if made is None or is_product(func._schema.name) or func._overloadpacket in flop_registry:
+            yield
+            return
+        written = dict(made._backend_fns)
+        made._backend_fns.update({device: self._under(function) for device, function in written.items()})
+        try:
+            yield
+        finally:
+            made._backend_fns.update(written)
+
+    def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return run
