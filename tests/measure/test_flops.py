@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
@@ -125,3 +126,10 @@ def test_what_does_not_multiply_is_neither_counted_nor_unknown():
 def test_a_product_by_a_vector():
     matrix, vector = torch.randn(3, 4), torch.randn(4)
     assert _counted(lambda: (matrix @ vector, vector @ vector)).work["forward"].flops == 2 * 3 * 4 + 2 * 4
+
+
+def test_flex_attention_counts_by_pytorchs_formula():
+    """It is an operator of higher order, which a mode must be willing to take."""
+    q = torch.randn(1, 2, 128, 16)
+    counts = _counted(lambda: flex_attention(q, q, q))
+    assert counts.work["forward"].flops == 4 * 2 * 128 * 128 * 16 and not counts.unknown
