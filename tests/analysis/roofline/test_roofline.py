@@ -443,7 +443,7 @@ def test_products_whose_record_leaves_them_open_are_said(tmp_path: Path):
     assert operator(found, "mm", None).is_open and not operator(found, "addmm").is_open
     assert operator(found, "addmm").flops == 2 * 1024**3
     text = " ".join(said(found).split())
-    assert "The record does not say how much 1 calls a step of products did: their FLOPs are missing (mm;" in text
+    assert "The record leaves open the sizes of 1 products a step: their FLOPs are missing (mm;" in text
 
 
 def test_a_part_of_a_trace_keeps_what_its_operators_were_told(tmp_path: Path):

@@ -132,8 +132,8 @@ def _open_products(roofline: Roofline) -> Iterator[str]:
         share = sum(each.device_ns for each in found) / roofline.busy_ns if roofline.busy_ns else 0.0
         names = ", ".join(sorted({name_shown(each.operator.removeprefix("aten::")) for each in found}))
         yield (
-            f"The record does not say how much {calls:g} calls a step of products did: their FLOPs are missing "
-            f"({names}; {format_share(share)} of device time)."
+            f"The record leaves open the sizes of {calls:g} products a step: their FLOPs are missing ({names}; "
+            f"{format_share(share)} of device time)."
         )
 
 
