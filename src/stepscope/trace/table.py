@@ -124,11 +124,26 @@ WORK, CALLS, OPERATORS, RANGES = "kernels, copies and fills", "calls", "operator
 class Damage:
     """Rows that cannot be as they stand, counted by what they are.
 
-    `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file.
+    `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file. `untimed`:
+    their start is no time, zero where nothing else is, or a year from all others: work stands at its launch instead,
+    other rows are left out. `endless`: their duration is no time, and counts as 0 ns. `overlong`: work that outlasted
+    later work of its stream, and was cut where the next begins, by `cut_ns` in all. `mended`: texts that the profiler
+    wrote as no JSON, by what was wrong with them.
     """
 
     backwards: dict[str, int] = field(default_factory=dict[str, int])
     nameless: dict[str, int] = field(default_factory=dict[str, int])
+    untimed: dict[str, int] = field(default_factory=dict[str, int])
+    endless: dict[str, int] = field(default_factory=dict[str, int])
+    mended: dict[str, int] = field(default_factory=dict[str, int])
+    overlong: int = 0
+    cut_ns: int = 0
+
+
+def add_count(counts: dict[str, int], what: str, rows: int) -> None:
+    """Add to the count of rows of one sort."""
+    if rows:
+        counts[what] = counts.get(what, 0) + rows
 
 
 Profiler = Literal["Kineto", "Nsight Systems"]

@@ -1,8 +1,10 @@
 """Times of Chrome-trace events as exact nanoseconds.
 
-They are microseconds, as integers, with decimals, or as text; those too large to be microseconds are nanoseconds.
+They are microseconds, as integers, with decimals, or as text; those too large to be microseconds are nanoseconds. The
+unit is that of the file: one impossible time does not change the others.
 """
 
+from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -14,24 +16,37 @@ _NANOSECONDS_FROM = 10**17
 """Times from here on are nanoseconds: no clock in microseconds comes near, and since 1970 they are 1.7e18."""
 _LARGEST_NS = 2**62
 
-UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
-"""Errors that `nanoseconds` raises where a time is no number, or beyond all clocks."""
+_UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 
 
-def nanoseconds(starts: list[Any], durations: list[Any]) -> tuple[pl.Series, pl.Series]:
-    """The columns start_ns and duration_ns; both are written in the unit that the starts are in."""
-    start, duration = _numbers(starts), _numbers(durations)
-    per_unit = 1 if _largest(start) >= _NANOSECONDS_FROM else 1000
-    return _scaled("start_ns", start, per_unit), _scaled("duration_ns", duration, per_unit)
+def needs_decimals(times: Iterable[Any]) -> bool:
+    """Whether some of the times are doubles so large that they have lost nanoseconds."""
+    doubles = [time for time in times if type(time) is float]
+    return bool(doubles) and (max(doubles) >= EXACT_BELOW_US or min(doubles) <= -EXACT_BELOW_US)
 
 
-def is_readable(start: object, duration: object) -> bool:
-    """Whether these are times."""
+def ns_per_unit(times: Iterable[Any]) -> int | None:
+    """Nanoseconds of the unit that most of these times are in; None where none can be read."""
+    found = sorted(abs(time) for time in (_nanoseconds(time, 1) for time in times) if time is not None)
+    if not found:
+        return None
+    return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000
+
+
+def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
+    """A column of times or durations; null where one is no number, or beyond all clocks."""
     try:
-        nanoseconds([start], [duration])
-    except UNREADABLE:
-        return False
-    return True
+        return _scaled(name, _numbers(times), per_unit)
+    except _UNREADABLE:
+        return pl.Series(name, [_nanoseconds(time, per_unit) for time in times], dtype=pl.Int64)
+
+
+def _nanoseconds(time: Any, per_unit: int) -> int | None:
+    try:
+        exact = Decimal(time) * per_unit
+        return round(exact) if abs(exact) < _LARGEST_NS else None
+    except _UNREADABLE:
+        return None
 
 
 def _numbers(values: list[Any]) -> pl.Series | list[Decimal]:

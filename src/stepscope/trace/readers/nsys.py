@@ -15,7 +15,7 @@ import polars as pl
 
 from stepscope.core.errors import InputError, StepscopeError, printable
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
-from stepscope.trace.assemble import assemble, check_clock
+from stepscope.trace.assemble import LARGEST_NS, assemble
 from stepscope.trace.counters import copy_bandwidth
 from stepscope.trace.readers.nsys_details import DETAILS, detail_columns
 from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
@@ -33,6 +33,7 @@ from stepscope.trace.table import (
     WORK_SCHEMA,
     Damage,
     TraceTable,
+    add_count,
     empty,
 )
 
@@ -139,11 +140,6 @@ class _Counts:
     damage: Damage = field(default_factory=Damage)
 
 
-def _add(counts: dict[str, int], what: str, rows: int) -> None:
-    if rows:
-        counts[what] = counts.get(what, 0) + rows
-
-
 def _threads(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> dict[tuple[int, int], str]:
     """The names of threads, by process and thread as other frames number them."""
     if not _has(tables, "ThreadNames", ["nameId", "globalTid"]):
@@ -193,7 +189,7 @@ def _looked_up(
         strings, left_on=column, right_on="id", how="left", maintain_order="left"
     )
     missing = joined.select(pl.col("value").is_null() & (pl.col(column) != NO_NUMBER)).to_series()
-    _add(counts.damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
+    add_count(counts.damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
     return joined.select(
         pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
     ).to_series()
@@ -213,14 +209,14 @@ def _timed(
         timed = frame
         if any(frame[column].min() == NO_NUMBER for column in needed):
             timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
-            _add(counts.other, _UNTIMED, frame.height - timed.height)
-        ends = timed["end"]
-        check_clock(tables.path, timed["start"])
-        check_clock(tables.path, ends.filter(ends != NO_NUMBER) if may_be_open else ends)
+            add_count(counts.other, _UNTIMED, frame.height - timed.height)
+        on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
+        recorded, timed = timed.height, timed.filter(*on_a_clock)
+        add_count(counts.damage.untimed, what, recorded - timed.height)
         backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
         if may_be_open:  # a mark has no end
             backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
-        _add(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
+        add_count(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
         yield timed
 
 
@@ -318,7 +314,7 @@ def _ranges(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> tuple[pl.
         ranges, written = operators_apart(_ranges_of(chosen, strings, counts))
         parts.append(ranges)
         operators.append(written)
-    _add(counts.other, "NVTX marks and others", others)
+    add_count(counts.other, "NVTX marks and others", others)
     return pl.concat([empty(RANGE_SCHEMA), *parts]), pl.concat([empty(OPERATOR_SCHEMA), *operators])
 
 
