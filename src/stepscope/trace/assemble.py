@@ -52,6 +52,8 @@ def assemble(
     ranks: int | None = None,
     damage: Damage | None = None,
     counters: pl.DataFrame | None = None,
+    remarks: tuple[str, ...] = (),
+    traced: frozenset[str] = frozenset(),
 ) -> TraceTable:
     """Check the schemas, join the launches, put right times that cannot be; without device work operators stand in.
 
@@ -110,4 +112,6 @@ def assemble(
         ranks=ranks,
         damage=damage,
         counters=counters,
+        remarks=remarks,
+        traced=traced,
     )

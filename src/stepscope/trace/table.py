@@ -169,7 +169,8 @@ class TraceTable:
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.
     `threads`: the names of threads by (process, thread), where the trace says them. `rank`: which rank of `ranks` the
-    process was; None where it was alone, or the trace does not say.
+    process was; None where it was alone, or the trace does not say. `remarks`: the profiler's own warnings. `traced`:
+    what it was asked to trace (`cuda`, `nvtx`), where the trace says it.
     """
 
     profiler: Profiler
@@ -188,6 +189,8 @@ class TraceTable:
     ranks: int | None = None
     damage: Damage = field(default_factory=Damage)
     counters: pl.DataFrame = field(default_factory=lambda: empty(COUNTER_SCHEMA))
+    remarks: tuple[str, ...] = ()
+    traced: frozenset[str] = frozenset()
 
     @property
     def on_cpu(self) -> bool:

@@ -343,7 +343,9 @@ def _overlap_words(one: Overlap, steps: int) -> str:
 def _path_words(path: CriticalPath) -> str:
     columns = path.by_category.select("category", "family", "duration_ns", "share")
     beside = path.beside_host_ns
-    working = f", in which the device worked for {ms_text(beside)} ms" if beside >= _NAMED_SHARE * path.duration_ns else ""
+    working = (
+        f", in which the device worked for {ms_text(beside)} ms" if beside >= _NAMED_SHARE * path.duration_ns else ""
+    )
     named = [
         f"{family if category == 'computation' and family else category} {format_share(share)} "
         f"({ms_text(duration_ns)} ms{working if category == 'host' else ''})"

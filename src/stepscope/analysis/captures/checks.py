@@ -10,6 +10,7 @@ from stepscope.analysis.captures.damage import (
     durations_cut,
     ends_before_begin,
     names_missing,
+    profiler_warns,
     ranges_missing,
     texts_mended,
     times_missing,
@@ -389,6 +390,7 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
 
 TRACE_CHECKS: tuple[TraceCheck, ...] = (
     incomplete_trace,
+    profiler_warns,
     names_missing,
     ends_before_begin,
     times_missing,

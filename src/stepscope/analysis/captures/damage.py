@@ -16,6 +16,7 @@ _TICK_NS = 1_000
 """Work may seem to begin so much before its launch where both clocks count microseconds."""
 _LATEST_NS = 10_000_000_000
 """No work waits so long for the device where all of it does."""
+_REMARKS_QUOTED = 3
 _ONE_KERNEL = r"^(cudaLaunch|cuLaunch|hip\w*Launch)\w*Kernel"
 _MANY_KERNELS = r"Graph|MultiDevice"
 """One launch of a graph, or of a kernel on several devices, is many kernels. In 50,000 rows of 20 published captures no
@@ -151,6 +152,20 @@ def texts_mended(summary: TraceSummary) -> Finding | None:
     )
 
 
+def profiler_warns(summary: TraceSummary) -> Finding | None:
+    """A finding on what the profiler itself warns of in its capture."""
+    table = summary.attribution.table
+    if not table.remarks:
+        return None
+    told = " ".join(f'"{remark}"' for remark in table.remarks[:_REMARKS_QUOTED])
+    more = len(table.remarks) - _REMARKS_QUOTED
+    return warning(
+        "profiler-warns",
+        f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}",
+        {"remarks": len(table.remarks)},
+    )
+
+
 def _integer(value: object) -> int:
     return value if isinstance(value, int) else 0
 
@@ -220,11 +235,12 @@ def ranges_missing(summary: TraceSummary) -> Finding | None:
         holds = "The NVTX ranges in this capture are all of PyTorch's operators, and none names a step, phase or"
     else:
         holds = "This capture holds no NVTX ranges, which name a step, phase or"
+    how = "" if "nvtx" in table.traced else "capture with `nsys profile --trace=cuda,nvtx` and "
     return warning(
         "ranges-missing",
         f"{holds} module: kernels and families are told for the whole capture, and not where in the step they ran.",
         {"ranges": table.ranges.height, "operators": table.operators.height},
-        remedy="capture with `nsys profile --trace=cuda,nvtx` and name the phases with torch.cuda.nvtx.range",
+        remedy=f"{how}name the phases with torch.cuda.nvtx.range",
     )
 
 
