@@ -86,7 +86,7 @@ _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "Dis
 def read_kineto(path: Path) -> TraceTable:
     """The TraceTable of a Kineto trace. Raises InputError where it is broken or holds no events of a profiler."""
     reader = _Reader(path)
-    for block in read_events(path, decode_block):
+    for block in read_events(path, decode_block, reader.damage.mended):
         if isinstance(block, dict):
             reader.note_fields(block)
         else:
@@ -107,7 +107,7 @@ class _Reader:
         self._threads: dict[tuple[int, int], str] = {}
         self._events = 0
         self._ns_per_unit: int | None = None
-        self._damage = Damage()
+        self.damage = Damage()
         self._counters: list[pl.DataFrame] = []
         self._copies = [empty(COPY_SCHEMA)]
         self._takers: dict[str, Callable[[list[Event]], None]] = {
@@ -305,10 +305,10 @@ class _Reader:
         start = nanoseconds("start_ns", [event.ts for event in group], per_unit)
         duration = nanoseconds("duration_ns", [event.dur or 0 for event in group], per_unit)
         if duration.null_count():
-            add_count(self._damage.endless, what, duration.null_count())
+            add_count(self.damage.endless, what, duration.null_count())
             duration = duration.fill_null(0)
         if group and _int(duration.min()) < 0:
-            add_count(self._damage.backwards, what, int((duration < 0).sum()))
+            add_count(self.damage.backwards, what, int((duration < 0).sum()))
             duration = duration.clip(lower_bound=0)
         return start, duration
 
@@ -370,7 +370,7 @@ class _Reader:
             collectives=self._frame("collectives", COLLECTIVE_SCHEMA, texts),
             rank=rank,
             ranks=ranks,
-            damage=self._damage,
+            damage=self.damage,
             counters=pl.concat([empty(COUNTER_SCHEMA), *self._counters, copy_bandwidth(pl.concat(self._copies))]),
         )
 

@@ -154,7 +154,8 @@ class ParquetTables:
             raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
 
     def is_text(self, table: str, column: str) -> bool:
-        return self._schema(table)[column] in (pl.String, pl.Binary)
+        dtype = self._schema(table)[column]
+        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
 
     def _schema(self, table: str) -> dict[str, pl.DataType]:
         with _panics_unheard():
