@@ -85,8 +85,8 @@ def _answer(study: str) -> Callable[[Path], tuple[str, ...]]:
 
 
 def _sides(folder: Path) -> tuple[str, ...]:
-    runs = sorted((ROOT / "results" / "cpu" / "compare").iterdir())
-    return (str(runs[0]), str(runs[1]))
+    runs = sorted(place.parent for place in (ROOT / "results" / "cpu" / "compare").glob("*/run.json"))
+    return (str(runs[0]), str(runs[2]))
 
 
 def _device_report(folder: Path) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ INPUTS: dict[str, list[Callable[[Path], tuple[str, ...]]]] = {
     "device": [_device_report],
     "writeup": [_runs()],
     "study attention-gate": [_alone("--from", str(ROOT / "results" / "cpu" / "attention" / "gate.json"))],
-    "study attention-step": [_answer("attention-steps")],
+    "study attention-step": [_answer("attention")],
 }
 """What verbs are given that cost little. Studies show a finished answer."""
 

@@ -59,7 +59,7 @@ def assemble(
 
     `arrows` lead from calls to their work, as LINK_SCHEMA, where the rows themselves do not say it.
 
-    Raises InputError, naming `path`, where durations add up to more than a clock can say.
+    Raises InputError, naming `path`, where no row has a time, or durations add up to more than a clock can say.
     """
     operators = empty(OPERATOR_SCHEMA) if operators is None else operators
     links = empty(LINK_SCHEMA) if links is None else links
@@ -84,6 +84,8 @@ def assemble(
         damage,
     )
     calls, operators, ranges, links, collectives, counters = hosts.values()
+    if (work.height or damage.untimed) and not (work["start_ns"].count() or calls.height or operators.height):
+        raise InputError(f"{path}: none of its events has a time that can be read: this capture is damaged")
     for frame in (work, calls, ranges, operators):
         if frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
             raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")
