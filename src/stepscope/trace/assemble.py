@@ -77,6 +77,8 @@ def assemble(
         (counters, COUNTER_SCHEMA),
     ):
         assert frame.schema == schema, f"{frame.schema} is not {schema}"
+    if (work.height or operators.height) and not any(frame["start_ns"].count() for frame in (work, calls, operators)):
+        raise InputError(f"{path}: none of its events has a time that can be read: this capture is damaged")
     work, hosts = without_impossible_times(
         work,
         {CALLS: calls, OPERATORS: operators, RANGES: ranges, "arrows": links, "collectives": collectives}
@@ -84,8 +86,6 @@ def assemble(
         damage,
     )
     calls, operators, ranges, links, collectives, counters = hosts.values()
-    if (work.height or damage.untimed) and not (work["start_ns"].count() or calls.height or operators.height):
-        raise InputError(f"{path}: none of its events has a time that can be read: this capture is damaged")
     for frame in (work, calls, ranges, operators):
         if frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
             raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")

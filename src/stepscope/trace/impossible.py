@@ -67,13 +67,14 @@ _NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col(
 
 
 def at_their_launch(work: pl.DataFrame, damage: Damage) -> pl.DataFrame:
-    """Work with its launches, of which the rows without a start stand at their launch, or else at the first start."""
+    """Work with its launches, of which the rows without a start stand at their launch, or else at 0 or, where that is
+    far from all others, at the first start."""
     missing = work.select(_NO_START.alias("missing")).to_series()
     if not missing.any():
         return work
     add_count(damage.untimed, WORK, int(missing.sum()))
-    first = work["start_ns"].filter(~missing).min()
-    instead = pl.coalesce("launch_ns", pl.lit(first, pl.Int64), pl.lit(0, pl.Int64))
+    first = _integer(work["start_ns"].filter(~missing).min())
+    instead = pl.coalesce("launch_ns", pl.lit(first if abs(first) >= FAR_NS else 0, pl.Int64))
     return work.with_columns(pl.when(missing).then(instead).otherwise("start_ns").alias("start_ns"))
 
 
@@ -87,9 +88,13 @@ def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> 
     places = ["process", "device", "stream"]
     timed = (pl.col("stream") >= 0) & (pl.col("duration_ns") > 0) & ~_NO_START
     end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
-    rows = work.with_row_index("row").filter(timed)
-    rows = rows.select("row", *places, "start_ns", end_ns, "launch_row", _launch().alias("launch"))
-    rows = rows.sort(*places, "start_ns", "end_ns")
+    rows = work.select(*places, "start_ns", end_ns, "launch_ns", "duration_ns", "launch_row").with_row_index("row")
+    rows = rows.filter(timed).sort(*places, "start_ns", "end_ns")
+    begins_within = pl.col("start_ns").shift(-1) < pl.col("end_ns") - _SHORT_NS
+    if not rows.select((begins_within & _same(places)).any()).item():
+        return work, damage
+    launch = work.with_row_index("row").select(_launch())[rows["row"]].to_series()
+    rows = rows.with_columns(launch.alias("launch"))
     runs = rows.select(pl.struct(*places, "launch").rle_id().alias("run"), pl.struct(places).rle_id().alias("stream"))
     first = runs["run"].search_sorted(runs["run"], side="right").clip(upper_bound=max(0, rows.height - 1))
     next_ns = rows["start_ns"].gather(first)
@@ -115,6 +120,11 @@ def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> 
     shorter = work.with_columns(duration)
     cut_ns = int(work["duration_ns"].sum()) - int(shorter["duration_ns"].sum())
     return shorter, replace(damage, overlong=len(cut), cut_ns=cut_ns)
+
+
+def _same(columns: list[str]) -> pl.Expr:
+    """Whether these columns are equal in the next row."""
+    return pl.all_horizontal(pl.col(column) == pl.col(column).shift(-1) for column in columns)
 
 
 def _launch() -> pl.Expr:

@@ -4,7 +4,6 @@ They are microseconds, as integers, with decimals, or as text; those too large t
 unit is that of the file: one impossible time does not change the others.
 """
 
-from collections.abc import Iterable
 from decimal import Decimal
 from typing import Any
 
@@ -15,19 +14,25 @@ EXACT_BELOW_US = 2**43
 _NANOSECONDS_FROM = 10**17
 """Times from here on are nanoseconds: no clock in microseconds comes near, and since 1970 they are 1.7e18."""
 _LARGEST_NS = 2**62
+_SAMPLE = 1000
 
 _UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 
 
-def needs_decimals(times: Iterable[Any]) -> bool:
+def needs_decimals(times: list[Any]) -> bool:
     """Whether some of the times are doubles so large that they have lost nanoseconds."""
-    doubles = [time for time in times if type(time) is float]
-    return bool(doubles) and (max(doubles) >= EXACT_BELOW_US or min(doubles) <= -EXACT_BELOW_US)
+    try:
+        if max(times) < EXACT_BELOW_US:
+            return False
+    except (TypeError, ValueError):  # there are none, or some are no numbers
+        pass
+    return any(type(time) is float and time >= EXACT_BELOW_US for time in times)
 
 
-def ns_per_unit(times: Iterable[Any]) -> int | None:
-    """Nanoseconds of the unit that most of these times are in; None where none can be read."""
-    found = sorted(abs(time) for time in (_nanoseconds(time, 1) for time in times) if time is not None)
+def ns_per_unit(times: list[Any]) -> int | None:
+    """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read."""
+    sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
+    found = sorted(abs(time) for time in sample if time is not None)
     if not found:
         return None
     return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000

@@ -123,7 +123,7 @@ class _Reader:
     def take(self, events: list[Event]) -> None:
         self._events += len(events)
         if self._ns_per_unit is None:
-            self._ns_per_unit = ns_per_unit(event.ts for event in events)
+            self._ns_per_unit = ns_per_unit([event.ts for event in events])
         sorted_events: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
         for event in events:
             sorted_events[event.ph, event.cat].append(event)
