@@ -157,21 +157,20 @@ def naive(rows: list[dict[str, Any]], waits: list[tuple[str, int, int]]) -> list
         earlier = [row for row in order[: order.index(now)] if row["stream"] == now["stream"]]
         before = earlier[-1] if earlier and earlier[-1]["end_ns"] >= start - KERNEL_LATENCY_NS else last_ended(start)
         returned = max([end for end in released if end <= launch], default=begin)
-        late = before is None or launch > before["end_ns"] - LAUNCH_NS
         since = max(returned, begin)
         worked = {at for row in rows for at in range(max(row["start_ns"], since), min(row["end_ns"], start))}
-        if late and before is not None and 2 * len(worked) > start - since:
+        if before is not None and launch <= before["end_ns"] - LAUNCH_NS:
+            gap = start - before["end_ns"]
+            path.append(("kernel-to-kernel latency" if gap <= KERNEL_LATENCY_NS else "dependency", gap))
+        elif before is not None and 2 * len(worked) > start - since:
             called = max(launch, before["end_ns"])
             path += [("launch", start - called), ("host", called - before["end_ns"])]
-        elif late:
+        else:
             before = last_ended(returned) if returned > begin else None
             path += [("launch", start - launch), ("host", launch - max(returned, begin))]
             if before is None:
                 break
             path.append(("synchronisation", returned - max(begin, before["end_ns"])))
-        else:
-            gap = start - before["end_ns"]
-            path.append(("kernel-to-kernel latency" if gap <= KERNEL_LATENCY_NS else "dependency", gap))
         now, until = before, min(before["end_ns"], start)
     return [(category, length) for category, length in reversed(path) if length > 0]
 
