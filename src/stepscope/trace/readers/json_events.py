@@ -119,14 +119,13 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
             buffer += stream.read()
         if stream.ended:
             break
-        cut, events = _at_a_guess(buffer, decode)
+        buffer, cut, events, unsure = _by_a_guess(stream, buffer, decode)
         if events is not None:
             yield events
-        if cut is None:
-            buffer, unescaped = with_texts_escaped(buffer)
-            if unescaped:  # with their quotes brackets could not be counted
-                stream.count_mended(UNESCAPED, unescaped)
-                continue
+        elif unsure:
+            buffer += stream.read_as_much(buffer)
+            continue
+        else:
             cut, closed = _scan(stream, buffer)
             if closed:
                 break
@@ -155,6 +154,25 @@ def _at_a_guess(buffer: bytes, decode: Callable[[bytes], list[T]]) -> tuple[int 
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return None, None
+
+
+def _by_a_guess(
+    stream: _Stream, buffer: bytes, decode: Callable[[bytes], list[T]]
+) -> tuple[bytes, int | None, list[T] | None, bool]:
+    """The buffer, where it may be cut, the events before, and whether more text may tell.
+
+    A buffer in which texts are not escaped is mended first: its brackets could not be counted.
+    """
+    cut, events = _at_a_guess(buffer, decode)
+    if events is not None:
+        return buffer, cut, events, False
+    mended, unescaped = with_texts_escaped(buffer, complete=False)
+    if unescaped:
+        cut, events = _at_a_guess(mended, decode)
+        if events is not None:
+            stream.count_mended(UNESCAPED, unescaped)
+            return mended, cut, events, False
+    return buffer, None, None, bool(unescaped) and len(buffer) <= EVENT_LIMIT_BYTES
 
 
 def _open_array(stream: _Stream) -> tuple[bytes, dict[str, Any], bytes]:
@@ -248,8 +266,10 @@ def _finish(
         end = buffer.rindex(b"]")  # a guess, proved by parsing
         events = decode(b"[" + buffer[:end] + b"]")
     except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        buffer, unescaped = with_texts_escaped(buffer)
-        stream.count_mended(UNESCAPED, unescaped)
+        mended, unescaped = with_texts_escaped(buffer)
+        if unescaped and _is_closed(mended, decode):
+            stream.count_mended(UNESCAPED, unescaped)
+            buffer = mended
         end = _array_end(stream, buffer)
         # A comma too many is a known slip of writers.
         events = _decode_carefully(stream, buffer[:end].rstrip().removesuffix(b","), decode, start=start)
@@ -259,6 +279,15 @@ def _finish(
         yield _fields(stream, b'{"traceEvents":[]' + rest, f"after its events, at byte {start + end + 1}")
     elif rest:
         raise InputError(f"{stream.path}: text follows the end of the trace, at byte {start + end + 1}")
+
+
+def _is_closed(text: bytes, decode: Callable[[bytes], list[T]]) -> bool:
+    """Whether the text up to its last bracket is events."""
+    try:
+        decode(b"[" + _mend(text[: text.rindex(b"]")].rstrip().removesuffix(b","), {}) + b"]")
+    except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _array_end(stream: _Stream, buffer: bytes) -> int:
