@@ -24,6 +24,7 @@ hostile: $(INSTALLED)  ## The long campaigns: kills, signals, directories that v
 	$(BIN)/python -m tests.hostile.kills --out results/cpu/hostile/kills.json
 	$(BIN)/python -m tests.hostile.inputs --out results/cpu/hostile/inputs.json
 	$(BIN)/python -m tests.hostile.captures --cases 8000 --jobs $(WORKERS) --out results/cpu/hostile/captures.json
+	$(BIN)/python -m tests.hostile.records --out results/cpu/hostile/records.json
 	$(BIN)/python -m tests.hostile.captures --snapshots --cases 2000 --jobs $(WORKERS) --out results/cpu/hostile/snapshots.json
 	$(BIN)/pytest -n $(WORKERS) --dist loadfile --long
 

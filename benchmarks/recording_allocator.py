@@ -5,7 +5,7 @@ replay of a snapshot (stepscope.memory.replay) with what this allocator itself k
 """
 
 import bisect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MIB = 1 << 20
@@ -23,12 +23,18 @@ class Block:
     stream: int
     small: bool
     segment: "list[Block]"
+    pool: tuple[int, int] = (0, 0)
     state: str = "inactive"
     requested: int = 0
 
     @property
     def end(self) -> int:
         return self.address + self.size
+
+    @property
+    def kind(self) -> tuple[bool, int, tuple[int, int]]:
+        """What a request must share with the block to be given it."""
+        return self.small, self.stream, self.pool
 
 
 @dataclass(kw_only=True)
@@ -38,6 +44,8 @@ class RecordingAllocator:
     expandable: bool = False
     max_split_size: int = -1
     roundup: dict[str, int] = field(default_factory=dict)
+    tells_pools: bool = False
+    """Whether events say their pool, as those of newer versions do."""
     recording: bool = True
     time_us: int = 1_700_000_000_000_000
     about: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +58,7 @@ class RecordingAllocator:
 
     def __post_init__(self) -> None:
         self._segments: list[list[Block]] = []
-        self._free: dict[tuple[bool, int], list[tuple[int, int]]] = {}
+        self._free: dict[tuple[bool, int, tuple[int, int]], list[tuple[int, int]]] = {}
         self._at: dict[int, Block] = {}
         self._next = _BASE
 
@@ -59,15 +67,15 @@ class RecordingAllocator:
         self.recording, self.events, self.peak = True, [], self.allocated
         return self.segments()
 
-    def malloc(self, size: int, stream: int = 0) -> int:
+    def malloc(self, size: int, stream: int = 0, pool: tuple[int, int] = (0, 0)) -> int:
         """Address of a block for a request, by best fit."""
         need = self._rounded(size)
         small = need <= MIB
-        block = self._best_fit(need, small, stream) or self._more(need, small, stream)
+        block = self._best_fit(need, (small, stream, pool)) or self._more(need, (small, stream, pool))
         rest = block.size - need
         splits = rest >= 512 if small or self.expandable else rest > MIB and not 0 < self.max_split_size <= need
         if splits:
-            behind = Block(address=block.address + need, size=rest, stream=stream, small=small, segment=block.segment)
+            behind = replace(block, address=block.address + need, size=rest)
             block.segment.insert(block.segment.index(block) + 1, behind)
             block.size = need
             self._keep_free(behind)
@@ -75,7 +83,7 @@ class RecordingAllocator:
         self._at[block.address] = block
         self.allocated += block.size
         self.peak = max(self.peak, self.allocated)
-        self._record("alloc", block.address, size, stream)
+        self._record("alloc", block.address, size, stream, pool)
         return block.address
 
     def free(self, address: int, *, in_use_elsewhere: bool = False) -> None:
@@ -84,7 +92,7 @@ class RecordingAllocator:
         assert block.state == "active_allocated"
         block.state = "active_awaiting_free"
         self.allocated -= block.size
-        self._record("free_requested", address, block.requested, block.stream)
+        self._record("free_requested", address, block.requested, block.stream, block.pool)
         if not in_use_elsewhere:
             self.complete(address)
 
@@ -92,7 +100,7 @@ class RecordingAllocator:
         """The other stream is done with a block."""
         block = self._at.pop(address)
         assert block.state == "active_awaiting_free"
-        self._record("free_completed", address, block.requested, block.stream)
+        self._record("free_completed", address, block.requested, block.stream, block.pool)
         block.state, block.requested = "inactive", 0
         index = block.segment.index(block)
         for beside in (index + 1, index - 1):
@@ -102,9 +110,10 @@ class RecordingAllocator:
                 block.address, block.size = min(block.address, other.address), block.size + other.size
         self._keep_free(block)
 
-    def empty_cache(self) -> None:
-        """Give back every segment that holds nothing, and every free page of an expandable one."""
-        for segment in list(self._segments):
+    def empty_cache(self, done: tuple[int, int] = (0, 0)) -> None:
+        """Give back every segment that holds nothing, and every free page of an expandable one: of the ordinary pool,
+        and of a private one whose graph is gone."""
+        for segment in [segment for segment in self._segments if segment[0].pool in ((0, 0), done)]:
             for block in [b for b in segment if b.state == "inactive"]:
                 page = 2 * MIB if block.small else 20 * MIB
                 start, end = block.address, block.end
@@ -157,6 +166,7 @@ class RecordingAllocator:
             "stream": run[0].stream,
             "frames": [],
             "segment_type": "small" if run[0].small else "large",
+            "segment_pool_id": run[0].pool,
             "is_expandable": self.expandable,
             "blocks": [
                 {"address": b.address, "size": b.size, "requested_size": b.requested, "state": b.state, "frames": []}
@@ -176,8 +186,8 @@ class RecordingAllocator:
             return (size + step - 1) // step * step if step else 2 * power
         return (size + 511) // 512 * 512
 
-    def _best_fit(self, need: int, small: bool, stream: int) -> Block | None:
-        free = self._free.setdefault((small, stream), [])
+    def _best_fit(self, need: int, kind: tuple[bool, int, tuple[int, int]]) -> Block | None:
+        free = self._free.setdefault(kind, [])
         place = bisect.bisect_left(free, (need, 0))
         if place == len(free):
             return None
@@ -188,29 +198,31 @@ class RecordingAllocator:
         free.pop(place)
         return self._at.pop(address)
 
-    def _more(self, need: int, small: bool, stream: int) -> Block:
+    def _more(self, need: int, kind: tuple[bool, int, tuple[int, int]]) -> Block:
         """Memory from the driver: a segment, or pages behind the last of an expandable one."""
         if self.expandable:
-            return self._map(need, small, stream)
+            return self._map(need, kind)
+        small, stream, pool = kind
         size = 2 * MIB if small else 20 * MIB if need < 10 * MIB else -(-need // (2 * MIB)) * 2 * MIB
         segment: list[Block] = []
-        block = Block(address=self._next, size=size, stream=stream, small=small, segment=segment)
+        block = Block(address=self._next, size=size, stream=stream, small=small, segment=segment, pool=pool)
         segment.append(block)
         self._segments.append(segment)
         self._next += size  # next to the one before, which blocks must not merge with
         self.reserved += size
-        self._record("segment_alloc", block.address, size, stream)
+        self._record("segment_alloc", block.address, size, stream, pool)
         return block
 
-    def _map(self, need: int, small: bool, stream: int) -> Block:
+    def _map(self, need: int, kind: tuple[bool, int, tuple[int, int]]) -> Block:
+        small, stream, pool = kind
         page = 2 * MIB if small else 20 * MIB
-        segment = next((s for s in self._segments if (s[0].small, s[0].stream) == (small, stream)), None)
+        segment = next((s for s in self._segments if s[0].kind == kind), None)
         if segment is None:
             segment = []
             start = -(-self._next // _EXPANSE) * _EXPANSE
-            segment.append(
-                Block(address=start, size=_EXPANSE, stream=stream, small=small, segment=segment, state="unmapped")
-            )
+            hole = Block(address=start, size=_EXPANSE, stream=stream, small=small, segment=segment, pool=pool)
+            hole.state = "unmapped"
+            segment.append(hole)
             self._next = start + _EXPANSE
             self._segments.append(segment)
         for i, hole in enumerate(segment):
@@ -220,13 +232,13 @@ class RecordingAllocator:
             missing = -(-(need - (before.size if before else 0)) // page) * page
             if missing > hole.size:
                 continue
-            mapped = Block(address=hole.address, size=missing, stream=stream, small=small, segment=segment)
+            mapped = replace(hole, size=missing, state="inactive")
             hole.address, hole.size = hole.address + missing, hole.size - missing
             segment.insert(i, mapped)
             if not hole.size:
                 segment.remove(hole)
             self.reserved += missing
-            self._record("segment_map", mapped.address, missing, stream)
+            self._record("segment_map", mapped.address, missing, stream, pool)
             return self._joined(segment, i)
         raise MemoryError
 
@@ -248,29 +260,29 @@ class RecordingAllocator:
         for left, right, state in pieces:
             if left == right or (state == "unmapped" and not self.expandable):
                 continue
-            piece = Block(
-                address=left, size=right - left, stream=block.stream, small=block.small, segment=segment, state=state
-            )
+            piece = replace(block, address=left, size=right - left, state=state)
             segment.insert(index, piece)
             index += 1
             if state == "inactive":
                 self._keep_free(piece)
         self.reserved -= end - start
-        self._record("segment_unmap" if self.expandable else "segment_free", start, end - start, block.stream)
+        action = "segment_unmap" if self.expandable else "segment_free"
+        self._record(action, start, end - start, block.stream, block.pool)
 
     def _keep_free(self, block: Block) -> None:
         self._at[block.address] = block
-        bisect.insort(self._free.setdefault((block.small, block.stream), []), (block.size, block.address))
+        bisect.insort(self._free.setdefault(block.kind, []), (block.size, block.address))
 
     def _forget_free(self, block: Block) -> None:
-        self._free[block.small, block.stream].remove((block.size, block.address))
+        self._free[block.kind].remove((block.size, block.address))
         del self._at[block.address]
 
-    def _record(self, action: str, address: int, size: int, stream: int) -> None:
+    def _record(self, action: str, address: int, size: int, stream: int, pool: tuple[int, int]) -> None:
         if self.recording:
             self.events.append(
                 {
                     "action": action, "addr": address, "size": size, "stream": stream, "time_us": self.time_us,
                     "compile_context": "N/A", "user_metadata": "", "frames": [], **self.about,
+                    **({"pool_id": pool} if self.tells_pools else {}),
                 }
             )  # fmt: skip

@@ -306,7 +306,9 @@ def trace_table(capture: Capture) -> TraceTable:
 
     calls = [(*placed(row), row["correlation"], None) for row in capture.calls]
     ranges = [(*placed(row), True) for row in capture.ranges]
-    operators = [(*placed(row), None, row["sequence"], row["forward_thread"], None, None) for row in capture.operators]
+    operators = [
+        (*placed(row), None, row["sequence"], row["forward_thread"], None, None, None) for row in capture.operators
+    ]
     return assemble(
         path=Path("a capture"),
         profiler="Kineto",

@@ -74,7 +74,7 @@ def traced(
             orient="row",
         ),
         operators=pl.DataFrame(
-            [(start, end - start, PROCESS, MAIN, name, None, None, None, None, None) for name, start, end in operators],
+            [(start, end - start, PROCESS, MAIN, name, *[None] * 6) for name, start, end in operators],
             schema=OPERATOR_SCHEMA,
             orient="row",
         ),

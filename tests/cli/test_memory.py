@@ -107,7 +107,7 @@ def test_a_run_by_its_name(tmp_path: Path):
 
 
 def test_devices(tmp_path: Path):
-    """The busiest, unless one is chosen."""
+    """The one that held most, unless one is chosen."""
     content = handmade().content(notes=False, before=False)
     other = RecordingAllocator(time_us=START_US)
     other.malloc(3 * MIB)
@@ -116,7 +116,13 @@ def test_devices(tmp_path: Path):
     path = tmp_path / "s.pickle"
     path.write_bytes(pickle.dumps(content))
     assert spoken(path)["device"] == 0 and any("--device" in note for note in spoken(path)["notes"])
-    assert spoken(path, "--device", 1)["peak_bytes"] == 3 * MIB
+    other_open = spoken(path, "--device", 1)
+    assert other_open["peak_bytes"] == 3 * MIB and other_open["devices"] == spoken(path)["devices"]
+    assert [(use["device"], use["peak_bytes"]) for use in other_open["devices"]] == [
+        (0, spoken(path)["peak_bytes"]), (1, 3 * MIB),
+    ]  # fmt: skip
+    listed = memory(path).stdout
+    assert " 0 (this one) " in listed and "peak reserved" in listed
     for device in (2, 3, -1):
         done = memory(path, "--device", device)
         assert done.returncode == 2 and "those with a history are 0, 1" in done.stderr

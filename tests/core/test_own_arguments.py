@@ -32,6 +32,14 @@ def test_a_value_is_what_json_makes_of_it_or_text(written: str, values: tuple[ob
     assert found == values and [type(v) for v in found] == [type(v) for v in values]
 
 
+@pytest.mark.parametrize("written", ["width=16,depth=2", "width=16, depth=2", "names=a,b,c_1=d"])
+def test_a_second_argument_behind_a_comma_is_refused_and_no_value_of_the_first(written: str):
+    with pytest.raises(InputError, match=r"is another argument: write --arg"):
+        parse_arguments([written])
+    name, _, value = written.partition("=")
+    assert parse_arguments([f'{name}="{value}"']) == {name: (value,)}
+
+
 @pytest.mark.parametrize("written", ["width", "=3", "2x=1", "a b=1", "-x=1"])
 def test_what_is_no_argument_is_refused(written: str):
     with pytest.raises(InputError, match="write name=value"):

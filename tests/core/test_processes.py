@@ -2,7 +2,10 @@
 
 import math
 import random
+from collections.abc import Sequence
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +13,9 @@ from scipy import stats
 
 from stepscope.core.processes import (
     FEWEST_PROCESSES,
+    Change,
     Processes,
+    _drift,
     change_of_pairs,
     standing,
     student_quantile,
@@ -127,6 +132,100 @@ def test_pairs_see_what_processes_apart_hide():
     paired = change_of_pairs([b / a for a, b in zip(base, beside, strict=True)])
     assert apart is not None and not apart.decided
     assert paired is not None and paired.decided and paired.paired and paired.ratio == pytest.approx(1.01, abs=2e-3)
+
+
+def correlated(generator: np.random.Generator, count: int, rho: float) -> list[float]:
+    """Noise of deviation 1 whose neighbours correlate by rho."""
+    levels = [generator.normal()]
+    for _ in range(count - 1):
+        levels.append(rho * levels[-1] + math.sqrt(1 - rho * rho) * generator.normal())
+    return levels
+
+
+def pink(generator: np.random.Generator, count: int) -> list[float]:
+    """A window of noise of power 1 / frequency, which goes on for 64 times as long."""
+    length = 64 * count
+    amplitudes = np.concatenate([[0.0], np.fft.rfftfreq(length)[1:] ** -0.5])
+    waves = generator.normal(size=(2, len(amplitudes)))
+    series = np.fft.irfft((waves[0] + 1j * waves[1]) * amplitudes, length)
+    first = generator.integers(0, length - count + 1)
+    return [float(level) for level in series[first : first + count] / series.std()]
+
+
+NOISES = {"rho 0.5": partial(correlated, rho=0.5), "1/f": pink}
+
+
+def in_order(order: str, levels: Sequence[float], effect: float = 0.0, pace_s: float = 30.0) -> Change:
+    """The change from processes A to processes B that ran in this order, one every half a minute."""
+    sides = [
+        Processes(
+            tuple(math.exp(0.02 * levels[place] + effect * (name == "B")) for place in places),
+            tuple(1.7e9 + pace_s * place for place in places),
+        )
+        for name in "AB" if (places := [place for place, one in enumerate(order) if one == name])
+    ]  # fmt: skip
+    change = sides[1].change_from(sides[0])
+    assert change is not None
+    return change
+
+
+@pytest.mark.parametrize(("name", "count"), [(name, count) for name in NOISES for count in (5, 20)])
+def test_equal_sets_one_after_the_other_seldom_seem_to_differ(name: str, count: int):
+    """And an effect of twice the interval's half-width is found."""
+    generator, order, trials = np.random.default_rng(count), "A" * count + "B" * count, 300
+    changes = [in_order(order, NOISES[name](generator, 2 * count)) for _ in range(trials)]
+    assert sum(change.decided for change in changes) <= 0.07 * trials
+    half_widths = [math.log(change.interval.high / change.interval.low) / 2 for change in changes if change.interval]
+    effect = 2 * sum(half_widths) / trials
+    found = [in_order(order, NOISES[name](generator, 2 * count), effect) for _ in range(trials)]
+    assert sum(change.decided and change.ratio > 1 for change in found) >= 0.9 * trials
+
+
+@pytest.mark.parametrize("order", ["AB" * 5, "ABBA" * 5, "AABB" * 3 + "AB", "BAAB" * 3])
+def test_sets_that_took_turns_lose_nothing(order: str):
+    """The interval is Welch's to the bit; without the times it was that, too."""
+    change = in_order(order, correlated(np.random.default_rng(2), len(order), 0.0))
+    apart = [[level for level, name in zip(correlated(np.random.default_rng(2), len(order), 0.0), order, strict=True)
+              if name == side] for side in "AB"]  # fmt: skip
+    before, after = (Processes(tuple(math.exp(0.02 * level) for level in levels)) for levels in apart)
+    assert change == after.change_from(before) and change.widened == 1.0 and not change.seemed
+
+
+@pytest.mark.parametrize(("order", "more"), [("AAAAABBBBB", 1.8), ("AAAAAABBABBBBB", 1.5), ("AAABBBAAABBB", 1.1)])
+def test_the_less_sets_took_turns_the_wider_is_the_interval(order: str, more: float):
+    change = in_order(order, correlated(np.random.default_rng(3), len(order), 0.0))
+    assert more - 0.1 < change.widened < more + 0.6
+    later = in_order(order, correlated(np.random.default_rng(3), len(order), 0.0), pace_s=3600.0)
+    assert later.widened == pytest.approx(change.widened), "what counts is the order, and the gaps beside one another"
+
+
+def test_a_set_of_the_day_before_is_further_away():
+    levels = correlated(np.random.default_rng(4), 10, 0.0)
+    before = Processes(tuple(map(math.exp, levels[:5])), tuple(30.0 * i for i in range(5)))
+    soon, next_day = (
+        Processes(tuple(map(math.exp, levels[5:])), tuple(start + 30.0 * i for i in range(5))).change_from(before)
+        for start in (150.0, 86_400.0)
+    )
+    assert soon and next_day and 1.5 < soon.widened < 2.5 and 3.5 < next_day.widened < 6
+
+
+def test_what_drift_does_to_two_sets_of_two_by_hand():
+    """Half of log(1 + (5.6 d)^2) at d = 1, 2, 3 is 1.7385, 2.4199, 2.8231. Between the sets its mean is 2.3504, within
+    each 0.8692, so the means differ by 2 * 2.3504 - 2 * 0.8692 = 2.9622, where Welch expects 2 * 0.8692 = 1.7385."""
+    drift = _drift((0.0, 1.0), (2.0, 3.0))
+    assert drift is not None and drift.factor == pytest.approx(math.sqrt(2.9622 / 1.7385), abs=1e-3)
+    assert drift.freedoms == pytest.approx((1.0, 1.0))
+    assert _drift((0.0, 2.0), (1.0, 3.0)).factor < 1  # pyright: ignore[reportOptionalMemberAccess]
+    assert _drift((), (1.0, 2.0)) is None and _drift((5.0, 5.0), (5.0, 5.0)) is None
+
+
+@given(medians, medians, st.lists(st.floats(0, 1e9), min_size=24, max_size=24))
+def test_no_times_break_a_comparison(before: list[float], after: list[float], times: list[float]):
+    change = Processes(tuple(after), tuple(times[: len(after)])).change_from(
+        Processes(tuple(before), tuple(times[12 : 12 + len(before)]))
+    )
+    assert change is not None and change.interval is not None and change.widened >= 0.99
+    assert 0 < change.interval.low <= change.ratio <= change.interval.high < math.inf
 
 
 def test_many_comparisons_at_once_are_corrected():

@@ -15,9 +15,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from stepscope.analysis.comparisons.sides import side_named
+from stepscope.cli.listed import listed_runs
 from stepscope.core.errors import InputError
 from stepscope.core.run import SCHEMA_VERSION
-from stepscope.core.run_directory import create_run_directory, encode_run, find_run, load_run, load_runs, save_run
+from stepscope.core.run_directory import (
+    create_run_directory,
+    encode_run,
+    find_place,
+    find_run,
+    last_run,
+    load_run,
+    load_runs,
+    save_run,
+)
 from tests.conftest import make_run, workload
 from tests.hostile import churn
 
@@ -99,6 +110,32 @@ def test_a_faulty_run_among_others_is_reported_and_left_out(out: Path):
     runs, faults = load_runs([out])
     assert [run.id for run in runs] == [good.name]
     assert len(faults) == 1 and bad.name in faults[0]
+
+
+def test_last_is_the_run_that_began_latest_for_all_who_ask(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever its directory is called, whatever the zone of its time, and beside a file that cannot be read."""
+    begun = {"a-first": "2026-03-01T09:00:00+00:00", "m-latest": "2026-03-01T08:00:00-05:00",
+             "z-oldest": "2026-02-28T23:00:00.000+00:00"}  # fmt: skip
+    for name, created in begun.items():
+        (tmp_path / name).mkdir()
+        save_run(msgspec.structs.replace(make_run(step=[1.0] * 6), id=name, created=created), tmp_path / name)
+    (tmp_path / "zz-damaged").mkdir()
+    (tmp_path / "zz-damaged" / "run.json").write_text("{")
+    latest = tmp_path / "m-latest"
+    assert last_run(tmp_path) == latest / "run.json" and find_run("last", tmp_path).id == "m-latest"
+    assert find_place("last", tmp_path) == latest
+    assert [run.id for run, _ in side_named("last", tmp_path).runs] == ["m-latest"]
+    monkeypatch.chdir(tmp_path.parent)
+    assert [run.id for run in listed_runs([Path("last")], tmp_path)] == ["m-latest"]
+    assert last_run(tmp_path / "nowhere") is None
+
+
+def test_the_time_at_which_a_run_began_is_found_wherever_it_stands_in_the_file(out: Path):
+    first, second = saved(out), saved(out, created="2026-06-01T00:00:00+00:00", of=workload(seq_len=32))
+    fields = msgspec.json.decode((second / "run.json").read_bytes())
+    created = fields.pop("created")
+    (second / "run.json").write_bytes(msgspec.json.encode({**fields, "created": created}))
+    assert last_run(out) == second / "run.json" and first.name < second.name
 
 
 def test_runs_are_found_by_a_part_of_their_name(out: Path):

@@ -100,6 +100,18 @@ def test_a_known_run_is_not_read_again(folder: Path, monkeypatch: pytest.MonkeyP
     assert [path.parent.name for path in read] == ["20260101T000003.000-r"]
 
 
+def test_a_run_that_was_changed_in_place_with_its_time_set_back_is_read_again(folder: Path):
+    """Size, time of modification and inode are then as before: `cp -p`, `rsync --inplace` and `touch -r` do so."""
+    file = folder / "20260101T000002.000-r" / RUN_FILE
+    before, data = file.stat(), file.read_bytes()
+    with file.open("r+b") as stream:
+        stream.write(data.replace(b'"tag": "t2"', b'"tag": "t9"'))
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+    assert [run.tag for run in list_runs([folder], fewest=1).runs] == ["t0", "t1", "t9", "t3", "t4"]
+
+
 @pytest.mark.parametrize("place", [999, -1])
 def test_an_index_whose_places_lead_nowhere_is_damaged(folder: Path, place: int):
     """By its checksum it is whole: somebody made it so."""

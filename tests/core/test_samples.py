@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.analysis.runs.checks.timing import not_steady
+from stepscope.core.known_samples import known
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval, Samples
 from tests.conftest import make_run
@@ -150,6 +151,38 @@ def test_a_ratio_covers_the_true_one_though_both_sides_are_autocorrelated():
     ratios = [autocorrelated(generator, 50, 0.5).speedup_over(autocorrelated(generator, 50, 0.5)) for _ in range(300)]
     intervals = [ratio.interval for ratio in ratios if ratio and ratio.interval]
     assert sum(interval.low <= 1 <= interval.high for interval in intervals) >= 0.93 * len(intervals) > 250
+
+
+@pytest.mark.parametrize("n", [30, 100, 300])
+def test_equal_processes_of_noise_with_a_long_memory_seldom_seem_to_differ(n: int):
+    """Power 1 / frequency, for 64 times as long as a process lasts: each process meets another part of it."""
+    generator = np.random.default_rng(n)
+    length = 64 * n
+    amplitudes = np.concatenate([[0.0], np.fft.rfftfreq(length)[1:] ** -0.5])
+
+    def process() -> Samples:
+        waves = generator.normal(size=(2, len(amplitudes)))
+        series = np.fft.irfft((waves[0] + 1j * waves[1]) * amplitudes, length)
+        first = generator.integers(0, length - n)
+        return of(*np.exp(0.02 * series[first : first + n] / series.std()).tolist())
+
+    ratios = [process().speedup_over(process()) for _ in range(300)]
+    assert sum(ratio is not None and not ratio.undecided for ratio in ratios) <= 0.07 * len(ratios)
+
+
+def test_slow_waves_widen_a_ratio_and_independent_steps_do_not():
+    # Neighbours are unlike each other: nothing is widened.
+    unlike = of(*(1 + 0.001 * ((37 * i) % 101) for i in range(1, 101)))
+    assert unlike.wandering == 1.0 and of(*[1.0] * 40).wandering == 1.0 and of(1.0, 2.0).wandering == 1.0
+    generator = random.Random(7)
+    independent = [autocorrelated(generator, 100, 0.0).wandering for _ in range(200)]
+    assert statistics.median(independent) == 1.0 and statistics.fmean(independent) < 1.3
+    waves = of(*(1 + 0.01 * (math.sin(i / 30) + generator.gauss(0, 0.5)) for i in range(200)))
+    assert waves.wandering > 3
+    ratio, plain = waves.speedup_over(unlike), waves.interval()
+    assert ratio and ratio.interval and plain
+    assert ratio.interval.high / ratio.interval.low > (plain.high / plain.low) ** waves.wandering
+    assert known(waves).wandering == waves.wandering
 
 
 def test_halves_of_stored_runs_agree():

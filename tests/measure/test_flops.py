@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
@@ -67,9 +68,9 @@ def test_a_formula_that_fails_is_unknown_and_ends_nothing(monkeypatch: pytest.Mo
     def fails(*_: object, **__: object) -> int:
         raise AssertionError("shapes are incompatible")
 
-    monkeypatch.setitem(flop_registry, torch.ops.aten.mm, fails)
-    counts = _counted(lambda: torch.ones(2, 3) @ torch.ones(3, 2))
-    assert counts.unknown == {"aten::mm": 1} and counts.work["forward"].flops == 0
+    monkeypatch.setitem(flop_registry, torch.ops.aten.cosh, fails)
+    counts = _counted(lambda: torch.ones(2, 3).cosh())
+    assert counts.unknown == {"aten::cosh": 1} and counts.work["forward"].flops == 0
 
 
 def test_a_compiled_step_counts_as_its_eager_one():
@@ -99,6 +100,22 @@ def test_an_operator_of_the_users_own_is_unknown():
     assert _counted(lambda: twice(torch.ones(2))).unknown == {"stepscope_test::twice": 1}
 
 
+def test_products_inside_an_operator_that_is_written_in_python_count():
+    """As its trace has them, and with the device's own implementation. It is known, and called as before."""
+
+    @torch.library.custom_op("stepscope_test::product", mutates_args=())
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b).relu()
+
+    @product.register_kernel("cpu")
+    def _(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b @ b).relu()
+
+    counts = _counted(lambda: product(torch.ones(2, 3), torch.ones(3, 3)))
+    assert counts.work["forward"].flops == 2 * (2 * 2 * 3 * 3) and not counts.unknown
+    assert torch.equal(product(torch.ones(2, 3), torch.ones(3, 3)), torch.full((2, 3), 9.0))
+
+
 def test_what_does_not_multiply_is_neither_counted_nor_unknown():
     counts = _counted(
         lambda: (torch.randn(4).softmax(0), torch.linspace(0, 1, 5), torch.randn(3, 4).view(12).cumsum(0))
@@ -109,3 +126,10 @@ def test_what_does_not_multiply_is_neither_counted_nor_unknown():
 def test_a_product_by_a_vector():
     matrix, vector = torch.randn(3, 4), torch.randn(4)
     assert _counted(lambda: (matrix @ vector, vector @ vector)).work["forward"].flops == 2 * 3 * 4 + 2 * 4
+
+
+def test_flex_attention_counts_by_pytorchs_formula():
+    """It is an operator of higher order, which a mode must be willing to take."""
+    q = torch.randn(1, 2, 128, 16)
+    counts = _counted(lambda: flex_attention(q, q, q))
+    assert counts.work["forward"].flops == 4 * 2 * 128 * 128 * 16 and not counts.unknown

@@ -585,6 +585,34 @@ def test_a_model_made_of_its_configuration(tmp_path: Path, fields: dict[str, Any
     assert observation.blocks_again == blocks and observation.covers_batch and observation.distinct_batches == 4
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architectures", [None, ["LlavaForConditionalGeneration"]])
+def test_no_part_of_a_configuration_has_a_dtype_of_its_own(tmp_path: Path, architectures: Any):
+    """Transformers makes a part by its own dtype where the whole is made by its class: products of unlike dtypes."""
+    transformers = pytest.importorskip("transformers")
+    asked = {"dtype": "bfloat16", "gradient_checkpointing": True}
+    fields = {
+        "model_type": "llava", "architectures": ["LlavaForConditionalGeneration"],
+        "text_config": {**LLAMA, "architectures": None, **asked},
+        "vision_config": {**VIT, "model_type": "siglip_vision_model", "architectures": None, "torch_dtype": "float16"},
+    }  # fmt: skip
+    fields = fields if architectures else {**LLAMA, "architectures": None, **asked}
+    own = load_own(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8}).made
+    assert own is not None and {parameter.dtype for parameter in own.module.parameters()} == {torch.float32}
+    assert not any(getattr(part, "gradient_checkpointing", False) for part in own.module.modules())
+    assert isinstance(own.module, transformers.PreTrainedModel)
+    own.module(**own.batches[0]).loss.backward()
+
+
+def test_attention_is_a_field_by_either_name(tmp_path: Path):
+    pytest.importorskip("transformers")
+    for written in ("attn_implementation", "_attn_implementation"):
+        for fields, arguments in ((LLAMA, {written: "eager"}), ({**LLAMA, written: "eager"}, {})):
+            own = load_own(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
+            config: Any = own.module.config if own is not None else None
+            assert config._attn_implementation == "eager"
+
+
 def test_parameters_of_a_configuration_are_made_where_the_step_is(tmp_path: Path):
     """A device draws half a billion random numbers sooner than a CPU does; a batch is drawn on the CPU everywhere."""
     pytest.importorskip("transformers")
@@ -617,6 +645,11 @@ def test_arguments_change_fields_of_the_configuration(tmp_path: Path):
         (LLAMA, {"seq_len": 65}, "has 64 positions, and seq_len is 65: choose at most 64"),
         (LLAMA, {"depth": 3}, "has no field 'depth'"),
         (LLAMA, {"batch_size": 0}, "batch_size is 0: give a whole number from 1 on"),
+        (LLAMA, {"dtype": "bfloat16"}, "does not take --arg dtype: say --dtype, where bf16-pure has"),
+        (LLAMA, {"use_cache": True}, "does not take --arg use_cache: in training no next token needs"),
+        (VIT | {"architectures": None}, {}, "has no causal language model: name its class"),
+        ({**LLAMA, "_attn_implementation": "odd"}, {}, "cannot be made with attn_implementation odd .--arg attn_impl"),
+        ({**LLAMA, "architectures": None, "attn_implementation": "odd"}, {}, "cannot be made with attn_implementation"),
     ],
 )
 def test_what_is_wrong_with_a_configuration_is_one_line(

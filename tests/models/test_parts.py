@@ -12,9 +12,9 @@ pytest.importorskip("triton", reason="the fused parts are written in Triton, whi
 from stepscope.core import parts as records
 from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
-from stepscope.core.parts import KERNELS, PARTS
+from stepscope.core.parts import KERNELS, PARTS, Kernels, Part
 from stepscope.core.workload import Workload
-from stepscope.models.parts import formulas, parts_for, quack
+from stepscope.models.parts import formulas, part_function, parts_for, quack
 from stepscope.models.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from stepscope.models.training_step import TrainingStep
 from tests.conftest import at_length, mini, run_steps
@@ -62,11 +62,56 @@ def test_a_step_of_fused_parts_has_the_gradients_of_the_textbooks(dtype: str, ch
 COMPILED: dict[str, Any] = dict.fromkeys(PARTS, "compiled")
 
 
-def test_compiled_parts_pass_the_gate_of_the_fused():
-    """The smallest of each: a compiler takes seconds for each shape."""
-    cases = {case.part: case for case in SMALL_CASES}
-    for verdict in check_part("compiled", [*cases.values()], ["fp32"], DEVICE):
-        assert verdict.passed, f"{verdict.case}: {verdict.reason}"
+NOT_INTERPRETED = "Triton's interpreter gives this kernel a plain number where it asks a scalar for its dtype"
+
+
+@pytest.mark.parametrize(("part", "name"), [(part, name) for part, ways in PARTS.items() for name in ways])
+def test_every_part_passes_the_gate_with_any_inputs_frozen(part: Part, name: Kernels):
+    """The smallest case of each, since a compiler takes seconds for each shape and each subset of its inputs. Of norms
+    it has a branch: three inputs."""
+    record = PARTS[part][name]
+    case = [*(case for case in SMALL_CASES if case.part == part)][1 if part == "norm" else -1]
+    function = None
+    if name == "liger" and DEVICE.type == "cpu":
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+        if part in ("norm", "mlp"):
+            pytest.skip(NOT_INTERPRETED)
+        function = part_function(part, name)
+    elif fault := record.fault(DEVICE.type, "fp32", case.width):
+        pytest.skip(f"{part} {name} {fault}")
+    (verdict,) = check_part(name, [case], ["fp32"], DEVICE, function)
+    assert verdict.passed, f"{verdict.case}: {verdict.reason}"
+
+
+def test_the_gate_sees_a_gradient_that_is_dropped_where_another_input_is_frozen():
+    """As of Liger's loss, which makes the head's gradient only where the hidden state needs one."""
+
+    def drops(x: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return formulas.linear_cross_entropy(x, weight if x.requires_grad else weight.detach(), targets)
+
+    case = next(case for case in SMALL_CASES if case.part == "loss")
+    (verdict,) = check_part("fused", [case], ["fp32"], DEVICE, drops)
+    assert verdict.reason == "with input 0 frozen, gradient 1 is missing"
+
+
+@pytest.mark.parametrize("name", PARTS["loss"])
+@pytest.mark.parametrize("wrong", [7, -1, -99])
+def test_a_target_out_of_range_is_the_error_that_pytorch_raises(name: Kernels, wrong: int):
+    """On a CPU. A GPU's assertion ends the process (tests/kernels/parts)."""
+    if DEVICE.type != "cpu" or name == "quack":
+        pytest.skip("needs a CPU" if name != "quack" else "quack runs on a GPU alone")
+    if name == "liger":
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    loss = part_function("loss", name) or formulas.linear_cross_entropy
+    x, weight = torch.randn(3, 4, requires_grad=True), torch.randn(7, 4, requires_grad=True)
+    targets = torch.tensor([0, wrong, -100])
+    if name == "compiled":
+        with pytest.raises(RuntimeError, match="index out of bounds"):
+            loss(x, weight, targets)
+    else:
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds."):
+            loss(x, weight, targets)
+    assert torch.isfinite(loss(x, weight, torch.tensor([0, 6, -100])))
 
 
 @pytest.mark.parametrize(

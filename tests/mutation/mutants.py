@@ -104,7 +104,15 @@ MUTANTS = (
         old="3 * sizes.head_dim + 2 * sizes.value_dim",
         new="2 * sizes.head_dim + 2 * sizes.value_dim",
         falsifies="rates of fused attention's backward are a fifth too low",
-        tests=("analysis/roofline/test_operator_work.py",),
+        tests=("work/operators/test_operator_work.py",),
+    ),
+    Mutant(
+        name="attention's flag is not read",
+        file="work/operators/attention.py",
+        old="causal = self._is_causal(call)\n        if causal",
+        new="causal = None\n        if causal",
+        falsifies="attention that is not causal runs at half its rate",
+        tests=("work/operators/test_attention.py",),
     ),
     Mutant(
         name="only reads are bytes moved",

@@ -9,6 +9,7 @@ import pytest
 from stepscope.core.answer import Answer, Line, table_of
 from stepscope.core.finding import error, note, warning
 from stepscope.report.brief import MOST_LINES, brief_document, brief_text
+from tests.captures import Capture, write_kineto
 from tests.command import stepscope
 
 ROOT = Path(__file__).parents[2]
@@ -118,3 +119,30 @@ def test_verbs_take_it(tmp_path: Path):
     assert json.loads(stepscope("show", run, "--brief", "--json").stdout)["study"] == "run"
     refused = stepscope("show", run, "--brief", "--style", "markdown")
     assert refused.returncode == 2 and "--brief and --style markdown" in refused.stderr
+
+
+def test_a_capture_says_first_what_takes_most(tmp_path: Path):
+    """Convolution before matrix multiplication, and copies before both where they are nearly all of the span."""
+    capture = Capture()
+    capture.range("forward", 0, 1000)
+    for number in range(3):
+        capture.kernel(
+            10 + 10 * number, 250, name="sm80_xmma_fprop_implicit_gemm_f32f32_nhwc", delay=1000 + 300 * number
+        )
+    capture.kernel(50, 9, delay=2500)
+    found = brief_of(capture, tmp_path)
+    families = [line for line in found if "share" in line and line.startswith(("convolution", "matrix"))]
+    assert [line.partition(":")[0] for line in families] == ["convolution", "matrix multiplication"]
+    assert not any("Matrix multiplication is" in line for line in found[: found.index(families[0])])
+    capture.kernel(
+        70, 27_000, name="Memcpy HtoD (Pageable -> Device)", kind="memcpy", delay=4000, call="cudaMemcpyAsync"
+    )
+    found = brief_of(capture, tmp_path)
+    copies = next(place for place, line in enumerate(found) if "1 copies and fills: 0.027 ms, 8" in line)
+    assert "of the span" in found[copies] and found[copies + 1].startswith("convolution: ")
+
+
+def brief_of(capture: Capture, folder: Path) -> list[str]:
+    done = stepscope("trace", write_kineto(capture, folder / "t.json"), "--brief")
+    assert done.returncode in (0, 1), done.stderr
+    return done.stdout.splitlines()

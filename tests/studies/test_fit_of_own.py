@@ -107,6 +107,13 @@ def unknown(): return Custom(), torch.randn(4, 8)
 def known():
     twice.register_fake(torch.empty_like)
     return Custom(), torch.randn(4, 8)
+class Flexible(nn.Linear):
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+        q = super().forward(x)[:, None]
+        return flex_attention(q, q, q)
+
+def flexible(): return Flexible(16, 16), torch.randn(2, 8, 16), lambda out: out.square().mean()
 def convolution(): return nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 16), lambda out: out.sum()
 """
 
@@ -205,6 +212,14 @@ def test_an_operator_without_a_fake_is_refused_and_a_custom_one_widens_the_margi
         fit_own(own(file, "unknown"), [])
     budget = budget_of_memory(GIB)
     assert Unseen(custom=("mine",)).kept_free(budget) > Unseen().kept_free(budget) == int(GIB * KEPT_FREE)
+
+
+def test_what_a_gpu_alone_computes_is_said_to_be_so(file: Path):
+    """FlexAttention has no backward on a CPU, where the step is run on fake tensors: no fault of the step."""
+    with pytest.raises(InputError, match=r"cannot be predicted: .* what a GPU alone has \(NotImplementedError: Flex"):
+        watch_own_step(own(file, "flexible"), "cuda")
+    with pytest.raises(InputError, match="flexible fails in forward: NotImplementedError: FlexAttention"):
+        watch_own_step(own(file, "flexible"), "cpu")
 
 
 def test_convolutions_keep_their_operands_free_once_more(file: Path):

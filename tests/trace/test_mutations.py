@@ -201,6 +201,7 @@ def test_damaged_captures_are_read_or_refused(
             outcomes[outcome(path)] += 1
         except BaseException as error:
             raise AssertionError(f"{which} {seed}: {type(error).__name__}: {error}") from error
-    assert outcomes["refused"] > count * 0.05
+    # A strange value costs its own row alone; of broken bytes some make no file of the format.
+    assert outcomes["refused"] > count * 0.05 or not which.endswith("bytes")
     assert outcomes["read"] > count * 0.05 or which == "gzip bytes"
     assert peak_bytes() - before < MEMORY_BYTES

@@ -1,8 +1,10 @@
 """Exports of Nsight Systems, built by hand after its schema."""
 
+import contextlib
 import gzip
 import sqlite3
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -408,6 +410,93 @@ def test_an_export_without_cuda_is_refused(tmp_path: Path):
     path = write_sqlite(tables, tmp_path / "report.sqlite")
     assert "holds no CUDA activity" in refused(path)
     assert "--trace=cuda" in refused(path)
+
+
+DIAGNOSTICS = "DIAGNOSTIC_EVENT"
+
+
+def remark(text: str, severity: int = 2) -> dict[str, Any]:
+    return {"timestamp": 1, "timestampType": 2, "source": 3, "severity": severity, "text": text, "globalPid": 1}
+
+
+def test_what_nsys_says_of_an_export_without_cuda_stands_in_place_of_advice(tmp_path: Path):
+    tables = tables_of(one_step())
+    for table in (KERNELS, CALLS):
+        del tables[table]
+    tables["META_DATA_CAPTURE"] = [{"name": "PROCESS_0:COLLECT_CUDA_TRACE", "value": "true"}]
+    assert "--trace=cuda" not in refused(write_sqlite(tables, tmp_path / "asked.sqlite"))
+    tables[DIAGNOSTICS] = [remark("Started.", 1), remark("No NVTX events."), remark("No CUDA events collected")]
+    said = refused(write_sqlite(tables, tmp_path / "told.sqlite"))
+    assert said.endswith("holds no CUDA activity: nsys says: No CUDA events collected.")
+    tables[DIAGNOSTICS] = [remark("The target\nended.", 3)]
+    assert refused(write_sqlite(tables, tmp_path / "other.sqlite")).endswith("nsys says: The target ended.")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_nsys_warns_of_is_said_and_advice_that_was_followed_is_not(tmp_path: Path, mode: str):
+    tables = tables_of(one_step())
+    del tables[RANGES]
+    tables["META_DATA_CAPTURE"] = [{"name": "PROCESS_0:COLLECT_NVTX_TRACE", "value": "true"}]
+    tables[DIAGNOSTICS] = [remark("Fine.", 1), *[remark("Not all CUDA events might have been collected.")] * 2]
+    summary = TraceSummary(attribution=attribute(read(tables, tmp_path, mode)), run=None)
+    found = {finding.kind: finding for finding in check_trace(summary)}
+    assert '"Not all CUDA events might have been collected."' in found["profiler-warns"].sentence
+    assert found["profiler-warns"].evidence == {"remarks": 1}
+    assert found["ranges-missing"].remedy == "name the phases with torch.cuda.nvtx.range"
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", [str.upper, str.lower])
+def test_tables_and_columns_in_another_case(tmp_path: Path, case: Callable[[str], str], mode: str):
+    plain = read(tables_of(one_step()), tmp_path, mode)
+    tables = {case(table): [{case(name): value for name, value in row.items()} for row in rows]
+              for table, rows in tables_of(one_step()).items()}  # fmt: skip
+    path = tmp_path / "cased"
+    if mode == "sqlite":
+        with contextlib.closing(sqlite3.connect(path)) as database, database:
+            for table, rows in tables.items():
+                database.execute(f"CREATE TABLE {table} ({', '.join(rows[0])})")
+                holes = ", ".join("?" for _ in rows[0])
+                database.executemany(f"INSERT INTO {table} VALUES ({holes})", [tuple(row.values()) for row in rows])
+    else:
+        path.mkdir()
+        for table, rows in tables.items():
+            pl.DataFrame(rows).write_parquet(path / f"{table}.parquet")
+    cased = read_trace(path)
+    assert cased.work.drop("name").equals(plain.work.drop("name")) and cased.devices == plain.devices
+    assert cased.work["name"].to_list() == [GEMM, "second_kernel"]
+    assert cased.ranges["name"].to_list() == plain.ranges["name"].to_list()
+
+
+@pytest.mark.parametrize(
+    ("demangled", "short", "mangled", "names"),
+    [
+        ([1, 1], None, None, ["long", "long"]),
+        (None, [2, 2], None, ["short", "short"]),
+        (None, None, [3, 3], ["_Z4mangled", "_Z4mangled"]),
+        ([None, 1], [2, 2], None, ["short", "long"]),
+        ([77, 1], [2, 2], [3, 3], ["short", "long"]),
+        ([77, None], [None, None], [None, 3], ["string 77", "_Z4mangled"]),
+        (["void gemm<1>()", ""], [2, 2], None, ["void gemm<1>()", "short"]),
+    ],
+)
+def test_kernels_are_named_by_the_best_column_there_is(
+    tmp_path: Path, demangled: list[Any] | None, short: list[Any] | None, mangled: list[Any] | None, names: list[str]
+):
+    tables = tables_of(one_step())
+    said = {"demangledName": demangled, "shortName": short, "mangledName": mangled}
+    for n, row in enumerate(tables[KERNELS]):
+        for name in ("demangledName", "shortName"):
+            del row[name]
+        row.update({name: values[n] for name, values in said.items() if values is not None})
+    texts = [{"id": n, "value": text} for n, text in ((1, "long"), (2, "short"), (3, "_Z4mangled"))]
+    tables[STRINGS] = texts + [row for row in tables[STRINGS] if row["id"] > 3]
+    for row in tables[CALLS]:
+        row["nameId"] = "cudaLaunchKernel_v7000"  # a column of texts, where others hold ids
+    table = read(tables, tmp_path)
+    assert table.work["name"].to_list() == names
+    assert table.calls["name"].to_list() == ["cudaLaunchKernel_v7000"] * 2
+    assert table.damage.nameless == ({"kernels, copies and fills": 1} if "string 77" in names else {})
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -175,7 +175,7 @@ def memory(
     path: a snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too), a run directory, a part of a run's name,
     or `last`.
     at: another moment than the peak, as in "12ms", "12000us", "start", "end", or a phase for its peak.
-    device: the index of the device, where the snapshot holds several; if left out, the busiest.
+    device: the index of the device, where the snapshot holds several; if left out, the one that held most.
     stacks: for how many of the largest allocations the call stack is shown.
     runs: the folder in which names are looked up.
 

@@ -1,10 +1,11 @@
 """`stepscope.replace_parts`: let other kernels compute parts of a model of your own, where they compute the same."""
 
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from stepscope.core.errors import InputError
-from stepscope.core.parts import Kernels, named_kernels
+from stepscope.core.parts import MODULE_PARTS, Kernels, named_kernels
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,8 +25,8 @@ def replace_parts(
 
     kernels: compiled, fused, liger or quack (norm and loss alone), for all parts or by part; norm, mlp and loss say it
     of one. A module is held against its replacement first, forward and backward, on random numbers, and of those that
-    are alike one for all; what differs is left. Move the model to its device and dtype before. Parameters and the keys
-    of the state dict stay the same.
+    are alike one for all; what differs is left, and a warning says what was asked for and not done. Move the model to
+    its device and dtype before. Parameters and the keys of the state dict stay the same.
     The loss is that of a causal language model of Hugging Face's, which gets labels: in training it then returns its
     loss alone, without logits.
 
@@ -38,4 +39,12 @@ def replace_parts(
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
     from stepscope.models.parts.replaced import replace_in  # noqa: PLC0415  (torch, only now)
 
-    return replace_in(model, chosen)
+    replaced = replace_in(model, chosen)
+    left = [str(each) for each in replaced.left if each.part in MODULE_PARTS]
+    if left:
+        warnings.warn(
+            f"{type(model).__name__} keeps code of its own: {'; '.join(left)}; ask for the other parts alone if that "
+            "is right",
+            stacklevel=2,
+        )
+    return replaced

@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.model_file import unmet
 from stepscope.core.own_arguments import code_digest
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import named_kernels, own_kernels
@@ -57,9 +59,12 @@ def check_one_model(
 def of_factory(factory: str, arguments: Mapping[str, Any] | None, said: Mapping[str, Any]) -> OwnWorkload:
     """The workload of what a factory makes of its arguments. Raises InputError for choices of the textbook's model."""
     chosen = _choices(said, "give the factory arguments")
-    return OwnWorkload(
+    workload = OwnWorkload(
         factory=factory, code=code_digest(factory), model=OwnModel(name=""), arguments=dict(arguments or {}), **chosen
     )
+    for sentence in unmet(workload):
+        warnings.warn(f"{factory}: {sentence}", stacklevel=3)
+    return workload
 
 
 def of_object(

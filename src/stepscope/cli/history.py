@@ -8,7 +8,7 @@ import typer
 from stepscope.cli.listed import listed_runs
 from stepscope.cli.output import check_picture, draw, json_line, warn
 from stepscope.cli.presentation import Presentation
-from stepscope.cli.table import condition
+from stepscope.cli.table import conditions_of
 from stepscope.cli.verb import verb
 from stepscope.core.errors import InputError
 
@@ -17,7 +17,7 @@ from stepscope.core.errors import InputError
 def history(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, or folders of them (default: --runs)."),
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     workload: str | None,
@@ -38,19 +38,18 @@ def history(
         return
     from stepscope.analysis.history.answer import answer_history, answer_trend, history_as_json
     from stepscope.analysis.history.trends import trends_of
-    from stepscope.analysis.runs.fields import check_arguments
-    from stepscope.analysis.runs.tables import matches
+    from stepscope.analysis.runs.conditions import in_words, meeting
 
     if save is not None and workload is None:
         raise InputError("--save draws one trend: name it with --workload")
-    conditions = [condition(text) for text in where]
-    conditions += [("tag", (tag,))] if tag is not None else []
-    found = listed_runs(folders)
-    check_arguments(found, (name for name, _ in conditions))
-    kept = [run for run in found if all(matches(run, name, values) for name, values in conditions)]
+    conditions = conditions_of(where, tag)
+    found = listed_runs(places, runs)
+    kept, nowhere = meeting(found, conditions)
     if not kept:
-        said = " and ".join(f"{name}={','.join(values)}" for name, values in conditions)
-        raise InputError(f"no runs in {', '.join(map(str, folders))}{f' with {said}' if found and said else ''}")
+        asked = f" with {in_words(conditions)}" if found and conditions else ""
+        raise InputError(f"no runs in {', '.join(map(str, folders))}{asked}")
+    for sentence in nowhere:
+        warn(sentence)
     trends = trends_of(kept)
     if workload is None:
         shown.show(answer_history(trends), document=lambda: json_line(history_as_json(trends)))

@@ -6,14 +6,19 @@ from pathlib import Path
 
 from stepscope.cli.output import warn
 from stepscope.core.run import Run
+from stepscope.core.run_directory import LAST, find_place
 from stepscope.core.run_index import list_runs
 
 _QUIET_S = 2.0
 """Reading runs that takes longer says how far it is."""
 
 
-def listed_runs(places: list[Path]) -> list[Run]:
-    """The readable runs of these places, oldest first; those left out, and why, are told on stderr."""
+def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
+    """The readable runs of these places, oldest first; those left out, and why, are told on stderr.
+
+    runs: the folder that is read where no place is named, and in which `last` is the run that began latest.
+    """
+    places = [find_place(LAST, runs) if str(place) == LAST else place for place in places or [runs]]
     said = time.monotonic()
 
     def tell(done: int, of: int) -> None:

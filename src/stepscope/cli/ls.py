@@ -15,7 +15,7 @@ from stepscope.cli.verb import verb
 def ls(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, or folders of them (default: --runs)."),
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     tag: str | None,
@@ -23,7 +23,7 @@ def ls(
     shown: Presentation,
 ) -> None:
     """List runs, oldest first."""
-    found = listed_runs(places or [runs])
+    found = listed_runs(places, runs)
     kept = [run for run in found if tag is None or run.tag == tag]
     if not kept and shown == Presentation():
         emit("no runs\n")

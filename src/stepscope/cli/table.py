@@ -1,7 +1,8 @@
 """`stepscope table`: any set of runs, arranged."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
 import typer
@@ -10,7 +11,10 @@ from stepscope.cli.listed import listed_runs
 from stepscope.cli.output import check_picture, draw, present
 from stepscope.cli.presentation import Presentation
 from stepscope.cli.verb import verb
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import choose
+
+if TYPE_CHECKING:
+    from stepscope.analysis.runs.conditions import Condition
 
 
 @verb(
@@ -21,7 +25,7 @@ from stepscope.core.errors import InputError, choose
 def table(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, or folders of them (default: --runs)."),
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     rows: str = "model,seq_len",
@@ -42,8 +46,7 @@ def table(
 
     choose(style, STYLES, "style")
     check_picture(save)
-    conditions = [condition(text) for text in where]
-    conditions += [("tag", (tag,))] if tag is not None else []
+    conditions = conditions_of(where, tag)
     query = TableQuery(
         rows=_names(rows),
         columns=_names(columns),
@@ -52,7 +55,7 @@ def table(
         speedup=speedup,
         where=tuple(conditions),
     )
-    found = listed_runs(places or [runs])
+    found = listed_runs(places, runs)
     answer = answer_table(found, query, bare=style in BARE)
     if save is not None:
         from stepscope.analysis.runs.table_panels import table_panels
@@ -69,9 +72,9 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
-def condition(text: str) -> tuple[str, tuple[str, ...]]:
-    """A condition of the command line, field=value[,value]."""
-    field, sign, values = text.partition("=")
-    if not sign or not values:
-        raise InputError(f"cannot read --where {text!r}: write field=value, as in dtype=bf16")
-    return field.strip(), _names(values)
+def conditions_of(where: Iterable[str], tag: str | None = None) -> "list[Condition]":
+    """The conditions of every --where, and of --tag."""
+    from stepscope.analysis.runs.conditions import conditions_in
+
+    found = [condition for text in where for condition in conditions_in(text)]
+    return [*found, *([("tag", (tag,))] if tag is not None else [])]

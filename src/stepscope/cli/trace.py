@@ -135,7 +135,7 @@ def _show(
         return json_line(trace_as_json(asked, findings, view))
 
     # The tables of an answer take as long as the figures; for --json alone only --sort needs them, to be checked.
-    if shown.json and save is None and view.sort is None:
+    if shown.json and not shown.brief and save is None and view.sort is None:
         shown.show(document=document)
         return
     answer = answer_trace(asked, findings, str(place), view)

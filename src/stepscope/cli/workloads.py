@@ -1,5 +1,6 @@
 """What the command line says of one workload or of many: the textbook's model, or one of the user's own."""
 
+import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +9,11 @@ from typing import Any
 from stepscope.cli.options import OPTIONS
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.model_file import unmet
 from stepscope.core.own_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
+from stepscope.core.shown_text import warn
 from stepscope.core.workload import Workload
 from stepscope.engine.grid import combinations, grid
 
@@ -139,7 +142,18 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
         for kernels in said.get("kernels", (None,))
         for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True, parts=MODULE_PARTS))
     ]  # fmt: skip
+    for workload in found:
+        _say_unmet(workload)
     return [*{workload.key: workload for workload in found}.values()]  # parts that are said are so in all kernels
+
+
+def _say_unmet(workload: OwnWorkload) -> None:
+    """Say on stderr, once each, what the workload's config.json asks for and its step does not do."""
+    for sentence in unmet(workload):
+        _warn_once(f"--model {workload.factory}: {sentence}")
+
+
+_warn_once = functools.cache(warn)
 
 
 def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]:
@@ -147,6 +161,8 @@ def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]
     and for any where no such model is named."""
     if written and own is None:
         raise InputError(_ARG_ALONE)
+    if own is not None:
+        _say_unmet(OwnWorkload(factory=own, model=OwnModel(name="")))
     return _one_value_each(written)
 
 

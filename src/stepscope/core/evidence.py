@@ -449,6 +449,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     """What recorded steps left behind; None where fewer than three were recorded."""
     process_start: ProcessStart | None = None
     """How a cell's process came to be. Forked ones share their addresses and hash seed. None where it is no cell's."""
+    unmet: tuple[str, ...] = ()
+    """What the config.json of the model asks for and the step does not do, a sentence each (core/model_file.py)."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -17,6 +17,7 @@ class Figures(msgspec.Struct, frozen=True, array_like=True):
     effective_count: float | None
     interval: Interval | None
     why_no_interval: str | None
+    wandering: float
     first_s: float | None
     smallest_s: float | None
     largest_s: float | None
@@ -66,6 +67,10 @@ class KnownSamples(Samples, frozen=True, kw_only=True):
     def why_no_interval(self) -> str | None:
         return self.known.why_no_interval
 
+    @property
+    def wandering(self) -> float:
+        return self.known.wandering
+
     def percentile_s(self, name: str) -> float | None:
         """The percentile of this name (p95, p99), as it was found."""
         return self.known.percentiles_s[tuple(FEWEST_FOR_PERCENTILE).index(name)]
@@ -88,6 +93,7 @@ def known(samples: Samples) -> KnownSamples:
         effective_count=samples.effective_count,
         interval=samples.interval(),
         why_no_interval=samples.why_no_interval,
+        wandering=samples.wandering,
         first_s=samples.first_s,
         smallest_s=samples.smallest_s,
         largest_s=samples.largest_s,

@@ -23,6 +23,7 @@ NOTES_VERSION = 1
 
 MemoryCategory = Literal[
     "parameters",
+    "frozen quantised weights",
     "gradients",
     "optimizer state",
     "saved for backward",
@@ -33,12 +34,12 @@ MemoryCategory = Literal[
     "there before",
     "rounding",
 ]
-"""What a byte on the device is there for. parameters: and buffers. saved for backward: activations that autograd
-keeps. cast copies: 16-bit copies of parameters that autocast keeps until it ends. inputs: the batches. temporaries:
-everything that a phase allocates and frees again, and what a loop keeps beside. workspaces: what libraries hold, and
-what nothing else explains. there before: what lived before the history of a snapshot without notes, where nothing
-tells what it was. rounding: what the allocator gives beyond what was asked (to 512 bytes, and remainders too
-small to split off)."""
+"""What a byte on the device is there for. parameters: and buffers. frozen quantised weights: those of 4 or 8 bits that
+no gradient reaches, with their scales, as the base of QLoRA. saved for backward: activations that autograd keeps. cast
+copies: 16-bit copies of parameters that autocast keeps until it ends. inputs: the batches. temporaries: everything that
+a phase allocates and frees again, and what a loop keeps beside. workspaces: what libraries hold, and what nothing else
+explains. there before: what lived before the history of a snapshot without notes, where nothing tells what it was.
+rounding: what the allocator gives beyond what was asked (to 512 bytes, and remainders too small to split off)."""
 
 CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
 

@@ -25,6 +25,11 @@ def parse_arguments(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
         if name in values:
             raise InputError(f"--arg {name} is given twice: write its values once, as in --arg {name}=1,2")
         whole = _json(value)
+        if whole is None and (other := re.search(r",\s*([^\W\d]\w*)=", value)):
+            raise InputError(
+                f"--arg {text!r}: {other[1]} is another argument: write --arg {name}=... --arg {other[1]}=..., and a "
+                f"text that holds such a thing in double quotes, as in --arg '{name}=\"a,b=c\"'"
+            )
         values[name] = (whole,) if whole is not None or value == "null" else tuple(map(_value, value.split(",")))
     return values
 

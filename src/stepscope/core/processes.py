@@ -5,11 +5,22 @@ pages the system gave them, which clocks the device had. The steps of one proces
 are. So a process counts as one sample here, its median step, and intervals come from how far processes differ.
 
 Times are compared by their logarithms: a change is a ratio, and the same ratio up and down then has the same size. The
-typical time is the geometric mean of the processes' medians. The sources:
+typical time is the geometric mean of the processes' medians.
+
+A machine drifts: processes that ran one after another resemble each other. Two sets that ran one after the other then
+differ though their steps do not, and neither set shows it. Where the times are known at which processes began, what the
+two sides would differ by is reckoned for noise whose power is that of 1 / frequency, and compared with what Welch's
+formula makes of such noise (`_Drift`). Of sets that took turns it is less than the formula says, and nothing changes.
+Of others the interval is widened. An assumption it must be: five processes do not tell how much neighbours correlate.
+
+The sources:
 
 - Kalibera and Jones (2013), "Rigorous benchmarking in reasonable time": repetition belongs to the level that varies.
 - Student (1908): the interval of a mean of n samples, from their own deviation.
 - Welch (1947), Satterthwaite (1946): that of a difference of two means whose deviations differ.
+- Matheron (1963): the variance of a difference of means from the variogram; Cressie (1993), "Statistics for Spatial
+  Data", section 2.4: that of 1 / f noise has no finite variance, and grows with the logarithm of the distance.
+- Box (1954), "Some theorems on quadratic forms": degrees of freedom of a variance whose samples are correlated.
 - Holm (1979): which of several comparisons stand, when all are asked at once.
 - Abramowitz and Stegun (1964), 26.5.8 and 26.7.1: the incomplete beta function, and Student's law by it.
 
@@ -17,9 +28,11 @@ benchmarks/coverage.py simulates how often the intervals hold what they should, 
 """
 
 import functools
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -30,6 +43,11 @@ FEWEST_PROCESSES = 5
 
 SEEN_IN = 0.9
 """`Change.detectable` is the change that this share of such comparisons would have seen."""
+
+_MOST = 700.0
+"""The largest logarithm of a ratio: no float holds exp(710)."""
+_OF_SPACING = 5.6
+"""exp(Euler's constant) * pi: with it, `_variogram` has the logarithm of the integral that it stands for."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +67,20 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """The smallest change, as a share, that would have been seen in nine of ten such comparisons."""
     paired: bool = False
     """Whether both sides ran turn by turn in the same processes."""
+    widened: float = 1.0
+    """How many times its width for independent processes the interval has, since the sides did not take turns."""
+    seemed: bool = False
+    """Whether the sides would differ if processes were independent: then drift may be all that is seen."""
 
     @property
     def decided(self) -> bool:
         """Whether the interval excludes that both take equally long."""
         return self.interval is not None and not self.interval.low <= 1 <= self.interval.high
+
+    @property
+    def may_be_drift(self) -> bool:
+        """Whether the sides seem to differ, and may do so only since they were not measured in turns."""
+        return self.seemed and not self.decided
 
     @property
     def share(self) -> float:
@@ -65,6 +92,8 @@ class Processes(msgspec.Struct, frozen=True):
     """The medians of the processes of one experiment, in seconds, in the order they ran."""
 
     medians_s: tuple[float, ...]
+    begun_s: tuple[float, ...] = ()
+    """When each began, in seconds on a clock that other processes share; empty where it is not known."""
 
     def __post_init__(self) -> None:
         if not all(1e-12 <= median < 1e9 for median in self.medians_s):
@@ -104,8 +133,18 @@ class Processes(msgspec.Struct, frozen=True):
         if min(processes) < FEWEST_PROCESSES:
             return plain
         parts = [statistics.variance(side) / len(side) for side in (mine, theirs)]
-        freedom = _freedom(parts, [len(mine), len(theirs)])
-        return _told(plain, difference, math.sqrt(sum(parts)), freedom, confidence)
+        error = math.sqrt(sum(parts))
+        freedom = _freedom(parts, (len(mine) - 1, len(theirs) - 1))
+        told = _told(plain, difference, error, freedom, confidence)
+        drift = _drift(self.begun_s, before.begun_s)
+        if drift is None or drift.factor <= 1:
+            return told
+        fewer, share = _freedom(parts, drift.freedoms), (1 + confidence) / 2
+        return msgspec.structs.replace(
+            _told(plain, difference, error * drift.factor, fewer, confidence),
+            widened=drift.factor * student_quantile(share, fewer) / student_quantile(share, freedom),
+            seemed=told.decided,
+        )
 
     @property
     def _logarithms(self) -> list[float]:
@@ -148,21 +187,71 @@ def _told(plain: Change, difference: float, error: float, freedom: float, confid
         plain,
         interval=interval,
         p_value=2 * student_tail(abs(difference) / error, freedom),
-        detectable=math.expm1(reach),
+        detectable=math.expm1(min(_MOST, reach)),
     )
 
 
 def _interval(middle: float, error: float, freedom: float, confidence: float) -> Interval:
     reach = student_quantile((1 + confidence) / 2, freedom) * error
-    return Interval(low=math.exp(middle - reach), high=math.exp(middle + reach))
+    return Interval(low=math.exp(max(-_MOST, middle - reach)), high=math.exp(min(_MOST, middle + reach)))
 
 
-def _freedom(parts: Sequence[float], counts: Sequence[int]) -> float:
+def _freedom(parts: Sequence[float], freedoms: Sequence[float]) -> float:
     """Degrees of freedom of a sum of variances (Welch and Satterthwaite)."""
     total = sum(parts)
     if not total:
-        return float(sum(counts) - len(counts))
-    return 1 / sum((part / total) ** 2 / (count - 1) for part, count in zip(parts, counts, strict=True))
+        return sum(freedoms)
+    return 1 / sum((part / total) ** 2 / freedom for part, freedom in zip(parts, freedoms, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drift:
+    """What noise of power 1 / frequency makes of two sets of processes that began at known times."""
+
+    factor: float
+    """The deviation of the difference of their means, over what Welch's formula expects for the same noise."""
+    freedoms: tuple[float, float]
+    """Degrees of freedom of each set's variance."""
+
+
+@functools.lru_cache(maxsize=64)
+def _drift(first: tuple[float, ...], second: tuple[float, ...]) -> _Drift | None:
+    """The drift of two sets by their times in seconds; None where these are not known, or all are the same."""
+    moments = sorted({*first, *second})
+    if len(first) < 2 or len(second) < 2 or len(moments) < 2:
+        return None
+    unit = statistics.median(b - a for a, b in itertools.pairwise(moments))
+
+    def apart(one: Sequence[float], other: Sequence[float]) -> list[list[float]]:
+        return [[_variogram(abs(a - b) / unit) for b in other] for a in one]
+
+    means, parts, freedoms = [_mean(apart(first, second))], list[float](), list[float]()
+    for times in (first, second):
+        within, count = apart(times, times), len(times)
+        rows = [statistics.fmean(row) for row in within]
+        mean = statistics.fmean(rows)
+        centred = [
+            mean_of + other - value - mean for row, mean_of in zip(within, rows, strict=True)
+            for value, other in zip(row, rows, strict=True)
+        ]  # fmt: skip
+        means.append(mean)
+        parts.append(mean / (count - 1))
+        squares = math.fsum(value * value for value in centred)
+        freedoms.append((mean * count) ** 2 / squares if squares else count - 1.0)
+    between, within_first, within_second = means
+    expected = sum(parts)
+    factor = math.sqrt(max(0.0, 2 * between - within_first - within_second) / expected) if expected else 1.0
+    return _Drift(factor=factor, freedoms=(freedoms[0], freedoms[1]))
+
+
+def _mean(rows: Sequence[Sequence[float]]) -> float:
+    return statistics.fmean(value for row in rows for value in row)
+
+
+def _variogram(distance: float) -> float:
+    """Half the mean square of the difference of 1 / f noise at this distance, in units of its usual spacing, but for a
+    factor. The integral of (1 - cos t) / t up to pi * distance is within a tenth of it."""
+    return 0.5 * math.log1p((_OF_SPACING * distance) ** 2)
 
 
 def student_tail(t: float, freedom: float) -> float:
@@ -177,13 +266,16 @@ def student_quantile(share: float, freedom: float) -> float:
     """The figure that this share of Student's law lies below."""
     if share < 0.5:
         return -student_quantile(1 - share, freedom)
-    low, high = 0.0, 1.0
-    while student_tail(high, freedom) > 1 - share:
-        high *= 2
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, freedom) > 1 - share else (low, middle)
-    return (low + high) / 2
+    # Newton's method from the normal law's figure, which is too small: the tail is convex, so no step goes too far.
+    density = math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(freedom * math.pi)
+    found = statistics.NormalDist().inv_cdf(share)
+    for _ in range(200):
+        above = student_tail(found, freedom) - (1 - share)
+        step = above / density * (1 + found * found / freedom) ** ((freedom + 1) / 2)
+        found += step
+        if abs(step) <= 1e-12 * found:
+            break
+    return found
 
 
 def _incomplete_beta(a: float, b: float, x: float, rest: float) -> float:

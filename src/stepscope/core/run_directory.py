@@ -15,7 +15,7 @@ import msgspec
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.own_workload import AnyWorkload, with_kind
-from stepscope.core.run import SCHEMA_VERSION, Run
+from stepscope.core.run import SCHEMA_VERSION, Run, instant_of
 from stepscope.core.run_files import RUN_FILE
 
 
@@ -169,16 +169,42 @@ def load_runs(places: list[Path]) -> tuple[list[Run], list[str]]:
     return runs, faults
 
 
+LAST = "last"
+"""The name of the run that began latest."""
+
+_CREATED = re.compile(rb'"created"\s*:\s*"([^"\\]*)"')
+
+
+def last_run(out: Path) -> Path | None:
+    """The run.json of the run under `out` that began latest, whatever its directory is called; None without runs.
+
+    Every verb that takes `last` asks here. A file that does not say when its run began is older than any that does.
+    """
+    files = list(find_run_files(out)) if exists(out) else []
+    return max(files, key=lambda file: (_begun(file), file.parent.name), default=None)
+
+
+def _begun(file: Path) -> float:
+    """When a stored run began, in seconds since 1970, from the head of its file; 0 where that does not say."""
+    try:
+        with file.open("rb") as stream:
+            head = stream.read(_HEAD)
+            found = _CREATED.search(head) or _CREATED.search(stream.read(_LARGEST_HEAD))
+    except OSError:
+        return 0.0
+    return instant_of(found[1].decode(errors="replace")) if found else 0.0
+
+
 def find_run(name: str, out: Path) -> Run:
     """A run by its path, or that of a folder which holds just one; or by a part of its directory's name under `out`
-    that is unique there; or `last`, the newest under `out`."""
+    that is unique there; or `last`, the one under `out` that began latest."""
     files = list(find_run_files(out)) if exists(out) else []
-    if name == "last" and files:
-        return load_run(next((file for file in reversed(files) if os.path.lexists(file)), files[-1]))
     path = Path(name)
     if exists(path) and (path.is_file() or not files or any(find_run_files(path))):
         inside = list(find_run_files(path))
         return load_run(inside[0] if len(inside) == 1 else path)
+    if name == LAST and (latest := last_run(out)) is not None:
+        return load_run(latest)
     matches = [file for file in files if name in file.parent.name]
     if len(matches) == 1:
         return load_run(matches[0])
@@ -188,7 +214,8 @@ def find_run(name: str, out: Path) -> Run:
 
 
 def find_place(name: str, out: Path) -> Path:
-    """The file or directory of this name; else the run directory of this name under `out`, or the newest for `last`."""
+    """The file or directory of this name; else the run directory under `out` of which it is a part of the name, or of
+    the run that began latest for `last`."""
     path = Path(name)
     try:
         path.stat()
@@ -199,10 +226,11 @@ def find_place(name: str, out: Path) -> Path:
     else:
         return path
     try:
-        runs = [found.parent for found in find_run_files(out)]
+        if name == LAST and (latest := last_run(out)) is not None:
+            return latest.parent
+        matches = [found.parent for found in find_run_files(out) if name in found.parent.name]
     except OSError as error:
         raise InputError(f"{out}: cannot be read: {error.strerror or error}") from None
-    matches = runs[-1:] if name == "last" else [run for run in runs if name in run.name]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -225,7 +253,9 @@ def exists(path: Path) -> bool:
 
 
 _HEAD = 4096
-"""Bytes of a document within which its mark stands."""
+"""Bytes of a document within which its mark stands, and in a run the time at which it began."""
+_LARGEST_HEAD = 1 << 20
+"""Bytes more in which a run that another wrote may say when it began."""
 
 
 def check_is_ours(file: Path, mark: str) -> None:

@@ -1,7 +1,7 @@
 """The index of a folder of runs: what lists, tables and histories read of many runs, without decoding each again.
 
 It is a hidden file in the folder, made from the runs and thrown away at will. A run.json counts as known while its
-size, time of change and inode are those that the index has; any other is read. So the index is never trusted over the
+size, times and inode are those that the index has; any other is read. So the index is never trusted over the
 files: without it, or with one that is old, damaged or another version's, the answers are the same and take longer.
 
 Workloads, environments and the like recur in many runs. Each different one is stored and decoded once.
@@ -34,7 +34,7 @@ from stepscope.core.run_directory import exists, load_run, write_atomically
 from stepscope.core.run_files import INDEX_FILE, RUN_FILE
 from stepscope.core.work import Work
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 FEWEST_RUNS = 100
 """A folder with fewer runs has no index: they are read in a moment, and the folder stays as it was."""
 _STALE_SHARE = 0.02
@@ -62,6 +62,8 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
     """Relative to the folder of the index."""
     size: int
     mtime_ns: int
+    ctime_ns: int
+    """Its last change of any kind: a time of modification can be set back, this one cannot."""
     inode: int
     id: str
     created: str
@@ -153,7 +155,8 @@ class _Folder:
             at = index.get(relative)
             if (
                 at is not None and state is not None and stat.S_ISREG(state.st_mode)
-                and (at[0].size, at[0].mtime_ns, at[0].inode) == (state.st_size, state.st_mtime_ns, state.st_ino)
+                and (at[0].size, at[0].mtime_ns, at[0].ctime_ns, at[0].inode)
+                == (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
             ):  # fmt: skip
                 kept.append(((relative, state), at[1]()))
                 continue
@@ -347,6 +350,7 @@ def _index_of(kept: Iterable[tuple[tuple[str, os.stat_result], Run]]) -> _Index:
                 path=path,
                 size=state.st_size,
                 mtime_ns=state.st_mtime_ns,
+                ctime_ns=state.st_ctime_ns,
                 inode=state.st_ino,
                 id=run.id,
                 created=run.created,

@@ -19,11 +19,13 @@ simulates how well they hold, and docs/measuring.md shows the result. The source
 - Hyndman and Fan (1996), "Sample quantiles in statistical packages", definition 7: percentiles and quartiles. It is
   what NumPy, pandas and torch.quantile give where nothing else is asked for.
 - Von Neumann (1941): the ratio of the mean square successive difference to the variance, 2 (1 - r).
+- Müller and Watson (2008), "Testing models of low-frequency variability": slow variation seen by the lowest cosines.
 """
 
 import functools
 import itertools
 import math
+import operator
 import statistics
 from collections.abc import Sequence
 
@@ -60,6 +62,11 @@ _OUTLIER = 3.0
 """The most deviations (by the median absolute deviation) at which a residual is cut in an autocorrelation."""
 _ROUNDING = 1e-9
 """The largest distance from a line, as a share of the largest sample, at which samples count as on the line."""
+_COSINES = 3
+"""The slowest waves, from half a period along the samples to one and a half, that show whether samples wander."""
+_WANDER, _CERTAIN = 2.0, 1.5
+"""How much of what the slowest waves exceed widens a ratio, and the standard errors from 0 at which an autocorrelation
+is taken to be there. Both were simulated, for noise whose power is that of 1 / frequency."""
 _DEVIATIONS = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
 _PER_MEDIAN_DEVIATION = 1 / statistics.NormalDist().inv_cdf(0.75)
 
@@ -257,6 +264,16 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
             )
         return None
 
+    @property
+    def wandering(self) -> float:
+        """How many times wider a ratio with another process makes the interval of these samples; at least 1.
+
+        Noise with a long memory, as that of power 1 / frequency, moves the median from process to process by more than
+        an AR(1) process would that has the same neighbours. It shows in the slowest waves along the samples. Two steps
+        that took turns met the same noise, so the interval of the ratios within one process is not widened.
+        """
+        return 1.0 if self.autocorrelation is None else _wandering(self.values_s, self.autocorrelation)
+
     def trend(self) -> Trend | None:
         """Mann-Kendall test and Theil-Sen slope; None below eight samples.
 
@@ -282,7 +299,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         return Trend(relative_change=slope * n / median, p_value=math.erfc(abs(z) / math.sqrt(2)))
 
     def speedup_over(self, baseline: "Samples") -> Ratio | None:
-        """median(baseline) / median(self). Above 1, self is faster. The two are assumed to be independent."""
+        """median(baseline) / median(self). Above 1, self is faster. The two are assumed to be independent processes."""
         if not self.median_s or baseline.median_s is None:
             return None
         value = baseline.median_s / self.median_s
@@ -293,8 +310,9 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         mine, theirs = self.interval(), baseline.interval()
         if mine is None or theirs is None or not mine.low or not theirs.low:
             return Ratio(value=value, interval=None, extremes=extremes)
-        below = math.hypot(math.log(baseline.median_s / theirs.low), math.log(mine.high / self.median_s))
-        above = math.hypot(math.log(theirs.high / baseline.median_s), math.log(self.median_s / mine.low))
+        a, b = baseline.wandering, self.wandering
+        below = math.hypot(a * math.log(baseline.median_s / theirs.low), b * math.log(mine.high / self.median_s))
+        above = math.hypot(a * math.log(theirs.high / baseline.median_s), b * math.log(self.median_s / mine.low))
         interval = Interval(low=value * math.exp(-below), high=value * math.exp(above))
         return Ratio(value=value, interval=interval, extremes=extremes)
 
@@ -327,6 +345,31 @@ def _autocorrelation(values: tuple[float, ...]) -> float | None:
         return 0.0
     products = math.fsum((a - middle) * (b - middle) for a, b in itertools.pairwise(ranks))
     return _without_bias(products / total, count)
+
+
+@functools.lru_cache(maxsize=8)
+def _wandering(values: tuple[float, ...], autocorrelation: float) -> float:
+    """The power of the slowest waves of the ranks over that of an AR(1) process, as a factor on widths.
+
+    Samples that seem independent are left alone: their slowest waves differ by chance.
+    """
+    n = len(values)
+    ranks, middle = _ranks(values), (n + 1) / 2
+    total = math.fsum((rank - middle) ** 2 for rank in ranks)
+    if not total:
+        return 1.0
+    waves = [sum(map(operator.mul, ranks, wave)) ** 2 for wave in _cosines(n)]
+    slow = 2 / n * math.fsum(waves) / len(waves) / (total / n)
+    above = _WANDER * slow * (1 - autocorrelation) / (1 + autocorrelation)
+    return max(1.0, above) ** min(1.0, autocorrelation * math.sqrt(n) / _CERTAIN)
+
+
+@functools.lru_cache(maxsize=8)
+def _cosines(n: int) -> tuple[tuple[float, ...], ...]:
+    """The slowest waves at n places; each sums to 0."""
+    return tuple(
+        tuple(math.cos(math.pi * wave * (place + 0.5) / n) for place in range(n)) for wave in range(1, _COSINES + 1)
+    )
 
 
 def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:

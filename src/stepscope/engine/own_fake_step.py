@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import gc
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, named_line
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import REFERENCE
@@ -116,7 +116,8 @@ def watch_module(
             cast_as_on_a_gpu(step.model)
             as_on_cuda = AsOnCuda(_attention_backend, heads_as_given=True)
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
-        run_steps(step, watch, steps, on_host=on_host)
+        with _gpu_alone_said(own.name) if on_host else contextlib.nullcontext():
+            run_steps(step, watch, steps, on_host=on_host)
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
         model = describe_own(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = own.optimizer is not None and step.optimizer is own.optimizer
@@ -128,6 +129,20 @@ def watch_module(
     del step
     gc.collect()  # A step and its phases refer to each other.
     return OwnWatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
+
+
+@contextlib.contextmanager
+def _gpu_alone_said(name: str) -> Generator[None]:
+    """While open, what a CPU has no kernel for is no fault of a step that is predicted for a GPU."""
+    try:
+        yield
+    except InputError as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        raise InputError(
+            f"{name} cannot be predicted: its step is run on the CPU's fake tensors, and calls what a GPU alone has "
+            f"({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
+        ) from error
 
 
 def _hang_on(found: Any, tensor: Any) -> None:

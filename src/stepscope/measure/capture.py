@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from stepscope.core import interrupts
+from stepscope.core.profiler_json import with_texts_escaped
 from stepscope.core.range_names import BACKWARD, MARKING
 from stepscope.measure import ranges
 from stepscope.measure.backward_ranges import BackwardRanges, SequenceNotes
@@ -20,6 +21,7 @@ from stepscope.measure.profile import profiler_for
 from stepscope.measure.step import Recorder, Step
 
 AFTER_CAPTURE_S = 1.0
+_QUOTES_OF_A_FIELD = 4
 _COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one per cent
 
 
@@ -132,7 +134,12 @@ def export_kineto(profiler: torch.profiler.profile, target: Path) -> None:
 
 
 def _portable(line: bytes, name: str) -> bytes:
-    """A line of the trace without the machine's name or the file's place, so that it can be shown to others."""
+    """A line of the trace as JSON, and without the machine's name or the file's place, so that others may read it.
+
+    The profiler does not escape the quotes in names of ranges and modules.
+    """
+    if line.count(b'"') > _QUOTES_OF_A_FIELD or b"\\" in line:
+        line, _ = with_texts_escaped(line)
     if b'"host_name"' in line or b'"traceName"' in line:
         line = re.sub(rb'"host_name": *"[^"]*"', b'"host_name": ""', line)
         line = re.sub(rb'"traceName": *"[^"]*"', b'"traceName": "' + name.encode() + b'"', line)

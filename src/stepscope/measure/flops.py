@@ -1,12 +1,12 @@
-"""FLOPs of a step of any model, counted by PyTorch's own formulas while the step runs, and what no formula covers.
+"""FLOPs of a step of any model, counted while the step runs by the rules that read traces, and what no rule covers.
 
-The formulas are those of `torch.utils.flop_counter`: a multiply-add counts two, attention as the full square also where
-it is causal, and what backward runs again counts too. An operator that multiplies and has no formula, and a kernel that
+A multiply-add counts two, attention as the full square also where it is causal, and what backward runs again counts
+too. Operators that the rules do not know, flex attention and those of libraries, count by their formulas in
+`torch.utils.flop_counter`. An operator that multiplies and has no formula, and a kernel that
 a program launches through Triton itself, has unknown FLOPs: it is named, and never taken for zero.
 """
 
 import contextlib
-import math
 import re
 import sys
 from collections import Counter
@@ -14,13 +14,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from stepscope.core.parts import PARTS
 from stepscope.core.work import Convention, Work
 from stepscope.measure import scaled_mm
 from stepscope.measure.step import Recorder
+from stepscope.work.operators.calls import Operand, OperatorCall, TensorList, Unknown, Value
+from stepscope.work.operators.count import call_work, is_product
 
 CONVENTION = Convention(causal="full", recompute=True)
 
@@ -35,55 +39,50 @@ _NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional",
 """Namespaces of operators that do no arithmetic of the model's own."""
 
 
-def _sdpa(query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    return sdpa_flop_count(query.shape, _for_each_query_head(key, query), _for_each_query_head(value, query))
+def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int | None:
+    """FLOPs of an operator that multiplies; None where nothing says that it does.
+
+    By the rules that also read traces (`work/operators`), with attention as the full square; where they do not know the
+    operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where no formula knows them, and
+    what such a formula raises.
+    """
+    multiplies = not isinstance(func, HigherOrderOperator) and is_product(func._schema.name)
+    work = call_work(_call(func, args, kwargs), "full") if multiplies else None
+    if work is not None:
+        return work.flops
+    packet = getattr(func, "_overloadpacket", func)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if multiplies:
+        raise Unknown
+    return None
 
 
-def _sdpa_backward(grad: Any, query: Any, key: Any, value: Any, *_: object, **__: object) -> int:
-    keys, values = _for_each_query_head(key, query), _for_each_query_head(value, query)
-    return sdpa_backward_flop_count(grad.shape, query.shape, keys, values)
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
+    """The arguments as a trace would record them, in the schema's order, with the defaults of those left out."""
+    left_out = func._schema.arguments[len(args) :]
+    given = [*args, *(kwargs.get(each.name, each.default_value) for each in left_out)]
+    return OperatorCall(func._schema.name, tuple(map(_argument, given)), tuple(map(_value, given)))
 
 
-def _for_each_query_head(shared: Any, query: Any) -> tuple[int, ...]:
-    """The shape (B, H, S, D) of keys or values with as many heads as queries, each of which is multiplied by its own;
-    PyTorch 2.11 counts no heads that queries share."""
-    batch, _, length, head_dim = shared.shape
-    return (batch, query.shape[1], length, head_dim)
+def _argument(given: Any) -> Operand | TensorList | None:
+    if isinstance(given, torch.Tensor):
+        return Operand(tuple(map(int, given.shape)), _NAMES.get(given.dtype), given.element_size())
+    if isinstance(given, (list, tuple)) and given and all(isinstance(each, torch.Tensor) for each in given):
+        return TensorList(tuple(operand for each in given if isinstance(operand := _argument(each), Operand)))
+    return None
 
 
-def _matrix_by_vector(matrix: Any, _vector: Any, *_: object, **__: object) -> int:
-    return 2 * math.prod(matrix.shape)
+def _value(given: Any) -> Value:
+    if isinstance(given, (bool, int)):
+        return given
+    if isinstance(given, (list, tuple)) and all(isinstance(each, int) for each in given):
+        return tuple(map(int, given))
+    return None
 
 
-def _sum_and_matrix_by_vector(_sum: Any, matrix: Any, *_: object, **__: object) -> int:
-    return 2 * math.prod(matrix.shape)
-
-
-_aten = torch.ops.aten
-_FORMULAS: dict[object, Callable[..., int]] = {
-    **dict.fromkeys(
-        (
-            _aten._scaled_dot_product_flash_attention_for_cpu,
-            _aten._scaled_dot_product_flash_attention,
-            _aten._scaled_dot_product_efficient_attention,
-            _aten._scaled_dot_product_cudnn_attention,
-        ),
-        _sdpa,
-    ),
-    **dict.fromkeys(
-        (
-            _aten._scaled_dot_product_flash_attention_for_cpu_backward,
-            _aten._scaled_dot_product_flash_attention_backward,
-            _aten._scaled_dot_product_efficient_attention_backward,
-            _aten._scaled_dot_product_cudnn_attention_backward,
-        ),
-        _sdpa_backward,
-    ),
-    _aten.mv: _matrix_by_vector,
-    _aten.dot: _matrix_by_vector,
-    _aten.addmv: _sum_and_matrix_by_vector,
-}
-"""Formulas that PyTorch's counter does not have, or not for every shape."""
+_NAMES = {torch.int32: "int", torch.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2"}
+"""The names, in traces, of dtypes by which a rule counts: those of offsets, and of two numbers in one element."""
 
 
 class FlopCounts(Recorder):
@@ -116,25 +115,23 @@ class FlopCounts(Recorder):
         """The work of each phase."""
         return {phase: Work(flops=flops, convention=CONVENTION) for phase, flops in self._flops.items()}
 
-    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        packet = func._overloadpacket
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, inside: bool) -> bool:
+        """Whether the operator has FLOPs. `inside`: whether one that it calls had some, and it needs none."""
         try:
-            if packet in _FORMULAS:
-                return self._add(_FORMULAS[packet](*args, **kwargs))
-            if packet in flop_registry:
-                return self._add(flop_registry[packet](*args, **kwargs, out_val=out))
+            flops = product_flops(func, args, kwargs, out)
         except Exception:
             self.unknown[func.name().partition(".")[0]] += 1
-            return None
-        if func.namespace not in _NO_WORK and self._may_multiply(func):
+            return False
+        if flops is not None:
+            self._flops[self._phase] = self._flops.get(self._phase, 0) + flops
+        elif not inside and func.namespace not in _NO_WORK and self._may_multiply(func):
             self.unknown[func.name().partition(".")[0]] += 1
-        return None
-
-    def _add(self, flops: int) -> None:
-        self._flops[self._phase] = self._flops.get(self._phase, 0) + int(flops)
+        return flops is not None
 
     @staticmethod
     def _may_multiply(func: Any) -> bool:
+        if isinstance(func, HigherOrderOperator):
+            return _PRODUCT.search(func.name()) is not None
         if func._schema.name in scaled_mm.CASTS or _ELEMENTWISE.search(func._schema.name):
             return False
         if func.namespace != "aten":
@@ -167,20 +164,48 @@ class FlopCounts(Recorder):
 class _Operators(TorchDispatchMode):
     """A mode that tells of every operator below autograd and autocast."""
 
-    def __init__(self, tell: Callable[[Any, tuple[Any, ...], dict[str, Any], Any], None]) -> None:
+    supports_higher_order_operators = True
+
+    def __init__(self, tell: Callable[..., bool]) -> None:
+        """`tell`: takes the operator, its arguments by place and by name, what it returned, and `inside`: whether one
+        of the operators that it calls multiplied. Returns whether this one does."""
         super().__init__()
         self._tell = tell
+        self._products = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         # A composite operator shows what it is made of, as PyTorch's counter has it.
-        if func is not torch.ops.prim.device.default and func._overloadpacket not in flop_registry:
+        if not isinstance(func, HigherOrderOperator) and func is not torch.ops.prim.device.default:
             with self:
                 made_of = func.decompose(*args, **kwargs)
             if made_of is not NotImplemented:
                 return made_of
-        out = func(*args, **kwargs)
-        self._tell(func, args, kwargs, out)
+        before = self._products
+        with self._inside(func):
+            out = func(*args, **kwargs)
+        self._products += self._tell(func, args, kwargs, out, inside=self._products > before)
         return out
+
+    @contextlib.contextmanager
+    def _inside(self, func: Any) -> Iterator[None]:
+        """A context in which what an operator that is written in Python calls is told of too, as a trace shows it."""
+        made = OPDEFS.get(func.name().partition(".")[0])
+        if made is None or is_product(func._schema.name) or func._overloadpacket in flop_registry:
+            yield
+            return
+        written = dict(made._backend_fns)
+        made._backend_fns.update({device: self._under(function) for device, function in written.items()})
+        try:
+            yield
+        finally:
+            made._backend_fns.update(written)
+
+    def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return run

@@ -13,12 +13,14 @@ from typing import Any, NamedTuple, Self
 import msgspec
 import torch
 from torch import nn
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from stepscope.core.evidence import PhaseMemory, StepObservation
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
 from stepscope.measure import scaled_mm
+from stepscope.measure.held_tensors import model_tensors, optimizer_tensors, plain_parts
 from stepscope.measure.local_part import local_part
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.step import Recorder, Step, optimizers_of
@@ -60,6 +62,8 @@ class _Held:
 class _ProductDtypes(TorchDispatchMode):
     """A mode below autocast that collects the dtypes of matrix products' operands."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.found: set[str] = set()
@@ -67,7 +71,7 @@ class _ProductDtypes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func._schema.name in _PRODUCTS:
+        if not isinstance(func, HigherOrderOperator) and func._schema.name in _PRODUCTS:
             # Of a scaled product the first two are the operands, and the others their scales.
             count = 2 if func._schema.name in scaled_mm.OPERATORS else len(args)
             operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]
@@ -94,7 +98,7 @@ class Observer(Recorder):
         self._forwards: dict[str, int] = {}
         self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
         self._taken: list[torch.Tensor] = []
-        self._owned = {local_part(tensor).untyped_storage().data_ptr() for tensor in _resident_tensors(step, device)}
+        self._owned = _storages(_resident_tensors(step, device)).keys()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
@@ -302,15 +306,19 @@ def _outside_allocator(device: torch.device) -> int | None:
 def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
     """Every tensor on the device that should be alive between steps: parameters, gradients kept, buffers, state,
     batches."""
-    tensors = [*step.model.parameters(), *step.model.buffers()]
+    tensors = [tensor for _, _, tensor in model_tensors(step.model)]
     tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
     for optimizer in optimizers_of(step):
-        for state in optimizer.state.values():
-            tensors += [value for value in state.values() if isinstance(value, torch.Tensor)]
+        tensors += [tensor for _, tensor in optimizer_tensors(optimizer, step.model, {})]
     tensors += [tensor for batch in step.batches for _, tensor in step.named_tensors(batch)]
     return [tensor for tensor in tensors if tensor.device == device]
 
 
 def _unique_bytes(tensors: list[torch.Tensor]) -> int:
-    storages = {s.data_ptr(): s.nbytes() for s in (local_part(tensor).untyped_storage() for tensor in tensors)}
-    return sum(storages.values())
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of every storage of the tensors, once."""
+    storages = (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -12,6 +12,7 @@ import torch
 
 from stepscope.core.memory_notes import MemoryCategory, TensorNote
 from stepscope.measure.cast_copies import cast_copy
+from stepscope.measure.held_tensors import model_tensors, optimizer_tensors, plain_parts
 from stepscope.measure.local_part import local_part
 from stepscope.measure.saved_tensors import saved_tensors
 from stepscope.measure.step import Step, optimizers_of
@@ -57,14 +58,13 @@ class TensorNotes:
     def _residents(self) -> Iterator[tuple[object, MemoryCategory, str]]:
         """What outlives a phase, each with its category and name."""
         model = self._step.model
-        states = [entry for optimizer in optimizers_of(self._step) for entry in optimizer.state.items()]
-        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            yield tensor, "parameters", name
+        for category, name, tensor in model_tensors(model):
+            yield tensor, category, name
         for name, parameter in model.named_parameters():
             yield parameter.grad, "gradients", name
-        for parameter, state in states:
-            for key, tensor in state.items():
-                yield tensor, "optimizer state", f"{self._names.get(id(parameter), '?')}.{key}"
+        for optimizer in optimizers_of(self._step):
+            for name, tensor in optimizer_tensors(optimizer, model, self._names):
+                yield tensor, "optimizer state", name
         for i, batch in enumerate(self._step.batches):
             for what, tensor in self._step.named_tensors(batch):
                 yield tensor, "inputs", f"batch {i} {what}"
@@ -89,9 +89,10 @@ class TensorNotes:
             return
         # Read anew: an activation may lie where a gradient lay that the loop freed since.
         seen = self._casts | {
-            local_part(tensor).untyped_storage().data_ptr()
+            part.untyped_storage().data_ptr()
             for tensor, _, _ in self._residents()
             if isinstance(tensor, torch.Tensor) and tensor.device == self._device
+            for part in plain_parts(tensor)
         }
         for saved in saved_tensors(loss.grad_fn):
             address = local_part(saved.tensor).untyped_storage().data_ptr()
@@ -133,19 +134,23 @@ class TensorNotes:
     ) -> None:
         if not isinstance(tensor, torch.Tensor) or tensor.device != self._device:
             return
-        storage = local_part(tensor).untyped_storage()
-        if storage.nbytes() == 0:
-            return
-        self._notes.append(
-            TensorNote(
-                address=storage.data_ptr(),
-                at_us=now_us(),
-                bytes=storage.nbytes(),
-                category=category,
-                name=name,
-                shape=tuple(tensor.shape),
-                dtype=str(tensor.dtype).removeprefix("torch."),
-                operator=operator,
-                module=module,
+        parts = plain_parts(tensor)
+        for part in parts:
+            storage = part.untyped_storage()
+            if storage.nbytes() == 0:
+                continue
+            # A tensor made of others has their bytes; any other has its own shape, of which a rank holds a part.
+            told = tensor if len(parts) == 1 else part
+            self._notes.append(
+                TensorNote(
+                    address=storage.data_ptr(),
+                    at_us=now_us(),
+                    bytes=storage.nbytes(),
+                    category=category,
+                    name=name,
+                    shape=tuple(told.shape),
+                    dtype=str(told.dtype).removeprefix("torch."),
+                    operator=operator,
+                    module=module,
+                )
             )
-        )

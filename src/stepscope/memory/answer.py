@@ -8,12 +8,14 @@ from stepscope.core.errors import printable
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import Contributor, SavedByBlock, alike, saved_by_block
+from stepscope.memory.devices import device_table
 from stepscope.memory.evidence import Certainty, certainty_of
 from stepscope.memory.explain import Explained
-from stepscope.memory.fragmentation import free_pieces, new_segments
+from stepscope.memory.fragmentation import new_segments, pieces_between
 from stepscope.memory.growth import growth_of
-from stepscope.memory.left_behind import growth_finding, growth_tables
-from stepscope.memory.memory_json import sites, tensor_of
+from stepscope.memory.left_behind import growth_tables
+from stepscope.memory.memory_json import memory_findings, sites, tensor_of
+from stepscope.memory.pools import pool_table
 from stepscope.memory.timeline import timeline_panel
 from stepscope.work.described import describe_model, describe_workload
 
@@ -25,7 +27,9 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
     """The Answer on what was alive at a moment and where it came from, with stacks of so many of the largest blocks."""
     notes = explained.snapshot.notes
     growth = growth_of(explained)
+    findings = memory_findings(explained, growth)
     tables = [text(*_moment_words(explained, moment)), _category_table(explained, moment), *growth_tables(growth)]
+    tables += [*pool_table(moment.pools), *device_table(explained)]
     tables += [*_phase_table(explained), *_new_segment_table(explained)]
     if moment.alive.height:
         tables += [_largest_table(moment), *_stack_tables(explained, moment, stacks), _site_table(moment)]
@@ -39,8 +43,8 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
         lead=_heading(explained),
         tables=tuple(tables),
         panels=(timeline_panel(explained),),
-        findings=tuple(finding for finding in [growth and growth_finding(growth)] if finding),
-        checked=growth is not None,
+        findings=findings,
+        checked=growth is not None or bool(findings),
         asides=tuple(f"Note: {note}" for note in explained.notes),
     )
 
@@ -48,7 +52,7 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
 def _heading(explained: Explained) -> tuple[Line, ...]:
     snapshot = explained.snapshot
     name = snapshot.notes.device_name if snapshot.notes else ""
-    device = f"device {snapshot.device}{f', {name}' if name else ''}" if explained.replay.segments else name
+    device = f"device {snapshot.device}{f', {name}' if name else ''}" if snapshot.has_segments else name
     lines = [Line(printable(f"{snapshot.source}: {device}".removesuffix(": ")), "strong")]
     if snapshot.notes and snapshot.notes.workload:
         workload = snapshot.notes.workload
@@ -80,7 +84,7 @@ def _moment_words(explained: Explained, moment: Moment) -> list[str]:
             f"{format_share(of_peak)} of the peak of {format_bytes(explained.peak_bytes)}."
         ]
     measured = explained.measured.allocated_peak if explained.measured else None
-    if measured is not None and explained.replay.segments:
+    if measured is not None and explained.snapshot.has_segments:
         difference = explained.peak_bytes - measured
         same = "the same to the byte" if not difference else f"{format_count(abs(difference))} bytes "
         same += "" if not difference else "less" if difference > 0 else "more"
@@ -106,7 +110,7 @@ def _category_table(explained: Explained, moment: Moment) -> Table:
     return table_of(
         *columns, *([] if certainty is None else ["known by"]), rows=rows,
         rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"},
-        notes=as_lines(*_reserved_words(moment), *_free_words(explained, moment)),
+        notes=as_lines(*_reserved_words(explained, moment), *_free_words(explained, moment)),
     )  # fmt: skip
 
 
@@ -121,21 +125,27 @@ def _known_by(certainty: dict[str, dict[Certainty, int]] | None, category: str) 
     return [", ".join(f"{how} {format_share(count / together)}" for how, count in by.items())]
 
 
-def _reserved_words(moment: Moment) -> list[str]:
+def _reserved_words(explained: Explained, moment: Moment) -> list[str]:
     held = moment.reserved
     if held is None:
         return []
-    awaiting = f", {format_bytes(held.awaiting_free_bytes)} awaiting another stream" if held.awaiting_free_bytes else ""
+    others = (
+        (held.awaiting_free_bytes, "awaiting another stream"),
+        (held.private_free_bytes, "free in private pools"),
+    )
+    beside = "".join(f", {format_bytes(count)} {what}" for count, what in others if count)
+    most = max(reserved for _, reserved in explained.replay.reserved)
+    at_most = f" At most {format_bytes(most)} were." if most > held.reserved_bytes else ""
     return [
         f"{format_bytes(held.reserved_bytes)} are reserved from the driver: {format_bytes(held.allocated_bytes)} "
         f"allocated, {format_bytes(held.cached_bytes)} cached in segments that hold nothing, "
-        f"{format_bytes(held.fragmented_bytes)} free between live blocks (fragmentation){awaiting}."
+        f"{format_bytes(held.fragmented_bytes)} free between live blocks (fragmentation){beside}.{at_most}"
     ]
 
 
 def _free_words(explained: Explained, moment: Moment) -> list[str]:
     """How the free memory between live blocks is cut up, which decides whether it can serve anything."""
-    pieces = [piece.bytes for piece in free_pieces(explained, moment.event) if not piece.whole]
+    pieces = pieces_between(explained, moment.event)
     if not pieces:
         return []
     together = f"What is free between live blocks lies in {counted(len(pieces), 'piece')}"

@@ -8,9 +8,9 @@ import polars as pl
 
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.memory.block_layout import BEFORE, Contradiction
+from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.explain import Explained, categories_of
-from stepscope.memory.replay import segments_after
+from stepscope.memory.pools import PoolUse, pools_at
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 _MICROSECONDS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
@@ -18,7 +18,7 @@ _MICROSECONDS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}
 
 @dataclass(frozen=True, kw_only=True)
 class Reserved:
-    """Bytes that the allocator held from the driver. The four parts make up the whole."""
+    """Bytes that the allocator held from the driver. The other five make up the first."""
 
     reserved_bytes: int
     allocated_bytes: int
@@ -28,6 +28,8 @@ class Reserved:
     """Bytes of segments that hold nothing, which torch.cuda.empty_cache() would give back."""
     fragmented_bytes: int
     """Free bytes between live blocks of a segment."""
+    private_free_bytes: int
+    """Free bytes of private pools, which serve nothing but what is directed to them, and which empty_cache() keeps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +55,8 @@ class Moment:
     categories: dict[MemoryCategory, int]
     reserved: Reserved | None
     """Bytes that the allocator holds beside live memory; None for a history without segments."""
+    pools: tuple[PoolUse, ...]
+    """The same by pool, the ordinary one first; empty where `reserved` is None."""
 
     @property
     def allocated_bytes(self) -> int:
@@ -63,8 +67,9 @@ class Moment:
         assert sum(self.categories.values()) == self.alive["block"].sum()
         held = self.reserved
         if held is not None:
-            parts = held.allocated_bytes + held.awaiting_free_bytes + held.cached_bytes + held.fragmented_bytes
-            assert parts == held.reserved_bytes and held.allocated_bytes == self.allocated_bytes
+            parts = held.awaiting_free_bytes + held.cached_bytes + held.fragmented_bytes + held.private_free_bytes
+            assert held.allocated_bytes == self.allocated_bytes <= held.reserved_bytes
+            assert held.allocated_bytes + parts == held.reserved_bytes
 
 
 def moment_at(explained: Explained, at: str | None = None) -> Moment:
@@ -95,13 +100,15 @@ def moment_at(explained: Explained, at: str | None = None) -> Moment:
 
 def _moment(explained: Explained, name: str, event: int) -> Moment:
     alive = explained.alive(event).sort("block", "address", descending=[True, False])
+    pools = pools_at(explained, event)
     moment = Moment(
         name=name,
         event=event,
         time_us=explained.time_us(event),
         alive=alive,
         categories=categories_of(alive),
-        reserved=reserved_at(explained, event),
+        reserved=_together(pools),
+        pools=pools,
     )
     moment.self_check()
     return moment
@@ -125,29 +132,15 @@ def phase_peaks(explained: Explained) -> list[PhasePeak]:
     return list(peaks.values())
 
 
-def reserved_at(explained: Explained, event: int) -> Reserved | None:
-    """The Reserved bytes after an event; None where the history has no segments, or contradicts them."""
-    if not explained.replay.segments:
+def _together(pools: tuple[PoolUse, ...]) -> Reserved | None:
+    """What all pools held; None where that is not known."""
+    if not pools:
         return None
-    try:
-        held = segments_after(explained.replay, explained.snapshot, event)
-    except Contradiction:
-        return None
-    starts = [segment.address for segment in held]
-    used = [0] * len(held)
-    blocks = explained.allocations.filter(
-        (pl.col("alloc_event").fill_null(BEFORE) <= event)
-        & (pl.col("completed_event").is_null() | (pl.col("completed_event") > event))
-    )
-    for address, block in blocks.select("address", "block").iter_rows():
-        used[bisect_right(starts, address) - 1] += block
-    allocated = int(explained.alive(event)["block"].sum())
     return Reserved(
-        reserved_bytes=sum(segment.total_size for segment in held),
-        allocated_bytes=allocated,
-        awaiting_free_bytes=sum(used) - allocated,
-        cached_bytes=sum(segment.total_size for segment, bytes_used in zip(held, used, strict=True) if not bytes_used),
-        fragmented_bytes=sum(
-            segment.total_size - bytes_used for segment, bytes_used in zip(held, used, strict=True) if bytes_used
-        ),
+        reserved_bytes=sum(use.reserved_bytes for use in pools),
+        allocated_bytes=sum(use.allocated_bytes for use in pools),
+        awaiting_free_bytes=sum(use.awaiting_free_bytes for use in pools),
+        cached_bytes=sum(use.cached_bytes for use in pools if not use.private),
+        fragmented_bytes=sum(use.fragmented_bytes for use in pools if not use.private),
+        private_free_bytes=sum(use.free_bytes for use in pools if use.private),
     )

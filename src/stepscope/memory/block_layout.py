@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST, SMALLEST, rest_is_split_off
 from stepscope.memory.prediction.caching_allocator import rounded as rounded_by_default
-from stepscope.memory.snapshot import Segment, Settings
+from stepscope.memory.snapshot import ORDINARY, PoolId, Segment, Settings
 
 BEFORE = -1
 """Index of an event that precedes the history."""
@@ -35,6 +35,7 @@ class Allocation:
     completed: int | None = None
     """The event at which the allocator could use it again."""
     stream: int = 0
+    pool: PoolId = ORDINARY
     open_ended: bool = False
     """Whether the block's end is unknown: it counts as long as its request, and may have been up to 1 MiB longer."""
 

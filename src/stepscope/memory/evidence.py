@@ -18,6 +18,7 @@ Certainty = Literal["stack", "lifetime", "size", "guess"]
 CERTAINTIES: tuple[Certainty, ...] = get_args(Certainty)
 
 THERE_BEFORE = "there before"
+QUANTISED = "frozen quantised weights"
 _STATES_AT_MOST = 2
 """How many tensors of a parameter's size Adam and AdamW keep for each parameter."""
 _WORKSPACES = (2 * 4096 * 1024 + 8 * 16 * 1024,)
@@ -115,9 +116,14 @@ def _by_lifetime(table: pl.DataFrame) -> pl.DataFrame:
     passes = pl.col("passes").max()
     kept = (pl.col("free_passes") > pl.col("passes")) & (~never | (pl.col("passes") == passes - 1))
     unfinished = never & (pl.col("passes") == passes) & (passes > 0)
+    made_as_model = never & (stage != BACKWARD) & (stage != OPTIMIZER) & ~_has("signs", Sign.CALL)
     rules: list[tuple[pl.Expr, str, Certainty]] = [
         (_has("signs", Sign.WORKSPACE), "workspaces", "stack"),
         (never & pl.col("requested").is_in(_WORKSPACES), "workspaces", "size"),
+        (made_as_model & _has("signs", Sign.QUANTISED), QUANTISED, "stack"),
+        (made_as_model & _has("signs", Sign.MODEL), "parameters", "stack"),
+        (before & never & (stage == OPTIMIZER), "optimizer state", "stack"),
+        (before & never & (stage == BACKWARD), "gradients", "stack"),
         (before & never, THERE_BEFORE, "guess"),
         (before & (freed_in == BACKWARD), "saved for backward", "lifetime"),
         (before & zeroed, "gradients", "stack"),
@@ -152,42 +158,55 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
 
     Where the history has gradients, as many tensors of each size are parameters as gradients of that size ever live
     together. The history may show no optimizer state, since it is updated in place: the ratio of residents to
-    gradients tells how many states each parameter has. Without gradients, the sizes themselves tell: with Adam there
-    are three tensors of each parameter's size, or four where the gradients stay too. Among equal tensors the choice
-    makes no difference to the sums.
+    gradients tells how many states each parameter has. Without gradients, states that a stack tells say as much, and
+    else the sizes themselves: with Adam there are three tensors of each parameter's size, or four where the gradients
+    stay too. Among equal tensors the choice makes no difference to the sums; those made in a function named `step`
+    are the last to be called parameters.
     """
     before, never = pl.col("alloc_event").is_null(), pl.col("free_event").is_null()
     resident = before & never & (pl.col("category") == THERE_BEFORE)
-    made = ~before & never & (pl.col("stage") == FORWARD) & (pl.col("passes") == 0)
+    made = ~before & never & (pl.col("stage") == FORWARD) & (pl.col("passes") == 0) & (pl.col("sure") != "stack")
     if not table.select((resident | made).any()).item():
         return table, ""
+    is_known = never & (pl.col("category") == "parameters")
+    is_told = pl.col("category") == "optimizer state"
     sizes = _gradients_together(table)
     gradients_stay = False
     states = 0
     if sizes.height:
-        counted = table.filter(resident).join(sizes, on="requested")
+        counted = table.filter(resident | is_known).join(sizes, on="requested")
         per_gradient = int(counted["requested"].sum()) / int((sizes["requested"] * sizes["count"]).sum())
-        if not (table["category"] == "optimizer state").any():
+        if not table.select((is_told & ~(before & never)).any()).item():
             states = min(max(int(per_gradient + 0.1) - 1, 0), _STATES_AT_MOST)
         said = "as much is called parameters as there are gradients of the same sizes"
+    elif table.select((is_told & never).any()).item():
+        sizes = _states_of_a_line(table.filter(is_told & never))
+        said = "as much is called parameters as one line of the optimizer keeps states of the same sizes"
     else:
         staged = bool((table["stage"] != "").any())
         usual = (4, 3, 2) if table.select((pl.col("passes") > 1).any()).item() else (3,) if staged else (4, 3)
-        sizes, copies = _alike(table.filter(resident), usual)
+        sizes, copies = _alike(table.filter(resident | is_known), usual)
         gradients_stay = len(usual) > 1 and (staged or copies == _STATES_AT_MOST + 2)
         if not copies:
             return table, "Nothing in this history tells apart what was there before it: it is called so."
         states = copies - 1 - gradients_stay
         said = f"{copies} tensors of each size belong to a parameter"
         said += ", its gradient among them" if gradients_stay else ""
-    place = pl.int_range(pl.len()).over("requested", "candidate", order_by=[before.not_(), "alloc_event", "address"])
-    table = table.with_columns(candidate=resident | made).with_columns(place=place)
+    in_step = _has("signs", Sign.STEP)
+    order = [in_step, before.not_(), "alloc_event", "address"]
+    place = pl.int_range(pl.len()).over("requested", "candidate", order_by=order)
+    known = is_known.sum().over("requested")
+    table = table.with_columns(candidate=resident | made, known=known).with_columns(place=place)
     table = table.join(sizes, on="requested", how="left", maintain_order="left")
-    candidate, count, at = pl.col("candidate"), pl.col("count").fill_null(0), pl.col("place")
+    candidate, at = pl.col("candidate"), pl.col("place")
+    of_size = pl.col("count").fill_null(0)
+    count = (of_size - pl.col("known")).clip(lower_bound=0)
     is_parameter = candidate & (at < count)
-    is_state = resident & (at >= count) & (at < count * (1 + states))
-    is_gradient = resident & (at >= count * (1 + states)) & (at < count * (1 + states + gradients_stay))
-    was_gradient = before & ~never & (pl.col("category") == THERE_BEFORE) & (count > 0)
+    others = count + of_size * states
+    is_state = resident & (at >= count) & (at < others)
+    is_state |= ~before & never & in_step & ~is_parameter & pl.col("count").is_not_null() & (pl.col("sure") != "stack")
+    is_gradient = resident & (at >= others) & (at < others + of_size * gradients_stay)
+    was_gradient = before & ~never & (pl.col("category") == THERE_BEFORE) & (of_size > 0)
     found: list[tuple[pl.Expr, str]] = [
         (is_parameter, "parameters"),
         (is_state, "optimizer state"),
@@ -198,10 +217,16 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
         sure=pl.when(is_parameter | is_state | is_gradient | was_gradient)
         .then(pl.lit("size"))
         .otherwise(pl.col("sure")),
-    ).drop("place", "count", "candidate")
+    ).drop("place", "count", "candidate", "known")
     told = {1: ", once as much optimizer state", 2: ", twice as much optimizer state (Adam's)"}.get(states, "")
     rest = f'the rest (buffers and batches among it) is called "{THERE_BEFORE}"'
     return table, f"Of what was there throughout, {said}{told}; {rest}."
+
+
+def _states_of_a_line(states: pl.DataFrame) -> pl.DataFrame:
+    """By size (`requested`), the most states of it that one line of code made (`count`): one for each parameter."""
+    of_line = states.filter(pl.col("requested") > 0).group_by("requested", "site").agg(count=pl.len().cast(pl.Int64))
+    return of_line.group_by("requested").agg(pl.col("count").max())
 
 
 def _gradients_together(table: pl.DataFrame) -> pl.DataFrame:

@@ -2,9 +2,9 @@
 
 Columns of the table of allocations: `alloc_event`, `free_event`, `completed_event` (index into the history; null if
 before it or never), `alloc_us`, `free_us` (relative to the first event), `address`, `requested` and `block` (bytes),
-`stream`, `phase` and `free_phase` (where it was allocated and freed), `module`, `part`, `category`, `name`, `shape`,
-`dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks), `site`. Without notes also `sure`: by what
-the category is known, one of evidence.CERTAINTIES.
+`stream`, `pool` (its place in Replay.by_pool), `phase` and `free_phase` (where it was allocated and freed), `module`,
+`part`, `category`, `name`, `shape`, `dtype`, `operator` (as noted; '' if unknown), `stack` (a number for Stacks),
+`site`. Without notes also `sure`: by what the category is known, one of evidence.CERTAINTIES.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from stepscope.core.units import format_count
 from stepscope.core.workload import Workload
 from stepscope.memory.block_layout import BEFORE
 from stepscope.memory.categories import ROUNDING, notes_by_allocation
-from stepscope.memory.evidence import THERE_BEFORE, by_evidence, stage_of
+from stepscope.memory.evidence import QUANTISED, THERE_BEFORE, by_evidence, stage_of
 from stepscope.memory.moments import Place, events_in_ranges, phases_of, place_of, spans_of_events
 from stepscope.memory.plain_pickle import without_collector
 from stepscope.memory.replay import Replay, replay
@@ -100,12 +100,12 @@ class Explained:
 
 
 def categories_of(alive: pl.DataFrame) -> dict[MemoryCategory, int]:
-    """Bytes by category, in the order of CATEGORIES, zeros included, but for what was there before. Rounding is what
-    blocks hold beyond requests."""
+    """Bytes by category, in the order of CATEGORIES, zeros included, but for those that few snapshots have: what was
+    there before, and quantised weights. Rounding is what blocks hold beyond requests."""
     sums = dict(alive.group_by("category").agg(pl.col("requested").sum()).iter_rows())
     rounding = int((alive["block"] - alive["requested"]).sum())
     held: dict[MemoryCategory, int] = {c: rounding if c == ROUNDING else int(sums.get(c, 0)) for c in CATEGORIES}
-    return {c: count for c, count in held.items() if count or c != THERE_BEFORE}
+    return {c: count for c, count in held.items() if count or c not in (THERE_BEFORE, QUANTISED)}
 
 
 def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
@@ -179,6 +179,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
             place = of_metadata[metadata] = place_of(metadata)
         places.append(place)
     start, times = snapshot.start_us, snapshot.times
+    pools = {pool: i for i, pool in enumerate(replayed.by_pool)}
     table = pl.DataFrame(
         {
             "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
@@ -190,6 +191,7 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
             "requested": [a.requested for a in allocations],
             "block": [a.block for a in allocations],
             "stream": [a.stream for a in allocations],
+            "pool": [pools.get(a.pool, 0) for a in allocations],
             "phase": [place.phase for place in places],
             "module": [place.module for place in places],
             "part": [place.part for place in places],
@@ -198,11 +200,12 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
                 _site(stacks.sites[number], place, allocation.alloc)
                 for number, place, allocation in zip(numbers, places, allocations, strict=True)
             ],
-            "signs": [int(stacks.signs[number]) for number in numbers],
+            "signs": [stacks.signs[number] for number in numbers],
         },
         schema={
             **dict.fromkeys(("alloc_event", "free_event", "completed_event", "alloc_us", "free_us"), pl.Int64),
             **dict.fromkeys(("address", "requested", "block", "stream"), pl.Int64),
+            "pool": pl.Int32,
             **dict.fromkeys(("phase", "module", "part"), pl.String),
             "stack": pl.Int32,
             "site": pl.String,
@@ -245,7 +248,7 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
             continue
         freed = stacks.number(events[allocation.free].frames)
         # A history that records only allocations gives a free the stack of its allocation.
-        sign = int(stacks.signs[freed]) if freed not in (NO_STACK, number) else 0
+        sign = stacks.signs[freed] if freed not in (NO_STACK, number) else 0
         if zeroing[allocation.free]:
             sign |= int(Sign.ZERO_GRAD)
         signs.append(sign)
@@ -254,8 +257,11 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
     recorded = bool((table["stack"] != NO_STACK).any())
 
     def by_stack(column: str, signs: str, without_python: pl.Expr) -> pl.Expr:
+        # PyTorch's range round an optimizer's step also encloses what its closure computes.
+        computes = ((pl.col(signs) & int(Sign.BACKWARD | Sign.CALL | Sign.CLOSURE)) != 0) | without_python
+        computes &= (pl.col(signs) & int(Sign.OPTIMIZER | Sign.ZERO_GRAD)) == 0
         return (
-            pl.when(pl.col(column) != "")
+            pl.when((pl.col(column) != "") & ((pl.col(column) != OPTIMIZER) | ~computes))
             .then(pl.col(column))
             .when((pl.col(signs) & int(Sign.OPTIMIZER | Sign.ZERO_GRAD)) != 0)
             .then(pl.lit(OPTIMIZER))
@@ -269,9 +275,9 @@ def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, 
     table = table.with_columns(free_signs=pl.Series(signs, dtype=pl.Int32))
     table = table.with_columns(stage=stage_of(pl.col("phase")), free_stage=stage_of(pl.col("free_phase")))
     if recorded:
-        in_history = pl.col("alloc_event").is_not_null()
+        told = pl.col("alloc_event").is_not_null() | (pl.col("stack") != NO_STACK)
         table = table.with_columns(
-            stage=by_stack("stage", "signs", no_python & in_history),
+            stage=by_stack("stage", "signs", no_python & told),
             free_stage=by_stack("free_stage", "free_signs", pl.lit(False)),
         )
         if table["phase"].eq("").all():
@@ -296,6 +302,8 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         .then(pl.lit("saved for backward"))
         .when(pl.col("free_event").is_not_null())
         .then(pl.lit("temporaries"))
+        .when(pl.col("phase") == OPTIMIZER)
+        .then(pl.lit("temporaries" if unfinished else "optimizer state"))
         # A step that ran out of memory never ended, so it kept what its forward made.
         .when(pl.lit(unfinished) & (pl.col("phase") == FORWARD))
         .then(pl.lit("saved for backward"))
@@ -347,7 +355,7 @@ def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]
         said.append("Nothing in this snapshot tells the phases of the step.")
     if len(snapshot.devices) > 1:
         others = ", ".join(str(d) for d in snapshot.devices if d != snapshot.device)
-        said.append(f"This is device {snapshot.device}; the snapshot also holds device {others} (--device chooses).")
+        said.append(f"This is device {snapshot.device}; the snapshot also holds device {others} (--device opens it).")
     for event in snapshot.events:
         if event.action == "oom":
             said.append(

@@ -24,7 +24,7 @@ def growth_of(explained: Explained) -> MemoryGrowth | None:
     ends = [BEFORE, *(snapshot.last_event_until(end_us) for end_us in notes.step_ends_us)]
     last = len(snapshot.events) - 1
     alive = [explained.alive(event) for event in (*ends, last)]
-    if not explained.replay.segments:
+    if not explained.snapshot.has_segments:
         # On a CPU nobody sees the release of what was there before. It shows when its place is given away, steps later,
         # and would hide as much growth then; so it counts as released in the first step.
         gone = pl.col("alloc_event").is_null() & pl.col("free_event").is_not_null()

@@ -5,13 +5,17 @@ from typing import Any
 import msgspec
 import polars as pl
 
+from stepscope.core.evidence import MemoryGrowth
+from stepscope.core.finding import Finding
 from stepscope.memory.at_moment import Moment, phase_peaks
 from stepscope.memory.blocks import saved_by_block
+from stepscope.memory.devices import devices_of
 from stepscope.memory.evidence import certainty_of
 from stepscope.memory.explain import Explained
-from stepscope.memory.fragmentation import free_pieces, new_segments
+from stepscope.memory.fragmentation import new_segments, pieces_between
 from stepscope.memory.growth import growth_of
 from stepscope.memory.left_behind import growth_finding
+from stepscope.memory.pools import pool_finding
 
 LARGEST = 20
 SITES = 20
@@ -36,11 +40,12 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "moment": moment.name,
         "alive": moment.alive.height,
         "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
+        "pools": [msgspec.to_builtins(use) for use in moment.pools],
         "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
         "free_pieces": _pieces(explained, moment),
         "new_segments": [new._asdict() for new in new_segments(explained)],
         "growth": None if growth is None else {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
-        "findings": [msgspec.to_builtins(finding) for finding in [growth and growth_finding(growth)] if finding],
+        "findings": [msgspec.to_builtins(finding) for finding in memory_findings(explained, growth)],
         "phases": [msgspec.to_builtins(peak) for peak in phase_peaks(explained)],
         "sites": sites(moment.alive).head(SITES).to_dicts(),
         "saved_by_block": [msgspec.to_builtins(block) for block in saved_by_block(explained)],
@@ -51,14 +56,21 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "notes": list(explained.notes),
         "measured": msgspec.to_builtins(explained.measured),
         "device": snapshot.device,
+        "devices": [msgspec.to_builtins(use) for use in devices_of(explained)],
         "start_time_us": snapshot.start_us,
         "events": len(snapshot.events),
     }
 
 
+def memory_findings(explained: Explained, growth: MemoryGrowth | None) -> tuple[Finding, ...]:
+    """What a snapshot shows beyond its figures: memory that grows, and pools that hold what nobody else can use."""
+    found = (growth and growth_finding(growth), pool_finding(explained))
+    return tuple(finding for finding in found if finding)
+
+
 def _pieces(explained: Explained, moment: Moment) -> dict[str, int]:
     """How many pieces of free memory lie between live blocks, and the longest."""
-    pieces = [piece.bytes for piece in free_pieces(explained, moment.event) if not piece.whole]
+    pieces = pieces_between(explained, moment.event)
     return {"count": len(pieces), "longest_bytes": max(pieces, default=0)}
 
 

@@ -5,18 +5,20 @@ request rounded up, plus the rest of the free block where the rest is too small 
 rules). The allocator chooses a free block by best fit. The events give its address, so the choice is not replayed.
 """
 
+from bisect import bisect_right, insort
+from collections import Counter
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from stepscope.memory.block_layout import BEFORE, Allocation, Contradiction, Layout, rounded
 from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST
-from stepscope.memory.snapshot import Segment, Snapshot
+from stepscope.memory.snapshot import GIVES, ORDINARY, TAKES, PoolId, Segment, Snapshot
 from stepscope.memory.start_layout import (
-    GIVES,
-    TAKES,
     add_extent,
     blocks_at_start,
     blocks_of,
     joined_segments,
+    segments_at_start,
     without_extent,
     work_out_start,
 )
@@ -29,8 +31,13 @@ class Replay:
     allocations: list[Allocation]
     reserved: list[tuple[int, int]]
     """Bytes held from the driver after each event that changed them. The first entry is before all events."""
-    segments: list[Segment] = field(default_factory=list[Segment])
-    """The segments when the history began, without their blocks."""
+    segments: list[Segment] | None = None
+    """The segments when the history began, without their blocks; None for a history without any, or where the history
+    contradicts those of its end."""
+    given: dict[int, PoolId] = field(default_factory=dict[int, PoolId])
+    """The pool of each event that brought memory of the driver's, by the event."""
+    by_pool: dict[PoolId, list[tuple[int, int]]] = field(default_factory=dict[PoolId, list[tuple[int, int]]])
+    """`reserved` of each pool. Empty where `segments` is None."""
     start_known: bool
     """Whether the snapshot has the layout at the start. Otherwise it was worked out from the events."""
     faults: list[str] = field(default_factory=list[str])
@@ -40,11 +47,28 @@ class Replay:
     def exact(self) -> bool:
         return not self.faults and not any(allocation.open_ended for allocation in self.allocations)
 
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated after any event, or at the start."""
+        changes: Counter[int] = Counter({BEFORE: 0})
+        for allocation in self.allocations:
+            changes[allocation.alloc] += allocation.block
+            if allocation.free is not None:
+                changes[allocation.free] -= allocation.block
+        return max(accumulate(changes[event] for event in sorted(changes)))
+
 
 def replay(snapshot: Snapshot) -> Replay:
     """Follow the events from the layout at the start, known or worked out, to the segments at the end."""
-    if not snapshot.segments and not snapshot.segments_before:
+    if not snapshot.has_segments:
         return _without_blocks(snapshot)
+    replayed = _with_blocks(snapshot)
+    if replayed.segments is not None:
+        _follow_pools(snapshot, replayed, replayed.segments)
+    return replayed
+
+
+def _with_blocks(snapshot: Snapshot) -> Replay:
     faults: list[str] = []
     if snapshot.segments_before is not None:
         known = Replay(allocations=blocks_of(snapshot.segments_before), reserved=[], start_known=True)
@@ -154,13 +178,81 @@ def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: in
 
 def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Segment]:
     """The segments after an event, by address, without their blocks. Raises Contradiction where segments overlap."""
-    held = {segment.address: segment for segment in replayed.segments}
-    for entry in snapshot.events[: event + 1]:
+    held = {segment.address: segment for segment in replayed.segments or ()}
+    for i in snapshot.segment_events[: bisect_right(snapshot.segment_events, event)]:
+        entry = snapshot.events[i]
         if entry.action in GIVES:
-            add_extent(held, entry)
-        elif entry.action in TAKES:
-            held = without_extent(held, entry.addr, entry.addr + entry.size)
+            add_extent(held, entry, replayed.given.get(i))
+        else:
+            held, _ = without_extent(held, entry.addr, entry.addr + entry.size)
     return joined_segments(held)
+
+
+def _follow_pools(snapshot: Snapshot, replayed: Replay, segments: list[Segment]) -> None:
+    """Find the pool of every allocation, by the segment that holds it, and what each pool held from the driver."""
+    try:
+        _, replayed.given = segments_at_start(snapshot)
+    except Contradiction:
+        events = [(i, snapshot.events[i]) for i in snapshot.segment_events]
+        replayed.given = {i: event.pool_id or ORDINARY for i, event in events if event.action in GIVES}
+    pools = {segment.segment_pool_id or ORDINARY for segment in segments} | set(replayed.given.values())
+    if pools <= {ORDINARY}:
+        replayed.by_pool = {ORDINARY: replayed.reserved}
+        return
+    held = _Extents(segments)
+    history = replayed.by_pool = {pool: [(BEFORE, held.bytes(pool))] for pool in sorted(pools | {ORDINARY})}
+    at = 0
+    for i in (*snapshot.segment_events, len(snapshot.events)):
+        while at < len(replayed.allocations) and replayed.allocations[at].alloc < i:
+            replayed.allocations[at].pool = held.pool_at(replayed.allocations[at].address)
+            at += 1
+        if i == len(snapshot.events):
+            break
+        start, size = snapshot.events[i].addr, snapshot.events[i].size
+        changes = held.give(start, size, replayed.given[i]) if i in replayed.given else held.take(start, size)
+        for pool, change in changes:
+            history[pool].append((i, history[pool][-1][1] + change))
+
+
+class _Extents:
+    """Which pool holds an address: stretches of memory by their start."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self._of = {s.address: (s.end, s.segment_pool_id or ORDINARY) for s in segments}
+        self._starts = sorted(self._of)
+
+    def bytes(self, pool: PoolId) -> int:
+        return sum(end - start for start, (end, of) in self._of.items() if of == pool)
+
+    def pool_at(self, address: int) -> PoolId:
+        at = bisect_right(self._starts, address) - 1
+        return self._of[self._starts[at]][1] if at >= 0 else ORDINARY
+
+    def give(self, start: int, size: int, pool: PoolId) -> list[tuple[PoolId, int]]:
+        """Add a stretch; returns the change of its pool."""
+        if size:
+            insort(self._starts, start)
+            self._of[start] = (start + size, pool)
+        return [(pool, size)]
+
+    def take(self, start: int, size: int) -> list[tuple[PoolId, int]]:
+        """Remove a piece, of several stretches or of one; returns the change of each pool."""
+        end, changed = start + size, list[tuple[PoolId, int]]()
+        at = max(bisect_right(self._starts, start) - 1, 0)
+        while at < len(self._starts) and self._starts[at] < end:
+            left = self._starts[at]
+            right, pool = self._of[left]
+            if right <= start:
+                at += 1
+                continue
+            del self._starts[at], self._of[left]
+            for piece, until in ((left, start), (end, right)):
+                if piece < until:
+                    insort(self._starts, piece)
+                    self._of[piece] = (until, pool)
+                    at += piece == left
+            changed.append((pool, max(left, start) - min(right, end)))
+        return changed
 
 
 def _without_blocks(snapshot: Snapshot) -> Replay:
@@ -224,4 +316,8 @@ def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
     for address, allocation in live.items():
         if address in given and allocation.requested <= given[address].block:
             allocation.block = given[address].block
-    return Replay(allocations=allocations, reserved=history, start_known=False, faults=faults)
+    try:
+        segments, _ = segments_at_start(snapshot)
+    except Contradiction:
+        segments = None
+    return Replay(allocations=allocations, reserved=history, segments=segments, start_known=False, faults=faults)

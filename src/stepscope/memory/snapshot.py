@@ -6,7 +6,8 @@ error that names the field.
 """
 
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, cast
@@ -32,6 +33,14 @@ _Word = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Index = Annotated[int, msgspec.Meta(ge=0, le=2**16)]
 
 
+PoolId = tuple[_Word, _Word]
+ORDINARY: PoolId = (0, 0)
+"""The id of the pool that serves whatever is not directed to another: to that of a CUDA graph, or a MemPool."""
+GIVES = frozenset({"segment_alloc", "segment_map"})
+"""Actions by which the driver's memory comes to the allocator."""
+TAKES = frozenset({"segment_free", "segment_unmap"})
+_OF_SEGMENTS = GIVES | TAKES
+
 MOST_EVENTS = 5_000_000
 """Events that a history may have; a large model's step makes some ten thousand. Each takes about 5 us and 1 KB."""
 
@@ -48,6 +57,8 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     compile_context: str = ""
     device_free: _Bytes = 0
     """Bytes that the driver had left; only an `oom` event has it, in place of an address."""
+    pool_id: PoolId | None = None
+    """The allocator's pool; None where PyTorch did not write it."""
     frames: Any = ()
     """The stack, checked only when read (stacks.py): stacks are most of a snapshot, and a copy would double it."""
 
@@ -81,6 +92,8 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
     stream: _Word = 0
     segment_type: str = ""
     is_expandable: bool = False
+    segment_pool_id: PoolId | None = None
+    """The allocator's pool; None where PyTorch did not write it."""
 
     @property
     def end(self) -> int:
@@ -112,6 +125,8 @@ class Snapshot:
     device: int
     devices: tuple[int, ...]
     """Indices of all devices that have a history or segments."""
+    others: tuple["Snapshot", ...] = ()
+    """The other devices of the same file. One without a history has no events."""
     events: list[Event]
     times: list[int]
     """Time of each event, in microseconds since 1970, never falling."""
@@ -127,6 +142,16 @@ class Snapshot:
     def start_us(self) -> int:
         return self.times[0]
 
+    @cached_property
+    def has_segments(self) -> bool:
+        """Whether the history is that of an allocator that holds segments, as on a GPU; on a CPU there is none."""
+        return bool(self.segments or self.segments_before or self.segment_events)
+
+    @cached_property
+    def segment_events(self) -> list[int]:
+        """Indices of the events by which memory comes from the driver or goes back."""
+        return [i for i, event in enumerate(self.events) if event.action in _OF_SEGMENTS]
+
     def last_event_until(self, time_us: int) -> int:
         """Index of the last event at or before an absolute time; -1 before all of them."""
         return bisect_right(self.times, time_us) - 1
@@ -135,8 +160,8 @@ class Snapshot:
 def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
     """The snapshot in a file, or in a run directory.
 
-    Without `device` the one with the longest history. Raises InputError, in one line with the file and the remedy, for
-    a pickle that is none, holds no history, or has no such device.
+    Without `device` the one that held most at one time, of those with a history. Raises InputError, in one line with
+    the file and the remedy, for a pickle that is none, holds no history, or has no such device.
     """
     file = find_snapshot(path)
     with without_collector():
@@ -169,37 +194,61 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     notes = _notes(fields.get(NOTES_KEY), source)
     lengths = {i: len(_convert(trace, list[Any], source, f"device_traces[{i}]")) for i, trace in enumerate(traces)}
     devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
-    chosen = _choose_device(device, lengths, devices, source)
-    if lengths[chosen] > MOST_EVENTS:
-        raise InputError(
-            f"{source}: a history of {lengths[chosen]:,} events is more than the {MOST_EVENTS:,} that are read: "
-            "record fewer steps, or pass max_entries to _record_memory_history"
-        )
-    events = _convert(traces[chosen], list[Event], source, f"device_traces[{chosen}]")
-    if sum(event.size for event in events) > _MOST_BYTES:
-        raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")
+    _check_device(device, lengths, devices, source)
     before = fields.get(SEGMENTS_BEFORE_KEY)
     if before is not None:
-        before = _of_device(_convert(before, list[Segment], source, SEGMENTS_BEFORE_KEY), chosen, source)
+        before = _convert(before, list[Segment], source, SEGMENTS_BEFORE_KEY)
+    settings = _convert(fields.get("allocator_settings") or {}, Settings, source, "allocator_settings")
     annotations = _convert(fields.get("external_annotations") or [], list[Annotation], source, "external_annotations")
-    return Snapshot(
-        source=source,
-        device=chosen,
-        devices=devices,
-        events=events,
-        times=_rising(events),
-        segments=_of_device(segments, chosen, source),
-        segments_before=before,
-        settings=_convert(fields.get("allocator_settings") or {}, Settings, source, "allocator_settings"),
-        # A pickle's text may hold what UTF-8 cannot, and so no frame.
-        annotations=[
-            msgspec.structs.replace(each, name=printable(each.name))
-            for each in annotations
-            if each.device in (chosen, -1)
-        ],
-        notes=notes,
-        has_times=bool(events[-1].time_us),
-    )
+    # A pickle's text may hold what UTF-8 cannot, and so no frame.
+    annotations = [msgspec.structs.replace(each, name=printable(each.name)) for each in annotations]
+
+    def of_device(index: int) -> Snapshot:
+        events = _events(traces[index] if index < len(traces) else [], f"device_traces[{index}]", source)
+        return Snapshot(
+            source=source,
+            device=index,
+            devices=devices,
+            events=events,
+            times=_rising(events),
+            segments=_of_device(segments, index, source),
+            segments_before=None if before is None else _of_device(before, index, source),
+            settings=settings,
+            annotations=[each for each in annotations if each.device in (index, -1)],
+            notes=notes,
+            has_times=bool(events and events[-1].time_us),
+        )
+
+    found = [of_device(index) for index in devices]
+    recorded = [one for one in found if one.events and device in (None, one.device)]
+    chosen = max(recorded, key=lambda one: (_most_held(one) if len(recorded) > 1 else 0, -one.device))
+    return replace(chosen, others=tuple(one for one in found if one is not chosen))
+
+
+def _events(trace: list[Any], where: str, source: str) -> list[Event]:
+    """The history of one device."""
+    if len(trace) > MOST_EVENTS:
+        raise InputError(
+            f"{source}: a history of {len(trace):,} events is more than the {MOST_EVENTS:,} that are read: "
+            "record fewer steps, or pass max_entries to _record_memory_history"
+        )
+    events = _convert(trace, list[Event], source, where)
+    if sum(event.size for event in events) > _MOST_BYTES:
+        raise InputError(f"{source}: no memory snapshot that can be read: its sizes add up to more than any memory")
+    return events
+
+
+def _most_held(snapshot: Snapshot) -> int:
+    """The most bytes that were asked for and not yet freed at one time, from the end of the history backwards."""
+    held = sum(block.size for segment in snapshot.segments for block in segment.blocks if block.is_active)
+    most = held
+    for event in reversed(snapshot.events):
+        if event.action == "alloc":
+            held -= event.size
+        elif event.action == "free_requested":
+            held += event.size
+            most = max(most, held)
+    return most
 
 
 def _dict(value: object) -> dict[Any, Any]:
@@ -239,7 +288,8 @@ def _with_kind(notes: dict[Any, Any]) -> dict[Any, Any]:
     return {**notes, "workload": {"kind": "textbook", **workload}} if isinstance(workload, dict) else notes
 
 
-def _choose_device(asked: int | None, lengths: dict[int, int], devices: tuple[int, ...], source: str) -> int:
+def _check_device(asked: int | None, lengths: dict[int, int], devices: tuple[int, ...], source: str) -> None:
+    """Raise InputError where no device has a history, or the one that was asked for has none."""
     recorded = [i for i, length in lengths.items() if length]
     listed = ", ".join(map(str, recorded))
     if asked is not None and asked not in devices:
@@ -249,7 +299,6 @@ def _choose_device(asked: int | None, lengths: dict[int, int], devices: tuple[in
         of = f" of device {asked}" if recorded else ""
         others = f" (there is one of {listed})" if recorded else ""
         raise InputError(f"{source}: this snapshot holds no history{of}{others}: {NO_HISTORY_REMEDY}")
-    return asked if asked is not None else max(recorded, key=lambda i: (lengths[i], -i))
 
 
 def _of_device(segments: list[Segment], device: int, source: str) -> list[Segment]:
@@ -276,6 +325,6 @@ def _rising(events: list[Event]) -> list[int]:
 
     Histories of PyTorch 2.0 have no times: places in the history stand for them.
     """
-    if not events[-1].time_us:
+    if not events or not events[-1].time_us:
         return list(range(len(events)))
     return list(accumulate((event.time_us for event in events), max))

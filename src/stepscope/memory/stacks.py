@@ -34,6 +34,16 @@ class Sign(IntFlag):
     BACKWARD = 32
     AUTOCAST_EXIT = 64
     WORKSPACE = 128
+    CALL = 256
+    """A module's forward."""
+    CLOSURE = 512
+    """What an optimizer calls to have the loss computed."""
+    STEP = 1024
+    """A function named `step` that nothing tells to be an optimizer's: it may be a trainer's."""
+    MODEL = 2048
+    """A module's own making, moving or loading."""
+    QUANTISED = 4096
+    """A library of quantised weights."""
 
 
 class Frame(msgspec.Struct, frozen=True):
@@ -47,16 +57,37 @@ class Frame(msgspec.Struct, frozen=True):
         return printable(f"{self.filename}:{self.line} {self.name}" if self.filename else self.name)
 
 
+# As plain numbers, since flags of an enum would take most of the time of putting stacks together.
+_PYTHON, _LESS_TELLING = int(Sign.PYTHON), (int(Sign.LIBRARY), int(Sign.TORCH), 0)
+_INNER = int(Sign.CALL | Sign.CLOSURE | Sign.BACKWARD | Sign.MODEL)
+_OUTSIDE = ~int(Sign.OPTIMIZER | Sign.STEP)
 _INSTALLED = re.compile(r"(?:^|/)(?:(?:site|dist)-packages|lib/python3[^/]*)/|^<frozen")
 _TORCH = re.compile(
     r"^torch/|(?:(?:site|dist)-packages|(?:^|/)pytorch)/torch/"
     r"|/torch/(?:nn/modules|nn/functional\.py|optim|autograd|utils|amp|_\w+|functional\.py)(?:/|$|\.py)"
 )
 _OWN = re.compile(r"(?:^|/)stepscope/(models/)?")
-_NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl)$|\.so\.")
+_NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl|o)$|\.so\.")
 _BACKWARD = re.compile(r"autograd::Engine::|Backward\d*(?:::apply|$)|autograd::(?:Node::operator|AccumulateGrad)")
 _NODE = re.compile(r"(?:^|::)(\w+?)Backward\d*(?:::apply|$)")
 _OPERATOR = re.compile(r"^(?:at::_ops::(?=\w+::call)|aten::)(\w+)")
+_OPTIMIZER_FILE = re.compile(
+    r"(?:^|/)optim(?:s|i[sz]ers?)?/[^/]*$"
+    r"|(?:^|[/_\W])[a-z0-9]*optim(?:s|i[sz]ers?|i[sz]ation)?(?![a-z])[^/]*$"
+    r"|(?:^|[/_])(?:adam|adamw|adam8bit|adafactor|adagrad|adan|came|galore|lamb|lars|lion|muon|nadam|prodigy|radam|rmsprop"
+    r"|sgd|shampoo|soap|sophia)(?:_[^/]*)?\.py$"
+    r"|(?:^|/)deepspeed/runtime/zero/stage[^/]*$",
+    re.IGNORECASE,
+)
+"""Files of optimizers that need not derive from torch.optim.Optimizer: by folder, by name, or by their algorithm."""
+_OPTIMIZER_CALL = re.compile(r"step|__init__|\w*(?:state|master|fp32)\w*")
+_QUANTISED = re.compile(
+    r"(?:^|/)(?:bitsandbytes/(?!optim/)|hqq/|torchao/(?:quantization|dtypes)/|quanto/|gptqmodel/|auto_gptq/|awq/)"
+)
+_MODEL = re.compile(r"(?:^|/)torch/nn/(?:modules/\w+|parameter)\.py$")
+_MODEL_CALL = re.compile(r"_apply|__init__|reset_parameters|__deepcopy__|to_empty|materialize|load_state_dict")
+_MODEL_LOAD = re.compile(r"(?:^|/)(?:transformers|accelerate|diffusers|safetensors)/.*\.py$")
+_MODEL_LOAD_CALL = re.compile(r"from_pretrained|_?load_\w+|set_module_tensor_to_device|_materialize_copy")
 _WORKSPACE = re.compile(r"CUDABlas(?:Lt)?(?:Workspace|Handle)|[cC]ublas\w*[wW]orkspace")
 
 
@@ -74,8 +105,19 @@ def signs_of(frame: Frame) -> Sign:
         signs |= Sign.TORCH | Sign.LIBRARY
     elif (own and not own[1]) or (not own and _INSTALLED.search(path)):
         signs |= Sign.LIBRARY
-    if "torch/optim/" in path or (name == "step" and "optim" in path.rpartition("/")[2]):
+    if "torch/optim/" in path or (_OPTIMIZER_CALL.fullmatch(name) and _OPTIMIZER_FILE.search(path)):
         signs |= Sign.OPTIMIZER
+    elif name == "step" and not signs & Sign.LIBRARY:
+        signs |= Sign.STEP
+    elif "closure" in name:
+        signs |= Sign.CLOSURE
+    signs |= Sign.QUANTISED if _QUANTISED.search(path) else Sign(0)
+    if _MODEL.search(path) and name in {"_call_impl", "_wrapped_call_impl", "inner"}:
+        signs |= Sign.CALL
+    elif (_MODEL.search(path) and _MODEL_CALL.fullmatch(name)) or (
+        _MODEL_LOAD.search(path) and _MODEL_LOAD_CALL.fullmatch(name)
+    ):
+        signs |= Sign.MODEL
     if name == "zero_grad":
         signs |= Sign.ZERO_GRAD
     if signs & Sign.TORCH and name in {"backward", "_engine_run_backward"}:
@@ -95,10 +137,10 @@ class Stacks:
         self._frame_of_id: dict[int, int] = {}
         self._frame_of: dict[Frame, int] = {}
         self._frames: list[Frame] = []
-        self._frame_signs: list[Sign] = []
+        self._frame_signs: list[int] = []
         self._stacks: list[tuple[int, ...]] = [()]
-        self.signs: list[Sign] = [Sign(0)]
-        """By number of the stack, the signs of all its frames together."""
+        self.signs: list[int] = [0]
+        """By number of the stack, the signs of all its frames together, as bits of Sign."""
         self.sites: list[str] = [""]
         """By number of the stack, the line of code or the operator that tells most about it."""
 
@@ -119,9 +161,11 @@ class Stacks:
         if number is not None:
             return number
         number = self._by_frames[frames] = len(self._stacks)
-        signs = Sign(0)
+        signs, of_frame = 0, self._frame_signs
         for frame in frames:
-            signs |= self._frame_signs[frame]
+            # What an optimizer calls to have the loss computed is none of its own; an optimizer that a hook of backward
+            # calls is.
+            signs |= of_frame[frame] & _OUTSIDE if signs & _INNER else of_frame[frame]
         self._stacks.append(frames)
         self.signs.append(signs)
         self.sites.append(self._site(frames))
@@ -142,7 +186,7 @@ class Stacks:
         if number is None:
             number = self._frame_of[frame] = len(self._frames)
             self._frames.append(frame)
-            self._frame_signs.append(signs_of(frame))
+            self._frame_signs.append(int(signs_of(frame)))
         self._frame_of_id[id(raw)] = number
         return number
 
@@ -153,14 +197,14 @@ class Stacks:
     def _site(self, frames: tuple[int, ...]) -> str:
         """The line that tells most: the innermost of the user's own code, else of a library, else of PyTorch. Where
         autograd runs below all Python, or on a thread without, the operator whose backward it is."""
-        first = next((i for i, number in enumerate(frames) if self._frame_signs[number] & Sign.PYTHON), len(frames))
+        first = next((i for i, number in enumerate(frames) if self._frame_signs[number] & _PYTHON), len(frames))
         node = self._node(frames[:first])
         if node:
             return node
-        for unwanted in (Sign.LIBRARY, Sign.TORCH, Sign(0)):
+        for unwanted in _LESS_TELLING:
             for number in frames:
                 signs = self._frame_signs[number]
-                if signs & Sign.PYTHON and not signs & unwanted:
+                if signs & _PYTHON and not signs & unwanted:
                     frame = self._frames[number]
                     return printable(f"{_short(frame.filename)}:{frame.line} {frame.name}")
         return self._native(frames)

@@ -6,10 +6,7 @@ import msgspec
 
 from stepscope.memory.block_layout import BEFORE, Allocation, Contradiction, rounded
 from stepscope.memory.prediction.caching_allocator import SMALL_REQUEST
-from stepscope.memory.snapshot import Event, Segment, Snapshot
-
-GIVES = frozenset({"segment_alloc", "segment_map"})
-TAKES = frozenset({"segment_free", "segment_unmap"})
+from stepscope.memory.snapshot import GIVES, ORDINARY, Event, PoolId, Segment, Snapshot
 
 
 def blocks_of(segments: list[Segment]) -> list[Allocation]:
@@ -37,7 +34,7 @@ def work_out_start(snapshot: Snapshot) -> tuple[list[Allocation], list[Segment],
 
     Raises Contradiction when the history cannot have been whole.
     """
-    segments = _segments_at_start(snapshot)
+    segments, _ = segments_at_start(snapshot)
     blocks, is_given = blocks_at_start(snapshot)
     blocks.sort(key=lambda allocation: allocation.address)
     starts = [segment.address for segment in segments]
@@ -90,28 +87,36 @@ def blocks_at_start(snapshot: Snapshot) -> tuple[list[Allocation], set[int]]:
     return [*blocks, *given], {a.address for a in given}
 
 
-def _segments_at_start(snapshot: Snapshot) -> list[Segment]:
-    """The segments of the end with every event on them undone, last first."""
+def segments_at_start(snapshot: Snapshot) -> tuple[list[Segment], dict[int, PoolId]]:
+    """The segments of the end with every event on them undone, last first, and the pool of each that gave memory.
+
+    Older events name no pool: it is that of the segment which holds their memory in the end. Where the driver has that
+    memory back by then, nothing tells, and it counts as ordinary.
+    """
     held = {segment.address: segment for segment in snapshot.segments}
-    for event in reversed(snapshot.events):
+    pools: dict[int, PoolId] = {}
+    for i in reversed(snapshot.segment_events):
+        event = snapshot.events[i]
         if event.action in GIVES:
-            held = without_extent(held, event.addr, event.addr + event.size)
-        elif event.action in TAKES:
-            add_extent(held, event)
-    return joined_segments(held)
+            held, pool = without_extent(held, event.addr, event.addr + event.size)
+            pools[i] = event.pool_id or pool or ORDINARY
+        else:
+            add_extent(held, event, event.pool_id)
+    return joined_segments(held), pools
 
 
-def add_extent(held: dict[int, Segment], event: Event) -> None:
+def add_extent(held: dict[int, Segment], event: Event, pool: PoolId | None) -> None:
     """Add an event's memory as a segment of its own."""
     expandable = event.action in {"segment_map", "segment_unmap"}
     if event.size:
         held[event.addr] = Segment(
-            address=event.addr, total_size=event.size, blocks=[], stream=event.stream, is_expandable=expandable
-        )
+            address=event.addr, total_size=event.size, blocks=[], stream=event.stream, is_expandable=expandable,
+            segment_pool_id=pool,
+        )  # fmt: skip
 
 
-def without_extent(held: dict[int, Segment], start: int, end: int) -> dict[int, Segment]:
-    """The segments without a piece of one. Raises Contradiction where it is no piece of any."""
+def without_extent(held: dict[int, Segment], start: int, end: int) -> tuple[dict[int, Segment], PoolId | None]:
+    """The segments without a piece of one, and its pool. Raises Contradiction where it is no piece of any."""
     around = _segment_round(held, start, end)
     if around is None:  # pages of an expandable segment may have come one by one
         held = {segment.address: segment for segment in joined_segments(held)}
@@ -122,7 +127,7 @@ def without_extent(held: dict[int, Segment], start: int, end: int) -> dict[int, 
     for left, right in ((around.address, start), (end, around.end)):
         if left < right:
             held[left] = msgspec.structs.replace(around, address=left, total_size=right - left, blocks=[])
-    return held
+    return held, around.segment_pool_id
 
 
 def _segment_round(held: dict[int, Segment], start: int, end: int) -> Segment | None:
@@ -139,8 +144,12 @@ def joined_segments(held: dict[int, Segment]) -> list[Segment]:
         last = joined[-1] if joined else None
         if last and last.end > segment.address:
             raise Contradiction(f"two segments overlap at {segment.address:#x}")
-        if last and last.end == segment.address and last.is_expandable and segment.is_expandable:
-            joined[-1] = msgspec.structs.replace(last, total_size=last.total_size + segment.total_size)
+        pages = last and last.end == segment.address and last.is_expandable and segment.is_expandable
+        pool = last.segment_pool_id or segment.segment_pool_id if last else None
+        if last and pages and segment.segment_pool_id in (None, pool):
+            joined[-1] = msgspec.structs.replace(
+                last, total_size=last.total_size + segment.total_size, segment_pool_id=pool
+            )
         else:
             joined.append(segment)
     return joined

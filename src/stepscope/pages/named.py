@@ -218,7 +218,7 @@ def _of_snapshot(place: Path) -> Page:
         ),
         Figure(name="allocations alive then", value=f"{moment.alive.height:,}"),
         Figure(name="events", value=f"{len(explained.snapshot.events):,}"),
-        gravest(answer.findings, note="of the checks on growth" if answer.checked else "no step to compare with"),
+        gravest(answer.findings, note="of the checks on memory" if answer.checked else "no step to compare with"),
     )  # fmt: skip
     sentence = next(line.text for table in answer.tables for line in table.notes)
     return page_of_answer(

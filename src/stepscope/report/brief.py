@@ -22,6 +22,9 @@ _FINDINGS_BESIDE_KEY = 3
 _MOST_CAUTIONS = 3
 _KEY = re.compile(r"tokens/s|^MFU ")
 """Sentences of a run that matter most."""
+_KEY_OF_TRACE = re.compile(r"^Device \S+ had work|^The critical path ")
+"""Sentences of a capture that matter most, beside its families."""
+_FAMILIES, _MOST_FAMILIES = "family, ms a step", 3
 _LONGEST = 400
 """Characters of a line."""
 BRIEF_VERSION = 1
@@ -55,9 +58,12 @@ def brief_lines(answer: Answer) -> list[dict[str, Any]]:
     notes = [_line("sentence", line.text) for table in tables for line in table.notes]
     key = [line for line in notes if _KEY.search(line["text"])] if answer.study == "run" else []
     key += [line for line in others if line["text"] == _peak(answer)]
-    later = [line for line in (*notes, *others) if line not in key]
-    most = _FINDINGS_BESIDE_KEY if key else _MOST_FINDINGS
-    wanted = [*findings[:most], *chief, *key, *findings[most:_MOST_FINDINGS], *later, *findings[_MOST_FINDINGS:]]
+    where = _where_time_went(answer) if answer.study == "trace" else []
+    key += [line for line in notes if _KEY_OF_TRACE.search(line["text"])] if where else []
+    most = _FINDINGS_BESIDE_KEY if key or where else _MOST_FINDINGS
+    wanted = [*findings[:most], *where, *chief, *key, *findings[most:_MOST_FINDINGS]]
+    wanted += [line for line in (*notes, *others) if line not in (*key, *where)]
+    wanted += findings[_MOST_FINDINGS:]
     if len(head) + len(wanted) <= MOST_LINES:
         return [*head, *wanted]
     room = MOST_LINES - len(head) - 1
@@ -73,6 +79,16 @@ def _head(answer: Answer) -> list[str]:
     if told:
         return [first.text, *told[:-1][:_MOST_CAUTIONS], told[-1]]
     return [line.text for line in answer.lead if line.text][:2]
+
+
+def _where_time_went(answer: Answer) -> list[dict[str, Any]]:
+    """The longest families of a capture, and its copies: before them where they are a share of the device's span."""
+    families = next((table for table in answer.tables if table.columns and table.columns[0] == _FAMILIES), None)
+    if families is None:
+        return []
+    longest = [_line("figures", text) for text in _rows(families)[:_MOST_FAMILIES]]
+    copies = [_line("sentence", line.text) for line in answer.lead if line.text.startswith("Beside them")]
+    return [*copies, *longest] if copies and "of the span" in copies[0]["text"] else [*longest, *copies]
 
 
 def _newest_first(table: Table) -> Table:

@@ -179,6 +179,7 @@ _ARGUMENTS = {
     "correlation": "correlation", "device": "device", "stream": "stream", "graph_node": "graph node id",
     "bytes": "bytes", "registers": "registers per thread", "occupancy": "est. achieved occupancy %",
     f"{_JSON}grid": "grid", f"{_JSON}block": "block", "shapes": "Input Dims", "dtypes": "Input type",
+    "values": "Concrete Inputs",
 }  # fmt: skip
 
 

@@ -85,9 +85,12 @@ OPERATOR_SCHEMA = pl.Schema(
         "forward_thread": pl.Int64,
         "shapes": pl.Categorical(),
         "dtypes": pl.Categorical(),
+        "values": pl.Categorical(),
     }
 )
-"""Columns of operators. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to forward."""
+"""Columns of operators. `shapes`, `dtypes` and `values`, of arguments that are numbers: JSON text; `values` only of
+operators whose work depends on them. `sequence` and `forward_thread` (PyTorch's own count of threads) tie backward to
+forward."""
 
 LINK_SCHEMA = pl.Schema(
     {"id": pl.Int64, "start_ns": pl.Int64, "process": pl.Int64, "thread": pl.Int64, "begins": pl.Boolean}
@@ -121,11 +124,26 @@ WORK, CALLS, OPERATORS, RANGES = "kernels, copies and fills", "calls", "operator
 class Damage:
     """Rows that cannot be as they stand, counted by what they are.
 
-    `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file.
+    `backwards`: they end before they begin, and count as 0 ns. `nameless`: their name is not in the file. `untimed`:
+    their start is no time, zero where nothing else is, or a year from all others: work stands at its launch instead,
+    other rows are left out. `endless`: their duration is no time, and counts as 0 ns. `overlong`: work that outlasted
+    later work of its stream, and was cut where the next begins, by `cut_ns` in all. `mended`: texts that the profiler
+    wrote as no JSON, by what was wrong with them.
     """
 
     backwards: dict[str, int] = field(default_factory=dict[str, int])
     nameless: dict[str, int] = field(default_factory=dict[str, int])
+    untimed: dict[str, int] = field(default_factory=dict[str, int])
+    endless: dict[str, int] = field(default_factory=dict[str, int])
+    mended: dict[str, int] = field(default_factory=dict[str, int])
+    overlong: int = 0
+    cut_ns: int = 0
+
+
+def add_count(counts: dict[str, int], what: str, rows: int) -> None:
+    """Add to the count of rows of one sort."""
+    if rows:
+        counts[what] = counts.get(what, 0) + rows
 
 
 Profiler = Literal["Kineto", "Nsight Systems"]
@@ -151,7 +169,8 @@ class TraceTable:
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
     `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.
     `threads`: the names of threads by (process, thread), where the trace says them. `rank`: which rank of `ranks` the
-    process was; None where it was alone, or the trace does not say.
+    process was; None where it was alone, or the trace does not say. `remarks`: the profiler's own warnings. `traced`:
+    what it was asked to trace (`cuda`, `nvtx`), where the trace says it.
     """
 
     profiler: Profiler
@@ -170,6 +189,8 @@ class TraceTable:
     ranks: int | None = None
     damage: Damage = field(default_factory=Damage)
     counters: pl.DataFrame = field(default_factory=lambda: empty(COUNTER_SCHEMA))
+    remarks: tuple[str, ...] = ()
+    traced: frozenset[str] = frozenset()
 
     @property
     def on_cpu(self) -> bool:

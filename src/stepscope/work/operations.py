@@ -25,12 +25,15 @@ def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) 
     )
 
 
-def convolution_work(*, places: int, filters: int, weight: int, x: int, size: int) -> Work:
-    """A multiply and an add for each element of the weight at each of the output's places (batch times its sides).
+def convolution_flops(places: int, weight: int) -> int:
+    """FLOPs of a convolution, forward or one of its gradients: a multiply and an add for each of the weight's elements
+    at each place.
 
-    `filters`: the output's channels. `weight`, `x`: elements. Groups have smaller weights, and so fewer FLOPs.
+    `places`: batch times sides of the output, or of the input where the convolution is transposed; places that the
+    padding makes up count too. `weight`: its elements, (filters, channels of a group, ..); transposed, (channels,
+    filters of a group, ..).
     """
-    return Work(flops=2 * places * weight, bytes_read=(x + weight) * size, bytes_written=places * filters * size)
+    return 2 * places * weight
 
 
 def copy_work(bytes_copied: int) -> Work:

@@ -26,6 +26,8 @@ class WriteUp:
     assignment: Assignment
     answered: tuple[Answered, ...]
     faults: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    """Where the material disagrees with itself, in sentences."""
 
     @property
     def count(self) -> int:
@@ -55,7 +57,7 @@ class WriteUp:
 def write_up(assignment: Assignment, material: Material) -> WriteUp:
     """Each question answered from the material."""
     found = tuple(_answered(question, material) for question in assignment.questions)
-    return WriteUp(assignment=assignment, answered=found, faults=material.faults)
+    return WriteUp(assignment=assignment, answered=found, faults=material.faults, doubts=material.doubts)
 
 
 def _answered(question: Question, material: Material) -> Answered:

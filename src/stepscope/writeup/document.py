@@ -119,7 +119,7 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
         title=found.assignment.title,
         kind="write-up",
         sentence=f"{found.count} of {counted(len(found.answered), 'question')} answered"
-        f"{f', measured on {devices}' if devices else ''}.{faults}",
+        f"{f', measured on {devices}' if devices else ''}.{faults}{''.join(f' {doubt}' for doubt in found.doubts)}",
         sections=tuple(
             section(part.title, found.of(question)) for part in found.assignment.parts for question in part.questions
         ),
@@ -138,6 +138,7 @@ def _parts(
     ]
     if found.faults:
         parts.append(paragraph(f"{counted(len(found.faults), 'run')} could not be read: {printable(found.faults[0])}"))
+    parts += map(paragraph, map(printable, found.doubts))
     for part in found.assignment.parts:
         parts.append(heading(2, part.title))
         for question in part.questions:

@@ -9,13 +9,16 @@ from pathlib import Path
 from stepscope.analysis.attention.answer import answer_attention
 from stepscope.analysis.captures.beside import digest_beside
 from stepscope.analysis.captures.digest import TraceDigest
+from stepscope.analysis.comparisons.comparison import same_part
 from stepscope.analysis.comparisons.sides import side_named
+from stepscope.analysis.runs.conditions import matches
+from stepscope.analysis.runs.disagreement import Disagreement, disagreeing, disagreement
 from stepscope.analysis.runs.doubts import doubting_kinds
-from stepscope.analysis.runs.tables import matches
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.attention_timing import decode_timings
 from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import InputError
+from stepscope.core.range_names import FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.run_files import RUN_FILE
@@ -45,6 +48,20 @@ class Material:
             if run.textbook is not None and all(matches(run, *condition) for condition in conditions):
                 by_folder.setdefault(directory.parent, []).append((run, directory))
         return sorted(by_folder.values(), key=_worth, reverse=True)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Where folders disagree: a question is answered from one of them, and another would answer otherwise."""
+        cells: dict[tuple[object, ...], dict[Path, Run]] = {}
+        for run, directory in self.runs:
+            if run.textbook is not None and run.status == "done":
+                for part in (STEP, FORWARD_BACKWARD):
+                    cells.setdefault((part, same_part(run, part)), {})[directory.parent] = run
+        apart: list[Disagreement | None] = []
+        for (part, _), by_folder in cells.items():
+            newest, *others = sorted(by_folder.values(), key=lambda run: run.instant, reverse=True)
+            apart.append(disagreement(newest, others, str(part)))
+        return tuple(finding.sentence for finding in disagreeing(apart))
 
     @cached_property
     def _digests(self) -> dict[tuple[Path, str], TraceDigest | None]:

@@ -67,6 +67,24 @@ def test_from_the_host_back_to_the_work_it_waited_for():
     assert told(path_of(rows, calls=[("cudaDeviceSynchronize", 20_000, 53_000, 99)]))[0] == ("host", 80_000)
 
 
+@pytest.mark.parametrize(("gap_us", "idle"), [(10, 0.01), (400, 0.28), (900, 0.47)])
+def test_a_device_that_works_most_of_the_time_is_not_the_hosts_fault(gap_us: int, idle: float):
+    """Each launch is late, by the gap alone: the path is host and launch for as long as the device idles."""
+    rows = [work(at, at + 1_000_000, launch=at - 3_000) for at in range(0, 100_000_000, 1_000_000 + gap_us * 1_000)]
+    path = path_of(rows)
+    shares = dict(path.by_category.group_by("category").agg(pl.col("share").sum()).rows())
+    assert shares["computation"] == pytest.approx(1 - idle, abs=0.01)
+    assert shares["host"] + shares["launch"] == pytest.approx(idle, abs=0.01)
+    assert path.beside_host_ns == 0
+
+
+def test_a_device_that_idles_most_of_the_time_waits_for_the_host():
+    rows = [work(at, at + 1_000_000, launch=at - 3_000) for at in range(0, 100_000_000, 2_500_000)]
+    path = path_of(rows)
+    assert [category for category, _ in told(path)] == ["host", "launch", "computation"]
+    assert path.beside_host_ns == (len(rows) - 1) * 1_000_000
+
+
 def test_across_streams():
     path = path_of(
         [
@@ -138,16 +156,21 @@ def naive(rows: list[dict[str, Any]], waits: list[tuple[str, int, int]]) -> list
         start, launch = now["start_ns"], min(now["launch"], now["start_ns"])
         earlier = [row for row in order[: order.index(now)] if row["stream"] == now["stream"]]
         before = earlier[-1] if earlier and earlier[-1]["end_ns"] >= start - KERNEL_LATENCY_NS else last_ended(start)
-        if before is None or launch > before["end_ns"] - LAUNCH_NS:
-            returned = max([end for end in released if end <= launch], default=begin)
+        returned = max([end for end in released if end <= launch], default=begin)
+        since = max(returned, begin)
+        worked = {at for row in rows for at in range(max(row["start_ns"], since), min(row["end_ns"], start))}
+        if before is not None and launch <= before["end_ns"] - LAUNCH_NS:
+            gap = start - before["end_ns"]
+            path.append(("kernel-to-kernel latency" if gap <= KERNEL_LATENCY_NS else "dependency", gap))
+        elif before is not None and 2 * len(worked) > start - since:
+            called = max(launch, before["end_ns"])
+            path += [("launch", start - called), ("host", called - before["end_ns"])]
+        else:
             before = last_ended(returned) if returned > begin else None
             path += [("launch", start - launch), ("host", launch - max(returned, begin))]
             if before is None:
                 break
             path.append(("synchronisation", returned - max(begin, before["end_ns"])))
-        else:
-            gap = start - before["end_ns"]
-            path.append(("kernel-to-kernel latency" if gap <= KERNEL_LATENCY_NS else "dependency", gap))
         now, until = before, min(before["end_ns"], start)
     return [(category, length) for category, length in reversed(path) if length > 0]
 

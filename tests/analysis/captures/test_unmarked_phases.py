@@ -212,3 +212,22 @@ def test_an_inference_has_no_phases_and_says_so(name: str):
     (finding,) = [finding for finding in check_trace(summary) if finding.kind == "outside-phases"]
     assert re.search(r"\((100\.0|69\.9) %\) lie outside .* no phase could be told", finding.sentence)
     assert "record_function" in (finding.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("operator", "found"),
+    [
+        ("aten::_foreach_copy_", (None, None)),
+        ("aten::_foreach_mul_", (None, None)),
+        ("aten::_foreach_addcdiv_", ("optimizer", UPDATES)),
+        ("aten::_fused_adamw_", ("optimizer", UPDATES)),
+    ],
+)
+def test_where_nothing_trains_an_operator_over_lists_is_no_optimizer(
+    operator: str, found: tuple[str | None, str | None]
+):
+    """A server copies its inputs so. What nothing but an update calls is one in any capture."""
+    capture = Capture()
+    capture.operator(operator, 100, 200)
+    capture.kernel(120, 50)
+    assert busy_by_phase(attribute(trace_table(capture))) == {found: 50}

@@ -73,6 +73,53 @@ def test_the_same_is_no_difference_and_what_would_have_been_seen_is_said():
     assert not found.stands[0] and "no difference seen in the step, and one above" in sentence(found, 0)
 
 
+def one_after_the_other(extra_s: float, **more: Any) -> tuple[Side, Side]:
+    """Two sides of five processes, begun a minute after each other, all of the first before all of the second."""
+
+    def at(found: Side, first: int) -> Side:
+        return side(found.name, *(
+            msgspec.structs.replace(run, created=f"2026-01-01T00:{first + place:02}:00+00:00")
+            for place, (run, _) in enumerate(found.runs)
+        ))  # fmt: skip
+
+    return at(noisy("before"), 0), at(noisy("after", extra_s=extra_s, **more), 5)
+
+
+def test_a_change_that_may_be_drift_cannot_be_told_and_says_how_it_can():
+    """0.6 % of processes that deviate by 0.3 %: seen in turns, and not where one side ran after the other."""
+    turns = compare_sides(noisy("before"), noisy("after", extra_s=0.0006))
+    assert turns.stands == [True] and not any(one.kind == "not-in-turns" for one in sides_findings(turns))
+    apart = compare_sides(*one_after_the_other(0.0006))
+    (row,) = answer_comparison(apart, no_captures).tables[0].rows
+    assert apart.stands == [False] and "cannot be told" in row
+    assert "the sides were not measured in turns, so drift may be all that differs" in sentence(apart, 0)
+    (found,) = (one for one in sides_findings(apart) if one.kind == "not-in-turns")
+    assert found.severity == "warning" and "1.8 times as wide" in found.sentence
+    assert "stepscope run" in found.remedy and "5 times over" in found.remedy
+    gate = judge([apart], 0.001)
+    assert not gate.slower and "not measured in turns" in gate.open[0]
+    assert not gate.fails(strict=False) and gate.fails(strict=True)
+    assert comparison_as_json(apart, no_captures)["pairs"][0]["verdict"] == "cannot be told"
+
+
+def test_a_large_change_is_found_whatever_the_order_and_equal_sides_are_not():
+    found = compare_sides(*one_after_the_other(0.01))
+    assert found.stands == [True] and "10.0 % slower" in sentence(found, 0)
+    (finding,) = (one for one in sides_findings(found) if one.kind == "not-in-turns")
+    assert finding.severity == "note" and not finding.remedy
+    assert "no difference seen" in sentence(compare_sides(*one_after_the_other(0.0)), 0)
+
+
+def test_the_command_that_measures_in_turns_names_both_steps():
+    """`run --against` takes a run by its path: the other side's own, so nothing need be spelled."""
+    before, after = one_after_the_other(0.0006, of=mini(dtype="bf16"))
+    (found,) = (one for one in sides_findings(compare_sides(before, after, across=["dtype"]))
+                if one.kind == "not-in-turns")  # fmt: skip
+    directory = after.directory(compare_sides(before, after, across=["dtype"]).pairs[0].after.representative)
+    assert found.remedy.startswith("measure in turns: `stepscope run --model ")
+    assert found.remedy.endswith(f"--against {directory} --repeat 5`")
+
+
 def test_few_processes_give_no_verdict():
     found = compare_sides(noisy("before", count=4), noisy("after", extra_s=0.05))
     assert not found.stands[0] and "no verdict" in sentence(found, 0) and "4 processes against 5" in sentence(found, 0)

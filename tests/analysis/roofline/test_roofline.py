@@ -24,6 +24,7 @@ from stepscope.core.errors import InputError
 from stepscope.trace.read import read_trace
 from stepscope.work.transformer import forward_flops
 from tests.captures import Capture, nsys_tables, write_sqlite
+from tests.command import stepscope
 from tests.conftest import mini
 from tests.shown import shown
 
@@ -55,8 +56,11 @@ class Steps:
     def range(self, name: str, start: float, end: float) -> None:
         self._add("user_annotation", name, start, end, {})
 
-    def operator(self, name: str, start: float, end: float, shapes: Any, dtypes: list[str]) -> None:
-        self._add("cpu_op", f"aten::{name}", start, end, {"Input Dims": shapes, "Input type": dtypes})
+    def operator(
+        self, name: str, start: float, end: float, shapes: Any, dtypes: Any, *, values: list[str] | None = None
+    ) -> None:
+        said = {"Concrete Inputs": values} if values is not None else {}
+        self._add("cpu_op", f"aten::{name}", start, end, {"Input Dims": shapes, "Input type": dtypes, **said})
 
     def kernel(self, name: str, launch: float, start: float, end: float, category: str = "kernel") -> None:
         self._correlation += 1
@@ -385,3 +389,68 @@ def test_products_of_which_emit_nvtx_told_the_sizes(tmp_path: Path):
     assert product.flops == 2 * 2 * 3 * 5
     assert product.bytes_moved == 4 * (2 * 3 + 3 * 5 + 5 + 2 * 5)
     assert add.work is None
+
+
+FLASH = (
+    "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4> >(pytorch_flash::Flash_fwd_params)"
+)
+
+
+def attention(*flags: str | None, keys: int = 256) -> Steps:
+    """A call of fused attention for each flag; None leaves the values out of the record."""
+    steps = Steps()
+    shapes = [[1, 256, 4, 64], [1, keys, 4, 64], [1, keys, 4, 64], *[[]] * 8]
+    dtypes = ["c10::BFloat16"] * 3 + ["", ""] + ["Scalar"] * 6
+    for number, flag in enumerate(flags):
+        start = 100 * number
+        values = None if flag is None else ["", "", "", "", "", "256", str(keys), "0.", flag, "False", "0.125"]
+        steps.operator("_flash_attention_forward", start, start + 20, shapes, dtypes, values=values)
+        steps.kernel(FLASH, start + 5, start + 30, start + 60)
+    return steps
+
+
+WHOLE = 4 * 4 * 256 * 256 * 64
+
+
+def test_attention_counts_as_its_record_says(tmp_path: Path):
+    """One capture may hold both: an encoder's and a decoder's."""
+    found = attention("True", "False", "False").roofline(tmp_path)
+    counted = {each.sight: (each.calls, each.flops) for each in found.operators}
+    assert counted == {"causal": (1, WHOLE // 2), "not causal": (2, 2 * WHOLE)}
+    assert "256x4x64 not causal" in said(found) and "assumed" not in said(found)
+    plain = roofline_as_json(found)["operators"]
+    assert {(each["attention"], each["flops"], each["work_open"]) for each in plain} == {
+        ("causal", WHOLE // 2, False), ("not causal", 2 * WHOLE, False)
+    }  # fmt: skip
+
+
+def test_what_is_assumed_of_attention_is_said(tmp_path: Path):
+    found = attention(None, None).roofline(tmp_path)
+    assert [(each.sight, each.flops) for each in found.operators] == [("assumed causal", 2 * (WHOLE // 2))]
+    assert "Attention is assumed causal in 2 calls a step, whose record does not say it" in said(found)
+    assert "256x4x64 assumed causal" in said(found)
+    longer = attention(None, keys=512).roofline(tmp_path)
+    assert "Attention is assumed not causal in 1 calls a step" in said(longer)
+    assert "assumed" not in said(attention(None).roofline(tmp_path, causal="full")), "counted whole in any case"
+
+
+def test_products_whose_record_leaves_them_open_are_said(tmp_path: Path):
+    """One bad record costs its own figure: the others' work stays known, and the share is shown."""
+    steps = by_hand()
+    steps.operator("mm", 430, 450, [[1024], "x"], ["float", 7])
+    steps.kernel(FP32_GEMM, 435, 440, 447)
+    found = steps.roofline(tmp_path)
+    assert operator(found, "mm", None).is_open and not operator(found, "addmm").is_open
+    assert operator(found, "addmm").flops == 2 * 1024**3
+    text = " ".join(said(found).split())
+    assert "The record leaves open the sizes of 1 products a step: their FLOPs are missing (mm;" in text
+
+
+def test_a_part_of_a_trace_keeps_what_its_operators_were_told(tmp_path: Path):
+    """`--cut` writes the values, without which attention would be taken for causal."""
+    attention("False").roofline(tmp_path)
+    out = tmp_path / "cut.json"
+    result = stepscope("trace", tmp_path / "trace.json", "--cut", out)
+    assert result.returncode == 0, result.stderr
+    (only,) = roofline(attribute(read_trace(out))).operators
+    assert (only.sight, only.flops) == ("not causal", WHOLE)

@@ -1,6 +1,8 @@
 """The fused parts against float64: on a GPU, or without one in Triton's interpreter (conftest.py)."""
 
 import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -104,13 +106,41 @@ def test_the_loss_is_pytorchs_in_chunks_scaled_and_with_a_z_loss(monkeypatch: py
     )
 
 
-def test_a_loss_without_any_target_is_as_pytorchs_and_a_wrong_target_is_nan():
+def test_a_loss_without_any_target_is_as_pytorchs():
     x, weight = normal(2, 4), normal(5, 4)
     ignored = torch.full((2,), -100, device=DEVICE)
     loss = linear_cross_entropy(x, weight, ignored)
     assert loss.isnan()
     assert all(gradient.eq(0).all() for gradient in torch.autograd.grad(loss, [x, weight]))
-    assert linear_cross_entropy(x, weight, torch.tensor([1, 5], device=DEVICE)).isnan()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("target", [5, -1, -100])
+def test_a_gpu_asserts_that_targets_are_tokens(target: int):
+    """In a process of its own, which the assertion ends."""
+    code = (
+        "import torch; from stepscope.kernels.parts.loss import linear_cross_entropy as loss; "
+        "x, w = (torch.randn(n, 4, device='cuda', requires_grad=True) for n in (2, 5)); "
+        f"loss(x, w, torch.tensor([1, {target}], device='cuda')).backward(); torch.cuda.synchronize()"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ("device-side assert" in done.stderr) == (done.returncode != 0) == (target != -100), done.stderr
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's assertion ends the process: the test before this one")
+@pytest.mark.parametrize("ignored", [-100, 6, -1])
+def test_a_target_is_held_against_the_tokens_and_the_label_that_is_left_out(ignored: int):
+    """As PyTorch has it: any number may be left out, one beyond the vocabulary too."""
+    x, weight = normal(3, 4), normal(5, 4)
+    for third in (4, 5, -1, 6, -100):
+        targets = torch.tensor([0, ignored, third])
+        try:
+            right: Any = F.cross_entropy(x @ weight.t(), targets, ignore_index=ignored)
+        except IndexError as error:
+            with pytest.raises(IndexError, match=str(error)):
+                linear_cross_entropy(x, weight, targets, ignore_index=ignored)
+            continue
+        torch.testing.assert_close(linear_cross_entropy(x, weight, targets, ignore_index=ignored), right)
 
 
 def test_fp16_keeps_gradients_that_a_mean_over_many_rows_would_lose():

@@ -35,6 +35,9 @@ _ON_A_BAR = 44
 _OTHERS_NAMED = 4
 """The number of kernels of no known family that a sentence names."""
 
+_MUCH = 0.1
+"""The share of the devices' spans from which on copies are said to be one."""
+
 _NAMED_SHARE = 0.005
 """The smallest share of the critical path that its sentence names."""
 
@@ -101,12 +104,19 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
     )
     copies, copies_ns = summary.copies
     if copies:
-        yield Line(f"Beside them {format_count(copies)} copies and fills: {ms_text(copies_ns)} ms.")
+        yield Line(f"Beside them {format_count(copies)} copies and fills: {ms_text(copies_ns)} ms{_of_span(summary)}.")
     if attribution.links_checked:
         yield Line(
             f"{format_count(attribution.links_agree)} of {format_count(attribution.links_checked)} backward operators "
             "lead to the same forward operator by sequence number and by the profiler's arrow."
         )
+
+
+def _of_span(summary: TraceSummary) -> str:
+    """The share of copies and fills in the devices' spans, where it is much."""
+    span_ns = summary.occupation.span_ns if summary.occupation is not None else 0
+    share = summary.copies[1] / span_ns if span_ns else 0.0
+    return f", {format_share(share)} of the span" if share >= _MUCH else ""
 
 
 def _of_instances(summary: TraceSummary) -> str:
@@ -155,16 +165,17 @@ def _phase_words(summary: TraceSummary) -> Iterator[str]:
     named = {phase.phase: phase for phase in summary.phases}
     if FORWARD in named:
         forward, backward = named[FORWARD], named.get(BACKWARD)
+        largest = _family_totals(summary)[0][0]
         of_both, ratio = "", ""
         if backward is not None:
             times = backward.busy_ns / forward.busy_ns if forward.busy_ns else 0.0
-            of_both = (
-                f", {format_share(backward.gemm_fraction)} in backward, {format_share(summary.gemm_fraction)} in all"
-            )
+            in_backward, in_all = _share_of(summary, largest, BACKWARD), _share_of(summary, largest)
+            of_both = f", {format_share(in_backward)} in backward, {format_share(in_all)} in all"
             ratio = f"; backward takes {times:.2f} times forward"
+        products = f" Matrix multiplication is {format_share(summary.gemm_fraction)}." if largest != GEMM else ""
         yield (
-            f"Matrix multiplication is {format_share(forward.gemm_fraction)} of {_noun(summary)} time in forward"
-            f"{of_both}{ratio}."
+            f"{largest[0].upper()}{largest[1:]} is {format_share(_share_of(summary, largest, FORWARD))} of "
+            f"{_noun(summary)} time in forward{of_both}{ratio}.{products}"
         )
     for role, busy_ns in summary.roles.items():
         does = {RECOMPUTATION: "recomputes what forward did not keep"}.get(role, f"is {role}")
@@ -201,6 +212,13 @@ def _other_words(summary: TraceSummary) -> Iterator[str]:
     if named:
         more = ", and more" if len(rows) > _OTHERS_NAMED else ""
         yield f"Of no known family are {', '.join(named)}{more}."
+
+
+def _share_of(summary: TraceSummary, family: str, phase: str | None = None) -> float:
+    """The share of a family in the kernel time of a phase, or of all."""
+    rows = summary.families if phase is None else summary.families.filter(pl.col("phase") == phase)
+    whole = float(rows["busy_ns"].sum())
+    return float(rows.filter(pl.col("family") == family)["busy_ns"].sum()) / whole if whole else 0.0
 
 
 def _family_totals(summary: TraceSummary) -> list[tuple[str, float]]:
@@ -342,9 +360,13 @@ def _overlap_words(one: Overlap, steps: int) -> str:
 
 def _path_words(path: CriticalPath) -> str:
     columns = path.by_category.select("category", "family", "duration_ns", "share")
+    beside = path.beside_host_ns
+    working = (
+        f", in which the device worked for {ms_text(beside)} ms" if beside >= _NAMED_SHARE * path.duration_ns else ""
+    )
     named = [
         f"{family if category == 'computation' and family else category} {format_share(share)} "
-        f"({ms_text(duration_ns)} ms)"
+        f"({ms_text(duration_ns)} ms{working if category == 'host' else ''})"
         for category, family, duration_ns, share in columns.iter_rows()
         if share >= _NAMED_SHARE
     ]

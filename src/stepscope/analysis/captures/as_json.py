@@ -86,7 +86,7 @@ def _idle(occupied: Occupation) -> dict[str, Any]:
 
 
 def _path(path: CriticalPath) -> dict[str, Any]:
-    return {**_fields(path, "device", "step", "duration_ns"), "parts": path.by_category.to_dicts()}
+    return {**_fields(path, "device", "step", "duration_ns", "beside_host_ns"), "parts": path.by_category.to_dicts()}
 
 
 def _fields(record: object, *names: str) -> dict[str, Any]:

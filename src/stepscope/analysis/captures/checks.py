@@ -4,7 +4,17 @@ from collections.abc import Callable
 
 import polars as pl
 
-from stepscope.analysis.captures.damage import correlation_repeats, ends_before_begin, names_missing, ranges_missing
+from stepscope.analysis.captures.damage import (
+    clocks_disagree,
+    correlation_repeats,
+    durations_cut,
+    ends_before_begin,
+    names_missing,
+    profiler_warns,
+    ranges_missing,
+    texts_mended,
+    times_missing,
+)
 from stepscope.analysis.captures.devices import device_names
 from stepscope.analysis.captures.range_names import phase_of
 from stepscope.analysis.captures.summary import GEMM, OUTSIDE, TraceSummary
@@ -16,7 +26,7 @@ from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_count, format_share, in_ms
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
-from stepscope.trace.table import TraceTable
+from stepscope.trace.table import Profiler, TraceTable
 
 _FEW = 5
 """The most launches without a kernel that are no sign of loss: at the edges, kernels may fall outside the capture."""
@@ -24,6 +34,13 @@ _LOST_SHARE, _BROKEN_SHARE = 0.005, 0.1
 _SLOWED = 1.1
 _WORTH_A_WORD = 0.01
 _MOST = 0.5
+
+_LOSS_REMEDIES: dict[Profiler, str] = {
+    "Kineto": "give the profiler a step of warm-up, as in schedule(wait=1, warmup=1, active=3), synchronise before it "
+    "stops, and capture fewer steps",
+    "Nsight Systems": "bracket the steps with torch.cuda.profiler.start() and stop(), capture with "
+    "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer",
+}
 
 TraceCheck = Callable[[TraceSummary], Finding | None]
 
@@ -41,15 +58,18 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
     launching = names.filter(is_launch(pl.col("name").cast(pl.String)))["name"]
     # Copies within the host and empty copies leave no device record, so they say nothing about losses.
     launching = launching.filter(launching.cast(pl.String).str.contains("Launch"))
-    begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls)
-    launched = table.calls.select(begun.alias("launched")).to_series()
-    rows = launched.arg_true()
+    begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls, ["process", "thread"])
+    rows = table.calls.select(begun.alias("launched")).to_series().arg_true()
     if table.on_cpu or not table.work.height:
         return _kernels_missing(len(rows))
-    launches, without = len(rows), len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
-    if without <= _FEW or without / launches < _LOST_SHARE:
+    ran = rows.is_in(table.work["launch_row"].implode())
+    if not ran.all():  # autograd's thread may launch into the stream that another thread captures
+        ran = ran.filter(ran | ~_while_capturing(table.calls, ["process"]).gather(rows))
+    launches, without = len(ran), int((~ran).sum())
+    share = without / launches if launches else 0.0
+    at_the_edges = not ran.any() or ran[ran.arg_true()[0] : ran.arg_true()[-1]].all()
+    if share < _LOST_SHARE or (without <= _FEW and (at_the_edges or share < _BROKEN_SHARE)):
         return None
-    share = without / launches
     return Finding(
         kind="incomplete-trace",
         severity="error" if share >= _BROKEN_SHARE else "warning",
@@ -58,10 +78,7 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
             f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
             "records, and its totals are too low."
         ),
-        remedy=(
-            "bracket the steps with torch.cuda.profiler.start() and stop(), capture with "
-            "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer"
-        ),
+        remedy=_LOSS_REMEDIES[table.profiler],
         evidence={"launches": launches, "without_kernel": without, "kernels": summary.kernel_count},
     )
 
@@ -103,27 +120,25 @@ def accelerator_unread(summary: TraceSummary) -> Finding | None:
     )
 
 
-def _while_capturing(calls: pl.DataFrame) -> pl.Expr:
-    """Whether each call was made while its thread captured a stream into a graph, and so launched nothing."""
+def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
+    """Whether each call was made while its thread (or process, `by`) captured a stream into a graph."""
     begin = _named(calls, "StreamBeginCapture")
     if not begin.height:
-        return pl.lit(False)
+        return pl.Series([False]).new_from_index(0, calls.height)
     end = _named(calls, "StreamEndCapture").rename({"start_ns": "end_ns"})
     spans = begin.sort("start_ns").join_asof(
         end.sort("end_ns"),
         left_on="start_ns",
         right_on="end_ns",
-        by=["process", "thread"],
+        by=by,
         strategy="forward",
         check_sortedness=False,
     )
     last = calls["start_ns"].max()
     spans = spans.with_columns((pl.col("end_ns").fill_null(pl.lit(last)) - pl.col("start_ns")).alias("duration_ns"))
-    both = pl.concat([spans.select("process", "thread"), calls.select("process", "thread")])
-    track = numbered(both, ["process", "thread"])
+    track = numbered(pl.concat([spans.select(by), calls.select(by)]), by)
     nest = Nest(spans.with_columns(track.head(spans.height).alias("track")), "track")
-    inside = nest.innermost(track.tail(calls.height), calls["start_ns"]).is_not_null()
-    return pl.lit(inside)
+    return nest.innermost(track.tail(calls.height), calls["start_ns"]).is_not_null()
 
 
 def _named(calls: pl.DataFrame, word: str) -> pl.DataFrame:
@@ -375,8 +390,12 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
 
 TRACE_CHECKS: tuple[TraceCheck, ...] = (
     incomplete_trace,
+    profiler_warns,
     names_missing,
     ends_before_begin,
+    times_missing,
+    durations_cut,
+    clocks_disagree,
     correlation_repeats,
     ranges_missing,
     accelerator_unread,
@@ -389,5 +408,6 @@ TRACE_CHECKS: tuple[TraceCheck, ...] = (
     arrows_disagree,
     phases_span_threads,
     correlation_shared,
+    texts_mended,
     profiler_slows,
 )

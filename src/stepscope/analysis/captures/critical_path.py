@@ -11,8 +11,10 @@ too late if its call began less than `LAUNCH_NS` before D's end, or after it.
   path follows the host back to the last wait for the device (on a thread that launches work) that the end of some work
   released, and continues with that work. The time from that end to the return of the wait is synchronisation. Without
   such a wait, the host's time reaches back to the start of the step.
+- Too late, though the device worked for most of the time from that wait to W: a quicker host would gain no more than
+  the gap before W. So only the gap is host and launch, and the path continues with D.
 
-The segments sum to the step exactly. On a launch-bound step the path is the host's, however busy the device was.
+The segments sum to the step exactly. On a step that is mostly launch-bound the path is the host's.
 """
 
 from bisect import bisect_right
@@ -23,6 +25,7 @@ import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
 from stepscope.analysis.captures.host_waits import waits
+from stepscope.analysis.captures.intervals import covered_ns, pieces
 from stepscope.analysis.captures.occupation import KERNEL_LATENCY_NS, LAUNCH_NS
 
 CATEGORIES = (
@@ -44,7 +47,8 @@ _Segment = tuple[int, int, str, int | None]
 class CriticalPath:
     """The critical path of one step on one device. `step` is None if no step is marked and the whole capture is one.
 
-    `segments`, by time: start_ns, duration_ns, category, and for device work family, phase, name.
+    `segments`, by time: start_ns, duration_ns, category, and for device work family, phase, name. `beside_host_ns`: for
+    how long the device worked while the path was the host's.
     """
 
     device: int
@@ -52,6 +56,7 @@ class CriticalPath:
     start_ns: int
     end_ns: int
     segments: pl.DataFrame
+    beside_host_ns: int
 
     @property
     def duration_ns(self) -> int:
@@ -97,8 +102,15 @@ def critical_path(
     chosen, begin, end = _median(steps)
     inside = work.filter((pl.col("end_ns") >= begin) & (pl.col("start_ns") < end) & (pl.col("end_ns") <= end))
     walk = _Walk(inside.sort("start_ns", "end_ns", "stream"), attribution, begin)
+    segments = _described(walk.segments(), walk.work)
+    host = segments.filter(pl.col("category") == "host")
     return CriticalPath(
-        device=device, step=chosen, start_ns=begin, end_ns=end, segments=_described(walk.segments(), walk.work)
+        device=device,
+        step=chosen,
+        start_ns=begin,
+        end_ns=end,
+        segments=segments,
+        beside_host_ns=int(covered_ns(walk.worked, host["start_ns"], host["start_ns"] + host["duration_ns"]).sum()),
     )
 
 
@@ -128,6 +140,10 @@ class _Walk:
 
     def __init__(self, work: pl.DataFrame, attribution: Attribution, begin: int) -> None:
         self.work = work
+        self.worked = pieces(work)
+        self._pieces: list[int] = self.worked["start_ns"].to_list()
+        self._worked_ends: list[int] = self.worked["end_ns"].to_list()
+        self._worked_ns: list[int] = (self.worked["end_ns"] - self.worked["start_ns"]).cum_sum().to_list()
         self._begin = begin
         self._starts: list[int] = work["start_ns"].to_list()
         self._ends: list[int] = work["end_ns"].to_list()
@@ -179,16 +195,23 @@ class _Walk:
         if before is None:
             before = self._last_ended(start)
         launch = self._launches[at]
-        if launch is not None and (before is None or launch > self._ends[before] - LAUNCH_NS):
-            return self._through_host(max(self._begin, min(launch, start)), start)
         free = max(self._begin, self._ends[before]) if before is not None else self._begin
+        if launch is not None and (before is None or launch > self._ends[before] - LAUNCH_NS):
+            return self._through_host(max(self._begin, min(launch, start)), start, before, free)
         category = "kernel-to-kernel latency" if start - free <= KERNEL_LATENCY_NS else "dependency"
         return before, [(free, start, category, None)] if free < start else []
 
-    def _through_host(self, launch: int, start: int) -> tuple[int | None, list[_Segment]]:
-        """The work whose end released the host before a late launch, or None; and the segments from it to `start`."""
+    def _through_host(self, launch: int, start: int, last: int | None, free: int) -> tuple[int | None, list[_Segment]]:
+        """The work whose end released the host before a late launch, or None; and the segments from it to `start`.
+
+        `last`: the work that ended last on the device, at `free`. It is taken if the device worked most of the time.
+        """
         wait = bisect_right(self._waits, launch) - 1
         returned = self._waits[wait] if wait >= 0 else self._begin
+        since = max(returned, self._begin)
+        if last is not None and 2 * (self._worked_before(start) - self._worked_before(since)) > start - since:
+            called = max(launch, free)
+            return last, _present((called, start, "launch", None), (free, called, "host", None))
         if returned <= self._begin:
             return None, _present((launch, start, "launch", None), (self._begin, launch, "host", None))
         before = self._last_ended(returned)
@@ -196,6 +219,11 @@ class _Walk:
         return before, _present(
             (launch, start, "launch", None), (returned, launch, "host", None), (done, returned, "synchronisation", None)
         )
+
+    def _worked_before(self, moment: int) -> int:
+        """The time for which some work ran before a moment."""
+        begun = bisect_right(self._pieces, moment) - 1
+        return self._worked_ns[begun] - max(0, self._worked_ends[begun] - moment) if begun >= 0 else 0
 
     def _last_ended(self, moment: int) -> int | None:
         """The work that ended last, at the moment or before it."""

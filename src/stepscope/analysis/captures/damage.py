@@ -1,15 +1,22 @@
 """Checks of a capture for rows that cannot be as they stand, and for what it was recorded without."""
 
+from collections.abc import Iterator
+
 import polars as pl
 
 from stepscope.analysis.captures.summary import TraceSummary
-from stepscope.core.finding import Finding, warning
-from stepscope.core.units import format_count, format_share, in_ms
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.units import counted, format_count, format_seconds, format_share, in_ms
 from stepscope.trace.launches import is_launch
 from stepscope.trace.table import WORK
 
 _FALSE_SHARE = 0.01
 """The share of damaged rows from which on the totals cannot be trusted."""
+_TICK_NS = 1_000
+"""Work may seem to begin so much before its launch where both clocks count microseconds."""
+_LATEST_NS = 10_000_000_000
+"""No work waits so long for the device where all of it does."""
+_REMARKS_QUOTED = 3
 _ONE_KERNEL = r"^(cudaLaunch|cuLaunch|hip\w*Launch)\w*Kernel"
 _MANY_KERNELS = r"Graph|MultiDevice"
 """One launch of a graph, or of a kernel on several devices, is many kernels. In 50,000 rows of 20 published captures no
@@ -35,6 +42,132 @@ def ends_before_begin(summary: TraceSummary) -> Finding | None:
         remedy="capture or export it again: the file is damaged, or the profiler lost the end of what ran last",
         evidence={**counts, "share": share},
     )
+
+
+def times_missing(summary: TraceSummary) -> Finding | None:
+    """A finding on device work whose start or duration was not recorded, and on host rows left out for that."""
+    table = summary.attribution.table
+    damage, durations = table.damage, table.work["duration_ns"]
+    recorded = table.work.height
+    no_start = damage.untimed.get(WORK, 0)
+    no_length = 0 if table.on_cpu else int((durations == 0).sum()) - damage.backwards.get(WORK, 0)
+    hosts = {
+        what: damage.untimed.get(what, 0) + damage.endless.get(what, 0) for what in damage.untimed | damage.endless
+    }
+    hosts.pop(WORK, None)
+    said = list(_times_words(recorded, no_start, no_length, coarse=bool((durations % _TICK_NS == 0).all())))
+    if hosts:
+        said.append(f"rows whose times no clock can say are left out, or count as 0 ns ({_listed(hosts)})")
+    if not said:
+        return None
+    share = max(no_start, no_length) / recorded if recorded else 0.0
+    return Finding(
+        kind="times-missing",
+        severity="error" if share >= _FALSE_SHARE else "warning",
+        sentence="; ".join(said)[0].upper() + "; ".join(said)[1:] + ".",
+        remedy="capture fewer steps at once, and synchronise before the profiler stops; where it stays, a newer driver",
+        evidence={"no_start": no_start, "no_duration": no_length, "rows": recorded, **hosts, "share": share},
+    )
+
+
+def _times_words(recorded: int, no_start: int, no_length: int, *, coarse: bool) -> Iterator[str]:
+    """What a start and a duration of 0 mean, and what they do to the figures. `coarse`: in whole microseconds."""
+    too_low = "device time is too low by theirs, and rates are too high"
+    at_launch = "they stand at their launch, so idle time and the critical path near them are uncertain"
+    of = f"of {format_count(recorded)} {WORK}"
+    if no_start and no_start == no_length:
+        yield (
+            f"{format_count(no_start)} {of} have neither start nor duration (both 0, or of no clock: the profiler "
+            f"could not collect their times): {too_low}; {at_launch}"
+        )
+        return
+    if no_start:
+        yield f"{format_count(no_start)} {of} have no start (0, or of no clock: it was not recorded): {at_launch}"
+    if no_length:
+        why = "their end was not recorded" + (", or they took less than a microsecond" if coarse else "")
+        yield f"{format_count(no_length)} {of} have a duration of 0 ({why}): {too_low}"
+
+
+def durations_cut(summary: TraceSummary) -> Finding | None:
+    """A finding on work that outlasted later work of its stream, and was cut where the next begins."""
+    damage, table = summary.attribution.table.damage, summary.attribution.table
+    if not damage.overlong:
+        return None
+    shown = int(table.work["duration_ns"].sum())
+    return warning(
+        "durations-cut",
+        f"{counted(damage.overlong, 'kernel')} of {format_count(table.work.height)} on one stream lasted past the end "
+        f"of kernels launched later, which cannot be: each is cut where the next one begins. All work lasts "
+        f"{in_ms(shown)} so, and {in_ms(shown + damage.cut_ns)} as recorded.",
+        {"kernels": damage.overlong, "cut_ns": damage.cut_ns, "recorded_ns": shown + damage.cut_ns},
+        remedy="capture again: the profiler wrote a wrong end; the time of the kernels that are cut is an upper bound",
+    )
+
+
+def clocks_disagree(summary: TraceSummary) -> Finding | None:
+    """A finding on device work that begins before the call that launched it, or all of it long after."""
+    table = summary.attribution.table
+    known = table.work.filter(pl.col("launch_row").is_not_null() & (pl.col("duration_ns") > 0))
+    delay = known["start_ns"] - known["launch_ns"]
+    if table.on_cpu or not known.height:
+        return None
+    early, late = delay.filter(delay < -_TICK_NS), delay.min()
+    causes = "so causes of idle time, the critical path, the queue and delays of launches are wrong"
+    holds = "Times of kernels, families and phases hold: they go by the device's clock alone and by launches."
+    remedy = (
+        "capture again with a newer profiler and driver; where it stays, read the times of kernels, and take idle time "
+        "from an unprofiled run"
+    )
+    if early.len():
+        most = -_integer(early.min())
+        return warning(
+            "clocks-disagree",
+            f"{format_count(early.len())} of {format_count(known.height)} {WORK} begin before the call that launched "
+            f"them, by up to {format_seconds(most * 1e-9)}: the clocks of device and host disagree, {causes}. {holds}",
+            {"rows": early.len(), "of": known.height, "most_ns": most, "of_all_ns": -_integer(early.sum())},
+            remedy=remedy,
+        )
+    if _integer(late) < _LATEST_NS:
+        return None
+    return warning(
+        "clocks-disagree",
+        f"All {format_count(known.height)} {WORK} begin {format_seconds(_integer(late) * 1e-9)} or more after the call "
+        f"that launched them: the device's clock has another origin or unit than the host's, {causes}. {holds}",
+        {"rows": known.height, "of": known.height, "least_ns": _integer(late)},
+        remedy=remedy,
+    )
+
+
+def texts_mended(summary: TraceSummary) -> Finding | None:
+    """A note on texts that the profiler wrote as no JSON, and that were mended at reading."""
+    mended = summary.attribution.table.damage.mended
+    if not mended:
+        return None
+    return note(
+        "texts-mended",
+        f"The profiler wrote texts that are no JSON, which other tools refuse ({_listed(mended)}). They were mended in "
+        "reading; times and ids are as recorded.",
+        {**mended},
+        remedy="name ranges and modules without double quotes, backslashes and line breaks",
+    )
+
+
+def profiler_warns(summary: TraceSummary) -> Finding | None:
+    """A finding on what the profiler itself warns of in its capture."""
+    table = summary.attribution.table
+    if not table.remarks:
+        return None
+    told = " ".join(f'"{remark}"' for remark in table.remarks[:_REMARKS_QUOTED])
+    more = len(table.remarks) - _REMARKS_QUOTED
+    return warning(
+        "profiler-warns",
+        f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}",
+        {"remarks": len(table.remarks)},
+    )
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) else 0
 
 
 def names_missing(summary: TraceSummary) -> Finding | None:
@@ -102,11 +235,12 @@ def ranges_missing(summary: TraceSummary) -> Finding | None:
         holds = "The NVTX ranges in this capture are all of PyTorch's operators, and none names a step, phase or"
     else:
         holds = "This capture holds no NVTX ranges, which name a step, phase or"
+    how = "" if "nvtx" in table.traced else "capture with `nsys profile --trace=cuda,nvtx` and "
     return warning(
         "ranges-missing",
         f"{holds} module: kernels and families are told for the whole capture, and not where in the step they ran.",
         {"ranges": table.ranges.height, "operators": table.operators.height},
-        remedy="capture with `nsys profile --trace=cuda,nvtx` and name the phases with torch.cuda.nvtx.range",
+        remedy=f"{how}name the phases with torch.cuda.nvtx.range",
     )
 
 

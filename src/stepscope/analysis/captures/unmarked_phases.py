@@ -23,7 +23,10 @@ RANGES, NODES, THREAD, ORDER, UPDATES, ZEROED = FOUND_BY = (
 """The ways in which the phase of a kernel is found."""
 
 _NODE = r"^autograd::engine::evaluate_function|Backward\d*$|^torch::autograd::AccumulateGrad"
-_UPDATE = r"^aten::_fused_(?:adam|adamw|sgd|adagrad)|^aten::_foreach_|^aten::_amp_(?:foreach|update)"
+_UPDATE = r"^aten::_(?:fused_(?:adam|adamw|sgd|adagrad)|foreach_(?:addcdiv|addcmul|lerp)|amp_(?:foreach|update))"
+_OVER_LISTS, _OF_ANY_USE = r"^aten::_foreach_", r"^aten::_foreach_(?:copy_|mm)"
+"""Operators over lists are an update's where something trains, but for those that serve anything: a server copies its
+inputs so, and sharded training its shards."""
 _ENGINE = "pt_autograd"
 """PyTorch names the threads of its engine `pt_autograd_0`, `pt_autograd_1`, ..."""
 _FOLLOWED = (pl.col("sequence") >= 0) & ~(pl.col("forward_thread").fill_null(0) > 0)
@@ -55,7 +58,10 @@ def with_found_phases(
     before_backward = Nest(forward, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
     zeroing = table.ranges.filter(_named(table.ranges, r"^Optimizer\.zero_grad#"))
     zeroed = Nest(zeroing, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
-    updates = _inside(operators.filter(_named(operators, _UPDATE)), work)
+    update = _named(operators, _UPDATE)
+    if nodes.height:
+        update |= _named(operators, _OVER_LISTS) & ~_named(operators, _OF_ANY_USE)
+    updates = _inside(operators.filter(update), work)
     ways = (
         (in_node, BACKWARD, NODES),
         (work["track"].is_in(engine.implode()), BACKWARD, THREAD),

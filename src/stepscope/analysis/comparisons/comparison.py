@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from stepscope.analysis.runs.disagreement import Disagreement, disagreement
 from stepscope.analysis.runs.doubts import doubt_mark
 from stepscope.analysis.runs.metrics import memory_of, samples_of
 from stepscope.analysis.runs.run_sets import RunSet, sets_of
-from stepscope.core.range_names import STEP
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
 from stepscope.core.workload import Workload
@@ -23,6 +24,10 @@ from stepscope.work.described import parameters_of
 
 if TYPE_CHECKING:
     from stepscope.analysis.captures.digest import TraceDigest  # a module that needs polars
+
+
+_ALIKE = (FORWARD, BACKWARD, FORWARD_BACKWARD)
+"""Parts of a step that are the same whatever follows."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,6 +140,17 @@ def same_but(run: Run, **baseline: Any) -> tuple[object, ...]:
     return (msgspec.json.encode(msgspec.structs.replace(workload, model=model), order="sorted"), where)
 
 
+def same_part(run: Run, part: str) -> tuple[object, ...]:
+    """Equal of runs in which this part of the step does the same work: forward and backward of training do so whatever
+    optimizer follows, and with none, but for one that works under backward."""
+    workload = run.textbook
+    if part not in _ALIKE or workload is None or workload.phase not in ("train", "forward-backward"):
+        return same_but(run)
+    if workload.phase == "train" and workload.optimizer == "adamw-under-backward":
+        return same_but(run)
+    return same_but(run, phase="forward-backward", optimizer="adamw-foreach", clip=None)
+
+
 C = TypeVar("C", bound=ComparedRun)
 
 
@@ -213,6 +229,8 @@ class Comparison(Generic[C, P]):
     pairs: tuple[P, ...]
     unmeasured: tuple[C, ...]
     replaced: int
+    disagreements: tuple[Disagreement, ...] = ()
+    """Of cells with runs that are left out: those that say otherwise than the run that is shown."""
 
     @property
     def intervals(self) -> str:
@@ -253,12 +271,14 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
     measured in several processes go together, by the one in the middle.
     """
     best: dict[tuple[object, ...], C] = {}
+    every: dict[tuple[object, ...], list[Run]] = {}
     replaced = 0
     asked = [cell for cell in found if cell.asked]
     for cell in sorted(asked, key=lambda c: (c.measured, c.captured, c.run.instant, c.run.id)):
         key = (*cell.group, cell.value)
         replaced += key in best
         best[key] = cell
+        every.setdefault(key, []).append(cell.run)
     sets: dict[tuple[object, ...], list[C]] = {}
     for cell in asked:
         if cell.run.repeat is not None:
@@ -272,6 +292,14 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
             replaced -= len(together) - 1
     cells = sorted(best.values(), key=order)
     measured = [cell for cell in cells if cell.measured]
+    alike: dict[tuple[object, ...], list[Run]] = {}
+    for cell in measured:
+        alike.setdefault(same_part(cell.run, cell.PART), []).append(cell.run)
+    disagreements = [
+        *(disagreement(cell.run, [run for run in every[key] if run not in (cell.processes or (cell.run,))], cell.PART)
+          for key, cell in best.items() if len(every[key]) > 1),
+        *(disagreement(runs[0], runs[1:], measured[0].PART) for runs in alike.values() if len(runs) > 1),
+    ]  # fmt: skip
     bases = {cell.group: cell for cell in measured if cell.is_base}
     pairs = [pair(base=bases[cell.group], other=cell) for cell in measured if cell.group in bases and not cell.is_base]
     return Comparison(
@@ -279,4 +307,5 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
         pairs=tuple(pairs),
         unmeasured=tuple(cell for cell in cells if not cell.measured),
         replaced=replaced,
+        disagreements=tuple(one for one in disagreements if one is not None),
     )

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from stepscope.analysis.comparisons.comparison import Comparison, Pair
+from stepscope.analysis.runs.disagreement import disagreeing
 from stepscope.core.finding import Finding, note, warning
 
 _NAMED = 4
@@ -47,10 +48,11 @@ def unlike_environments(pairs: Sequence[Pair[Any]]) -> Iterator[Finding]:
 
 
 def replaced_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
-    """How many runs of a cell were left out for a better or newer one."""
+    """How many runs of a cell were left out for a better or newer one, and whether they say otherwise."""
     if study.replaced:
         yield note(
             "several-runs",
             f"{study.replaced} more runs of these cells were left out: one with a capture goes before one without, "
             "then the newest.",
         )
+    yield from disagreeing(study.disagreements)

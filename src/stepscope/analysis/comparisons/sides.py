@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.analysis.runs.conditions import conditions_in, holds_names, in_words, is_field, meeting
 from stepscope.analysis.runs.metrics import parts_of, samples_of
 from stepscope.analysis.runs.run_sets import RunSet, change_of
 from stepscope.analysis.runs.words import status_word
@@ -16,7 +17,7 @@ from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.processes import Change, standing
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.run_directory import find_run_files, load_run
+from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
 from stepscope.core.workload import Workload
@@ -56,7 +57,7 @@ def side_named(text: str, out: Path) -> Side:
     `kind:name` says which; `name:field=value` keeps some of the runs. Raises InputError where it means nothing, or
     several things.
     """
-    name, conditions = _conditions(text)
+    name, conditions = _split(text)
     if conditions and _exists(Path(text)):
         name = text  # a file may be named like a condition
         conditions.clear()
@@ -70,8 +71,10 @@ def side_named(text: str, out: Path) -> Side:
     if conditions and any(_is_called(run, text) for run, _ in runs):
         name, asked = text, None  # and so may a tag
         conditions.clear()
-    if asked is None and name == "last" and runs:
-        return _kept(Side(name=text, kind="run", runs=(runs[-1],), faults=tuple(faults)), conditions)
+    if asked is None and name == LAST and runs:
+        latest = last_run(out)
+        found_last = [pair for pair in runs if latest is not None and pair[1] == latest.parent]
+        return _kept(Side(name=text, kind="run", runs=tuple(found_last or runs[-1:]), faults=tuple(faults)), conditions)
     meant = {
         one: tuple(pair for pair in runs if means(pair[0], name))
         for one, means in _KINDS.items()
@@ -98,27 +101,31 @@ def _is_called(run: Run, name: str) -> bool:
     return name in (run.id, run.tag, run.sweep, run.repeat.set if run.repeat else None)
 
 
-def _conditions(text: str) -> tuple[str, list[tuple[str, str]]]:
-    """`place:field=value:field=value` in its parts."""
-    name, found = text, list[tuple[str, str]]()
-    while (match := re.fullmatch(r"(.*):([a-z_]+)=([^:=]*)", name)) is not None:
-        name = match[1]
-        found.append((match[2], match[3]))
+def _split(text: str) -> tuple[str, list[str]]:
+    """`place:field=value:field=value` in its parts. What follows a colon belongs to the value before it where that may
+    hold it, as the options of a strategy do in `parallel=fsdp2:reshard=no`."""
+    name, *parts = re.split(r":(?=[A-Za-z_][\w.]*=)", text)
+    found: list[str] = []
+    for part in parts:
+        before = re.findall(r"(?:^|,)\s*([A-Za-z_][\w.]*)=", found[-1])[-1] if found else ""
+        if not is_field(part.partition("=")[0]) and (before == "parallel" or holds_names(before)):
+            found[-1] += f":{part}"
+        else:
+            found.append(part)
     return name, found
 
 
-def _kept(side: Side, conditions: Sequence[tuple[str, str]]) -> Side:
-    from stepscope.analysis.runs.tables import matches  # noqa: PLC0415  (only where runs are chosen by their fields)
-
-    runs = [pair for pair in side.runs if all(matches(pair[0], field, (value,)) for field, value in conditions)]
-    if not runs:
-        what = " and ".join(f"{field}={value}" for field, value in conditions)
+def _kept(side: Side, conditions: Sequence[str]) -> Side:
+    wanted = [condition for text in conditions for condition in conditions_in(text, side.name)]
+    kept, _ = meeting([run for run, _ in side.runs], wanted)
+    if not kept:
         if side.faults and not side.runs:
             first, *others = side.faults
             more = f" (and {len(others)} more like it)" if others else ""
             raise InputError(f"{side.name}: no run there can be read: {first}{more}")
-        raise InputError(f"{side.name}: no run there{f' has {what}' if what else ''}")
-    return Side(name=side.name, kind=side.kind, runs=tuple(runs), faults=side.faults)
+        raise InputError(f"{side.name}: no run there{f' has {in_words(wanted)}' if wanted else ''}")
+    meets = set(map(id, kept))
+    return dataclasses.replace(side, runs=tuple(pair for pair in side.runs if id(pair[0]) in meets))
 
 
 def _loaded(place: Path) -> tuple[list[tuple[Run, Path]], list[str]]:

@@ -91,8 +91,11 @@ def _together(found: SideComparison) -> str:
     faster = sum(stand and change.ratio < 1 for change, stand in stands)
     untold = sum(change.interval is None for change, _ in stands)
     no_verdict = f"without a verdict, since a side has fewer than {FEWEST_PROCESSES} processes"
-    same = len(stands) - slower - faster - untold
-    words = [(slower, "slower"), (faster, "faster"), (same, "without a difference that was seen"), (untold, no_verdict)]
+    drift = sum(change.may_be_drift and not stand for change, stand in stands)
+    same = len(stands) - slower - faster - untold - drift
+    no_turns = "that cannot be told, since the sides were not measured in turns"
+    words = [(slower, "slower"), (faster, "faster"), (same, "without a difference that was seen"), (drift, no_turns),
+             (untold, no_verdict)]  # fmt: skip
     told = ", ".join(f"{count} {word}" for count, word in words if count)
     return f"Of {counted(len(found.pairs), 'pair')}: {told}.{''.join(_means(found))}"
 
@@ -130,6 +133,11 @@ def sentence(found: SideComparison, place: int) -> str:
         most = f", most of it in {made_by[0]} ({_ms(made_by[1])})" if made_by else ""
         word = "slower" if change.ratio > 1 else "faster"
         return f"{what} is {format_share(abs(change.share))} {word} ({within}; {turns}){most}."
+    if change.may_be_drift:
+        return (
+            f"it cannot be told whether {what} changed: it takes {change.ratio:.3f} times as long ({within}; {turns}), "
+            "but the sides were not measured in turns, so drift may be all that differs."
+        )
     would = f", and one above {format_share(change.detectable)} would have been" if change.detectable else ""
     return f"no difference seen in {what}{would} ({within}; {turns})."
 
@@ -200,7 +208,7 @@ def verdict(change: Change | None, stands: bool) -> str:
     if change.interval is None:
         return f"none, fewer than {FEWEST_PROCESSES}"
     if not stands:
-        return "no difference seen"
+        return "cannot be told" if change.may_be_drift else "no difference seen"
     return "slower" if change.ratio > 1 else "faster"
 
 

@@ -1,16 +1,22 @@
 """What to doubt in a comparison of two sides: other workloads, environments, clocks, runs on both sides."""
 
+import shlex
 from collections.abc import Iterator
 
-from stepscope.analysis.comparisons.sides import SideComparison
+from stepscope.analysis.comparisons.sides import SideComparison, SidePair
+from stepscope.analysis.runs.disagreement import disagreement
 from stepscope.analysis.runs.doubts import doubting_kinds
 from stepscope.core.environment import COMMITS
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.run import Run
 from stepscope.core.units import counted
+from stepscope.work.spelled import run_command
 
 _CLOCKS = 0.02
 """The share by which the clocks of two sides may differ before it is said."""
+_WIDENED = 1.1
+"""How many times as wide an interval is for what drifts between the sides before it is said."""
 
 
 def sides_findings(found: SideComparison) -> Iterator[Finding]:
@@ -27,6 +33,7 @@ def sides_findings(found: SideComparison) -> Iterator[Finding]:
     yield from _environments(found)
     yield from _clocks(found)
     yield from _lost_processes(found)
+    yield from _not_in_turns(found)
     settings = [
         pair for pair in found.pairs if pair.before.representative.settings != pair.after.representative.settings
     ]
@@ -81,10 +88,11 @@ def _mixed(found: SideComparison) -> Iterator[Finding]:
             environments = [run.environment for run in one.measured if run.environment is not None]
             differing = {name for other in environments[1:] for name in environments[0].differences(other)}
             if differing - {"git_dirty", "own_dirty"}:
+                apart = disagreement(one.representative, one.measured, found.value)
                 yield warning(
                     "mixed-side",
                     f"The runs of {side.name} are themselves from several environments: they differ in "
-                    f"{', '.join(sorted(differing))}.",
+                    f"{', '.join(sorted(differing))}.{f' {apart.sentence}' if apart is not None else ''}",
                 )
                 break
 
@@ -104,6 +112,45 @@ def _lost_processes(found: SideComparison) -> Iterator[Finding]:
             "compared are those that did.",
             {"lost": sum(count for _, count in lost), "pairs": len(lost)}, "measure them again: the same command",
         )  # fmt: skip
+
+
+def _not_in_turns(found: SideComparison) -> Iterator[Finding]:
+    """Sides that were measured one after the other, so that what drifts meanwhile is between them."""
+    apart = [(change, pair) for change, pair in zip(found.changes, found.pairs, strict=True)
+             if change is not None and change.widened >= _WIDENED]  # fmt: skip
+    if not apart:
+        return
+    untold = [(change, pair) for change, pair in apart if change.may_be_drift]
+    change, pair = max(untold or apart, key=lambda one: one[0].widened)
+    where = f"{pair.label}: the" if len(found.pairs) > 1 else "The"
+    wider = (
+        f"{where} sides were not measured in turns, so its interval is {change.widened:.1f} times as wide as that "
+        "of processes that do not drift"
+    )
+    evidence = {"pairs": len(apart), "untold": len(untold), "widened": change.widened}
+    if not untold:
+        yield note("not-in-turns", f"{wider}.", evidence)
+        return
+    yield warning(
+        "not-in-turns",
+        f"{wider}: what seems to be a change may be drift.",
+        evidence,
+        f"measure in turns: {_turns(pair)}",
+    )
+
+
+def _turns(pair: SidePair) -> str:
+    """The command that measures both sides of a pair in turns, as far as options say it."""
+    before, after = pair.before.representative, pair.after.representative
+    often = max(FEWEST_PROCESSES, len(pair.before.measured), len(pair.after.measured))
+    command = run_command(before.workload, before.settings)
+    if command is not None and pair.across and "code" not in pair.across and "device" not in pair.across:
+        place = pair.after_side.directory(after)
+        return f"`{command} --against {shlex.quote(str(place))} --repeat {often}`"
+    return (
+        f"`{command or 'stepscope watch ...'}` with --runs before, then with --runs after as the other side needs it, "
+        f"{often} times over"
+    )
 
 
 def _clocks(found: SideComparison) -> Iterator[Finding]:

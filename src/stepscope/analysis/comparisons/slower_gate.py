@@ -43,8 +43,9 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
                     f"{format_share(change.interval.low - 1)}){most}"
                 )
             elif change.interval.high > 1 + limit:
+                apart = ", not measured in turns" if change.may_be_drift else ""
                 undecided.append(f"{pair.label}: {format_share(change.interval.low - 1)} to "
-                                 f"{format_share(change.interval.high - 1)} slower")  # fmt: skip
+                                 f"{format_share(change.interval.high - 1)} slower{apart}")  # fmt: skip
             elif any(pair.lost):
                 undecided.append(f"{pair.label}: {counted(sum(pair.lost), 'process')} without a result")
         undecided += [f"{cell}: no result" for cell in found.lost]

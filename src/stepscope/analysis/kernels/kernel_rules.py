@@ -84,10 +84,29 @@ KERNEL_RULES = Rulebook((
          r"gather_cache|gather_and_maybe_dequant_cache|(?:load|store)_?paged_?kv|kv_indices|page_indices|page_table",
          example="void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16, unsigned char, (vllm::Fp8KVCacheDataType)1>"
                  "(__nv_bfloat16 const*)"),
+    Rule(family="copy/cast", function=_KENTRY, arguments=r"^[^<]{0,40}FmhaFwdAppendKV",
+         example="_ZN7ck_tile6kentryILi1ENS_21FmhaFwdAppendKVKernelINS_22FmhaFwdAppendKVPipelineIEEEEEvDpT1_"),
     Rule(family="attention (fused)", function=r"(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|mha_(?:fwd|bwd)|attn_(?:fwd|bwd))",
          example="void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4, false, false, "
                  "cutlass::bfloat16_t, Flash_kernel_traits<64, 128, 128, 4, cutlass::bfloat16_t> >, false, true, false>"
                  "(pytorch_flash::Flash_fwd_params)"),
+    # SageAttention, which quantises q, k and v by kernels of its own.
+    Rule(family="attention (fused)", function=r"(?:^|::)qk_int\d?_sv_[a-z]\d|(?:^|::|_)sage_?(?:attn_)?(?:fwd|bwd)",
+         example="void qk_int_sv_f8_attn_kernel<128u, 64u, 32u, 64u, 128u, (DataType)1, (QuantGranularity)3, "
+                 "(QuantGranularity)3, float, false, __nv_bfloat16, (ComputeUnit)1, (MaskMode)0, false, true, false>"
+                 "(signed char*, signed char*, signed char*, __nv_bfloat16*, float*, float*, float*, float*)"),
+    Rule(family="quantisation", function=r"(?:^|::)(?:QuantInt8|MeanScale|SubMean)Kernel$",
+         example="void MeanScaleKernel<64u, true, __nv_bfloat16>(__nv_bfloat16*, signed char*, float*, float, "
+                 "unsigned int)"),
+    Rule(family="copy/cast", function=r"(?:^|::)TransposePadPermuteKernel$",
+         example="void TransposePadPermuteKernel<128u, 64u, true, __half>(__half*, __half*, unsigned int)"),
+    # AITER's kernels in assembly: `pa` attends to a cache in pages, and `noquant` in its name is no quantisation.
+    Rule(family="attention (fused)", function=r"^aiter::(?:pa|mla|fwd|bwd)_",
+         example="_ZN5aiter22pa_bf16_noquant_gqa8_1tg_4wE"),
+    Rule(family="activation/elementwise", function=r"^aiter::kn_entry_\dc_",
+         example="void aiter::kn_entry_2c_sbhd_cached_indirect_inplace<aiter::OpCachedFwd, 0, false, false, "
+                 "__hip_bfloat16>(__hip_bfloat16*, __hip_bfloat16*)"),
+    Rule(family="quantisation", function=r"^aiter::initializeScale$", example="void aiter::initializeScale(float*)"),
     # stepscope's own.
     Rule(family="attention (fused)", function=r"^flash_(?:forward|row_statistics|(?:key|query|joint)_gradients|"
          r"finish_(?:queries|keys)|split_operands)$|^hopper_(?:forward|gradients)$", example="hopper_gradients"),
@@ -118,8 +137,9 @@ KERNEL_RULES = Rulebook((
     Rule(family="attention (fused)", function=r"^flash(?:_\w*(?:decode|prefill|combine)|::)|^_?kernel_mha|"
          r"masked_multihead|(?:^|_)xqa|^_(?:fwd|"
          r"bwd)(?:_grouped)?_kernel"
-         r"(?:_stage\d|_dkdv|_dq)?$|^bwd_(?:kernel_(?:dk_dv|dq|fuse)|preprocess)|^_?_?decode_att|^reduce_segments$|"
-         r"^pa_(?:bf16|fp16|fp8|fwd|decode|dec)|^_paged_|paged_attn",
+         r"(?:_stage\d|_dkdv\w*|_dq)?(?:_rope|_(?:non)?causal)?$|^_?bwd_(?:kernel_(?:dk_dv|dq|fuse)|preprocess|"
+         r"dkdvdq|dq_inner)|^_?_?decode_att|^reduce_segments$|"
+         r"^_?pa_(?:bf16|fp16|fp8|fwd|decode|dec)|^_paged_|paged_attn",
          example="_fwd_grouped_kernel_stage1"),
     # Convolutions, whose implicit products name themselves gemm.
     Rule(family="convolution", function=r"(?i)conv(?:olution|olve|[123]d|1x1|_(?:fwd|bwd|depthwise|dw|transpose|ck|"
@@ -158,15 +178,17 @@ KERNEL_RULES = Rulebook((
          example="void "
                  "cutlass::device_kernel<vllm::enable_sm90_or_later<cutlass::gemm::kernel::GemmUniversal<cute::tuple"
                  "<int, int, int, int> > > >(P)"),
-    Rule(family="matrix multiplication", function=_KENTRY, arguments=r"^[^<]{0,40}\w*(?:Gemm|FusedMoe)",
+    Rule(family="matrix multiplication", function=_KENTRY,
+         arguments=r"^[^<]{0,40}\w*(?:Gemm|FusedMoe|Flatmm|Contraction)",
          example="void ck_tile::kentry<1, ck_tile::UniversalGemmKernel<ck_tile::Traits> >(ck_tile::Args)"),
     Rule(family="matrix multiplication", function=r"(?i)(?<!fb)gem[mv](?!.{0,40}softmax)",
          example="sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3_warpsize2x2x1_ffma_aligna4_alignc4_"
                  "execute_kernel__5x_cublas"),
-    Rule(family="matrix multiplication", function=r"(?i)mat_?mul|mul_mat|spmm|csrmm|(?:^|[_:])(?:\w*scaled_|"
+    Rule(family="matrix multiplication", function=r"(?i)mat_?mul|mul_mat|(?:^|::)flat_?mm|"
+         r"^_ff_a\d+w\d+|spmm|csrmm|(?:^|[_:])(?:\w*scaled_|"
          r"\w*grouped_)?b?mm(?:_|$)|"
          r"(?:^|[_:])f?moe_(?:kernel|mmk|bf16|fp16|fp8|i8|int8|a8w8|wna16|stage\d)|fused_moe|batched_triton_kernel|"
-         r"^wv_?splitk|marlin|machete|sgmv|bgmv|lora_(?:shrink|expand)",
+         r"(?:^|::)wv_?split_?k|marlin|machete|sgmv|bgmv|lora_(?:shrink|expand)",
          example="bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1_16dp256b_rM_TN_transOut_"
                  "schedP2x1x2x3_biasM_bN_tma_tmaOpt_clmp_swiGlu_dynBatch_sm100f"),
     Rule(family="matrix multiplication", function=r"^(?:dot_kernel|reduce_1Block_kernel)$|^deep_gemm::|LLMM1|"

@@ -12,6 +12,7 @@ OPERATOR_RULES = Rulebook((
     Rule(family="communication", function=_OTHERS + r"(?:all_?reduce|all_?gather|reduce_scatter|all_?to_?all)",
          example="_C_custom_ar::all_reduce"),
     Rule(family="copy/cast", function=r"^aten::_foreach_copy_", example="aten::_foreach_copy_"),
+    Rule(family="matrix multiplication", function=r"^aten::_foreach_mm$", example="aten::_foreach_mm"),
     Rule(family="optimizer", function=r"^Optimizer\.|^aten::_fused_(?:adam|sgd|adagrad)|^aten::_foreach_|"
          r"^aten::_amp_(?:foreach|update)", example="aten::_fused_adamw_"),
     Rule(family="attention (fused)", function=r"scaled_dot_product|_flash_attention|_efficient_attention|"
@@ -24,8 +25,10 @@ OPERATOR_RULES = Rulebook((
     Rule(family="matrix multiplication", function=r"^stepscope::(?:linear_cross_entropy_forward|joint_projections)",
          example="stepscope::linear_cross_entropy_forward"),
     Rule(family="matrix multiplication", function=r"^aten::(?:_?(?:addmm|mm|bmm|baddbmm|addbmm|matmul|linear|addmv|mv|"
-         r"dot|vdot|einsum|_scaled_mm|_scaled_grouped_mm|_grouped_mm|_int_mm|addmm_activation|linear_backward|"
-         r"mkldnn_linear|bilinear|chain_matmul|outer))_?$|^mkl(?:dnn)?::_?\w*linear", example="aten::addmm"),
+         r"dot|vdot|einsum|addr|scaled_mm(?:_v2)?|scaled_grouped_mm(?:_v2)?|grouped_mm|int_mm|addmm_activation|"
+         r"linear_backward|mkldnn_linear|mkldnn_linear_backward(?:_input|_weights)?|bilinear|trilinear|chain_matmul|"
+         r"outer|weight_int[48]pack_mm\w*|sparse_semi_structured_(?:linear|mm|addmm)|cslt_sparse_mm|"
+         r"dyn_quant_matmul_4bit))_?$|^mkl(?:dnn)?::_?\w*linear", example="aten::addmm"),
     Rule(family="convolution", function=r"^aten::_?(?:(?:cudnn|miopen|mkldnn|thnn|slow|nnpack)_)*_?conv(?:olution|"
          r"[123]d|"
          r"_transpose|_depthwise|_tbc|_dilated)|^aten::_?\w*_conv(?:olution|[123]d|_transpose|_depthwise)|"
@@ -70,19 +73,24 @@ OPERATOR_RULES = Rulebook((
     # Operators of libraries, for kernels whose own name says nothing.
     Rule(family="recurrence", function=_OTHERS + r"(?:mamba|selective_scan|delta_rule|gdn_attention|linear_attention)",
          example="vllm::mamba_mixer2"),
-    Rule(family="attention (fused)", function=_OTHERS + r"(?i:attention|attn|fmha|mha_|_mla|flash_fwd|flash_bwd)",
+    Rule(family="copy/cast", function=_OTHERS + r"(?:reshape_and_cache|concat_and_cache|store_cache|kv_buffer|permute_|"
+         r"copy_|transpose_pad)", example="_C_cache_ops::reshape_and_cache_flash"),
+    Rule(family="quantisation", function=r"^sageattention\w*::\w*quant",
+         example="sageattention_fused::quant_per_warp_int8_cuda"),
+    Rule(family="attention (fused)", function=_OTHERS + r"(?i:attention|attn|fmha|mha_|_mla|flash_fwd|flash_bwd)|"
+         r"^aiter::(?:mla|pa)_|^(?:flash_attn\w*|sageatt\w+|_vllm_fa\d_C)::|^sgl_kernel::fwd$",
          example="vllm::unified_attention_with_output"),
     Rule(family="normalisation", function=_OTHERS + r"(?:_norm|rmsnorm|layernorm)", example="_C::fused_add_rms_norm"),
     Rule(family="expert routing", function=_OTHERS + r"(?:moe_align|moe_sum|topk_softmax|topk_sigmoid|grouped_topk|"
          r"moe_fused_gate|moe_permute|moe_unpermute|moe_sorting)", example="_moe_C::moe_align_block_size"),
-    Rule(family="copy/cast", function=_OTHERS + r"(?:reshape_and_cache|concat_and_cache|store_cache|kv_buffer|permute_|"
-         r"copy_)", example="_C_cache_ops::reshape_and_cache_flash"),
     Rule(family="activation/elementwise", function=_OTHERS + r"(?:_and_mul|rotary|rope|silu|gelu)",
          example="_C::silu_and_mul"),
-    Rule(family="quantisation", function=_OTHERS + r"(?i:quant|FP8Rowwise)", example="_C::static_scaled_fp8_quant"),
+    Rule(family="quantisation", function=_OTHERS + r"(?i:(?<!un)quant|FP8Rowwise)",
+         example="_C::static_scaled_fp8_quant"),
     Rule(family="embedding/gather", function=_OTHERS + r"(?:embedding|bounds_check_indices)",
          example="fbgemm::bounds_check_indices"),
-    Rule(family="matrix multiplication", function=_OTHERS + r"(?:gemm|scaled_mm|_mm$|marlin|fused_experts|fused_moe)",
+    Rule(family="matrix multiplication", function=_OTHERS + r"(?:gemm|scaled_mm|_mm$|marlin|fused_experts|fused_moe|"
+         r"moe_stage\d|_moe$|\bf?moe(?:_g1u1)?$|flatmm|wvSplitK|LLMM1)",
          example="_C::cutlass_scaled_mm"),
     Rule(family="convolution", function=_OTHERS + r"conv[123]d", example="vllm::causal_conv1d_update"),
 ))  # fmt: skip

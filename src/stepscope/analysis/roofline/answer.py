@@ -12,6 +12,7 @@ from stepscope.analysis.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
 from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.shown_text import name_shown
 from stepscope.core.units import format_rate, format_share, ms_text
+from stepscope.work.operators.count import is_product
 
 OPERATORS_SHOWN = 12
 _SHAPES_SHOWN = 3
@@ -119,6 +120,38 @@ def _heading(roofline: Roofline) -> Iterator[Line | str]:
     else:
         share = roofline.covered_ns / roofline.busy_ns if roofline.busy_ns else 0.0
         yield f"Work is known for {format_share(share)} of device time ({convention})."
+        yield from _open_products(roofline)
+        yield from _assumed(roofline)
+
+
+def _open_products(roofline: Roofline) -> Iterator[str]:
+    """What multiplied, and left no record of how much."""
+    found = [each for each in roofline.operators if each.is_open and is_product(each.operator)]
+    if found:
+        calls = sum(each.calls for each in found) / roofline.steps
+        share = sum(each.device_ns for each in found) / roofline.busy_ns if roofline.busy_ns else 0.0
+        names = ", ".join(sorted({name_shown(each.operator.removeprefix("aten::")) for each in found}))
+        yield (
+            f"The record leaves open the sizes of {calls:g} products a step: their FLOPs are missing ({names}; "
+            f"{format_share(share)} of device time)."
+        )
+
+
+def _assumed(roofline: Roofline) -> Iterator[str]:
+    """Attention of which the record does not say whether it is causal."""
+    for sight in ("assumed causal", "assumed not causal"):
+        found = [each for each in roofline.operators if each.sight == sight and _is_half(each)]
+        if found:
+            calls = sum(each.calls for each in found) / roofline.steps
+            yield (
+                f"Attention is {sight} in {calls:g} calls a step, whose record does not say it: torch.profiler with "
+                "record_shapes says it since PyTorch 2.1."
+            )
+
+
+def _is_half(operator: OperatorRoof) -> bool:
+    """Whether its FLOPs depend on whether it is causal."""
+    return operator.work is not None and operator.work.convention.causal == "half"
 
 
 def _cautions(roofline: Roofline) -> Iterator[str]:
@@ -198,7 +231,8 @@ def operator_label(operator: OperatorRoof) -> str:
     name = name_shown(operator.operator.removeprefix("aten::"))
     product = operator.family in {"matrix multiplication", "attention (fused)", "convolution"}
     arithmetic = operator.arithmetic if product else None
-    return " ".join(part for part in (name, arithmetic, name_shown(shapes_label(operator.shapes))) if part)
+    sight = operator.sight if _is_half(operator) and operator.sight != "causal" else None
+    return " ".join(part for part in (name, arithmetic, name_shown(shapes_label(operator.shapes)), sight) if part)
 
 
 def shapes_label(shapes: str | None) -> str:
@@ -261,6 +295,7 @@ def _family(family: FamilyRoof, steps: int) -> dict[str, Any]:
 def _operator(operator: OperatorRoof, steps: int) -> dict[str, Any]:
     return {
         **{name: getattr(operator, name) for name in ("operator", "shapes", "dtypes", "phase", "family", "kernel")},
+        "values": operator.values,
         "arithmetic": operator.arithmetic,
         **_per_step(operator, steps, "calls", "kernels", "device_ns"),
         "host_ns": operator.host_ns,
@@ -268,6 +303,8 @@ def _operator(operator: OperatorRoof, steps: int) -> dict[str, Any]:
         "flops": operator.flops / steps if operator.flops is not None else None,
         "bytes": operator.bytes_moved / steps if operator.bytes_moved is not None else None,
         "convention": str(operator.work.convention) if operator.work else None,
+        "attention": operator.sight,
+        "work_open": operator.is_open,
         **_against_the_roof(operator),
         "bound_ns": operator.bound_ns / steps if operator.bound_ns is not None else None,
         "over_bound": operator.over_bound,

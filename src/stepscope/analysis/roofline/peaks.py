@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from stepscope.analysis.kernels.names.decoding import decode
-from stepscope.analysis.roofline.calls import ELEMENT_BYTES
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.errors import InputError
+from stepscope.work.operators.calls import ELEMENT_BYTES
 
 Arithmetic = Literal["fp64", "fp32", "tf32", "3xtf32", "bf16", "fp16", "fp8", "int8", "int32"]
 """What multiplies. fp32: CUDA cores. tf32, bf16, fp16, fp8: Tensor Cores. 3xtf32: fp32 products as three in TF32."""

@@ -23,15 +23,17 @@ from stepscope.analysis.roofline.peaks import (
     product_arithmetic,
 )
 from stepscope.analysis.roofline.roofs import OperatorRoof, PassRatio, Roofline, family_roof
-from stepscope.analysis.roofline.work import is_product, operator_rule, operator_work
 from stepscope.core.device_spec import Ceilings, DeviceSpec, find_device_spec
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.work import CausalConvention, Work
 from stepscope.trace.nesting import Nest, numbered
+from stepscope.work.operators.count import call_sight, call_work, is_product, operator_rule, recorded_call
 
 _PRODUCTS = ("matrix multiplication", "attention (fused)", "convolution")
 _UNTOLD = ("other", "Triton/compiled fusion")
 """Families of kernels whose names do not say whether they are products."""
+_RECORD = ("shapes", "dtypes", "values")
+_ANY_PRODUCT = "product"
 _BETWEEN_MEMORIES = re.compile(r"\b(?:HtoD|DtoH|HtoH|PtoP)\b")
 """Copies that are not bound by the device's own memory."""
 _FAMILY = pl.Enum(FAMILIES)
@@ -75,12 +77,12 @@ def roofline(
 
 
 def _distinct(attribution: Attribution) -> pl.DataFrame:
-    """A row for each distinct (operator, shapes, dtypes, phase, family, arithmetic), the busiest first."""
+    """A row for each distinct (operator, shapes, dtypes, values, phase, family, arithmetic), the busiest first."""
     calls = _calls(attribution)
     recorded = attribution.table.operators
     rows = calls["operator_row"]
     calls = calls.with_columns(
-        [recorded[name].gather(rows).alias(name) for name in ("shapes", "dtypes", "process", "thread", "start_ns")]
+        [recorded[name].gather(rows).alias(name) for name in (*_RECORD, "process", "thread", "start_ns")]
     ).with_columns(
         recorded["name"].gather(rows).alias("operator"), recorded["duration_ns"].gather(rows).alias("host_ns")
     )
@@ -94,7 +96,16 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
         .then("element_bytes")
         .alias("element_bytes"),
     )
-    keys = ["operator", "shapes", "dtypes", "phase", "family", "arithmetic", "element_bytes", "between", "hidden"]
+    keys = [
+        "operator",
+        *_RECORD,
+        "phase",
+        "family",
+        "arithmetic",
+        "element_bytes",
+        "between",
+        "hidden",
+    ]
     return (
         calls.group_by(keys)
         .agg(
@@ -176,9 +187,14 @@ def _kernels_say(work: pl.DataFrame) -> pl.DataFrame:
 
 
 def _leaves_work_to_inner(calls: pl.DataFrame) -> pl.Series:
-    """Whether a call encloses another of the same rule: clone and its copy, say. The inner one's work counts."""
+    """Whether a call encloses another of the same rule, clone and its copy, say, or a product another product. The
+    inner one's work counts."""
     distinct = calls["operator"].unique().to_list()
-    rules = {name: rule.name for name in distinct if (rule := operator_rule(name)) is not None}
+    rules = {
+        name: _ANY_PRODUCT if rule.multiplies else rule.name
+        for name in distinct
+        if (rule := operator_rule(name)) is not None
+    }
     ruled = (
         calls.select("operator", "process", "thread", "start_ns", pl.col("host_ns").alias("duration_ns"))
         .with_row_index("call")
@@ -192,22 +208,35 @@ def _leaves_work_to_inner(calls: pl.DataFrame) -> pl.Series:
 
 
 def _roof(row: dict, peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) -> OperatorRoof:
-    work, arithmetic = None, row["arithmetic"]
+    call, arithmetic = None, row["arithmetic"]
     product = is_product(row["operator"])
     if product and (arithmetic is None or row["family"] in _UNTOLD):
         arithmetic = operand_arithmetic(_first_dtype(row["dtypes"]), on_cpu=on_cpu)
     # A product that launched copies and fills alone had nothing to multiply.
     multiplied = not product or row["family"] in (*_PRODUCTS, *_UNTOLD)
-    if multiplied and not row["hidden"] and not row["between"]:
-        work = operator_work(
-            row["operator"], row["shapes"], row["dtypes"], list_element_bytes=row["element_bytes"], causal=causal
-        )
+    counts = multiplied and not row["hidden"] and not row["between"]
+    if counts:
+        record = (row["operator"], row["shapes"], row["dtypes"])
+        call = recorded_call(*record, values=row["values"], list_element_bytes=row["element_bytes"])
+    work = call_work(call, causal) if call is not None else None
     compute_ns, memory_ns = _least_ns(work, peaks.flops_per_s.get(arithmetic or ""), peaks.bytes_per_s)
-    same = ("operator", "shapes", "dtypes", "phase", "family", "kernel", "calls", "kernels", "device_ns", "family_ns")
+    same = (
+        "operator",
+        *_RECORD,
+        "phase",
+        "family",
+        "kernel",
+        "calls",
+        "kernels",
+        "device_ns",
+        "family_ns",
+    )
     return OperatorRoof(
         **{name: row[name] for name in (*same, "host_ns", "dry_share")},
         arithmetic=arithmetic,
         work=work,
+        sight=call_sight(call) if call is not None and work is not None else None,
+        is_open=counts and work is None and operator_rule(row["operator"]) is not None,
         compute_ns=compute_ns,
         memory_ns=memory_ns,
         on_cpu=on_cpu,

@@ -13,6 +13,7 @@ from typing import Literal
 from stepscope.analysis.kernels.families import Family
 from stepscope.analysis.roofline.peaks import Peaks
 from stepscope.core.work import Work
+from stepscope.work.operators.attention import Sight
 
 Verdict = Literal["compute-bound", "memory-bound", "launch-bound"]
 """compute-bound: FLOPs take longer at their peak than bytes at theirs. memory-bound: bytes do. launch-bound: the host
@@ -28,16 +29,19 @@ DRY_SHARE = 0.5
 class OperatorRoof:
     """All calls of one operator with the same shapes, dtypes, phase, family and arithmetic, over the whole capture.
 
-    `shapes`, `dtypes`: as recorded, JSON text. `family`: that of most of the call's kernel time, which is `family_ns`
-    of `device_ns`. `kernel`: the longest. `arithmetic`: what its products, or else its elements, are computed in; None
-    where neither kernel nor dtypes say. `host_ns`: median of a call's time on the host. `dry_share`: calls whose first
-    kernel was launched after the stream had run dry. `work`: of one call, None where no rule counts it. `compute_ns`,
-    `memory_ns`: of one call at the peak rates, None where work or rate is not known.
+    `shapes`, `dtypes`, `values`: as recorded, JSON text; values of operators whose work depends on them. `family`: that
+    of most of the call's kernel time, which is `family_ns` of `device_ns`. `kernel`: the longest. `arithmetic`: what
+    its products, or else its elements, are computed in; None where neither kernel nor dtypes say. `host_ns`: median of
+    a call's time on the host. `dry_share`: calls whose first kernel was launched after the stream had run dry. `work`:
+    of one call, None where no rule counts it. `compute_ns`, `memory_ns`: of one call at the peak rates, None where work
+    or rate is not known. `sight`: which keys the queries of fused attention see. `is_open`: whether a rule counts such
+    calls, but the record does not say enough.
     """
 
     operator: str
     shapes: str | None
     dtypes: str | None
+    values: str | None
     phase: str | None
     family: Family
     kernel: str
@@ -52,6 +56,8 @@ class OperatorRoof:
     compute_ns: float | None
     memory_ns: float | None
     on_cpu: bool = False
+    sight: Sight | None = None
+    is_open: bool = False
 
     @property
     def flops(self) -> int | None:

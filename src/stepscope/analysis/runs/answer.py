@@ -312,16 +312,13 @@ def _evaluated(evaluated: Evaluated) -> str:
 
 
 def _by_other_kernels(found: Sequence[PartFound]) -> str:
-    """Which modules of a user's model other kernels compute, and which stayed as they are, by type and why."""
+    """Which modules of a user's model other kernels compute, and which parts it has not. Modules that were left are a
+    finding."""
     taken = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in found if one.replaced]
-    left = [
-        f"{one.modules} {one.type} ({one.part}), since {one.why}"
-        if one.modules
-        else f"{one.part}, since {one.why.replace('it has', 'the model has')}"
-        for one in found
-        if not one.replaced
-    ]
-    stays = f" Left as the model has it: {'; '.join(left)}." if left else ""
+    absent = [
+        f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in found if not one.modules
+    ]  # fmt: skip
+    stays = f" Left as the model has it: {'; '.join(absent)}." if absent else ""
     return printable(f"Computed by other kernels, each held against its own code first: {', '.join(taken)}.{stays}")
 
 

@@ -10,7 +10,7 @@ from stepscope.analysis.runs import communication, metrics
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
 from stepscope.core.checkpointing import OFFLOAD
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import PARTS, kernels_of
@@ -24,6 +24,9 @@ from stepscope.memory.prediction.estimate import estimate
 from stepscope.work.described import parameters_of
 
 Scalar = str | int | float | None
+
+MISSING = "-"
+"""What is shown of a field or a figure that a run has not."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,13 @@ def field_named(name: str) -> Field:
     if name.startswith(_ARGUMENT) and name != _ARGUMENT:
         return Field(read=functools.partial(_argument, name=name.removeprefix(_ARGUMENT)))
     return FIELDS[choose(name, list(FIELDS), "field")]
+
+
+def field_text(value: Scalar) -> str:
+    """A field's value as tables show it."""
+    if value is None:
+        return MISSING
+    return f"{value:,}" if isinstance(value, int) and value >= 100_000 else printable(str(value))
 
 
 def check_arguments(runs: Iterable[Run], names: Iterable[str]) -> None:

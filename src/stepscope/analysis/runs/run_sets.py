@@ -48,7 +48,9 @@ class RunSet:
 
     def processes(self, part: str) -> Processes:
         """The medians of this part of the step, a process each, of those that measured it."""
-        return Processes(tuple(median for run in self.measured if (median := _median_s(run, part))))
+        found = [(median, run.instant) for run in self.measured if (median := _median_s(run, part))]
+        begun = tuple(instant for _, instant in found)
+        return Processes(tuple(median for median, _ in found), begun if all(begun) else ())
 
     @property
     def findings(self) -> list[tuple[Finding, int]]:

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from stepscope.analysis.runs.conditions import Condition, in_words, meeting
+from stepscope.analysis.runs.disagreement import Disagreement, disagreeing, disagreement
 from stepscope.analysis.runs.doubts import doubting_kinds, doubts_sentence, marked
 from stepscope.analysis.runs.fields import (
     IDENTIFYING,
+    MISSING,
     VALUES,
     Scalar,
     Value,
     argument_fields,
     check_arguments,
     field_named,
+    field_text,
 )
 from stepscope.analysis.runs.run_sets import sets_of
 from stepscope.analysis.runs.words import status_word
@@ -29,8 +33,6 @@ from stepscope.core.units import counted
 Statistic = Literal["median", "median-interval", "mean-std", "p95", "p99"]
 STATISTICS: tuple[str, ...] = get_args(Statistic)
 
-MISSING = "-"
-
 
 @dataclass(frozen=True, kw_only=True)
 class TableQuery:
@@ -42,7 +44,7 @@ class TableQuery:
     statistic: Statistic = "median"
     speedup: str | None = None
     """A label of the columns: the others also show how many times faster they are."""
-    where: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    where: tuple[Condition, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (*self.rows, *self.columns, *(field for field, _ in self.where)):
@@ -66,11 +68,9 @@ class TableQuery:
 
 def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
     """A run for each cell, in the order of the fields, and notes. Raises InputError if a cell would mix experiments."""
-    check_arguments(runs, (name for name, _ in query.where))
-    kept = [run for run in runs if all(matches(run, name, wanted) for name, wanted in query.where)]
+    kept, notes = meeting(runs, query.where)
     if not kept:
-        conditions = " and ".join(f"{name}={','.join(values)}" for name, values in query.where)
-        raise InputError(f"no runs to show{f' with {conditions}' if runs else ''}")
+        raise InputError(f"no runs to show{f' with {in_words(query.where)}' if runs and query.where else ''}")
     axes = (*query.rows, *query.columns)
     check_arguments(kept, axes)
     cells: dict[tuple[Scalar, ...], list[Run]] = {}
@@ -78,21 +78,25 @@ def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list
         cells.setdefault(_labels(run, axes), []).append(run)
     chosen: list[Run] = []
     older = sets = 0
+    apart: list[Disagreement | None] = []
     for labels, candidates in cells.items():
         finished = [run for run in candidates if run.status not in REPEATED] or candidates
         _refuse_mixture(labels, finished)
         newest = sets_of(finished)[-1]
         chosen.append(newest.representative)
+        shown = set(map(id, newest.runs))
+        left_out = [run for run in finished if id(run) not in shown]
+        apart += [disagreement(newest.representative, left_out, name) for name in query.values if VALUES[name].samples]
         older += len(finished) - len(newest.runs)
         sets += len(newest.runs) > 1
     chosen.sort(key=lambda run: _ranks(run, axes))
-    notes = [f"{older} older run{'s' if older > 1 else ''} of the same cells left out."] if older else []
+    notes += [f"{older} older run{'s' if older > 1 else ''} of the same cells left out."] if older else []
     if sets:
         which = "Every cell is" if sets == len(chosen) else f"{counted(sets, 'cell')} {'is' if sets == 1 else 'are'}"
         notes.append(
             f"{which} of several processes: the one in the middle by its step is shown; `stepscope compare` takes all."
         )
-    return chosen, notes
+    return chosen, [*notes, *(finding.sentence for finding in disagreeing(apart))]
 
 
 def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
@@ -113,7 +117,7 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
         heads += [_speedup_head(label, name, query) for name in _compared(label, query)]
     lines = []
     for row in rows:
-        line = [_text(value) for value in row]
+        line = [field_text(value) for value in row]
         base = at.get((row, query.speedup or ""))
         for label in labels:
             run = at.get((row, label))
@@ -122,8 +126,8 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
         lines.append(tuple(line))
     notes += _about_percentiles(chosen, query)
     notes += _about_intervals(chosen, query)
-    said = doubts_sentence(chosen)
-    notes += [said] if said else []
+    doubts = doubts_sentence(chosen)
+    notes += [doubts] if doubts else []
     labels_end = len(query.rows)
     return Table(
         title="", columns=tuple(heads), rows=tuple(lines), notes=as_lines(*notes),
@@ -160,12 +164,6 @@ def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scal
         record["findings"] = " ".join(doubting_kinds(run))
         records.append(record)
     return records
-
-
-def matches(run: Run, name: str, wanted: tuple[str, ...]) -> bool:
-    """Whether the run's field of that name is one of the values wanted. Raises InputError for an unknown field."""
-    value = field_named(name).read(run)
-    return bool({str(value), _text(value)} & set(wanted))
 
 
 def _labels(run: Run, names: tuple[str, ...]) -> tuple[Scalar, ...]:
@@ -224,9 +222,9 @@ def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
     for name in (*IDENTIFYING, *argument_fields(candidates)):
         # A run that ended before it could look round knows no device: it contradicts none.
         values = {field_named(name).read(run) for run in candidates if run.environment is not None}
-        found = [_text(value) for value in sorted(values, key=field_named(name).rank)]
+        found = [field_text(value) for value in sorted(values, key=field_named(name).rank)]
         if len(found) > 1:
-            cell = " ".join(_text(label) for label in labels)
+            cell = " ".join(field_text(label) for label in labels)
             raise InputError(
                 f"{len(candidates)} different runs share the cell '{cell}': they differ in {name} "
                 f"({', '.join(found)}); add {name} to --rows or --columns, or choose with --where {name}={found[0]}"
@@ -235,12 +233,6 @@ def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
 
 def _label(run: Run, columns: tuple[str, ...]) -> str:
     return " ".join(MISSING if value is None else printable(str(value)) for value in _labels(run, columns))
-
-
-def _text(value: Scalar) -> str:
-    if value is None:
-        return MISSING
-    return f"{value:,}" if isinstance(value, int) and value >= 100_000 else printable(str(value))
 
 
 def _head(label: str, value_name: str, query: TableQuery) -> str:

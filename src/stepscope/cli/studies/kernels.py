@@ -110,10 +110,10 @@ def _report(
 
 def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
     """The runs in a folder that meet the conditions, each with its directory."""
-    from stepscope.analysis.runs.tables import matches
-    from stepscope.cli.table import condition
+    from stepscope.analysis.runs.conditions import meeting
+    from stepscope.cli.table import conditions_of
 
-    conditions = [condition(text) for text in where]
+    conditions = conditions_of(where)
     if not place.is_dir():
         raise InputError(f"no runs at {place}: it is no folder")
     found: list[tuple[Run, Path]] = []
@@ -123,9 +123,12 @@ def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
         except InputError as error:
             warn(f"left out: {error}")
             continue
-        if all(matches(run, *wanted) for wanted in conditions):
-            found.append((run, file.parent))
-    return found
+        found.append((run, file.parent))
+    kept, nowhere = meeting([run for run, _ in found], conditions)
+    for sentence in nowhere if kept else ():
+        warn(sentence)
+    wanted = set(map(id, kept))
+    return [pair for pair in found if id(pair[0]) in wanted]
 
 
 def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[CapturedCell]":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from stepscope.core.model_file import unmet
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
@@ -31,7 +32,8 @@ def build(draft: Draft) -> None:
     draft.set(workload=found)
     if isinstance(workload, Workload) and workload.attention == "auto":
         draft.set_evidence(attention=chosen_attention(workload, device.type))
-    draft.set_evidence(parts=getattr(draft.made, "found", ()))  # a step of a user's module alone has any
+    # A step of a user's module alone has any of these.
+    draft.set_evidence(parts=getattr(draft.made, "found", ()), unmet=unmet(workload))
 
 
 def make_step(

@@ -16,7 +16,8 @@ and backward only multiplies by the gradient of the loss over the number of rows
 waiting for either number. dz is not divided by that number before, so that fp16 does not lose it; in fp16 it is also
 multiplied by 256 until the end, since GradScaler's factor comes too late for it.
 
-A target that is neither a token nor `ignore_index` makes the loss NaN. If all targets are ignored, the loss is NaN, as
+A target that is neither a token nor `ignore_index` is an error, as it is to PyTorch: on a CPU an IndexError, on a GPU
+an assertion in the kernel that reads it, for which no step waits. If all targets are ignored, the loss is NaN, as
 PyTorch's is, and the gradients are zero.
 """
 
@@ -41,10 +42,13 @@ from stepscope.kernels.operators import (
     watched,
 )
 from stepscope.kernels.parts.layout import launch_at, power_of_two, warps_for, wide
+from stepscope.kernels.parts.targets import check_targets
 
 _NAME = "loss fused"
 _LARGEST_BLOCK = 8192
 _SCALED_BLOCK = 2048
+_ASSERTING: dict[str, Any] = {} if interpreted() else {"debug": True, "sanitize_overflow": False}
+"""Options with which Triton compiles a kernel's own assertions, and none of its checks of integers."""
 _FP16_FACTOR = 256.0
 """What gradients of logits are multiplied by in fp16: |dz| is at most 1, and p is often below fp16's least number."""
 
@@ -59,6 +63,7 @@ def cross_entropy_rows(
     logits += row * stride
     known = (target >= 0) & (target < width)
     counts = target != ignored
+    tl.device_assert(known | (target == ignored), "Target is out of bounds: it is neither a token nor ignore_index")
     # Read before any thread writes a gradient: the sums below have barriers.
     of_target = tl.load(logits + target, mask=known, other=float("nan")).to(WIDE)
     highest = tl.full([], float("-inf"), WIDE)
@@ -106,6 +111,8 @@ def _forward(
     check_kernel_place(_NAME, x, interpreted=interpreted())
     rows, vocabulary = x.shape[0], weight.shape[0]
     summed = torch.promote_types(x.dtype, torch.float32)
+    if not targets.is_cuda:
+        check_targets(targets, vocabulary, ignore_index)
     targets = targets.contiguous()
     losses = torch.zeros(rows, dtype=summed, device=x.device)
     dx = torch.empty(x.shape if of_x else (0,), dtype=x.dtype, device=x.device)
@@ -125,6 +132,7 @@ def _forward(
             x, cross_entropy_rows, (logits.shape[0],),
             logits, targets[first:], losses[first:], logits.stride(0), vocabulary, ignore_index, _factor(x.dtype),
             z_loss, GRADIENT=of_x or of_weight, WIDE=wide(x.dtype), BLOCK=block, num_warps=warps_for(block),
+            **_ASSERTING,
         )  # fmt: skip
         if of_x:
             torch.mm(logits, kernel, out=dx[first : first + chunk])

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.measure.flops import product_flops
 from stepscope.measure.habits.code_lines import users_line
 from stepscope.measure.habits.host_reads import HostReads
+from stepscope.work.operators.calls import Unknown
 
 _MANY_AT_ONCE = ("_foreach_", "_fused_", "_amp_foreach_")
 """The first parts of the names of operators that update many tensors at once."""
@@ -27,6 +28,8 @@ class OperatorHabits(TorchDispatchMode):
 
     Its errors do not reach the user's loop: after the first one it looks at nothing more.
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self, reads: HostReads, modules: Mapping[int, str], device: torch.device) -> None:
         super().__init__()
@@ -57,23 +60,28 @@ class OperatorHabits(TorchDispatchMode):
         return out
 
     def _look(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        packet = func._overloadpacket
+        packet = getattr(func, "_overloadpacket", func)  # an operator of higher order, as flex attention, has none
         if self.phase == OPTIMIZER:
             self.in_optimizer += 1
             self.many_at_once = self.many_at_once or packet.__name__.startswith(_MANY_AT_ONCE)
-        if self.phase == FORWARD and packet in flop_registry:
-            self._look_at_product(packet, args, kwargs, out)
+        if self.phase == FORWARD:
+            self._look_at_product(func, args, kwargs, out)
         if not self._on_gpu:
             self._reads.follow(tree_leaves((args, kwargs)), tree_leaves(out), always=self.phase == BACKWARD)
         elif packet in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
             self._look_at_copy(args, out)
 
-    def _look_at_product(self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    def _look_at_product(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        try:
+            flops = product_flops(func, args, kwargs, out)
+        except Unknown:
+            return
+        if not flops:
+            return
         dtypes = {each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()}
         dtype = next(iter(dtypes)) if len(dtypes) == 1 else None
         if dtype is None or (dtype is torch.float32 and self._reads.in_attention_of_half):
             return
-        flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
         self.product_flops[str(dtype).removeprefix("torch.")] += flops
         if dtype is torch.float32:
             self.fp32_modules[self._module()] += flops

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.model_file import without_options
 from stepscope.models.own.own_module import OwnModule
 from stepscope.models.own.user_code import printed_to_stderr, said_of
 
@@ -24,6 +25,17 @@ BATCH_SIZE, SEQ_LEN = 4, 512
 """The size of a batch that no argument gives."""
 
 _BATCHES = 4
+_ATTENTION = "_attn_implementation"
+"""What a configuration calls the attention that its model runs; its file may leave out the first character."""
+_OF_DTYPE = "say --dtype, where bf16-pure has parameters in bfloat16"
+_SAID_ELSEWHERE = {
+    "dtype": _OF_DTYPE,
+    "torch_dtype": _OF_DTYPE,
+    "quantization_config": "its parameters are made anew, and not quantised",
+    "gradient_checkpointing": "say --checkpointing",
+    "use_cache": "in training no next token needs the keys and values",
+}
+"""Fields that no argument changes, and why."""
 
 
 def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.device | None = None) -> OwnModule:
@@ -79,29 +91,38 @@ def _config(fields: dict[str, Any], changes: Mapping[str, Any], name: str) -> An
     kind = fields["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise InputError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
-    plain = {key: value for key, value in fields.items() if key not in ("torch_dtype", "dtype", "quantization_config")}
+    _check_changes(changes, name)
     config_class = transformers.CONFIG_MAPPING[kind]
     with said_of(f"{name} is no configuration of {kind}"):
         usual = config_class()
+    changes = {_ATTENTION if key in _ATTENTION else key: value for key, value in changes.items()}
     for key in changes:
         if not hasattr(usual, key):
             raise InputError(f"{name} has no field {key!r}: --arg gives batch_size, seq_len or a field of the file")
     with said_of(f"{name} is no configuration of {kind}"):
-        config = config_class.from_dict({**plain, **changes})
-    config.use_cache = False  # In training no next token needs the keys and values.
+        config = config_class.from_dict({**without_options(fields), **changes})
+    config.use_cache = False
     return config
+
+
+def _check_changes(changes: Mapping[str, Any], name: str) -> None:
+    """Raise InputError for fields that options say."""
+    for key in changes:
+        if key in _SAID_ELSEWHERE:
+            raise InputError(f"{name} does not take --arg {key}: {_SAID_ELSEWHERE[key]}")
 
 
 def _model(config: Any, fields: dict[str, Any], name: str) -> Any:
     transformers = _transformers(name)
     named = (fields.get("architectures") or [None])[0]
-    if named is None:
-        with said_of(f"{name} has no causal language model: name its class in `architectures`"):
-            return transformers.AutoModelForCausalLM.from_config(config)
-    model_class = getattr(transformers, str(named), None)
-    if not isinstance(model_class, type):
+    if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"{name} has no causal language model: name its class in `architectures`")
+    model_class = transformers.AutoModelForCausalLM.from_config if named is None else getattr(transformers, named, None)
+    if not callable(model_class):
         raise InputError(f"{name}: transformers {transformers.__version__} has no class {named!r}")
-    with said_of(f"{name} cannot be made"):
+    attention = getattr(config, _ATTENTION, None)
+    instead = f" with attn_implementation {attention} (--arg attn_implementation=sdpa is another)" if attention else ""
+    with said_of(f"{name} cannot be made{instead}"):
         return model_class(config)
 
 

@@ -4,14 +4,16 @@ Results and gradients of a call are set beside the same formula in float64. Thei
 operators make of that formula in the tensors' dtype, and at least one unit roundoff of that dtype and four of fp32, in
 which sums are made. That of the worst row may be four times PyTorch's, and 16 unit roundoffs, since it is the extreme
 of many. In Triton's interpreter bf16 may be off twice as far: it cuts numbers off where a GPU rounds them. Shapes and
-dtypes are checked too, that the inputs are left alone, and that the same call gives the same bits.
+dtypes are checked too, that the inputs are left alone, and that the same call gives the same bits. The call is made
+again with every subset of its inputs frozen, as in a model that is trained in part: the others keep their gradients.
 
 Inputs lie in memory that is NaN around them, and memory of the results' sizes is filled with NaN before the call: who
 reads beside its input is seen, and who leaves a number unwritten.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -135,8 +137,10 @@ def _judge(
         (
             f"{result} is {tuple(found[result].shape)} in {found[result].dtype}, not {tuple(right.shape)} in "
             f"{right.dtype}"
+            if result in found
+            else f"{result} is missing"
             for result, right in plain.items()
-            if found[result].shape != right.shape or found[result].dtype != right.dtype
+            if result not in found or found[result].shape != right.shape or found[result].dtype != right.dtype
         ),
         "",
     )
@@ -145,6 +149,12 @@ def _judge(
     unit = torch.finfo(TORCH_DTYPES[dtype]).eps / 2
     slack = interpreter_slack(TORCH_DTYPES[dtype], device.type)
     errors, reason = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
+    for frozen in () if reason else inputs.subsets():
+        of_rest = inputs.run(called, copied=overwrites, frozen=frozen)
+        due = {result: right for result, right in exact.items() if result not in {f"gradient {i}" for i in frozen}}
+        why = next((f"{result} is missing" for result in due if result not in of_rest), "")
+        why = why or compare(due, plain, of_rest, dict.fromkeys(due, unit), slack)[1]
+        reason = reason or (f"with input {' and '.join(map(str, frozen))} frozen, {why}" if why else "")
     repeats = all(torch.equal(found[result], again[result]) for result in found)
     if not repeats and PARTS[case.part][name].repeats:
         reason = reason or "a second call gave other bits"
@@ -222,16 +232,25 @@ class _Inputs:
         self.gradients = [torch.randn(shape, generator=generator, device=device) for shape in gradients]
         self._before = [tensor.clone() for tensor in self.tensors]
 
-    def run(self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False) -> dict[str, Tensor]:
+    def subsets(self) -> Iterator[tuple[int, ...]]:
+        """The inputs to freeze together, by number: each proper subset but the empty one."""
+        numbers = range(len(self.tensors))
+        return itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:])
+
+    def run(
+        self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False, frozen: Sequence[int] = ()
+    ) -> dict[str, Tensor]:  # fmt: skip
         """Results and gradients by name; with a dtype, of the same numbers in it; copied: of copies, which the call may
-        write to."""
-        leaves = [t.to(dtype or t.dtype, copy=copied).detach().requires_grad_() for t in self.tensors]
+        write to; frozen: of these inputs there are no gradients, nor of one that the call forgets."""
+        leaves = [t.to(dtype or t.dtype, copy=copied).detach() for t in self.tensors]
+        trained = {f"gradient {i}": leaf.requires_grad_() for i, leaf in enumerate(leaves) if i not in frozen}
         rest = [t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in self.rest]
         made = self._call(function, leaves, rest)
-        upstream = [g.to(out.dtype) for g, out in zip(self.gradients, made, strict=True)]
-        gradients = torch.autograd.grad(made, leaves, upstream)
-        results = {f"result {i}": out.detach() for i, out in enumerate(made)}
-        return results | {f"gradient {i}": gradient for i, gradient in enumerate(gradients)}
+        upstream = [(out, g.to(out.dtype)) for out, g in zip(made, self.gradients, strict=True) if out.requires_grad]
+        outs, of_outs = zip(*upstream, strict=True) if upstream else ((), ())
+        gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
+        found = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
+        return {f"result {i}": out.detach() for i, out in enumerate(made)} | found
 
     def _call(self, function: Function, leaves: list[Tensor], rest: list[object]) -> tuple[Tensor, ...]:
         if len(self.gradients) == 1 and len(leaves) == 2 and not rest and leaves[1].dim() == 1:

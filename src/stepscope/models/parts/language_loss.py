@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import inspect
 import typing
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,15 +26,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from stepscope.core.errors import named_line
 from stepscope.kernels.function_transforms import transformed_by_func
-from stepscope.models.parts.trials import CALL_ERRORS, SEED, Trial, Unlike, autocast_or_not, ways_of
+from stepscope.models.parts.trials import (
+    CALL_ERRORS,
+    SEED,
+    Frozen,
+    Trial,
+    Unlike,
+    autocast_or_not,
+    gradients_of,
+    ways_of,
+)
 
 IGNORED = -100
 """The label of a position that counts for nothing."""
 
-_PASSED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache",
+_PASSED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache",
            "cache_position", "token_type_ids")  # fmt: skip
-"""Arguments of forward that say nothing of head and loss: the base gets them."""
+"""Arguments of forward that say nothing of head and loss: the base gets them. Transformers 5.24 calls
+`past_key_values` `cache`."""
 _OF_LOSS = ("labels", "num_items_in_batch")
 _USUAL_BASE = "model"
 _NOT_OF_STATES = ("num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states", "use_cache",
@@ -116,11 +128,16 @@ def loss_forward(
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         given = names.given(args, kwargs)
-        if given is None or not names.say(given) or not _takes(self, of, given):
+        if given is None or not names.say(given) or not _trains(self, given):
+            return own(self, *args, **kwargs)
+        why = _why_not(self, of, given)
+        if why is not None:
+            _say_own(self, why)
             return own(self, *args, **kwargs)
         outputs = getattr(self, of.base)(**{name: value for name, value in given.items() if name in _PASSED})
         hidden, labels = outputs[0], given["labels"].to(outputs[0].device)
         if hidden.shape[:-1] != labels.shape:  # a base that puts positions of its own beside those of the input
+            _say_own(self, "its base returns other positions than it gets")
             return own(self, *args, **kwargs)
         targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         loss = kernel(hidden, getattr(self, of.head).weight, targets)
@@ -133,26 +150,42 @@ def loss_forward(
     return forward
 
 
-def _takes(module: nn.Module, of: LanguageModel, given: Mapping[str, Any]) -> bool:
-    """Whether this is a call of training that asks for the loss alone, of the head and loss function that were held."""
-    labels, config = given.get("labels"), getattr(module, "config", None)
+def _trains(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether this is a call of training, with labels: any other is the model's own."""
     return (
         module.training
         and torch.is_grad_enabled()
         and not transformed_by_func()
-        and isinstance(labels, Tensor)
-        and labels.dim() == 2
-        and labels.dtype == torch.int64
-        and labels.shape == _positions(given)
-        and _is_plain(getattr(module, of.head))
-        and _loss_function(module) is of.loss
-        and getattr(config, "return_dict", True) is not False
-        and not getattr(config, "output_router_logits", False)  # the loss of a router is added to this one
-        and all(
-            name in _PASSED or name in _OF_LOSS or value is None or (name == "logits_to_keep" and value == 0)
-            for name, value in given.items()
-        )
-    )  # fmt: skip
+        and isinstance(given.get("labels"), Tensor)
+    )
+
+
+def _why_not(module: nn.Module, of: LanguageModel, given: Mapping[str, Any]) -> str | None:
+    """Why a kernel does not take this call of training: it asks for more than the loss, or head or loss function are
+    not those that were held. None where it does."""
+    labels, config = given["labels"], getattr(module, "config", None)
+    if labels.dim() != 2 or labels.dtype != torch.int64 or labels.shape != _positions(given):
+        return f"its labels are {str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}, not an int64 a position"
+    if not _is_plain(getattr(module, of.head)):
+        return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
+    if _loss_function(module) is not of.loss:
+        return "its loss function is another one than was held"
+    if getattr(config, "return_dict", True) is False:
+        return "it returns a tuple (return_dict)"
+    if getattr(config, "output_router_logits", False):
+        return "it adds the loss of a router (output_router_logits)"
+    asked = (
+        name
+        for name, value in given.items()
+        if name not in _PASSED and name not in _OF_LOSS and value is not None and (name, value) != ("logits_to_keep", 0)
+    )
+    return next((f"the call asks for {name}" for name in asked), None)
+
+
+def _say_own(module: nn.Module, why: str) -> None:
+    """Warn that a call runs the model's own loss, once for each reason, as Python's filter has it."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{type(module).__name__} computes this loss by its own code: {why}", stacklevel=3)
 
 
 def _positions(given: Mapping[str, Any]) -> torch.Size | None:
@@ -187,35 +220,49 @@ def _watches(hook: object) -> bool:
 def _output_type(own: Callable[..., Any]) -> Any:
     """The class of what a forward returns, as it says itself: code that reads `aux_loss` finds it there."""
     from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: PLC0415  (its models come from it)
+
+    return next((each for each in _said_outputs(own) if {"loss", "logits"} <= _fields(each)), CausalLMOutputWithPast)
+
+
+def _said_outputs(forward: Callable[..., Any]) -> list[Any]:
+    """The classes of outputs that a forward names as what it returns."""
     from transformers.utils.generic import ModelOutput  # noqa: PLC0415
 
     try:
-        said = typing.get_type_hints(inspect.unwrap(own)).get("return")
+        said = typing.get_type_hints(inspect.unwrap(forward)).get("return")
     except (NameError, TypeError, AttributeError):  # names that only a type checker knows
-        said = None
-    for each in typing.get_args(said) or (said,):
-        if isinstance(each, type) and issubclass(each, ModelOutput) and {"loss", "logits"} <= _fields(each):
-            return each
-    return CausalLMOutputWithPast
+        return []
+    return [
+        each for each in (typing.get_args(said) or (said,)) if isinstance(each, type) and issubclass(each, ModelOutput)
+    ]
 
 
 def _fields(kind: Any) -> set[str]:
     return {each.name for each in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
 
 
-@dataclass(frozen=True)
+@functools.cache
+def _optional_fields(base: Callable[..., Any]) -> frozenset[str]:
+    """The fields of what a base's forward returns that are None where nobody asks for them, as this release of
+    transformers has them."""
+    from transformers import modeling_outputs  # noqa: PLC0415  (its models come from it)
+
+    every = set[str]().union(*map(_fields, (*vars(modeling_outputs).values(), *_said_outputs(base))))
+    return frozenset(every - {"last_hidden_state", "loss", "logits"})
+
+
 class _BaseOutputs:
     """What a base returns that was asked for nothing but hidden states."""
 
-    last_hidden_state: Tensor
-    past_key_values: None = None
-    hidden_states: None = None
-    attentions: None = None
-    cross_attentions: None = None
-    router_logits: None = None
+    def __init__(self, states: Tensor, base: Callable[..., Any]) -> None:
+        self.last_hidden_state, self._base = states, base
 
     def __getitem__(self, place: int) -> Tensor:
         return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        if name not in _optional_fields(self._base):
+            raise AttributeError(f"a base is not known to return {name}")
 
 
 class _GivenStates(nn.Module):
@@ -223,8 +270,8 @@ class _GivenStates(nn.Module):
 
     def __init__(self, states: Tensor, base: nn.Module, call: Mapping[str, Any]) -> None:
         super().__init__()
-        self.states, self.call = states, call
-        self.signature = inspect.signature(type(base).forward)
+        self.states, self.call, self.of = states, call, type(base).forward
+        self.signature = inspect.signature(self.of)
 
     def forward(self, *args: Any, **kwargs: Any) -> _BaseOutputs:
         bound = self.signature.bind_partial(self, *args, **kwargs).arguments
@@ -236,7 +283,7 @@ class _GivenStates(nn.Module):
         other = next((name for name in {**asked, **self.call} if asked.get(name) is not self.call.get(name)), None)
         if other is not None:
             raise Unlike(f"their forward gives its base another {other} than it gets")
-        return _BaseOutputs(self.states)
+        return _BaseOutputs(self.states, self.of)
 
     def _says_nothing(self, name: str, value: object) -> bool:
         known = self.signature.parameters.get(name)
@@ -263,29 +310,34 @@ class _OfStates:
     def lowest(self) -> torch.dtype:
         return torch.bfloat16 if self.autocast else self.states.dtype
 
-    def run(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        name = f"{self.of.head}.weight"
-        leaves = [(t if dtype is None else t.to(dtype)).detach().requires_grad_() for t in (self.states, self.weight)]
+    @property
+    def of_input(self) -> str:
+        return "gradient of hidden states"
+
+    def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
+        states, weight = (
+            (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_(frozen != kind)
+            for tensor, kind in ((self.states, "input"), (self.weight, "weights"))
+        )
         base = getattr(self.module, self.of.base)
         call = {"input_ids": self.labels.clamp(min=0), **self.more}
         for_base = {argument: value for argument, value in call.items() if argument in _PASSED}
-        setattr(self.module, self.of.base, _GivenStates(leaves[0], base, for_base))
+        setattr(self.module, self.of.base, _GivenStates(states, base, for_base))
         try:
             with autocast_or_not(self.autocast and dtype is None, self.device):
-                out = functional_call(self.module, {name: leaves[1]}, (), {**call, "labels": self.labels})
-            of_states, of_weight = torch.autograd.grad(out.loss, leaves)
+                given = {f"{self.of.head}.weight": weight}
+                out = functional_call(self.module, given, (), {**call, "labels": self.labels})
+            found = gradients_of(out.loss, {self.of_input: states, "gradient of the head": weight})
         except torch.OutOfMemoryError as error:
             raise Unlike("there is no memory to hold them against it") from error
         except CALL_ERRORS as error:
-            raise Unlike(f"their base is not called for hidden states alone: {type(error).__name__}") from error
+            raise Unlike(f"their base is not called for hidden states alone: {named_line(error)}") from error
         finally:
             setattr(self.module, self.of.base, base)
-        # A gradient of the head is as large as the head, and some of its 150,000 rows are enough.
-        return {
-            "the loss": out.loss.detach(),
-            "gradient of hidden states": of_states,
-            "gradient of the head": of_weight[_rows(self.labels, self.weight.shape[0])],
-        }
+        if "gradient of the head" in found:
+            # It is as large as the head, and some of its 150,000 rows are enough.
+            found["gradient of the head"] = found["gradient of the head"][_rows(self.labels, self.weight.shape[0])]
+        return {"the loss": out.loss.detach(), **found}
 
 
 def _rows(labels: Tensor, vocabulary: int) -> Tensor:

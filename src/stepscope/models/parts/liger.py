@@ -1,7 +1,8 @@
 """The parts by Liger-Kernel (github.com/linkedin/Liger-Kernel), where it is installed.
 
 Its norm has no residual sum: the sum is a kernel of PyTorch's before it. Its cross-entropy keeps the weight's gradient
-in the weight's dtype, and is told autocast's dtype by its input.
+in the weight's dtype, and is told autocast's dtype by its input. It makes that gradient only where its input needs one,
+too (0.8.5), and reads beside its logits where a target is no token.
 """
 
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stepscope.kernels.autocast_inputs import autocast_dtype
+from stepscope.kernels.parts.targets import check_targets
 
 
 def _functional() -> Any:
@@ -42,7 +44,9 @@ def silu_product(gate: Tensor, up: Tensor) -> Tensor:
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of softmax(x weight^T) with the targets."""
+    check_targets(targets, len(weight))
     dtype = autocast_dtype(x)
-    return _functional().liger_fused_linear_cross_entropy(
-        x.to(dtype).flatten(0, -2), weight.to(dtype), targets.flatten()
-    )  # fmt: skip
+    x = x.to(dtype).flatten(0, -2)
+    if weight.requires_grad and torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # as below a frozen body; what comes of it goes nowhere
+    return _functional().liger_fused_linear_cross_entropy(x, weight.to(dtype), targets.flatten())

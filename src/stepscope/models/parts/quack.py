@@ -14,6 +14,7 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, Part
 from stepscope.kernels.autocast_inputs import autocast_dtype
+from stepscope.kernels.parts.targets import check_targets
 from stepscope.models.attention.inputs import DTYPES
 
 _DIVISOR = 8
@@ -43,6 +44,10 @@ def rms_norm(
     if branch is None:
         return x, rmsnorm(x, weight, out_dtype=dtype, eps=epsilon)
     _check("norm", x, branch.dtype, x.shape[-1])
+    if x.requires_grad and not (branch.requires_grad or weight.requires_grad):
+        # It keeps 1 / rms for backward only where one of the other two is trained (0.6).
+        total = x + branch
+        return total, rmsnorm(total, weight, out_dtype=dtype, eps=epsilon)
     y, total = rmsnorm(
         branch, weight, residual=x, out_dtype=dtype, residual_dtype=torch.promote_types(x.dtype, branch.dtype),
         eps=epsilon, prenorm=True,
@@ -63,6 +68,7 @@ def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The mean cross-entropy of softmax(x weight^T) with the targets."""
     _check("loss", x, autocast_dtype(x), len(weight))
+    check_targets(targets, len(weight))
     x, targets = x.flatten(0, -2), targets.flatten()
     from quack import linear_cross_entropy as losses  # noqa: PLC0415  # pyright: ignore
 

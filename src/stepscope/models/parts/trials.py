@@ -4,19 +4,23 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, named_line
 from stepscope.models.parts.gate import compare, interpreter_slack
 
 SEED = 20
 
 CALL_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, InputError)
 """What a module raises that cannot be called as a trial calls it."""
+
+
+Frozen = Literal["input", "weights"] | None
+"""What of a call takes no gradients, as in a model that is trained in part."""
 
 
 class Unlike(Exception):
@@ -37,9 +41,15 @@ class Trial(Protocol):
         """The dtype of fewest bits that the call computes in."""
         ...
 
-    def run(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """The result and the gradients by name; with a dtype, of the same numbers in it, without autocast. Raises
-        Unlike where the module cannot be called so."""
+    @property
+    def of_input(self) -> str:
+        """The name of the input's gradient."""
+        ...
+
+    def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
+        """The result and the gradients by name, those of a frozen tensor and those that the module forgets left out.
+        With a dtype, of the same numbers in it, without autocast. Raises Unlike where the module cannot be called
+        so."""
         ...
 
 
@@ -58,9 +68,12 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
                 exact, plain, again = trial.run(torch.float64), trial.run(), trial.run()
                 _check_not_random(plain, again)
                 module.__class__ = replacement
-                found = trial.run()
+                found: dict[Frozen, dict[str, Tensor]] = {
+                    frozen: trial.run(frozen=frozen) for frozen in (None, "input", "weights")
+                }
                 module.__class__ = original
-                _judge(exact, plain, found, trial)
+                for frozen, numbers in found.items():
+                    _judge(exact, plain, numbers, trial, frozen)
         finally:
             module.__class__ = original
             for each, trains in modes.items():
@@ -75,16 +88,33 @@ def _check_not_random(plain: Mapping[str, Tensor], again: Mapping[str, Tensor]) 
 
 
 def _judge(
-    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], trial: Trial
+    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], trial: Trial, frozen: Frozen
 ) -> None:  # fmt: skip
-    for result, right in plain.items():
+    """Raise Unlike where results, or the gradients that are due with this frozen, are missing or too far off."""
+    gradients = {result for result in plain if result.startswith("gradient")}
+    spared = {None: set[str](), "input": {trial.of_input}, "weights": gradients - {trial.of_input}}[frozen]
+    where = f"where their {frozen} {'is' if frozen == 'input' else 'are'} frozen, " if frozen else ""
+    due = {result: right for result, right in plain.items() if result not in spared}
+    for result, right in due.items():
+        if result not in found:
+            raise Unlike(f"{where}{result} is missing")
         if found[result].dtype != right.dtype:
-            raise Unlike(f"{result} is {found[result].dtype}, not {right.dtype}")
-    units = {result: torch.finfo(right.dtype).eps / 2 for result, right in plain.items()}
-    errors, reason = compare(exact, plain, found, units, interpreter_slack(trial.lowest, trial.device.type))
+            raise Unlike(f"{where}{result} is {found[result].dtype}, not {right.dtype}")
+    units = {result: torch.finfo(right.dtype).eps / 2 for result, right in due.items()}
+    slack = interpreter_slack(trial.lowest, trial.device.type)
+    errors, reason = compare({result: exact[result] for result in due}, due, found, units, slack)
     if reason:
         largest = max(error for error, _ in errors.values())
-        raise Unlike(f"they compute something else: {reason}; the largest difference is {largest:.2g}", largest)
+        raise Unlike(f"they compute something else: {where}{reason}; the largest difference is {largest:.2g}", largest)
+
+
+def gradients_of(out: Tensor, leaves: Mapping[str, Tensor], upstream: Tensor | None = None) -> dict[str, Tensor]:
+    """The gradients of a result by name, without those of frozen leaves and those that it does not depend on."""
+    trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    if not out.requires_grad or not trained:
+        return {}
+    found = torch.autograd.grad(out, [*trained.values()], upstream, allow_unused=True)
+    return {name: each for name, each in zip(trained, found, strict=True) if each is not None}
 
 
 def autocast_or_not(asked: bool, device: torch.device) -> AbstractContextManager[object]:
@@ -115,10 +145,15 @@ class _OneTensor:
     def lowest(self) -> torch.dtype:
         return torch.bfloat16 if self.autocast else self.x.dtype
 
-    def run(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    @property
+    def of_input(self) -> str:
+        return "gradient of input"
+
+    def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
         leaves = {
-            name: tensor.to(dtype or tensor.dtype).detach().requires_grad_()
-            for name, tensor in {"input": self.x, **self.weights}.items()
+            name: tensor.to(dtype or tensor.dtype).detach().requires_grad_(frozen != kind)
+            for kind, tensors in (("input", {"input": self.x}), ("weights", self.weights))
+            for name, tensor in tensors.items()
         }
         x = leaves["input"]
         weights = {name: tensor for name, tensor in leaves.items() if name != "input"}
@@ -127,12 +162,10 @@ class _OneTensor:
                 out = functional_call(self.module, weights, (x,))
             if not isinstance(out, Tensor) or out.shape != self.gradient.shape:
                 raise Unlike("their forward does not give one tensor of its input's shape")
-            gradients = torch.autograd.grad(out, [*leaves.values()], self.gradient.to(out.dtype))
+            gradients = gradients_of(out, leaves, self.gradient.to(out.dtype))
         except CALL_ERRORS as error:
-            raise Unlike(f"they cannot be called with one tensor: {type(error).__name__}") from error
-        return {"result": out.detach()} | {
-            f"gradient of {name}": each for name, each in zip(leaves, gradients, strict=True)
-        }
+            raise Unlike(f"they cannot be called with one tensor: {named_line(error)}") from error
+        return {"result": out.detach()} | {f"gradient of {name}": each for name, each in gradients.items()}
 
 
 def trials_of_one_tensor(module: nn.Module, epsilon: float) -> Iterator[Trial]:

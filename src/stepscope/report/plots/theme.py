@@ -21,6 +21,7 @@ DASHES = ([1, 0], [7, 3], [2, 2], [9, 3, 2, 3], [12, 4], [4, 2, 1, 2], [1, 4], [
 
 CATEGORY_COLOURS: dict[str, str] = {
     "parameters": BLUE,
+    "frozen quantised weights": "#5D7C99",
     "optimizer state": GREEN,
     "gradients": VERMILLION,
     "inputs": YELLOW,

@@ -366,8 +366,10 @@ def _timed(
 
 
 def _gravest(run: Run) -> str:
-    """The first error that a check found in the run; empty where none did."""
-    return next((finding.sentence for finding in run.findings if finding.severity == "error"), "")
+    """The first error that a check found in the run, or else the part that was asked for and left; empty where none
+    did."""
+    said = (each.sentence for each in run.findings if each.severity == "error" or each.kind == "part-left")
+    return next(said, "")
 
 
 def _without_result(run: Run, runs: tuple[Run, ...]) -> Tried:

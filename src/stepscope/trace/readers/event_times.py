@@ -1,6 +1,7 @@
 """Times of Chrome-trace events as exact nanoseconds.
 
-They are microseconds, as integers, with decimals, or as text; those too large to be microseconds are nanoseconds.
+They are microseconds, as integers, with decimals, or as text; those too large to be microseconds are nanoseconds. The
+unit is that of the file: one impossible time does not change the others.
 """
 
 from decimal import Decimal
@@ -13,25 +14,44 @@ EXACT_BELOW_US = 2**43
 _NANOSECONDS_FROM = 10**17
 """Times from here on are nanoseconds: no clock in microseconds comes near, and since 1970 they are 1.7e18."""
 _LARGEST_NS = 2**62
+_SAMPLE = 1000
 
-UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
-"""Errors that `nanoseconds` raises where a time is no number, or beyond all clocks."""
-
-
-def nanoseconds(starts: list[Any], durations: list[Any]) -> tuple[pl.Series, pl.Series]:
-    """The columns start_ns and duration_ns; both are written in the unit that the starts are in."""
-    start, duration = _numbers(starts), _numbers(durations)
-    per_unit = 1 if _largest(start) >= _NANOSECONDS_FROM else 1000
-    return _scaled("start_ns", start, per_unit), _scaled("duration_ns", duration, per_unit)
+_UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 
 
-def is_readable(start: object, duration: object) -> bool:
-    """Whether these are times."""
+def needs_decimals(times: list[Any]) -> bool:
+    """Whether some of the times are doubles so large that they have lost nanoseconds."""
     try:
-        nanoseconds([start], [duration])
-    except UNREADABLE:
-        return False
-    return True
+        if max(times) < EXACT_BELOW_US:
+            return False
+    except (TypeError, ValueError):  # there are none, or some are no numbers
+        pass
+    return any(type(time) is float and time >= EXACT_BELOW_US for time in times)
+
+
+def ns_per_unit(times: list[Any]) -> int | None:
+    """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read."""
+    sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
+    found = sorted(abs(time) for time in sample if time is not None)
+    if not found:
+        return None
+    return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000
+
+
+def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
+    """A column of times or durations; null where one is no number, or beyond all clocks."""
+    try:
+        return _scaled(name, _numbers(times), per_unit)
+    except _UNREADABLE:
+        return pl.Series(name, [_nanoseconds(time, per_unit) for time in times], dtype=pl.Int64)
+
+
+def _nanoseconds(time: Any, per_unit: int) -> int | None:
+    try:
+        exact = Decimal(time) * per_unit
+        return round(exact) if abs(exact) < _LARGEST_NS else None
+    except _UNREADABLE:
+        return None
 
 
 def _numbers(values: list[Any]) -> pl.Series | list[Decimal]:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.profiler_json import with_texts_escaped
 
 T = TypeVar("T")
 
@@ -36,6 +37,8 @@ _ESCAPE = re.compile(
 )
 """Each escape of a string: a good one (a pair of surrogates is one), half a pair, or else a backslash by mistake."""
 _CONTROL = re.compile(rb"[\x00-\x1f]")
+UNESCAPED, CONTROL = "texts with quotes or backslashes that are not escaped", "texts with line breaks or the like"
+"""What is wrong with texts that are mended."""
 _DEEPEST = 500
 """The most brackets within brackets; Python's JSON gives up at a thousand."""
 _GUESSES = 3
@@ -53,21 +56,26 @@ def is_bomb(packed_bytes: int, unpacked_bytes: int) -> bool:
     return unpacked_bytes > _SUSPICIOUS_BYTES and unpacked_bytes > _SUSPICIOUS_RATIO * packed_bytes
 
 
-def read_events(path: Path, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
+def read_events(
+    path: Path, decode: Callable[[bytes], list[T]], mended: dict[str, int] | None = None
+) -> Iterator[list[T] | dict[str, Any]]:
     """Blocks of events, each as `decode` makes it of a JSON array; and the top-level fields around them, as dicts.
+
+    Texts that had to be mended are counted in `mended`, by what was wrong with them.
 
     Raises InputError, with the place in the (decompressed) text, where the file is no trace or ends too early.
     """
     with path.open("rb") as file:
-        stream = _Stream(path, file)
+        stream = _Stream(path, file, {} if mended is None else mended)
         yield from _read(stream, decode)
 
 
 class _Stream:
     """The text of the file, decompressed as it is read; knows how far it has come."""
 
-    def __init__(self, path: Path, file: BinaryIO) -> None:
+    def __init__(self, path: Path, file: BinaryIO, mended: dict[str, int]) -> None:
         self.path = path
+        self._mended = mended
         self._size = path.stat().st_size
         self._source = gzip.GzipFile(fileobj=file) if is_gzip(path) else file
         self.position = 0
@@ -91,6 +99,10 @@ class _Stream:
             )
         return text
 
+    def count_mended(self, what: str, texts: int) -> None:
+        if texts:
+            self._mended[what] = self._mended.get(what, 0) + texts
+
     def read_as_much(self, text: bytes) -> bytes:
         """Further text of at least the length of `text`: a buffer that must be scanned again doubles each time."""
         more = self.read()
@@ -107,16 +119,13 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
             buffer += stream.read()
         if stream.ended:
             break
-        cut = None
-        for end in _guesses(buffer):
-            try:
-                events = decode(b"[" + buffer[:end] + b"]")
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                continue
+        buffer, cut, events, unsure = _by_a_guess(stream, buffer, decode)
+        if events is not None:
             yield events
-            cut = end
-            break
-        if cut is None:
+        elif unsure:
+            buffer += stream.read_as_much(buffer)
+            continue
+        else:
             cut, closed = _scan(stream, buffer)
             if closed:
                 break
@@ -135,6 +144,35 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
         else:
             buffer += stream.read_as_much(buffer)
     yield from _finish(stream, buffer, closing, decode)
+
+
+def _at_a_guess(buffer: bytes, decode: Callable[[bytes], list[T]]) -> tuple[int | None, list[T] | None]:
+    """Where the buffer may be cut, and the events before; None and None where all guesses fail."""
+    for end in _guesses(buffer):
+        try:
+            return end, decode(b"[" + buffer[:end] + b"]")
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return None, None
+
+
+def _by_a_guess(
+    stream: _Stream, buffer: bytes, decode: Callable[[bytes], list[T]]
+) -> tuple[bytes, int | None, list[T] | None, bool]:
+    """The buffer, where it may be cut, the events before, and whether more text may tell.
+
+    A buffer in which texts are not escaped is mended first: its brackets could not be counted.
+    """
+    cut, events = _at_a_guess(buffer, decode)
+    if events is not None:
+        return buffer, cut, events, False
+    mended, unescaped = with_texts_escaped(buffer, complete=False)
+    if unescaped:
+        cut, events = _at_a_guess(mended, decode)
+        if events is not None:
+            stream.count_mended(UNESCAPED, unescaped)
+            return mended, cut, events, False
+    return buffer, None, None, bool(unescaped) and len(buffer) <= EVENT_LIMIT_BYTES
 
 
 def _open_array(stream: _Stream) -> tuple[bytes, dict[str, Any], bytes]:
@@ -189,7 +227,7 @@ def _brackets_and_strings(stream: _Stream, text: bytes) -> Iterator[tuple[re.Mat
 
 def _fields(stream: _Stream, text: bytes, where: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(_mend(text), type=dict[str, Any])
+        return msgspec.json.decode(_mend(text, {}), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{stream.path}: the JSON is broken {where}: {one_line(error)}") from None
 
@@ -228,6 +266,10 @@ def _finish(
         end = buffer.rindex(b"]")  # a guess, proved by parsing
         events = decode(b"[" + buffer[:end] + b"]")
     except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        mended, unescaped = with_texts_escaped(buffer)
+        if unescaped and _is_closed(mended, decode):
+            stream.count_mended(UNESCAPED, unescaped)
+            buffer = mended
         end = _array_end(stream, buffer)
         # A comma too many is a known slip of writers.
         events = _decode_carefully(stream, buffer[:end].rstrip().removesuffix(b","), decode, start=start)
@@ -237,6 +279,15 @@ def _finish(
         yield _fields(stream, b'{"traceEvents":[]' + rest, f"after its events, at byte {start + end + 1}")
     elif rest:
         raise InputError(f"{stream.path}: text follows the end of the trace, at byte {start + end + 1}")
+
+
+def _is_closed(text: bytes, decode: Callable[[bytes], list[T]]) -> bool:
+    """Whether the text up to its last bracket is events."""
+    try:
+        decode(b"[" + _mend(text[: text.rindex(b"]")].rstrip().removesuffix(b","), {}) + b"]")
+    except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    return True
 
 
 def _array_end(stream: _Stream, buffer: bytes) -> int:
@@ -257,26 +308,35 @@ def _decode_carefully(stream: _Stream, text: bytes, decode: Callable[[bytes], li
         return decode(b"[" + text + b"]")
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         pass
+    mended: dict[str, int] = {}
     try:
-        return decode(b"[" + _mend(text) + b"]")
+        events = decode(b"[" + _mend(text, mended) + b"]")
     except RecursionError:
         reason = "brackets nest too deeply"
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         reason = one_line(error)
+    else:
+        for what, texts in mended.items():
+            stream.count_mended(what, texts)
+        return events
     raise InputError(f"{stream.path}: the events after byte {start} are broken: {reason}")
 
 
-def _mend(text: bytes) -> bytes:
+def _mend(text: bytes, counts: dict[str, int]) -> bytes:
     """The text with what profilers write wrongly put right; everything else is left as it is."""
-    return _MENDABLE.sub(_mended, text.decode("utf-8", "replace").encode())
 
+    def mended(match: re.Match[bytes]) -> bytes:
+        token = match.group()
+        if not token.startswith(b'"'):
+            return b"null"
+        escaped = _ESCAPE.sub(_mended_escape, token)
+        whole = _CONTROL.sub(lambda control: b"\\u%04x" % ord(control.group()), escaped)
+        for what, before, after in ((UNESCAPED, token, escaped), (CONTROL, escaped, whole)):
+            if before != after:
+                counts[what] = counts.get(what, 0) + 1
+        return whole
 
-def _mended(match: re.Match[bytes]) -> bytes:
-    token = match.group()
-    if not token.startswith(b'"'):
-        return b"null"
-    token = _ESCAPE.sub(_mended_escape, token)
-    return _CONTROL.sub(lambda control: b"\\u%04x" % ord(control.group()), token)
+    return _MENDABLE.sub(mended, text.decode("utf-8", "replace").encode())
 
 
 def _mended_escape(match: re.Match[bytes]) -> bytes:

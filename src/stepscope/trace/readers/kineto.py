@@ -4,21 +4,30 @@ Device events do not say their process, and name their device as `pid` and strea
 How its times are written is told in event_times.
 """
 
-import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 import polars as pl
 
-from stepscope.core.errors import InputError, one_line, printable
+from stepscope.core.errors import InputError, printable
 from stepscope.trace.assemble import assemble
 from stepscope.trace.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
-from stepscope.trace.readers.event_times import UNREADABLE, is_readable, nanoseconds
+from stepscope.trace.readers.event_times import nanoseconds, ns_per_unit
 from stepscope.trace.readers.json_events import read_events
-from stepscope.trace.readers.kineto_events import NO_ARGUMENTS, Arguments, Event, decode_block, operator_shapes
+from stepscope.trace.readers.kineto_events import (
+    NO_ARGUMENTS,
+    Arguments,
+    Event,
+    decode_block,
+    either,
+    needs_values,
+    operator_shapes,
+    whole_number,
+)
 from stepscope.trace.table import (
     CALL_SCHEMA,
     CALLS,
@@ -34,6 +43,7 @@ from stepscope.trace.table import (
     WORK_SCHEMA,
     Damage,
     TraceTable,
+    add_count,
     empty,
 )
 
@@ -62,6 +72,8 @@ _CATEGORIES = {
 }
 """Categories of events in all versions of Kineto, in lower case."""
 
+_ARROWS = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
+"""Categories of the arrows from calls to the work that they launched, in all versions of Kineto."""
 _INSTANT, _MEMORY = "cpu_instant_event", "[memory]"
 """The allocator's events, of a capture with `profile_memory`."""
 
@@ -74,7 +86,7 @@ _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "Dis
 def read_kineto(path: Path) -> TraceTable:
     """The TraceTable of a Kineto trace. Raises InputError where it is broken or holds no events of a profiler."""
     reader = _Reader(path)
-    for block in read_events(path, decode_block):
+    for block in read_events(path, decode_block, reader.damage.mended):
         if isinstance(block, dict):
             reader.note_fields(block)
         else:
@@ -94,39 +106,44 @@ class _Reader:
         self._fields: dict[str, Any] = {}
         self._threads: dict[tuple[int, int], str] = {}
         self._events = 0
-        self._damage = Damage()
+        self._ns_per_unit: int | None = None
+        self.damage = Damage()
         self._counters: list[pl.DataFrame] = []
         self._copies = [empty(COPY_SCHEMA)]
+        self._takers: dict[str, Callable[[list[Event]], None]] = {
+            **{kind: partial(self._take_work, kind) for kind in ("kernel", "memcpy", "memset")},
+            "call": self._take_calls,
+            "operator": self._take_operators,
+            "range": self._take_ranges,
+        }
 
     def note_fields(self, fields: dict[str, Any]) -> None:
         self._fields.update(fields)
 
     def take(self, events: list[Event]) -> None:
         self._events += len(events)
+        if self._ns_per_unit is None:
+            self._ns_per_unit = ns_per_unit([event.ts for event in events])
         sorted_events: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
         for event in events:
             sorted_events[event.ph, event.cat].append(event)
+        known = {kind: len(self._parts[kind]) for kind in ("work", "calls")}
         for (ph, cat), group in sorted_events.items():
             place = _CATEGORIES.get((cat or "").lower(), "other")
-            if ph == "X" and place in ("kernel", "memcpy", "memset"):
-                self._take_work(place, group)
-            elif ph == "X" and place == "call":
-                self._take_calls(group)
-            elif ph == "X" and place == "operator":
-                old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
-                if old:
-                    self._take_ranges([event for event in group if event.name in old])
-                self._take_operators([event for event in group if event.name not in old] if old else group)
-            elif ph == "X" and place == "range":
-                self._take_ranges(group)
+            if ph == "X" and place in self._takers:
+                self._takers[place](group)
             elif ph == "i" and cat == _INSTANT:
                 self._take_counters(group)
             elif place == "link" and ph in ("s", "f"):
-                self._take_links(group, begins=ph == "s")
+                self._take_links("links", group, begins=ph == "s")
             elif ph:
                 self._other[cat or f"phase {ph}"] += len(group)
                 if ph == "M":
                     self._name_threads(group)
+        arrows = [(ph, group) for (ph, cat), group in sorted_events.items() if ph in ("s", "f") and cat in _ARROWS]
+        if arrows and not self._says_launches(known):
+            for ph, group in arrows:
+                self._take_links("arrows", group, begins=ph == "s")
 
     def _take_counters(self, group: list[Event]) -> None:
         """Keep how much memory was allocated and reserved, and count the instants that say something else."""
@@ -158,7 +175,7 @@ class _Reader:
                 self._text("name", (event.name for event in group)),
                 pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
                 self._column("correlation", [given.correlation for given in arguments]),
-                self._column("external", _either(arguments, "external")),
+                self._column("external", either(arguments, "external")),
                 self._column("graph_node", [given.graph_node for given in arguments]),
                 *self._details(kind, arguments),
             ]
@@ -215,12 +232,16 @@ class _Reader:
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
                     self._column("correlation", [given.correlation for given in arguments]),
-                    self._column("external", _either(arguments, "external")),
+                    self._column("external", either(arguments, "external")),
                 ]
             )
         )
 
     def _take_operators(self, group: list[Event]) -> None:
+        old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
+        if old:
+            self._take_ranges([event for event in group if event.name in old])
+            group = [event for event in group if event.name not in old]
         arguments = [event.args or NO_ARGUMENTS for event in group]
         self._parts["operators"].append(
             pl.DataFrame(
@@ -228,16 +249,25 @@ class _Reader:
                     *self._times(group, OPERATORS),
                     *self._host(group),
                     self._text("name", (event.name for event in group)),
-                    self._column("external", _either(arguments, "external")),
+                    self._column("external", either(arguments, "external")),
                     self._column("sequence", [given.sequence for given in arguments]),
-                    self._column("forward_thread", _either(arguments, "forward_thread")),
-                    self._text("shapes", _texts(operator_shapes, group, arguments)),
-                    self._text("dtypes", _texts(lambda _, given: bytes(given.dtypes), group, arguments)),
+                    self._column("forward_thread", either(arguments, "forward_thread")),
+                    self._text("shapes", _texts(operator_shapes, arguments)),
+                    self._text("dtypes", _texts(lambda given: bytes(given.dtypes), arguments)),
+                    self._values(group, arguments),
                 ]
             )
         )
         if any(event.name == _COLLECTIVE for event in group):
             self._take_collectives(group)
+
+    def _values(self, group: list[Event], arguments: list[Arguments]) -> pl.Series:
+        """The values of each event's arguments, of operators whose work depends on them."""
+        wanted = {name for name in {event.name for event in group} if needs_values(name)}
+        if not wanted:
+            return self._text("values", [b""]).new_from_index(0, len(group))
+        pairs = zip(group, arguments, strict=True)
+        return self._text("values", (bytes(given.values) if event.name in wanted else b"" for event, given in pairs))
 
     def _take_ranges(self, group: list[Event]) -> None:
         self._parts["ranges"].append(
@@ -251,13 +281,17 @@ class _Reader:
             )
         )
 
-    def _take_links(self, group: list[Event], *, begins: bool) -> None:
+    def _says_launches(self, known: dict[str, int]) -> bool:
+        """Whether all device work and calls of a block, whose parts follow the `known` ones, have a correlation id."""
+        rows = [frame["correlation"] for kind in ("work", "calls") for frame in self._parts[kind][known[kind] :]]
+        return bool(rows) and not any(ids.null_count() or (ids == 0).any() for ids in rows)
+
+    def _take_links(self, kind: str, group: list[Event], *, begins: bool) -> None:
         start, _ = self._times(group, "arrows")
-        identity = [event.id if isinstance(event.id, int) else self._number(str(event.id)) for event in group]
-        self._parts["links"].append(
+        self._parts[kind].append(
             pl.DataFrame(
                 [
-                    self._column("id", identity),
+                    self._column("id", self._identities([event.id for event in group])),
                     start,
                     *self._host(group),
                     pl.Series("begins", [begins], dtype=pl.Boolean).new_from_index(0, len(group)),
@@ -266,17 +300,15 @@ class _Reader:
         )
 
     def _times(self, group: list[Event], what: str) -> tuple[pl.Series, pl.Series]:
-        try:
-            start, duration = nanoseconds([event.ts for event in group], [event.dur or 0 for event in group])
-        except UNREADABLE:
-            bad = next((event for event in group if not is_readable(event.ts, event.dur or 0)), group[0])
-            raise InputError(
-                f"{self._path}: the time of event {_name(bad)} is not a number that can be read "
-                f"(ts {str(bad.ts)[:40]}, dur {str(bad.dur)[:40]})"
-            ) from None
+        """The columns start_ns and duration_ns; a start that is none is null."""
+        per_unit = self._ns_per_unit or 1000
+        start = nanoseconds("start_ns", [event.ts for event in group], per_unit)
+        duration = nanoseconds("duration_ns", [event.dur or 0 for event in group], per_unit)
+        if duration.null_count():
+            add_count(self.damage.endless, what, duration.null_count())
+            duration = duration.fill_null(0)
         if group and _int(duration.min()) < 0:
-            backwards = self._damage.backwards
-            backwards[what] = backwards.get(what, 0) + int((duration < 0).sum())
+            add_count(self.damage.backwards, what, int((duration < 0).sum()))
             duration = duration.clip(lower_bound=0)
         return start, duration
 
@@ -290,19 +322,20 @@ class _Reader:
         return values if set(map(type, values)) == {int} else [self._identity(value) for value in values]
 
     def _identity(self, value: object) -> int:
-        """The number of a process or thread; those that are words get negative numbers of their own."""
-        if type(value) is int:
-            return value
-        return -2 - self._number(str(value))
+        """The number of a process, thread or arrow, as a number or as text; words get negative numbers of their own."""
+        number = whole_number(value)
+        return -2 - self._number(str(value)) if number is None else number
 
     def _number(self, text: str) -> int:
         return self._names.setdefault(text, len(self._names))
 
     def _column(self, name: str, values: list[Any]) -> pl.Series:
+        """A column of ids and counts. Those of more than 63 bits wrap, so that equal ones stay equal."""
         try:
             return pl.Series(name, values, dtype=pl.Int64)
-        except (TypeError, OverflowError, pl.exceptions.PolarsError) as error:
-            raise InputError(f"{self._path}: the {name} of an event cannot be read: {one_line(error)}") from None
+        except (TypeError, OverflowError, pl.exceptions.PolarsError):
+            wrapped = [value if value is None else (value + 2**63) % 2**64 - 2**63 for value in values]
+            return pl.Series(name, wrapped, dtype=pl.Int64)
 
     def _text(self, name: str, values: Iterable[object]) -> pl.Series:
         """Numbers that stand for texts until `table` looks each text up once, so that it is stored once."""
@@ -310,7 +343,7 @@ class _Reader:
         return pl.Series(name, [texts.setdefault(value, len(texts)) for value in values], dtype=pl.UInt32)  # type: ignore[arg-type]
 
     def table(self) -> TraceTable:
-        if not self._parts.keys() & {"work", "operators", "calls"}:
+        if not any(self._parts[kind] for kind in ("work", "operators", "calls")):
             raise InputError(
                 f"{self._path}: {self._events} events, but none of kernels or operators: "
                 "capture it with torch.profiler (activities CPU and CUDA) or nsys"
@@ -325,6 +358,7 @@ class _Reader:
             ranges=self._frame("ranges", RANGE_SCHEMA, texts),
             operators=self._frame("operators", OPERATOR_SCHEMA, texts),
             links=self._frame("links", LINK_SCHEMA, texts),
+            arrows=self._frame("arrows", LINK_SCHEMA, texts),
             devices={
                 device["id"]: str(device.get("name", ""))
                 for device in _dicts(self._fields.get("deviceProperties"))
@@ -336,7 +370,7 @@ class _Reader:
             collectives=self._frame("collectives", COLLECTIVE_SCHEMA, texts),
             rank=rank,
             ranks=ranks,
-            damage=self._damage,
+            damage=self.damage,
             counters=pl.concat([empty(COUNTER_SCHEMA), *self._counters, copy_bandwidth(pl.concat(self._copies))]),
         )
 
@@ -368,8 +402,8 @@ def _integers(name: str, values: Iterable[int | None], group: list[Event], other
     """A number from the arguments, or from where the event itself holds it; -1 where neither does."""
     found: list[int] = []
     for value, event in zip(values, group, strict=True):
-        given = getattr(event, otherwise) if value is None else value
-        found.append(given if type(given) is int and abs(given) < 2**63 else -1)
+        given = whole_number(getattr(event, otherwise)) if value is None else value
+        found.append(given if given is not None and abs(given) < 2**63 else -1)
     return pl.Series(name, found, dtype=pl.Int64)
 
 
@@ -378,29 +412,16 @@ def _within(value: float | None, limit: int) -> float | None:
     return value if value is not None and 0 <= value < limit else None
 
 
-def _either(arguments: list[Arguments], name: str) -> list[int | None]:
-    """The numbers of this name or, where there are none, of its older spelling."""
-    values: list[int | None] = list(map(operator.attrgetter(name), arguments))
-    if None not in values:
-        return values
-    older = map(operator.attrgetter(f"{name}_old"), arguments)
-    return [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
-
-
-def _texts(of: Callable[[Event, Arguments], bytes], group: list[Event], arguments: list[Arguments]) -> Iterable[bytes]:
+def _texts(of: Callable[[Arguments], bytes], arguments: list[Arguments]) -> Iterable[bytes]:
     """A text of each event; in a trace without shapes none has any, which is seen at once."""
     has_shapes = any(given.shapes or given.shapes_old or given.dtypes for given in arguments)
-    return map(of, group, arguments) if has_shapes else [b""] * len(group)
+    return map(of, arguments) if has_shapes else [b""] * len(arguments)
 
 
 def _readable(text: object) -> str:
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
     return str(text).encode("utf-8", "replace").decode()
-
-
-def _name(event: Event) -> str:
-    return repr(str(event.name)[:80])
 
 
 def _int(value: object) -> int:

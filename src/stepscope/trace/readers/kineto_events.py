@@ -1,13 +1,14 @@
 """Events of a Kineto trace, decoded into typed structs that skip what no reader asks for."""
 
+import operator
+import re
 from contextlib import suppress
 from decimal import Decimal
-from functools import lru_cache
 from typing import Annotated, Any, cast
 
 import msgspec
 
-from stepscope.trace.readers.event_times import EXACT_BELOW_US
+from stepscope.trace.readers.event_times import needs_decimals
 
 
 class Arguments(msgspec.Struct, frozen=True, gc=False):
@@ -43,6 +44,11 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     collective_sequence: int | None = msgspec.field(default=None, name="Seq")
 
 
+_BY_VALUES = re.compile(r"conv|attention|flash_attn|^sgl_kernel::fwd$")
+_DIGITS = 20
+"""Characters of the longest number of 64 bits."""
+_LONGEST_NAME = 200
+"""Characters of a name that is no text."""
 _Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -63,39 +69,42 @@ class _ExactEvent(Event, gc=False):
     dur: Decimal | None = None  # type: ignore[assignment]
 
 
-class _LooseEvent(Event, gc=False):
-    """An event with arguments of unexpected types: those that fit are taken, the rest of the event as it is."""
+class _LooseEvent(msgspec.Struct, gc=False):
+    """An event of unexpected types: what fits is taken."""
 
+    ph: Any = ""
+    cat: Any = None
+    name: Any = ""
+    pid: Any = None
+    tid: Any = None
+    ts: msgspec.Raw = msgspec.Raw(b"")
+    dur: msgspec.Raw = msgspec.Raw(b"")
     id: Any = None
     args: Any = None
-
-
-class _ExactLooseEvent(_LooseEvent, gc=False):
-    ts: Decimal | None = None  # type: ignore[assignment]
-    dur: Decimal | None = None  # type: ignore[assignment]
 
 
 NO_ARGUMENTS = Arguments()
 _decode = msgspec.json.Decoder(list[Event], strict=False).decode
 _decode_exact = msgspec.json.Decoder(list[_ExactEvent], strict=False).decode
-_decode_loose = msgspec.json.Decoder(list[_LooseEvent], strict=False).decode
-_decode_exact_loose = msgspec.json.Decoder(list[_ExactLooseEvent], strict=False).decode
+_decode_apart = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_loose = msgspec.json.Decoder(_LooseEvent, strict=False).decode
+_NO_EVENT = Event(ph="unreadable")
 
 
 def decode_block(text: bytes) -> list[Event]:
     try:
         events = _decode(text)
+        return _decode_exact(text) if needs_decimals([event.ts for event in events]) else events  # type: ignore[return-value]
     except msgspec.ValidationError:
-        events = [_tightened(event) for event in _decode_loose(text)]
-    if not any(isinstance(event.ts, float) and abs(event.ts) >= EXACT_BELOW_US for event in events[:1000]):
-        return events
+        return [_tightened(event) for event in _decode_apart(text)]
+
+
+def _tightened(text: msgspec.Raw) -> Event:
+    """What can be read of one event, its times as decimals."""
     try:
-        return _decode_exact(text)  # type: ignore[return-value]
+        event = _decode_loose(text)
     except msgspec.ValidationError:
-        return [_tightened(event) for event in _decode_exact_loose(text)]
-
-
-def _tightened(event: _LooseEvent) -> Event:
+        return _NO_EVENT
     arguments: dict[str, float | msgspec.Raw] = {}
     given = event.args
     loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
@@ -109,39 +118,51 @@ def _tightened(event: _LooseEvent) -> Event:
             with suppress(msgspec.ValidationError):
                 arguments[field.name] = msgspec.convert(value, _Number, strict=False)
     return Event(
-        ph=event.ph,
-        cat=event.cat,
-        name=event.name,
-        pid=event.pid,
-        tid=event.tid,
-        ts=event.ts,
-        dur=event.dur,
+        ph=str(event.ph),
+        cat=event.cat if isinstance(event.cat, str) else None,
+        name=event.name if isinstance(event.name, str | int | float) else str(event.name)[:_LONGEST_NAME],
+        pid=event.pid if isinstance(event.pid, str | int | float) else None,
+        tid=event.tid if isinstance(event.tid, str | int | float) else None,
+        ts=_decimal(event.ts),  # type: ignore[arg-type]
+        dur=_decimal(event.dur),  # type: ignore[arg-type]
         id=event.id if isinstance(event.id, int | str) else None,
         args=Arguments(**arguments),  # type: ignore[arg-type]
     )
 
 
-def operator_shapes(event: Event, given: Arguments) -> bytes:
-    """The shapes as recorded. A convolution's also have its lists of numbers, without which its output is not known."""
-    recorded = bytes(given.shapes) or bytes(given.shapes_old)
-    return _with_lists(recorded, bytes(given.values)) if given.values and "conv" in str(event.name) else recorded
-
-
-@lru_cache(4096)
-def _with_lists(shapes: bytes, values: bytes) -> bytes:
-    """`[[8, 3, 32, 32], [], []]` with the values `["", "[2, 2]", "1"]` as `[[8, 3, 32, 32], [2, 2], []]`."""
+def _decimal(text: msgspec.Raw) -> Decimal | None:
+    """A time as written; None where nothing is, and no number where it is none."""
+    written = bytes(text).strip(b'"').decode("utf-8", "replace")
     try:
-        read = msgspec.json.decode(shapes, type=list[list[Any]])
-        found = [_numbers(value) for value in msgspec.json.decode(values, type=list[Any])]
-    except (msgspec.MsgspecError, RecursionError):
-        return shapes
-    if len(read) != len(found):
-        return shapes
-    return msgspec.json.encode([shape or numbers for shape, numbers in zip(read, found, strict=True)])
+        return None if written in ("", "null") else Decimal(written)
+    except ArithmeticError:
+        return Decimal("NaN")
 
 
-def _numbers(value: object) -> list[int]:
-    """The numbers of a list that is written as Python writes it, with True as 1; none where it is something else."""
-    words = value[1:-1].split(",") if isinstance(value, str) and value[:1] == "[" and value[-1:] == "]" else []
-    found = [{"True": "1", "False": "0"}.get(word.strip(), word.strip()) for word in words]
-    return [int(word) for word in found] if all(word.isdecimal() and len(word) < 19 for word in found) else []
+def whole_number(value: object) -> int | None:
+    """The number that an id is, or is written as (`7`, `"7"`, `7.0`, `"stream 7"`); None where it is another word."""
+    if type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    text = value.removeprefix("stream ") if isinstance(value, str) else ""
+    return int(text) if len(text) < _DIGITS and text.removeprefix("-").isdecimal() else None
+
+
+def either(arguments: list[Arguments], name: str) -> list[int | None]:
+    """The numbers of this name or, where there are none, of its older spelling."""
+    values: list[int | None] = list(map(operator.attrgetter(name), arguments))
+    if None not in values:
+        return values
+    older = map(operator.attrgetter(f"{name}_old"), arguments)
+    return [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
+
+
+def operator_shapes(given: Arguments) -> bytes:
+    """The shapes as recorded."""
+    return bytes(given.shapes) or bytes(given.shapes_old)
+
+
+def needs_values(name: object) -> bool:
+    """Whether an operator's work depends on values: a convolution's strides, whether attention is causal."""
+    return isinstance(name, str) and _BY_VALUES.search(name) is not None

@@ -15,7 +15,7 @@ import polars as pl
 
 from stepscope.core.errors import InputError, StepscopeError, printable
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
-from stepscope.trace.assemble import assemble, check_clock
+from stepscope.trace.assemble import LARGEST_NS, assemble
 from stepscope.trace.counters import copy_bandwidth
 from stepscope.trace.readers.nsys_details import DETAILS, detail_columns
 from stepscope.trace.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
@@ -33,6 +33,7 @@ from stepscope.trace.table import (
     WORK_SCHEMA,
     Damage,
     TraceTable,
+    add_count,
     empty,
 )
 
@@ -46,6 +47,11 @@ _WORK_TABLES = {
     "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
     "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
 }
+_NAMES = ("demangledName", "shortName", "mangledName")
+"""Columns of a kernel's name, the best first. Which exist differs, and a row may lack the best."""
+_GRAVE = (2, 3)
+"""Severities of nsys's own remarks that are warnings and errors."""
+_LONGEST_REMARK = 200
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 
 
@@ -108,10 +114,9 @@ def _read(tables: Tables) -> TraceTable:
     counts = _Counts()
     calls = _calls(tables, strings, counts)
     work = _work(tables, strings, counts)
+    remarks, traced = _remarks(tables), _traced(tables)
     if not work.height:
-        raise InputError(
-            f"{tables.path}: this export holds no CUDA activity: capture with `nsys profile --trace=cuda,nvtx`"
-        )
+        raise InputError(f"{tables.path}: this export holds no CUDA activity: {_why_no_cuda(remarks, traced)}")
     last_ns = max(_end_ns(calls), _end_ns(work))
     ranges, operators = (_closed(frame, last_ns) for frame in _ranges(tables, strings, counts))
     return assemble(
@@ -126,6 +131,8 @@ def _read(tables: Tables) -> TraceTable:
         damage=counts.damage,
         counters=copy_bandwidth(pl.concat(counts.copies)) if counts.copies else None,
         recorder=_recorder(tables),
+        remarks=remarks,
+        traced=traced,
         threads=_threads(tables, strings, counts),
     )
 
@@ -137,11 +144,6 @@ class _Counts:
     other: dict[str, int] = field(default_factory=dict[str, int])
     copies: list[pl.DataFrame] = field(default_factory=list[pl.DataFrame])
     damage: Damage = field(default_factory=Damage)
-
-
-def _add(counts: dict[str, int], what: str, rows: int) -> None:
-    if rows:
-        counts[what] = counts.get(what, 0) + rows
 
 
 def _threads(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> dict[tuple[int, int], str]:
@@ -185,18 +187,36 @@ def _looked_up(
     *,
     wanted: pl.Series | None = None,
 ) -> pl.Series:
-    """The strings of ids; an id without a string stays visible as its number, and no id is no string.
+    """The strings of ids, or the texts that stand in their place; an id without a string stays visible as its number,
+    and no id is no string.
 
     Ids without a string are counted, as damage to `what`, where the string is `wanted`.
     """
+    if frame[column].dtype == pl.Binary:
+        return _decoded(frame[column]).alias("name")
     joined = frame.select(pl.col(column)).join(
         strings, left_on=column, right_on="id", how="left", maintain_order="left"
     )
     missing = joined.select(pl.col("value").is_null() & (pl.col(column) != NO_NUMBER)).to_series()
-    _add(counts.damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
+    add_count(counts.damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
     return joined.select(
         pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
     ).to_series()
+
+
+def _best_name(frame: pl.DataFrame, columns: list[str], strings: pl.DataFrame, counts: _Counts) -> pl.Series:
+    """The name of each kernel by the first of these columns, of ids or of texts, that says it."""
+    named = pl.Series("name", [None], dtype=pl.String).new_from_index(0, frame.height)
+    for column in columns:
+        if frame[column].dtype == pl.Binary:
+            found = _decoded(frame[column])
+        else:
+            ids = frame.select(column)
+            found = ids.join(strings, left_on=column, right_on="id", how="left", maintain_order="left")["value"]
+        named = pl.select(pl.coalesce(named, found.replace("", None)).alias("name")).to_series()
+        if not named.null_count():
+            return named
+    return named.fill_null(_looked_up(frame, columns[0], strings, WORK, counts, wanted=named.is_null()))
 
 
 def _process(thread: str) -> pl.Expr:
@@ -213,14 +233,14 @@ def _timed(
         timed = frame
         if any(frame[column].min() == NO_NUMBER for column in needed):
             timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
-            _add(counts.other, _UNTIMED, frame.height - timed.height)
-        ends = timed["end"]
-        check_clock(tables.path, timed["start"])
-        check_clock(tables.path, ends.filter(ends != NO_NUMBER) if may_be_open else ends)
+            add_count(counts.other, _UNTIMED, frame.height - timed.height)
+        on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
+        recorded, timed = timed.height, timed.filter(*on_a_clock)
+        add_count(counts.damage.untimed, what, recorded - timed.height)
         backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
         if may_be_open:  # a mark has no end
             backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
-        _add(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
+        add_count(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
         yield timed
 
 
@@ -234,6 +254,8 @@ def _calls(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFra
     wanted = ["start", "end", "globalTid", "correlationId", "nameId"]
     if not _has(tables, table, wanted):
         return empty(CALL_SCHEMA)
+    texts = [name for name in wanted if name == "nameId" and tables.is_text(table, name)]
+    wanted = [name for name in wanted if name not in texts]
     parts = [
         frame.select(
             pl.col("start").alias("start_ns"),
@@ -244,7 +266,7 @@ def _calls(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFra
             _number("correlationId").alias("correlation"),
             pl.lit(None, pl.Int64).alias("external"),
         )
-        for frame in _timed(tables, table, wanted, [], what=CALLS, counts=counts)
+        for frame in _timed(tables, table, wanted, texts, what=CALLS, counts=counts)
     ]
     return pl.concat([empty(CALL_SCHEMA), *parts])
 
@@ -262,11 +284,13 @@ def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.Da
     if not _has(tables, table, ["start", "end"]):
         return
     present = set(tables.columns(table))
-    names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in present][:1]
+    names = [name for name in (*_NAMES, "copyKind", "graphId") if name in present]
+    texts = [name for name in names if name in _NAMES and tables.is_text(table, name)]
     optional = ["deviceId", "streamId", "correlationId", "globalPid", "graphNodeId"]
-    wanted = ["start", "end", *(name for name in (*optional, *DETAILS) if name in present), *names]
+    wanted = ["start", "end", *(name for name in (*optional, *DETAILS) if name in present)]
+    wanted += [name for name in names if name not in texts]
     absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
-    for frame in _timed(tables, table, wanted, [], what=WORK, counts=counts):
+    for frame in _timed(tables, table, wanted, texts, what=WORK, counts=counts):
         if table == _COPIES and "bytes" in present:
             device = _number("deviceId").fill_null(-1) if "deviceId" in present else pl.lit(-1, pl.Int64)
             counts.copies.append(
@@ -276,13 +300,13 @@ def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.Da
 
 
 def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
-    names = [name for name in ("demangledName", "shortName", "copyKind", "graphId") if name in frame.columns]
+    names = [name for name in _NAMES if name in frame.columns]
     if kind == "kernel" and names:
-        name = _looked_up(frame, names[0], strings, WORK, counts)
-    elif kind == "memcpy" and "copyKind" in names:
+        name = _best_name(frame, names, strings, counts)
+    elif kind == "memcpy" and "copyKind" in frame.columns:
         copies = pl.col("copyKind").replace_strict(_COPY_NAMES, default="other", return_dtype=pl.String)
         name = frame.select(pl.format("Memcpy {}", copies).alias("name")).to_series()
-    elif kind == "graph" and "graphId" in names:
+    elif kind == "graph" and "graphId" in frame.columns:
         name = frame.select(pl.format("CUDA graph {}", "graphId").alias("name")).to_series()
     else:
         name = pl.Series("name", [kind.capitalize()]).new_from_index(0, frame.height)
@@ -318,7 +342,7 @@ def _ranges(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> tuple[pl.
         ranges, written = operators_apart(_ranges_of(chosen, strings, counts))
         parts.append(ranges)
         operators.append(written)
-    _add(counts.other, "NVTX marks and others", others)
+    add_count(counts.other, "NVTX marks and others", others)
     return pl.concat([empty(RANGE_SCHEMA), *parts]), pl.concat([empty(OPERATOR_SCHEMA), *operators])
 
 
@@ -360,14 +384,49 @@ def _devices(tables: Tables) -> dict[int, str]:
     return {number: name for number, name in found.items() if number != NO_NUMBER}
 
 
+def _remarks(tables: Tables) -> tuple[str, ...]:
+    """What nsys itself warns of in this capture, each sentence once."""
+    table = "DIAGNOSTIC_EVENT"
+    if not _has(tables, table, ["severity", "text"]):
+        return ()
+    frame = _whole(tables, table, ["severity"], ["text"])
+    grave = _decoded(frame.filter(pl.col("severity").is_in(_GRAVE))["text"])
+    return tuple(dict.fromkeys(" ".join(printable(text).split())[:_LONGEST_REMARK] for text in grave.to_list() if text))
+
+
+def _traced(tables: Tables) -> frozenset[str]:
+    """What nsys was asked to trace (`cuda`, `nvtx`), where the capture says it."""
+    return frozenset(
+        kind for kind in ("cuda", "nvtx") if any(
+            name.endswith(f"COLLECT_{kind.upper()}_TRACE") and value.lower() == "true"
+            for name, value in _metadata(tables, "META_DATA_CAPTURE").items()
+        )
+    )  # fmt: skip
+
+
+def _why_no_cuda(remarks: tuple[str, ...], traced: frozenset[str]) -> str:
+    """What nsys says of CUDA, or else of anything; without a word of it, the advice that was not followed yet."""
+    said = [remark for remark in remarks if "cuda" in remark.lower()] or list(remarks)
+    if said:
+        return "nsys says: " + " ".join(remark if remark.endswith((".", "?", "!")) else f"{remark}." for remark in said)
+    if "cuda" in traced:
+        return "nsys was asked to trace CUDA and saw none: look whether the process that it followed uses the GPU"
+    return "capture with `nsys profile --trace=cuda,nvtx`"
+
+
+def _metadata(tables: Tables, table: str) -> dict[str, str]:
+    if not _has(tables, table, ["name", "value"]):
+        return {}
+    frame = _whole(tables, table, [], ["name", "value"])
+    return dict(zip(_decoded(frame["name"]).to_list(), _decoded(frame["value"]).to_list(), strict=True))
+
+
 def _recorder(tables: Tables) -> str | None:
     for table in ("META_DATA_CAPTURE", "META_DATA_EXPORT"):
-        if _has(tables, table, ["name", "value"]):
-            frame = _whole(tables, table, [], ["name", "value"])
-            facts = dict(zip(_decoded(frame["name"]).to_list(), _decoded(frame["value"]).to_list(), strict=True))
-            for key in ("NSYS_VERSION", "EXPORT_NSYS_VERSION", "EXPORT_VERSION", "PRODUCT_VERSION"):
-                if key in facts:
-                    return printable(f"nsys {facts[key]}"[:80])
+        facts = _metadata(tables, table)
+        for key in ("NSYS_VERSION", "EXPORT_NSYS_VERSION", "EXPORT_VERSION", "PRODUCT_VERSION"):
+            if key in facts:
+                return printable(f"nsys {facts[key]}"[:80])
     return None
 
 

@@ -28,12 +28,26 @@ _BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSEr
 """Damage that polars does not foresee makes it panic."""
 
 
+_KNOWN = (
+    "start", "end", "globalTid", "globalPid", "correlationId", "nameId", "deviceId", "streamId", "graphNodeId",
+    "graphId", "demangledName", "shortName", "mangledName", "copyKind", "bytes", "srcKind", "dstKind", "gridX",
+    "gridY", "gridZ", "blockX", "blockY", "blockZ", "registersPerThread", "eventType", "text", "textId", "id",
+    "value", "name", "cuDevice", "severity",
+)  # fmt: skip
+_SPELLED = {name.casefold(): name for name in _KNOWN}
+"""Columns that readers ask for. Tools that write exports anew spell tables and columns in other cases."""
+
+
 class Tables(Protocol):
-    """Where the tables of an export lie."""
+    """Where the tables of an export lie. Their names and those of their columns count whatever their case."""
 
     path: Path
 
     def columns(self, table: str) -> tuple[str, ...]: ...
+
+    def is_text(self, table: str, column: str) -> bool:
+        """Whether a column holds texts themselves, where other exports hold their ids."""
+        ...
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]: ...
 
@@ -63,10 +77,14 @@ class SqliteTables:
         self._columns: dict[str, tuple[str, ...]] = {}
         if described.height:
             for table, column in described.iter_rows():
-                self._columns[utf8(table)] = (*self.columns(utf8(table)), utf8(column))
+                self._columns[utf8(table).casefold()] = (*self.columns(utf8(table)), _spelled(utf8(column)))
 
     def columns(self, table: str) -> tuple[str, ...]:
-        return self._columns.get(table, ())
+        return self._columns.get(table.casefold(), ())
+
+    def is_text(self, table: str, column: str) -> bool:
+        kind = self._query(f'SELECT typeof("{column}") AS t FROM "{table}" WHERE "{column}" IS NOT NULL LIMIT 1')
+        return bool(kind.height) and kind.item() == "text"
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
         """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
@@ -123,26 +141,32 @@ class ParquetTables:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._files = {file.stem: file for file in path.glob("*.parquet")}
+        self._files = {file.stem.casefold(): file for file in path.glob("*.parquet")}
 
     def columns(self, table: str) -> tuple[str, ...]:
-        if table not in self._files:
+        if table.casefold() not in self._files:
             return ()
         try:
             return tuple(self._schema(table))
         except _BROKEN_PARQUET as error:
-            with self._files[table].open("rb") as file:
-                check_no_pointer(self._files[table], file.read(64))
-            raise InputError(f"{self._files[table]}: cannot be read as parquet: {one_line(error)}") from None
+            with self._files[table.casefold()].open("rb") as file:
+                check_no_pointer(self._files[table.casefold()], file.read(64))
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
+
+    def is_text(self, table: str, column: str) -> bool:
+        dtype = self._schema(table)[column]
+        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
 
     def _schema(self, table: str) -> dict[str, pl.DataType]:
         with _panics_unheard():
-            return pl.read_parquet_schema(self._files[table])
+            schema = pl.read_parquet_schema(self._files[table.casefold()])
+        return {_spelled(name): dtype for name, dtype in schema.items()}
 
     def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
         try:
             schema = self._schema(table)
-            scan = pl.scan_parquet(self._files[table]).select(
+            scan = pl.scan_parquet(self._files[table.casefold()]).rename(_spelled)
+            scan = scan.select(
                 *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
                 *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
             )
@@ -150,7 +174,7 @@ class ParquetTables:
                 frame = scan.collect()
             yield frame
         except _BROKEN_PARQUET as error:
-            raise InputError(f"{self._files[table]}: cannot be read: {one_line(error)}") from None
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read: {one_line(error)}") from None
 
 
 @contextmanager
@@ -168,6 +192,11 @@ def _panics_unheard() -> Generator[None]:
     finally:
         os.dup2(kept, 2)
         os.close(kept)
+
+
+def _spelled(column: str) -> str:
+    """A column's name as readers ask for it."""
+    return _SPELLED.get(column.casefold(), column)
 
 
 def _integers(name: str, dtype: pl.DataType) -> pl.Expr:

@@ -45,6 +45,7 @@ def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         pl.when(backward & pl.col("sequence").is_not_null()).then(pl.lit(1, pl.Int64)).alias("forward_thread"),
         pl.col("shapes").cast(pl.Categorical()),
         pl.lit(None, pl.Categorical()).alias("dtypes"),
+        pl.lit(None, pl.Categorical()).alias("values"),
     )
 
 

@@ -164,6 +164,18 @@ def cache_given_back(run: Run) -> Finding | None:
     )
 
 
+def config_not_followed(run: Run) -> Finding | None:
+    """[27] What the config.json of a model asks for, and its step does not do."""
+    if not run.evidence.unmet:
+        return None
+    return warning(
+        "config-not-followed",
+        f"Of the model's config.json, {'. '.join(run.evidence.unmet)}.",
+        remedy="say the option that it names, or take the figures for what was made",
+        evidence={"sentences": len(run.evidence.unmet)},
+    )
+
+
 def peak_unknown(run: Run) -> Finding | None:
     """[17] Without a known peak there is no utilisation."""
     environment = run.environment

@@ -14,6 +14,7 @@ from stepscope.core.own_workload import DrivenWorkload, OwnWorkload, WatchedWork
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
+from stepscope.core.shown_text import printable
 from stepscope.core.workload import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer
 
 _MODES: dict[Compile, dict[str, bool]] = {
@@ -105,6 +106,24 @@ def part_mismatch(run: Run) -> Finding | None:
     if isinstance(workload, OwnWorkload):
         parts = dict.fromkeys(found.part for found in run.evidence.parts if found.replaced)
     return next((found for part in parts if (found := _part_mismatch(run, workload, part)) is not None), None)
+
+
+def part_left(run: Run) -> Finding | None:
+    """[27] Modules of a user's model that other kernels were to compute, and that kept their own code."""
+    left = [found for found in run.evidence.parts if found.modules and not found.replaced]
+    if not left:
+        return None
+    first = left[0]
+    others = "".join(f"; nor {one.modules} {one.type} ({one.part} {one.kernels}): {one.why}" for one in left[1:])
+    return warning(
+        "part-left",
+        printable(
+            f"{first.part} {first.kernels} was asked for, and did not replace {first.modules} {first.type}: {first.why}"
+            f"{others}."
+        ),
+        remedy=f"compare it as what it is, or leave out {', '.join(dict.fromkeys(f'--{one.part}' for one in left))}",
+        evidence={"part": first.part, "asked": first.kernels, "modules": first.modules, "where": first.where},
+    )
 
 
 def _part_mismatch(run: Run, workload: DrivenWorkload, part: Part) -> Finding | None:

@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from stepscope.analysis.roofline.calls import Operand, promoted
-from stepscope.analysis.roofline.rules import OPERATOR_WORK_RULES, OperatorRule
-from stepscope.analysis.roofline.work import is_product, operator_rule, operator_work
 from stepscope.core.work import Convention, Work
+from stepscope.work.operators.calls import Operand, promoted
+from stepscope.work.operators.count import is_product, operator_rule, operator_work
+from stepscope.work.operators.rules import OPERATOR_WORK_RULES, OperatorRule
 
 SQUARE = 2 * 12 * 512 * 512
 """Scores of the attention examples: batch 2, 12 heads, 512 queries and keys, head_dim 64."""
@@ -19,6 +19,23 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "bmm": (2 * 48 * 512 * 512 * 64, 2 * 48 * 512 * 64 * 4, 48 * 512 * 512 * 4),
     "addmm": (2 * 2048 * 3072 * 768, (2048 * 768 + 768 * 3072 + 3072) * 2, 2048 * 3072 * 2),
     "_scaled_mm": (2 * 32 * 16 * 64, 32 * 64 + 64 * 16 + 4 + 4, 32 * 16),
+    "addbmm": (2 * 4 * 16 * 8 * 32, (4 * 16 * 32 + 4 * 32 * 8 + 16 * 8) * 4, 16 * 8 * 4),
+    "addr": (2 * 16 * 8, (16 * 8 + 16 + 8) * 4, 16 * 8 * 4),
+    "_int_mm": (2 * 32 * 16 * 64, 32 * 64 + 64 * 16, 32 * 16 * 4),
+    # 512 rows, divided among 8 experts of 64 x 96.
+    "_grouped_mm": (2 * 512 * 64 * 96, (512 * 64 + 8 * 64 * 96) * 2 + 8 * 4, 512 * 96 * 2),
+    "_foreach_mm": (2 * (8 * 4 * 16 + 2 * 3 * 5), (32 + 6 + 64 + 15) * 4, (8 * 16 + 2 * 5) * 4),
+    "linear": (2 * 64 * 32 * 8, (64 * 32 + 8 * 32 + 8) * 4, 64 * 8 * 4),
+    "mkl::_mkl_linear": (2 * 64 * 32 * 8, (64 * 32 + 8 * 32 + 8) * 4, 64 * 8 * 4),
+    "_weight_int8pack_mm": (2 * 16 * 64 * 32, 16 * 64 * 2 + 32 * 64 + 32 * 2, 16 * 32 * 2),
+    # 4 * 8 * 32 * 4 numbers of 32 bits hold eight weights each: 32 rows of 1,024.
+    "_weight_int4pack_mm": (2 * 16 * 1024 * 32, 16 * 1024 * 2 + 32 * 1024 // 2 + 8 * 32 * 2 * 2, 16 * 32 * 2),
+    "mkldnn_linear_backward_input": (2 * 64 * 8 * 32, (64 * 8 + 8 * 32) * 4, 64 * 32 * 4),
+    "mkldnn_linear_backward_weights": (2 * 64 * 8 * 32, (64 * 8 + 64 * 32) * 4, 8 * 32 * 4),
+    # A weight of 32 x 64 of which half is kept.
+    "_sparse_semi_structured_linear": (2 * 16 * 32 * 32, (16 * 64 + 32 * 32 + 32 * 4) * 2, 32 * 16 * 2),
+    "_sparse_semi_structured_mm": (2 * 32 * 32 * 16, (32 * 32 + 32 * 4 + 64 * 16) * 2, 32 * 16 * 2),
+    "_sparse_semi_structured_addmm": (2 * 32 * 32 * 16, (32 + 32 * 32 + 32 * 4 + 64 * 16) * 2, 32 * 16 * 2),
     # Two products of 2 * 64 FLOPs a score; half of the square. With a bias of one number a score, all of it.
     "_scaled_dot_product_flash_attention": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     "_scaled_dot_product_efficient_attention": (SQUARE * 2 * 2 * 64, 3 * ROWS * 4 + SQUARE * 4, ROWS * 4),
@@ -26,6 +43,14 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "_flash_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     "_efficient_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 4, ROWS * 4),
     "_cudnn_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    # Recorded as not causal: the whole square.
+    "scaled_dot_product_attention": (SQUARE * 2 * 2 * 64, 3 * ROWS * 2, ROWS * 2),
+    "_scaled_dot_product_fused_attention_overrideable": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    "_flash_attention_forward_no_dropout_inplace": (SQUARE * 2 * 2 * 64, 3 * ROWS * 2, ROWS * 2),
+    "flash_attn::_flash_attn_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    # Two sequences of 512 in one row of 1,024.
+    "flash_attn::_flash_attn_varlen_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
+    "flash_attn_3::fwd": (SQUARE * 2 * 2 * 64, 3 * ROWS * 2, ROWS * 2),
     # Five products; do, q, k, v, o and a log-sum-exp a row read, dq, dk, dv written.
     "stepscope::flash_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     "stepscope::flash_attention_backward":
@@ -34,6 +59,12 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
         (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
     "_scaled_dot_product_flash_attention_for_cpu_backward":
         (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 4 + ROWS // 64 * 4, 3 * ROWS * 4),
+    "_scaled_dot_product_fused_attention_overrideable_backward":
+        (SQUARE * 5 * 2 * 64, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "flash_attn::_flash_attn_backward":
+        (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "flash_attn::_flash_attn_varlen_backward": (SQUARE * 5 * 2 * 64, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
+    "flash_attn_3::bwd": (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
     "_flash_attention_backward": (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 2 + ROWS // 64 * 4, 3 * ROWS * 2),
     "_scaled_dot_product_efficient_attention_backward":
         (SQUARE * 5 * 2 * 64 // 2, 5 * ROWS * 4 + ROWS // 64 * 4, 3 * ROWS * 4),
@@ -87,21 +118,37 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "convolution": (2 * 8 * 32 * 32 * 432, (8 * 3 * 1024 + 432) * 4, 8 * 16 * 1024 * 4),
     "cudnn_convolution": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 2, 8 * 16 * 256 * 2),
     "miopen_convolution": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 2, 8 * 16 * 256 * 2),
+    "cudnn_convolution_relu": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 2, 8 * 16 * 256 * 2),
+    "cudnn_convolution_add_relu": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 2, 8 * 16 * 256 * 2),
+    "_slow_conv2d_forward": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 4, 8 * 16 * 256 * 4),
+    "_nnpack_spatial_convolution": (2 * 8 * 16 * 16 * 432, (8 * 3 * 1024 + 432) * 4, 8 * 16 * 256 * 4),
+    # Transposed, the weight goes over the 14 x 14 places of the input: (14 - 1) * 2 - 2 + 3 + 1 = 28 on a side, and in
+    # two groups 4 filters each. With windows of 2 x 2: 13 * 2 + 2 = 28.
+    "cudnn_convolution_transpose":
+        (2 * 8 * 14 * 14 * 16 * 4 * 9, (8 * 16 * 196 + 16 * 4 * 9) * 2, 8 * 8 * 28 * 28 * 2),
+    "miopen_convolution_transpose":
+        (2 * 8 * 14 * 14 * 16 * 8 * 4, (8 * 16 * 196 + 16 * 8 * 4) * 2, 8 * 8 * 28 * 28 * 2),
+    "slow_conv_transpose2d": (2 * 8 * 14 * 14 * 16 * 8 * 4, (8 * 16 * 196 + 16 * 8 * 4) * 4, 8 * 8 * 28 * 28 * 4),
+    "_slow_conv2d_backward": (2 * 8 * 32 * 32 * 432, (8 * 16 * 1024 + 8 * 3 * 1024) * 4, 432 * 4),
     "_conv_depthwise2d": (2 * 8 * 32 * 32 * 16 * 9, (8 * 16 * 1024 + 16 * 9) * 4, 8 * 16 * 1024 * 4),
     # The picture needs no gradient: that of the weight alone.
     "convolution_backward": (2 * 8 * 32 * 32 * 432, (8 * 16 * 1024 + 8 * 3 * 1024) * 4, 432 * 4),
 }  # fmt: skip
 
 
-def work_of(operator: str, shapes: list, dtypes: list[str], **more: int) -> Work | None:
-    return operator_work(f"aten::{operator}", json.dumps(shapes), json.dumps(dtypes), **more)  # type: ignore[arg-type]
+def work_of(
+    operator: str, shapes: list, dtypes: list[str], values: list[str] | None = None, **more: int
+) -> Work | None:  # fmt: skip
+    name = operator if "::" in operator else f"aten::{operator}"
+    said = json.dumps(values) if values is not None else None
+    return operator_work(name, json.dumps(shapes), json.dumps(dtypes), values=said, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("rule", OPERATOR_WORK_RULES, ids=lambda rule: rule.example.operator)
 def test_each_rule_counts_its_example_as_one_does_by_hand(rule: OperatorRule):
     example = rule.example
     assert operator_rule(example.operator) is rule, "an earlier rule hides this one"
-    work = operator_work(example.operator, example.shapes, example.dtypes, list_element_bytes=4)
+    work = operator_work(example.operator, example.shapes, example.dtypes, values=example.values, list_element_bytes=4)
     assert work is not None
     flops, read, written = BY_HAND[example.operator.removeprefix("aten::")]
     assert (work.flops, work.bytes_read, work.bytes_written) == (flops, read, written)
@@ -132,16 +179,18 @@ CONVOLUTION = ["float", "float", "", "ScalarList", "ScalarList", "ScalarList", "
 
 def test_a_convolution_counts_its_groups_gaps_and_windows():
     """64 channels in 4 groups, a window of 3 with gaps of 2: (30 + 2 - 4 - 1) / 3 + 1 = 10 places."""
-    shapes = [[2, 64, 30], [32, 16, 3], [], [3], [1], [2], [], [0], []]
-    work = work_of("convolution", shapes, CONVOLUTION)
+    shapes = [[2, 64, 30], [32, 16, 3], *[[]] * 7]
+    work = work_of("convolution", shapes, CONVOLUTION, ["", "", "", "[3]", "[1]", "[2]", "False", "[0]", "4"])
     assert work and work.flops == 2 * (2 * 10) * 32 * 16 * 3
     assert work.bytes_written == 2 * 32 * 10 * 4
 
 
-@pytest.mark.parametrize("stride", [[], [1, 1, 1], [0]])
-def test_a_convolution_whose_output_is_not_known_has_no_work(stride: list[int]):
-    shapes = [[2, 64, 30, 30], [32, 64, 3, 3], [], stride, [1, 1], [1, 1], [], [0], []]
-    assert work_of("convolution", shapes, CONVOLUTION) is None
+@pytest.mark.parametrize("stride", ["", "[]", "[1, 1, 1]", "[0]", "[-1]", "[one]"])
+def test_a_convolution_whose_output_is_not_known_has_no_work(stride: str):
+    shapes = [[2, 64, 30, 30], [32, 64, 3, 3], *[[]] * 7]
+    values = ["", "", "", stride, "[1, 1]", "[1, 1]", "False", "[0, 0]", "1"]
+    assert work_of("convolution", shapes, CONVOLUTION, values) is None
+    assert work_of("convolution", shapes, CONVOLUTION) is None, "without values"
 
 
 def test_backward_of_a_convolution_takes_both_gradients_where_nothing_else_is_said():
@@ -217,6 +266,12 @@ def test_flash_attention_over_documents_has_no_work():
         ("add", [[2, 3], [4, 3], []], ["float", "float", "Scalar"]),  # these do not broadcast
         ("mul", [[4, 512], []], ["long int", "Scalar"]),  # the number may make it floating
         ("max", [[4, 4], [4, 4]], ["float", "float"]),  # of two tensors: no reduction
+        ("where", [[4, 4]], ["bool"]),  # the places where it holds, as routing to experts asks
+        ("where", [[], [4]], ["Scalar", "float"]),
+        ("_grouped_mm", [[8, 4], [4, 8], [], [], []], ["float", "float", "", "", ""]),  # into how many groups?
+        ("_foreach_mm", [[[2, 3]], [[3, 2], [3, 2]]], ["TensorList", "TensorList"]),
+        ("convolution", [[2], [2], [], [], [], [], [], [], []], ["float", "float", *[""] * 7]),
+        ("_weight_int4pack_mm", [[4, 7], [3, 3], [], []], ["float", "int", "Scalar", "float"]),
         ("index_select", [[4, 4, 4], [], [2]], ["float", "Scalar", "long int"]),
         ("_foreach_mul_", [[], []], ["TensorList", "Scalar"]),  # too long a list to be recorded
         ("_flash_attention_forward", [[512, 4, 64]] * 3 + [[3], [3], [], []],

@@ -5,9 +5,10 @@ not recorded, is left out. Views are taken for dense, since strides are not reco
 less than counted. Whatever the record leaves open raises Unknown.
 """
 
-import math
-
-from stepscope.analysis.roofline.calls import (
+from stepscope.core.work import CausalConvention, Work
+from stepscope.work import operations
+from stepscope.work.operations import elementwise_work
+from stepscope.work.operators.calls import (
     ELEMENT_BYTES,
     Operand,
     OperatorCall,
@@ -16,151 +17,6 @@ from stepscope.analysis.roofline.calls import (
     broadcast,
     promoted,
 )
-from stepscope.core.work import CausalConvention, Work
-from stepscope.work import operations
-from stepscope.work.operations import AttentionSizes, elementwise_work
-
-
-# Products. (.., m, k) x (.., k, n); a vector is a matrix of one column, or row. A bias is read and its sum not counted,
-# as in model FLOPs; beta is not recorded and taken not to be 0.
-def product_work(call: OperatorCall, _: CausalConvention, *, first: int = 0, bias: int | None = None) -> Work:
-    a, b = call.tensor(first), call.tensor(first + 1)
-    added = call.optional(bias) if bias is not None else None
-    if not a.shape or not b.shape or len(a.shape) > 3 or len(b.shape) > 3:
-        raise Unknown
-    a_shape = a.shape if len(a.shape) > 1 else (1, *a.shape)
-    b_shape = b.shape if len(b.shape) > 1 else (*b.shape, 1)
-    (*batch, m, k), (*batch_b, k_of_b, n) = a_shape, b_shape
-    if k != k_of_b or batch != batch_b or a.size != b.size:
-        raise Unknown
-    work = operations.matmul_work(m, n, k, a.size, batch=batch[0] if batch else 1)
-    return work + Work(flops=0, bytes_read=added.bytes if added else 0, bytes_written=0)
-
-
-def scaled_product(call: OperatorCall, causal: CausalConvention) -> Work:
-    """The result's dtype is not recorded: one byte an element, as the operands have, is the fewest."""
-    work = product_work(call, causal)
-    extra = sum(found.bytes for found in (call.optional(index) for index in (2, 3, 4)) if found)
-    return work + Work(flops=0, bytes_read=extra, bytes_written=0)
-
-
-# Convolutions. Each element of the output is a product along the input channels of its group and the kernel's sides, so
-# that the FLOPs are those of two numbers for each element of the weight and each place of the output.
-def convolution(call: OperatorCall, _: CausalConvention, *, padding: int, stride: int, dilation: int) -> Work:
-    """`padding`, `stride`, `dilation`: where these lists are. Without them the output's sides are not known."""
-    x, weight = call.tensor(0), call.tensor(1)
-    batch, _channels, *sides = x.shape
-    filters, _channels, *window = weight.shape
-    lists = [call.numbers(index) for index in (padding, stride, dilation)]
-    if len(sides) != len(window) or not sides:
-        raise Unknown
-    pads, strides, dilations = (_each_side(found, len(sides)) for found in lists)
-    if 0 in strides:
-        raise Unknown
-    output = [
-        (side + 2 * pad - gap * (reach - 1) - 1) // step + 1
-        for side, reach, pad, step, gap in zip(sides, window, pads, strides, dilations, strict=True)
-    ]
-    if min(output) < 1:
-        raise Unknown
-    return operations.convolution_work(
-        places=batch * math.prod(output), filters=filters, weight=weight.elements, x=x.elements, size=x.size
-    )
-
-
-def _each_side(numbers: tuple[int, ...] | None, sides: int) -> tuple[int, ...]:
-    if numbers is None or len(numbers) not in (1, sides):
-        raise Unknown
-    return numbers * sides if len(numbers) == 1 else numbers
-
-
-def convolution_backward(call: OperatorCall, _: CausalConvention) -> Work:
-    """A convolution's work for each gradient, of input and weight, that is wanted; both where that was not recorded.
-
-    The bias's gradient, a sum, is not counted.
-    """
-    grad, x, weight = (call.tensor(index) for index in (0, 1, 2))
-    if len(x.shape) < 3 or len(weight.shape) != len(x.shape) or len(grad.shape) != len(x.shape):
-        raise Unknown
-    of_input, of_weight = (call.numbers(10) or (1, 1, 1))[:2]
-    # A transposed convolution's weight has the input's channels first, and goes over the input's places.
-    over = grad if weight.shape[0] == grad.shape[1] else x
-    places = over.shape[0] * math.prod(over.shape[2:])
-    return Work(
-        flops=2 * places * weight.elements * (bool(of_input) + bool(of_weight)),
-        bytes_read=grad.bytes + (weight.bytes if of_input else 0) + (x.bytes if of_weight else 0),
-        bytes_written=(x.bytes if of_input else 0) + (weight.bytes if of_weight else 0),
-    )
-
-
-# Fused attention. Whether it is causal is not in the shapes: without a bias or mask, with as many queries as keys, it
-# is taken to be, as in a decoder's training step; counted half, the FLOPs are a lower bound in any case. With a bias or
-# mask the kernel computes the full square.
-def attention_work(
-    call: OperatorCall,
-    causal: CausalConvention,
-    *,
-    heads_at: int = 1,
-    bias: int | None = None,
-    ragged: int | None = None,
-) -> Work:
-    """`heads_at`: the heads' dimension. `bias`, `ragged`: where a mask, and lengths of ragged sequences, would be."""
-    q, k, v = (_dense(call, index) for index in (0, 1, 2))
-    mask = _mask_bytes(call, bias, ragged)
-    flops = operations.attention_flops(_sizes(q, k, v, heads_at), _convention(q, k, heads_at, mask, causal))
-    # The log-sum-exp of each row, which not every backend writes, is left out: one number beside head_dim of them.
-    written = q.elements // q.shape[-1] * v.shape[-1] * q.size
-    return Work(flops=flops, bytes_read=q.bytes + k.bytes + v.bytes + mask, bytes_written=written)
-
-
-def attention_backward(
-    call: OperatorCall,
-    causal: CausalConvention,
-    *,
-    heads_at: int = 1,
-    bias: int | None = None,
-    operands: int = 1,
-    out: int = 4,
-    sums: int = 5,
-    ragged: int | None = None,
-) -> Work:
-    """`operands`: where q is, k and v after it; `out`, `sums`: the output and the log-sum-exp."""
-    grad, q, k, v = (_dense(call, index) for index in (0, operands, operands + 1, operands + 2))
-    mask = _mask_bytes(call, bias, ragged)
-    flops = operations.attention_backward_flops(_sizes(q, k, v, heads_at), _convention(q, k, heads_at, mask, causal))
-    operand_bytes = q.bytes + k.bytes + v.bytes
-    read = grad.bytes + operand_bytes + call.tensor(out).bytes + call.tensor(sums).bytes + mask
-    return Work(flops=flops, bytes_read=read, bytes_written=operand_bytes)
-
-
-def _dense(call: OperatorCall, index: int) -> Operand:
-    found = call.tensor(index)
-    if len(found.shape) != 4 or not found.elements:
-        raise Unknown
-    return found
-
-
-def _mask_bytes(call: OperatorCall, bias: int | None, ragged: int | None) -> int:
-    lengths = call.optional(ragged) if ragged is not None else None
-    if lengths is not None and lengths.elements:  # sequences of several lengths in one batch
-        raise Unknown
-    mask = call.optional(bias) if bias is not None else None
-    return mask.bytes if mask is not None and mask.shape else 0
-
-
-def _sizes(q: Operand, k: Operand, v: Operand, heads_at: int) -> AttentionSizes:
-    """Keys and values may have fewer heads than queries."""
-    rows_at = 3 - heads_at
-    if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
-        raise Unknown
-    return AttentionSizes(
-        batch=q.shape[0], heads=q.shape[heads_at], queries=q.shape[rows_at], keys=k.shape[rows_at],
-        head_dim=q.shape[3], value_dim=v.shape[3],
-    )  # fmt: skip
-
-
-def _convention(q: Operand, k: Operand, heads_at: int, mask: int, causal: CausalConvention) -> CausalConvention:
-    return causal if not mask and q.shape[3 - heads_at] == k.shape[3 - heads_at] else "full"
 
 
 # Pointwise. `operands` leading arguments are read, the result is written; names with a last underscore write the first.
@@ -186,7 +42,7 @@ def pointwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: 
     )  # fmt: skip
 
 
-def _result_dtype(call: OperatorCall, given: tuple, tensors: list[Operand], result: str) -> str:
+def _result_dtype(call: OperatorCall, given: tuple[object, ...], tensors: list[Operand], result: str) -> str:
     if result == "bool":
         return "bool"
     floating = any(found.is_floating for found in tensors)
