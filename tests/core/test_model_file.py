@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stepscope.analysis.runs.checks import check_run
@@ -52,6 +53,21 @@ MADE = "is not followed: parameters are made in"
             {"dtype": "bfloat16", "quantization_config": {"quant_method": "mxfp4", "dtype": "float16"}}, "bf16-pure",
             [f"quantization_config mxfp4 {MADE} bfloat16, not quantised"],
         ),
+        ({"dtype": "float", "torch_dtype": ""}, "bf16", []),
+        ({"dtype": "half"}, "fp32", [f"dtype half {MADE} float32; no option makes them float16, and --dtype fp16"]),
+        ({"dtype": "bfloat16"}, "fp8", []),
+        ({"dtype": "float32"}, "fp8-row", [f"dtype float32 {MADE} bfloat16"]),
+        (
+            {"dtype": "bfloat16", "text_config": {"dtype": "torch.bfloat16"}}, "fp32",
+            [f"dtype bfloat16 and text_config.dtype torch.bfloat16 are{MADE[2:]} float32; --dtype bf16-pure makes"],
+        ),
+        (
+            {"dtype": {"": "float32", "text_config": "bfloat16", "vision_config": "float16"}}, "bf16-pure",
+            [f"dtype float32 {MADE} bfloat16; --dtype fp32", f"dtype.vision_config float16 {MADE} bfloat16; no option"],
+        ),
+        ({"dtype": "bf16\n\x1b[31m"}, "fp32", [rf"dtype bf16 \u001b[31m {MADE}"]),
+        ({"vocabulary_map": {"dtype": 4}, "label2id": {"torch_dtype": 0}}, "fp32", []),
+        ({"compression_config": {"quant_method": "awq"}}, "fp32", [f"compression_config awq {MADE} float32, not"]),
         ({"gradient_checkpointing": True}, "fp32", ["gradient_checkpointing is not followed: --checkpointing every-1"]),
     ],
 )  # fmt: skip
@@ -62,8 +78,20 @@ def test_what_is_not_followed_is_said(tmp_path: Path, fields: dict[str, Any], dt
 
 
 def test_what_is_passed_over_is_what_is_said(tmp_path: Path):
-    fields = {**TEXT, "dtype": "bfloat16", "text_config": {"torch_dtype": "float16", "layers": [{"dtype": 1}]}}
-    assert without_options(fields) == {**TEXT, "text_config": {"layers": [{"dtype": 1}]}}
+    tokens = {"vocabulary_map": {"dtype": 4}}  # as of Emu3, whose tokens are words
+    fields = {
+        **TEXT,
+        **tokens,
+        "dtype": "bfloat16",
+        "text_config": {"torch_dtype": "float16", "layers": [{"dtype": 1}]},
+    }
+    assert without_options(fields) == {**TEXT, **tokens, "text_config": {"layers": [{"dtype": 1}]}}
+
+
+def test_an_argument_in_place_of_a_field_is_not_passed_over_either(tmp_path: Path):
+    asked = workload(tmp_path, {**TEXT, "text_config": {"dtype": "float16"}})
+    asked = msgspec.structs.replace(asked, arguments={"text_config": {"dtype": "bfloat16"}})
+    assert [sentence[:26] for sentence in unmet(asked)] == ["text_config.dtype bfloat16"]
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "{", "null"])

@@ -161,9 +161,10 @@ def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]
     and for any where no such model is named."""
     if written and own is None:
         raise InputError(_ARG_ALONE)
+    arguments = _one_value_each(written)
     if own is not None:
-        _say_unmet(OwnWorkload(factory=own, model=OwnModel(name="")))
-    return _one_value_each(written)
+        _say_unmet(OwnWorkload(factory=own, model=OwnModel(name=""), arguments=arguments))
+    return arguments
 
 
 def _one_value_each(written: Sequence[str]) -> dict[str, Any]:

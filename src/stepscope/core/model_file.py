@@ -9,15 +9,21 @@ from typing import Any, cast
 from stepscope.core.bounded_file import read_document
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnWorkload
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.shown_text import name_shown
 
-BY_OPTIONS = ("dtype", "torch_dtype", "quantization_config", "gradient_checkpointing")
+_DTYPE = ("dtype", "torch_dtype")
+_QUANTISED = ("quantization_config", "compression_config")
+BY_OPTIONS = (*_DTYPE, *_QUANTISED, "gradient_checkpointing")
 """Fields of a configuration that a step does not take from there, in whatever part of it they stand."""
 
-_WEIGHTS = {"bf16-pure": "bfloat16", "bf16-master": "bfloat16"}
-"""The dtype of parameters where it is not fp32, by the option `--dtype`."""
+_SPELLED = {"float": "float32", "fp32": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16",
+            "double": "float64"}  # fmt: skip
+"""PyTorch's other names of its dtypes, and those that people write."""
 _NEAREST = {
     "bfloat16": "--dtype bf16-pure makes them bfloat16",
     "float16": "no option makes them float16, and --dtype fp16 multiplies in it",
+    "float32": "--dtype fp32 keeps them",
 }
 
 
@@ -26,46 +32,56 @@ def without_options(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: without_options(cast("dict[str, Any]", value)) if isinstance(value, dict) else value
         for name, value in fields.items()
-        if name not in BY_OPTIONS
+        if name not in BY_OPTIONS or _is_token(value)
     }
 
 
+def _is_token(value: object) -> bool:
+    """Whether a value is the number of a token or a label, which may have any name, as in `label2id`."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def unmet(workload: AnyWorkload) -> tuple[str, ...]:
-    """What the config.json of a workload's model asks for and its step does not do, a sentence each; none where the
-    model comes from elsewhere, or the file cannot be read, which whoever makes the model says."""
+    """What the config.json of a workload's model, or an argument in its place, asks for and its step does not do, a
+    sentence each; none where the model comes from elsewhere, or the file cannot be read, which whoever makes the model
+    says."""
     if not isinstance(workload, OwnWorkload) or not is_configuration(workload.factory):
         return ()
     try:
         fields = json.loads(read_document(Path(workload.factory)))
     except (OSError, ValueError, RecursionError):
         return ()
-    return tuple(_unmet(cast("dict[str, Any]", fields), workload.dtype)) if isinstance(fields, dict) else ()
+    return tuple(_unmet({**fields, **workload.arguments}, workload.dtype)) if isinstance(fields, dict) else ()
 
 
-def _unmet(fields: dict[str, Any], dtype: str) -> Iterator[str]:
-    made = _WEIGHTS.get(dtype, "float32")
-    asked = {
-        str(value).removeprefix("torch."): f"{path} {value}"
-        for path, value in _found(fields, ("dtype", "torch_dtype"))
-        if value not in (None, "auto")
-    }
+def _unmet(fields: dict[str, Any], dtype: Dtype) -> Iterator[str]:
+    made = "bfloat16" if PRECISIONS[dtype].weights == 2 else "float32"
+    asked: dict[str, list[str]] = {}
+    for path, value in _found(fields, _DTYPE):
+        if value not in (None, "", "auto"):
+            written = str(value).removeprefix("torch.")
+            asked.setdefault(_SPELLED.get(written, written), []).append(f"{path} {name_shown(str(value))}")
     for name, words in asked.items():
         if name != made:
-            nearest = _NEAREST.get(name, "no option makes them so") if name != "float32" else "--dtype fp32 keeps them"
-            yield f"{words} is not followed: parameters are made in {made}; {nearest}"
-    for path, value in _found(fields, ("quantization_config",)):
+            nearest = _NEAREST.get(name, "no option makes them so")
+            verb = "is" if len(words) == 1 else "are"
+            yield f"{' and '.join(words)} {verb} not followed: parameters are made in {made}; {nearest}"
+    for path, value in _found(fields, _QUANTISED):
         if value:
             methods = [method for _, method in _found({"": value}, ("quant_method",))]
-            words = " ".join(map(str, (path, *methods)))
+            words = name_shown(" ".join(map(str, (path, *methods))))
             yield f"{words} is not followed: parameters are made in {made}, not quantised"
     if any(value for _, value in _found(fields, ("gradient_checkpointing",))):
         yield "gradient_checkpointing is not followed: --checkpointing every-1 runs each block again in backward"
 
 
 def _found(fields: Mapping[str, Any], names: tuple[str, ...], path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of these fields, with their paths, in a configuration and its parts."""
+    """The values of these fields, with their paths, in a configuration and its parts. A dtype may itself be by part."""
     for name, value in fields.items():
-        if name in names:
+        if name in _DTYPE and name in names and isinstance(value, dict):
+            parts = cast("dict[str, Any]", value)
+            yield from ((f"{path}{name}.{part}".rstrip("."), each) for part, each in parts.items())
+        elif name in names and not _is_token(value):
             yield f"{path}{name}", value
         elif isinstance(value, dict) and name not in BY_OPTIONS:
             yield from _found(cast("dict[str, Any]", value), names, f"{path}{name}.")
