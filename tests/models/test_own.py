@@ -602,6 +602,38 @@ def test_no_part_of_a_configuration_has_a_dtype_of_its_own(tmp_path: Path, archi
     assert not any(getattr(part, "gradient_checkpointing", False) for part in own.module.modules())
     assert isinstance(own.module, transformers.PreTrainedModel)
     own.module(**own.batches[0]).loss.backward()
+    if architectures:  # nor of an argument in its place
+        arguments = {"batch_size": 2, "seq_len": 8, "text_config": {**LLAMA, **asked}}
+        own = load_own(configuration(tmp_path, fields), arguments).made
+        assert own is not None and {parameter.dtype for parameter in own.module.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("architectures", ["LlamaForSequenceClassification", ["LlamaForSequenceClassification"]])
+def test_the_class_is_a_field_as_others_are(tmp_path: Path, architectures: Any):
+    pytest.importorskip("transformers")
+    for fields, arguments in (
+        (LLAMA, {"architectures": architectures}),
+        ({**LLAMA, "architectures": architectures}, {}),
+    ):
+        own = load_own(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
+        assert own is not None and type(own.module).__name__ == "LlamaForSequenceClassification"
+
+
+@pytest.mark.parametrize(
+    ("problem", "classes", "shape"),
+    [("multi_label_classification", 3, (2, 3)), ("regression", 1, (2,)), ("regression", 3, (2, 3))],
+)
+def test_labels_are_those_of_the_problem(tmp_path: Path, problem: str, classes: int, shape: tuple[int, ...]):
+    pytest.importorskip("transformers")
+    kind = {
+        "architectures": ["LlamaForSequenceClassification"], "problem_type": problem, "num_labels": classes,
+        "pad_token_id": 0,
+    }  # fmt: skip
+    own = load_own(configuration(tmp_path, {**LLAMA, **kind}), {"batch_size": 2, "seq_len": 8}).made
+    assert own is not None
+    labels = own.batches[0]["labels"]
+    assert labels.is_floating_point() and labels.shape == shape
+    own.module(**own.batches[0]).loss.backward()
 
 
 def test_attention_is_a_field_by_either_name(tmp_path: Path):
@@ -648,6 +680,9 @@ def test_arguments_change_fields_of_the_configuration(tmp_path: Path):
         (LLAMA, {"dtype": "bfloat16"}, "does not take --arg dtype: say --dtype, where bf16-pure has"),
         (LLAMA, {"use_cache": True}, "does not take --arg use_cache: in training no next token needs"),
         (VIT | {"architectures": None}, {}, "has no causal language model: name its class"),
+        (LLAMA, {"model_type": "mistral"}, "does not take --arg model_type: another type has fields of its own"),
+        (LLAMA, {"implementation": "eager"}, "has no field 'implementation'"),
+        ({**LLAMA, "architectures": [3]}, {}, "has the architectures .3.: name one class"),
         ({**LLAMA, "_attn_implementation": "odd"}, {}, "cannot be made with attn_implementation odd .--arg attn_impl"),
         ({**LLAMA, "architectures": None, "attn_implementation": "odd"}, {}, "cannot be made with attn_implementation"),
     ],

@@ -33,7 +33,9 @@ _SAID_ELSEWHERE = {
     "torch_dtype": _OF_DTYPE,
     "quantization_config": "its parameters are made anew, and not quantised",
     "gradient_checkpointing": "say --checkpointing",
+    "compression_config": "its parameters are made anew, and not quantised",
     "use_cache": "in training no next token needs the keys and values",
+    "model_type": "another type has fields of its own: write another file",
 }
 """Fields that no argument changes, and why."""
 
@@ -53,9 +55,10 @@ def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.devi
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name}: {key} is {value!r}: give a whole number from 1 on")
     with printed_to_stderr():
-        config = _config(fields, {key: v for key, v in arguments.items() if key not in sizes}, name)
+        changes = {key: v for key, v in arguments.items() if key not in sizes}
+        config = _config(fields, changes, name)
         with device or contextlib.nullcontext():
-            model = _model(config, fields, name)
+            model = _model(config, {**fields, **changes}.get("architectures"), name)
         length = sizes["seq_len"] if length_is_asked else min(sizes["seq_len"], _positions(config) or SEQ_LEN)
         batches = [_batch(model, config, sizes["batch_size"], length, name) for _ in range(_BATCHES)]
     return OwnModule(name=name, module=model, batches=batches)
@@ -95,12 +98,12 @@ def _config(fields: dict[str, Any], changes: Mapping[str, Any], name: str) -> An
     config_class = transformers.CONFIG_MAPPING[kind]
     with said_of(f"{name} is no configuration of {kind}"):
         usual = config_class()
-    changes = {_ATTENTION if key in _ATTENTION else key: value for key, value in changes.items()}
+    changes = {_ATTENTION if key == _ATTENTION[1:] else key: value for key, value in changes.items()}
     for key in changes:
         if not hasattr(usual, key):
             raise InputError(f"{name} has no field {key!r}: --arg gives batch_size, seq_len or a field of the file")
     with said_of(f"{name} is no configuration of {kind}"):
-        config = config_class.from_dict({**without_options(fields), **changes})
+        config = config_class.from_dict(without_options({**fields, **changes}))
     config.use_cache = False
     return config
 
@@ -112,9 +115,11 @@ def _check_changes(changes: Mapping[str, Any], name: str) -> None:
             raise InputError(f"{name} does not take --arg {key}: {_SAID_ELSEWHERE[key]}")
 
 
-def _model(config: Any, fields: dict[str, Any], name: str) -> Any:
+def _model(config: Any, architectures: Any, name: str) -> Any:
     transformers = _transformers(name)
-    named = (fields.get("architectures") or [None])[0]
+    named = architectures[0] if isinstance(architectures, list) and architectures else architectures or None
+    if not isinstance(named, str | None):
+        raise InputError(f"{name} has the architectures {architectures!r}: name one class")
     if named is None and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"{name} has no causal language model: name its class in `architectures`")
     model_class = transformers.AutoModelForCausalLM.from_config if named is None else getattr(transformers, named, None)
@@ -166,6 +171,11 @@ def _spectrum(config: Any, samples: int, _length: int) -> Tensor:
 
 
 def _classes(config: Any, samples: int, _length: int) -> dict[str, Tensor]:
+    problem = getattr(config, "problem_type", None)
+    if problem == "multi_label_classification":  # each class is one of its own, and its loss takes floating numbers
+        return {"labels": torch.randint(2, (samples, config.num_labels)).float()}
+    if problem == "regression":
+        return {"labels": torch.randn((samples, config.num_labels) if config.num_labels > 1 else (samples,))}
     return {"labels": torch.randint(config.num_labels, (samples,))}
 
 
