@@ -110,8 +110,8 @@ OPTIONS = (
         "A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
         ModelConfig, choices=tuple(PRESETS),
         verbs=(
-            "run", "sweep", "fit", "study compile", "study speed", "study underflow", "study swallowed", "study parity",
-            "study shadow",
+            "run", "sweep", "fit", "tune", "study compile", "study speed", "study underflow", "study swallowed",
+            "study parity", "study shadow",
         ),
     ),
     Option("model", str, MODEL, "The config.json of a Hugging Face model, which gets random weights.",
