@@ -7,13 +7,17 @@ PyTorch's functions: the profiler's own knows the line of a call, but not that o
 
 import contextlib
 import sys
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any, Self
 
 import torch
+from torch import Tensor
 from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_TorchOp, _ProfilerEvent
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity
 
@@ -57,16 +61,51 @@ class _Change:
     place: _Place
 
 
+class _Releases:
+    """When storages from before a recording were released: the profiler tells nothing of what it did not see made."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.time_ns: dict[int, int] = {}
+        """By address. Known once `look` was called."""
+        self._there: dict[int, StorageWeakRef] = {}
+        self._ended: dict[int, int] = {}
+        self._watches: list[weakref.finalize[..., Tensor]] = []
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            address = storage.data_ptr()
+            if storage.nbytes() and address not in self._there:
+                self._there[address] = StorageWeakRef(storage)
+                self._watches.append(weakref.finalize(tensor, self._tensor_ends, address))
+
+    def _tensor_ends(self, address: int) -> None:
+        self._ended[address] = time.time_ns()
+
+    def look(self) -> None:
+        """Find the storages that are gone. One whose tensor is not, as after `parameter.data = ...`, went just now."""
+        now = time.time_ns()
+        for address in [address for address, storage in self._there.items() if storage.expired()]:
+            self.time_ns[address] = self._ended.get(address, now)
+            del self._there[address]
+        self._ended.clear()
+
+    def close(self) -> None:
+        """Look for the last time, and leave nothing on the tensors."""
+        self.look()
+        for watch in self._watches:
+            watch.detach()
+
+
 class ProfilerRecording(Recorder):
-    """A recording on a CPU, of the allocations that the profiler sees."""
+    """A recording on a CPU, of the allocations that the profiler sees. residents: the tensors that are there before."""
 
     node_emitters: tuple[ranges.Emitter, ...] = ()
 
-    def __init__(self, step: Step, sequence: SequenceNotes) -> None:
+    def __init__(self, step: Step, sequence: SequenceNotes, residents: Iterable[Tensor]) -> None:
         self._step, self._sequence = step, sequence
         # Released here, the last step's loss does not end inside this one. The profiler warns of a release whose
         # allocation it did not see.
         step.loss = None
+        self._releases = _Releases(residents)
         self._emitter = _NamedEmitter()
         self.emitters: tuple[ranges.Emitter, ...] = (self._emitter,)
         self._calls = _Calls()
@@ -79,7 +118,7 @@ class ProfilerRecording(Recorder):
         profiler = torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         # A mode round a compiled region would make it compile anew.
         calls = self._calls if not self._step.compiled else contextlib.nullcontext()
-        with profiler, calls:
+        with profiler, calls, contextlib.closing(self._releases):
             yield self
         results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         if results is None:
@@ -87,15 +126,17 @@ class ProfilerRecording(Recorder):
         self._tree = results.experimental_event_tree()
 
     def phase_begins(self, name: str) -> None:
+        self._releases.look()
         self._phases.add(name)
 
     def phase_ends(self, name: str) -> None:
+        self._releases.look()
         if name in (BACKWARD, FORWARD_BACKWARD):
             self._gradients = gradient_bytes(self._step)
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
         resident = notes.resident_sizes
-        changes = list(self._known(self._changes(), dict(resident)))
+        changes = list(self._known(self._with_releases(self._changes(), resident), dict(resident)))
         stacks = StackTable()
         events = [event for change in changes for event in self._events_of(change, stacks)]
         snapshot = {"segments": [], "device_traces": [events], SEGMENTS_BEFORE_KEY: []}
@@ -127,6 +168,16 @@ class ProfilerRecording(Recorder):
             phase = place.phase if place.phase is not None else event.start_time_ns
             return replace(place, phase=phase, ranges=(*place.ranges, name))
         return replace(place, operators=(name, *place.operators))
+
+    def _with_releases(self, changes: list[_Change], resident: dict[int, int]) -> list[_Change]:
+        """The changes, and the releases of memory that was there before. What takes such an address comes after."""
+        taken = {change.address: change.time_ns for change in reversed(changes) if change.bytes > 0}
+        released = [
+            _Change(min(at, taken.get(address, at)), address, -resident[address], _Place())
+            for address, at in self._releases.time_ns.items()
+            if address in resident
+        ]
+        return sorted([*released, *changes], key=lambda change: change.time_ns)
 
     def _known(self, changes: list[_Change], live: dict[int, int]) -> Iterator[_Change]:
         """The changes, less the releases of memory whose allocation was not recorded."""

@@ -79,7 +79,7 @@ class MemoryRecorder(Recorder):
         self._history: AllocationHistory = (
             AllocatorRecording(step, device, stacks, held_before_bytes)
             if device.type == "cuda"
-            else ProfilerRecording(step, self._sequence)
+            else ProfilerRecording(step, self._sequence, self._notes.resident_parts())
         )
         self._backward = BackwardRanges(self._history.node_emitters, operators=True)
         self._counter = Recorder()

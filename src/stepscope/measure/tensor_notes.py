@@ -69,6 +69,12 @@ class TensorNotes:
             for what, tensor in self._step.named_tensors(batch):
                 yield tensor, "inputs", f"batch {i} {what}"
 
+    def resident_parts(self) -> Iterator[torch.Tensor]:
+        """The tensors with memory on the device that exist now and outlive a phase."""
+        for tensor, _, _ in self._residents():
+            if isinstance(tensor, torch.Tensor) and tensor.device == self._device:
+                yield from plain_parts(tensor)
+
     def gradients(self) -> None:
         """Note the gradients that backward left on the parameters."""
         for name, parameter in self._step.model.named_parameters():
@@ -88,12 +94,7 @@ class TensorNotes:
         if loss is None or loss.grad_fn is None:
             return
         # Read anew: an activation may lie where a gradient lay that the loop freed since.
-        seen = self._casts | {
-            part.untyped_storage().data_ptr()
-            for tensor, _, _ in self._residents()
-            if isinstance(tensor, torch.Tensor) and tensor.device == self._device
-            for part in plain_parts(tensor)
-        }
+        seen = self._casts | {part.untyped_storage().data_ptr() for part in self.resident_parts()}
         for saved in saved_tensors(loss.grad_fn):
             address = local_part(saved.tensor).untyped_storage().data_ptr()
             if address not in seen:
