@@ -27,14 +27,17 @@ _NODE = "autograd::engine::evaluate_function"
 def record(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any,
     loss_of: Callable[[torch.nn.Module, Any], torch.Tensor], *, warm: int = 2, steps: int = 2, set_to_none: bool = True,
-    micro_batches: int = 1, begin: str = "",
+    micro_batches: int = 1, begin: str = "", zeroed_first: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The snapshot of steps on a CPU, as a GPU's allocator would have written it, with notes.
 
-    begin: the phase with whose first run the history begins; empty for the first step.
+    begin: the phase with whose first run the history begins; empty for the first step. zeroed_first: gradients stay
+    until the next step begins.
     """
 
     def forward() -> None:
+        if zeroed_first:
+            optimizer.zero_grad(set_to_none=set_to_none)
         given.loss = loss_of(model, batch)
 
     def backward() -> None:
@@ -43,7 +46,8 @@ def record(
 
     def update() -> None:
         optimizer.step()
-        optimizer.zero_grad(set_to_none=set_to_none)
+        if not zeroed_first:
+            optimizer.zero_grad(set_to_none=set_to_none)
 
     phases = [("forward", forward), ("backward", backward)] * micro_batches + [("optimizer", update)]
     given = SimpleNamespace(phases=phases, model=model, optimizer=optimizer, batches=[batch], loss=None)

@@ -1,14 +1,19 @@
 """What an optimizer and quantised modules hold where PyTorch's own keep nothing, in recorded steps and by itself."""
 
+import copy
+import time
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from stepscope.measure.held_tensors import model_tensors, optimizer_tensors, plain_parts
+from stepscope.measure.memory_events import Releases
 from stepscope.memory.explain import categories_of, explain
 from stepscope.memory.snapshot import snapshot_from
 from tests.memory.recorded_steps import record
@@ -33,6 +38,84 @@ class OwnMomentum(torch.optim.Optimizer):
             self.momentum[i].add_(parameter.grad)
             self.state[parameter]["moments"][0]["second"].addcmul_(parameter.grad, parameter.grad)
             parameter.add_(self.momentum[i], alpha=-0.1)
+
+
+class Slotted:
+    """The momentum of a parameter, in an object without a dict."""
+
+    __slots__ = ("momentum",)
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.momentum = torch.zeros_like(parameter)
+
+
+class Plain(torch.optim.Optimizer):
+    """A descent whose subclasses keep one tensor of each parameter's size, each in another place."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), {"lr": 0.1})
+        self.keep(model)
+
+    def keep(self, model: nn.Module) -> None:
+        """What a subclass keeps from the start."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            self.update(parameter)
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+    def update(self, parameter: Tensor) -> None:
+        """What a subclass keeps of a step."""
+
+
+class InGroups(Plain):
+    def keep(self, model: nn.Module) -> None:
+        group = self.param_groups[0]
+        group["momenta"] = [torch.zeros_like(parameter) for parameter in group["params"]]
+
+
+class InObjects(Plain):
+    def keep(self, model: nn.Module) -> None:
+        self.slots = {name: Slotted(parameter) for name, parameter in model.named_parameters()}
+
+
+class OnParameters(Plain):
+    def update(self, parameter: Tensor) -> None:
+        if not hasattr(parameter, "momentum"):
+            vars(parameter)["momentum"] = torch.zeros_like(parameter)
+
+
+class FarInside(Plain):
+    def update(self, parameter: Tensor) -> None:
+        if not self.state[parameter]:
+            self.state[parameter]["shampoo"] = {"factors": [{"left": ({"moments": [torch.zeros_like(parameter)]},)}]}
+
+
+class Averaged(Plain):
+    """Beside an average of the weights, its model is in an attribute, as well as who trains it."""
+
+    def keep(self, model: nn.Module) -> None:
+        self.average, self.model = copy.deepcopy(model).requires_grad_(False), model
+        self.trainer = SimpleNamespace(model=model, batches=[torch.zeros(3, 5)])
+
+
+class Wrapped(Plain):
+    """As in Lookahead or SAM: an optimizer of PyTorch's, in an attribute, does the work."""
+
+    def keep(self, model: nn.Module) -> None:
+        self.inner = torch.optim.SGD(self.param_groups, momentum=0.9)
+
+    def update(self, parameter: Tensor) -> None:
+        if parameter is self.param_groups[0]["params"][0]:
+            self.inner.step()
+
+
+class MadeAnew(Plain):
+    """What it keeps is another tensor after each step."""
+
+    def update(self, parameter: Tensor) -> None:
+        self.state[parameter]["last"] = parameter.detach().clone()
 
 
 class OwnMasters(torch.optim.Optimizer):
@@ -93,6 +176,48 @@ def test_state_in_attributes_and_in_lists(tmp_path: Path):
     held = at_the_end(tmp_path, model, OwnMomentum(model.parameters()))
     assert held["optimizer state"] == 2 * held["parameters"] == 2 * FLOAT * (WEIGHT + BIAS)
     assert held["workspaces"] == held["temporaries"] == 0
+
+
+@pytest.mark.parametrize("kind", [InGroups, InObjects, OnParameters, FarInside, Averaged, Wrapped, MadeAnew])
+def test_state_wherever_it_is(kind: type[Plain], tmp_path: Path):
+    model = nn.Linear(64, BIAS)
+    held = at_the_end(tmp_path, model, kind(model))
+    assert held["optimizer state"] == held["parameters"] == FLOAT * (WEIGHT + BIAS)
+    assert held["inputs"] == FLOAT * 2 * 64 and held["gradients"] == held["workspaces"] == held["temporaries"] == 0
+
+
+def test_gradients_of_before_the_recording_end_where_they_are_dropped(tmp_path: Path):
+    """The profiler does not tell it, since it did not see them made."""
+    model = nn.Linear(64, BIAS)
+    held = at_the_end(tmp_path, model, Plain(model), zeroed_first=True)
+    assert held["gradients"] == held["parameters"] == FLOAT * (WEIGHT + BIAS)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_when_storages_are_released(several: bool):
+    """A view keeps its storage; what `data` is set to takes its place at once. Nothing stays on the tensors."""
+    weight, dropped, kept = nn.Parameter(torch.ones(300)), torch.ones(400), torch.ones(500)
+    addresses = [tensor.data_ptr() for tensor in (weight, dropped, kept)]
+    releases = Releases([weight, dropped, kept, kept[:3], torch.empty(0)])
+    view = kept[1:]
+    del kept
+    if several:
+        releases.look()
+    del dropped
+    weight.data = torch.zeros(300)
+    begun = time.time_ns()
+    releases.close()
+    assert releases.time_ns.keys() == set(addresses[:2])
+    assert releases.time_ns[addresses[1]] < begun <= releases.time_ns[addresses[0]]
+    assert weakref.getweakrefcount(weight) == 0
+    assert view.sum() == 499
+
+
+def test_a_state_that_is_no_dict():
+    model = nn.Linear(2, 3)
+    optimizer, state = Plain(model), torch.zeros(7)
+    vars(optimizer)["state"] = [state]
+    assert [tensor is state for _, tensor in optimizer_tensors(optimizer, model, {})] == [True]
 
 
 def test_state_that_the_recorded_step_makes(tmp_path: Path):

@@ -17,7 +17,7 @@ from stepscope.core.memory_notes import MemoryCategory
 from stepscope.measure.local_part import local_part
 
 _DEEPEST = 4
-"""Containers and objects between an owner and its tensor."""
+"""Objects between an owner and its tensor; containers are followed to their end."""
 _ELSEWHERE = {"state", "param_groups", "defaults"}
 _OF_MODULES = {"_parameters", "_buffers", "_modules"}
 _PACKED = {"qweight", "weight_packed", "W_q"}
@@ -66,43 +66,80 @@ def _is_quantised(name: str, tensor: Tensor) -> bool:
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, model: nn.Module, names: Mapping[int, str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The state of an optimizer, named after its parameters, what it holds in attributes of its own, and weights of its
-    own that stand for the model's 16-bit ones. names: those of the parameters, by id."""
-    for parameter, state in optimizer.state.items():
-        for path, tensor in tensors_within(state):
-            yield f"{names.get(id(parameter), '?')}.{path}", tensor
-    attributes = {key: value for key, value in vars(optimizer).items() if key not in _ELSEWHERE}
-    # Its other objects may lead anywhere: to a trainer, and through it to the data.
-    for path, tensor in tensors_within(attributes, objects=False):
-        if id(tensor) not in names:
-            yield path, tensor
+    """What an optimizer keeps, named after its parameters: its state, wherever it is, and that of optimizers and copies
+    of the model that it holds; weights of its own that stand for the model's 16-bit ones. names: those of the model's
+    parameters, by id."""
     halves = {parameter.shape for parameter in model.parameters() if parameter.dtype.itemsize == 2}
-    for group in optimizer.param_groups:
-        for tensor in group["params"]:
-            if id(tensor) not in names and tensor.dtype == torch.float32 and tensor.shape in halves:
+    seen: set[int] = set()
+    waiting = [optimizer]
+    while waiting:
+        held = waiting.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        state, groups = getattr(held, "state", {}), getattr(held, "param_groups", ())
+        for parameter, its in state.items() if isinstance(state, Mapping) else [(None, state)]:
+            for path, tensor in tensors_within(its):
+                yield f"{names.get(id(parameter), '?')}.{path}", tensor
+        attributes = {key: value for key, value in vars(held).items() if key not in _ELSEWHERE}
+        more = {key: value for group in groups for key, value in group.items() if key != "params"}
+        for path, tensor in tensors_within([attributes, more], objects=1, others=waiting):
+            if id(tensor) not in names:
+                yield path.partition(".")[2], tensor
+        for tensor in (each for group in groups for each in group["params"]):
+            if id(tensor) in names:
+                yield from ((f"{names[id(tensor)]}.{path}", kept) for path, kept in _beside(tensor))
+            elif tensor.dtype == torch.float32 and tensor.shape in halves:
                 yield "master weights", tensor
 
 
-def tensors_within(root: Any, *, objects: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in an object's containers, each with its path. objects: in the attributes of what these hold, too,
-    but for modules, functions and classes."""
+def _beside(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What an optimizer keeps in attributes of a parameter. One made of others has its parts there, and a library its
+    own under names with an underscore."""
+    if not is_traceable_wrapper_subclass(parameter):
+        for key, value in vars(parameter).items():
+            if isinstance(value, Tensor) and "grad" not in key and not key.startswith("_"):
+                yield key, value
+
+
+def tensors_within(
+    root: Any, *, objects: int = _DEEPEST, others: list[torch.optim.Optimizer] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in an object's containers, each with its path, and in what these hold, so many objects deep: not in
+    functions and classes, nor in what holds a module, as a trainer does.
+
+    others: where given, the optimizers found are put here, and modules are entered, too.
+    """
     seen: set[int] = set()
-    waiting: list[tuple[str, Any, int]] = [("", root, 0)]
+    waiting: list[tuple[str, Any, int]] = [("", root, objects)]
     while waiting:
-        path, held, depth = waiting.pop()
+        path, held, left = waiting.pop()
         if isinstance(held, Tensor):
             yield path, held
-        elif depth < _DEEPEST and id(held) not in seen:
+        elif others is not None and isinstance(held, torch.optim.Optimizer):
+            others.append(held)
+        elif others is not None and isinstance(held, nn.Module):
+            own = [*held.named_parameters(), *held.named_buffers()]
+            yield from ((f"{path}.{name}", tensor) for name, tensor in own)
+        elif id(held) not in seen:
             seen.add(id(held))
-            waiting += [(f"{path}.{key}".strip("."), value, depth + 1) for key, value in _inside(held, objects)]
+            inside = _items(held)
+            if inside is None and left:
+                inside, left = _attributes(held), left - 1
+            waiting += [(f"{path}.{key}".strip("."), value, left) for key, value in inside or ()]
 
 
-def _inside(held: Any, objects: bool) -> Iterable[tuple[Any, Any]]:
+def _items(held: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds; None for any other object."""
     if isinstance(held, Mapping):
         found = list(held.items())
         return [(key if isinstance(key, (str, int)) else place, value) for place, (key, value) in enumerate(found)]
-    if isinstance(held, (list, tuple, set, frozenset)):
-        return enumerate(held)
-    if not objects or isinstance(held, (nn.Module, ModuleType, type)) or callable(held):
-        return ()
-    return list(getattr(held, "__dict__", {}).items())
+    return enumerate(held) if isinstance(held, (list, tuple, set, frozenset)) else None
+
+
+def _attributes(held: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(held, (nn.Module, ModuleType, type)) or callable(held):
+        return []
+    found = {name: getattr(held, name, None) for kind in type(held).__mro__ for name in vars(kind).get("__slots__", ())}
+    found |= getattr(held, "__dict__", {})
+    return [] if any(isinstance(value, nn.Module) for value in found.values()) else list(found.items())

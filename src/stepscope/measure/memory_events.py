@@ -61,7 +61,7 @@ class _Change:
     place: _Place
 
 
-class _Releases:
+class Releases:
     """When storages from before a recording were released: the profiler tells nothing of what it did not see made."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
@@ -105,7 +105,7 @@ class ProfilerRecording(Recorder):
         # Released here, the last step's loss does not end inside this one. The profiler warns of a release whose
         # allocation it did not see.
         step.loss = None
-        self._releases = _Releases(residents)
+        self._releases = Releases(residents)
         self._emitter = _NamedEmitter()
         self.emitters: tuple[ranges.Emitter, ...] = (self._emitter,)
         self._calls = _Calls()
