@@ -108,6 +108,12 @@ OPTIMIZERS = {
                      f"{SITE}/bitsandbytes/optim/optimizer.py:init_state", WRAPPER, MAIN),
     "loaded": (f"{SITE}/torch/optim/optimizer.py:_process_value_according_to_param_policy", MAIN),
     "a class in the script, no subclass": ("/home/u/train.py:step", MAIN),
+    "a script named after it": ("/home/u/train_muon.py:step", WRAPPER, "/home/u/train_muon.py:<module>"),
+    "such a script, no subclass": ("/home/u/train_adamw.py:step", "/home/u/train_adamw.py:<module>"),
+    "update": ("/home/u/optim.py:update", MAIN),
+    "made with it": ("/home/u/my_adam.py:__init__", MAIN),
+    "a function of the script": ("/home/u/train.py:adamw_update", "/home/u/train.py:train", MAIN),
+    "a function of the script for all": ("/home/u/train.py:optimizer_step", MAIN),
 }  # fmt: skip
 
 
@@ -157,6 +163,31 @@ def test_what_a_trainer_makes_in_its_step_is_no_state(frames: tuple[str, ...]):
         history.zero()
     found = held(history.explained())
     assert found["parameters"] == 32 and "optimizer state" not in found
+
+
+@pytest.mark.parametrize("begun", ["before", "within"])
+@pytest.mark.parametrize("frames", [
+    ("/home/u/train_muon.py:__init__", "/home/u/train_muon.py:<module>"), ("/home/u/optim/model.py:__init__", MAIN),
+    ("/home/u/adamw.py:init_weights", "/home/u/adamw.py:<module>"), ("/home/u/optimizers/model.py:init_weights", MAIN),
+])  # fmt: skip
+def test_a_model_that_is_made_near_an_optimizer_is_none(frames: tuple[str, ...], begun: str):
+    """A script named after its optimizer, and a folder of that name, may hold the model, too."""
+    history = History()
+    state = stack(f"{SITE}/torch/optim/adamw.py:_init_group", WRAPPER, MAIN)
+    if begun == "within":
+        history.allocator.start()
+    for _ in range(4):
+        history.malloc(8, stack(*frames))
+    if begun == "before":
+        for _ in range(8):
+            history.malloc(8, state)
+        history.allocator.start()
+    for n in range(2):
+        history.step()
+        for _ in range(8 if begun == "within" and not n else 0):
+            history.malloc(8, state)
+        history.zero()
+    assert held(history.explained()) == {"parameters": 32, "optimizer state": 64}
 
 
 @pytest.mark.parametrize("own_thread", [True, False])

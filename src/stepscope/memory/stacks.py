@@ -39,7 +39,7 @@ class Sign(IntFlag):
     CLOSURE = 512
     """What an optimizer calls to have the loss computed."""
     STEP = 1024
-    """A function named `step` that nothing tells to be an optimizer's: it may be a trainer's."""
+    """A function named `step`, or as an update is, that nothing tells to be an optimizer's: it may be a trainer's."""
     MODEL = 2048
     """A module's own making, moving or loading."""
     QUANTISED = 4096
@@ -59,6 +59,7 @@ class Frame(msgspec.Struct, frozen=True):
 
 # As plain numbers, since flags of an enum would take most of the time of putting stacks together.
 _PYTHON, _LESS_TELLING = int(Sign.PYTHON), (int(Sign.LIBRARY), int(Sign.TORCH), 0)
+_OPTIMIZER, _STEP = int(Sign.OPTIMIZER), int(Sign.STEP)
 _INNER = int(Sign.CALL | Sign.CLOSURE | Sign.BACKWARD | Sign.MODEL)
 _OUTSIDE = ~int(Sign.OPTIMIZER | Sign.STEP)
 _INSTALLED = re.compile(r"(?:^|/)(?:(?:site|dist)-packages|lib/python3[^/]*)/|^<frozen")
@@ -71,16 +72,21 @@ _NATIVE = re.compile(r"^$|^\?\?$|\.(?:c|cc|cpp|cxx|cu|cuh|h|hpp|so|inl|o)$|\.so\
 _BACKWARD = re.compile(r"autograd::Engine::|Backward\d*(?:::apply|$)|autograd::(?:Node::operator|AccumulateGrad)")
 _NODE = re.compile(r"(?:^|::)(\w+?)Backward\d*(?:::apply|$)")
 _OPERATOR = re.compile(r"^(?:at::_ops::(?=\w+::call)|aten::)(\w+)")
+_OPTIMIZER_FOLDER = re.compile(r"(?:^|/)optim(?:s|i[sz]ers?)?/[^/]*$", re.IGNORECASE)
 _OPTIMIZER_FILE = re.compile(
-    r"(?:^|/)optim(?:s|i[sz]ers?)?/[^/]*$"
-    r"|(?:^|[/_\W])[a-z0-9]*optim(?:s|i[sz]ers?|i[sz]ation)?(?![a-z])[^/]*$"
+    r"(?:^|[/_\W])[a-z0-9]*optim(?:s|i[sz]ers?|i[sz]ation)?(?![a-z])[^/]*$"
     r"|(?:^|[/_])(?:adam|adamw|adam8bit|adafactor|adagrad|adan|came|galore|lamb|lars|lion|muon|nadam|prodigy|radam|rmsprop"
     r"|sgd|shampoo|soap|sophia)(?:_[^/]*)?\.py$"
     r"|(?:^|/)deepspeed/runtime/zero/stage[^/]*$",
     re.IGNORECASE,
 )
-"""Files of optimizers that need not derive from torch.optim.Optimizer: by folder, by name, or by their algorithm."""
-_OPTIMIZER_CALL = re.compile(r"step|__init__|\w*(?:state|master|fp32)\w*")
+"""Files of optimizers that need not derive from torch.optim.Optimizer: by name, or by their algorithm."""
+_OPTIMIZER_CALL = re.compile(r"_?step|_?update\w*|apply_grad\w*|\w*(?:state|master|moment|fp32)\w*")
+_OPTIMIZER_MADE = re.compile(r"__init__|_?init_\w+")
+"""Functions that only tell in such a file: a folder of optimizers may also hold a model."""
+_STEP_CALL = re.compile(
+    r"step|apply_grad\w*|update_(?:param|weight)\w*|(?:optim\w*|adam\w*|sgd|lion|muon|momentum|rmsprop)_(?:step|update)"
+)
 _QUANTISED = re.compile(
     r"(?:^|/)(?:bitsandbytes/(?!optim/)|hqq/|torchao/(?:quantization|dtypes)/|quanto/|gptqmodel/|auto_gptq/|awq/)"
 )
@@ -105,9 +111,9 @@ def signs_of(frame: Frame) -> Sign:
         signs |= Sign.TORCH | Sign.LIBRARY
     elif (own and not own[1]) or (not own and _INSTALLED.search(path)):
         signs |= Sign.LIBRARY
-    if "torch/optim/" in path or (_OPTIMIZER_CALL.fullmatch(name) and _OPTIMIZER_FILE.search(path)):
+    if "torch/optim/" in path or _is_optimizers(path, name):
         signs |= Sign.OPTIMIZER
-    elif name == "step" and not signs & Sign.LIBRARY:
+    elif _STEP_CALL.fullmatch(name) and not signs & Sign.LIBRARY:
         signs |= Sign.STEP
     elif "closure" in name:
         signs |= Sign.CLOSURE
@@ -125,6 +131,12 @@ def signs_of(frame: Frame) -> Sign:
     if path.endswith("amp/autocast_mode.py") and name == "__exit__":
         signs |= Sign.AUTOCAST_EXIT
     return signs
+
+
+def _is_optimizers(path: str, name: str) -> bool:
+    if _OPTIMIZER_CALL.fullmatch(name):
+        return bool(_OPTIMIZER_FILE.search(path) or _OPTIMIZER_FOLDER.search(path))
+    return bool(_OPTIMIZER_MADE.fullmatch(name) and _OPTIMIZER_FILE.search(path))
 
 
 class Stacks:
@@ -163,13 +175,22 @@ class Stacks:
         number = self._by_frames[frames] = len(self._stacks)
         signs, of_frame = 0, self._frame_signs
         for frame in frames:
+            found = of_frame[frame]
+            if found & _OPTIMIZER and self._is_of_the_script(frame, frames):
+                # Named after the optimizer that it uses, as train_adamw.py, it has its model and its trainer, too.
+                found = found & ~_OPTIMIZER | (_STEP if _STEP_CALL.fullmatch(self._frames[frame].name) else 0)
             # What an optimizer calls to have the loss computed is none of its own; an optimizer that a hook of backward
             # calls is.
-            signs |= of_frame[frame] & _OUTSIDE if signs & _INNER else of_frame[frame]
+            signs |= found & _OUTSIDE if signs & _INNER else found
         self._stacks.append(frames)
         self.signs.append(signs)
         self.sites.append(self._site(frames))
         return number
+
+    def _is_of_the_script(self, frame: int, frames: tuple[int, ...]) -> bool:
+        """Whether a frame is of the file that the process runs."""
+        file = self._frames[frame].filename
+        return any(self._frames[other].name == "<module>" and self._frames[other].filename == file for other in frames)
 
     def _frame(self, raw: Any) -> int:
         number = self._frame_of_id.get(id(raw))
