@@ -13,7 +13,7 @@ from stepscope.memory.answer import answer_memory
 from stepscope.memory.at_moment import Moment, moment_at
 from stepscope.memory.devices import devices_of
 from stepscope.memory.explain import Explained, explain
-from stepscope.memory.memory_json import memory_as_json
+from stepscope.memory.memory_json import memory_as_json, memory_findings
 from stepscope.memory.plain_pickle import read_plain_pickle
 from stepscope.memory.snapshot import ORDINARY, read_snapshot, snapshot_from
 from tests.public import public_capture
@@ -142,6 +142,19 @@ def test_the_pool_of_a_segment_that_the_driver_has_back():
     assert (ordinary.peak_reserved_bytes, graph.peak_reserved_bytes) == (MIB, 20 * MIB)
 
 
+def test_the_finding_on_several_pools_names_the_one_with_most_free():
+    """A pool that holds most of the bytes may use them all."""
+    pools = ((A, (2, 0), (300, -10)), (B, (0, 3), (5, -20)), (C, (0, 0), (40,)))
+    segments = [segment(address, *blocks, segment_pool_id=pool) for address, pool, blocks in pools]
+    found = explained(segments, [*freed(C, 40), event("alloc", C, 40)])
+    (finding,) = memory_findings(found, None)
+    assert finding.sentence == (
+        "At the end, 2 private pools hold 335.00 MiB of the 375.00 MiB that are reserved: 305.00 MiB of it are "
+        "allocated, and 30.00 MiB, which replays of its graphs may use, serve nobody else. Pool (0, 3) (of CUDA graphs "
+        "or of a torch.cuda.MemPool) has 20.00 MiB of that."
+    )
+
+
 def test_the_free_memory_of_a_private_pool_does_not_make_a_new_segment_needless():
     events = [event("segment_alloc", A, 20), event("alloc", A, 12)]
     shared = [segment(A, 12, -8), segment(B, 1, -12, 1)]
@@ -168,6 +181,8 @@ def test_the_device_with_most_bytes_opens_and_all_are_listed():
     ]  # fmt: skip
     told = memory_as_json(found, moment_at(found))
     assert told["device"] == 1 and [use["device"] for use in told["devices"]] == [0, 1, 2]
+    assert "This is device 1; the snapshot also holds device 0 (--device opens it)." in found.notes
+    assert "Of device 2 the snapshot holds no history, only what was there at its end." in found.notes
     with pytest.raises(InputError, match="nothing of device 7 is in this snapshot: those with a history are 0, 1"):
         two_devices(7)
     with pytest.raises(InputError, match=r"no history of device 2 \(there is one of 0, 1\)"):

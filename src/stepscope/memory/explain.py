@@ -353,13 +353,24 @@ def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]
     ]
     if not phases:
         said.append("Nothing in this snapshot tells the phases of the step.")
-    if len(snapshot.devices) > 1:
-        others = ", ".join(str(d) for d in snapshot.devices if d != snapshot.device)
-        said.append(f"This is device {snapshot.device}; the snapshot also holds device {others} (--device opens it).")
+    said += _other_devices(snapshot)
     for event in snapshot.events:
         if event.action == "oom":
             said.append(
                 f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
                 f"{format_count(event.device_free)} left; a limit set for the process is not in the snapshot."
             )
+    return said
+
+
+def _other_devices(snapshot: Snapshot) -> list[str]:
+    """Sentences on the other devices of a snapshot: those that can be opened, and those without a history."""
+    said: list[str] = []
+    for told in (True, False):
+        found = [str(other.device) for other in snapshot.others if bool(other.events) == told]
+        named = f"device{'s' if len(found) > 1 else ''} {', '.join(found)}"
+        if found and told:
+            said.append(f"This is device {snapshot.device}; the snapshot also holds {named} (--device opens it).")
+        elif found:
+            said.append(f"Of {named} the snapshot holds no history, only what was there at its end.")
     return said

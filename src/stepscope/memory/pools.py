@@ -96,15 +96,16 @@ def pool_finding(explained: Explained) -> Finding | None:
         return None
     first = private[0]
     if len(private) == 1:
-        whose = f"private pool {first.pool}{_owner(explained, first.pool)} holds {format_bytes(first.reserved_bytes)}"
+        whose, most = f"private pool {first.pool}{_owner(explained, first.pool)} holds", ""
     else:
-        together = format_bytes(sum(use.reserved_bytes for use in private))
-        whose = f"{len(private)} private pools hold {together}, most of it pool {first.pool}"
+        whose = f"{len(private)} private pools hold"
+        most = f" Pool {first.pool}{_owner(explained, first.pool)} has {format_bytes(first.free_bytes)} of that."
+    held = format_bytes(sum(use.reserved_bytes for use in private))
     used = sum(use.allocated_bytes for use in private)
     return warning(
         "private-pool",
-        f"At the end, {whose} of the {format_bytes(reserved)} that are reserved: {format_bytes(used)} of it are "
-        f"allocated, and {format_bytes(free)}, which replays of its graphs may use, serve nobody else.",
+        f"At the end, {whose} {held} of the {format_bytes(reserved)} that are reserved: {format_bytes(used)} of it are "
+        f"allocated, and {format_bytes(free)}, which replays of its graphs may use, serve nobody else.{most}",
         {
             "pools": len(private), "first": str(first.pool), "free_bytes": free, "allocated_bytes": used,
             "private_reserved_bytes": sum(use.reserved_bytes for use in private), "reserved_bytes": reserved,
