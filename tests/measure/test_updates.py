@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.measure.updates import applied_updates, read_updates
+from stepscope.measure.updates import applied_updates, most_updates, read_updates
 from stepscope.models.optimizer import AdamWBf16State
 
 
@@ -27,6 +27,15 @@ def test_an_optimizer_without_a_count_has_no_known_updates(momentum: float):
     assert applied_updates(optimizer) is None
     steps(optimizer, parameters, 3)
     assert applied_updates(optimizer) is None
+    assert read_updates(optimizer, None, steps=3, before=0) is None
+
+
+@pytest.mark.parametrize("state", [torch.ones(3), object(), [torch.ones(3)], "no mapping at all"])
+def test_the_state_of_an_optimizer_of_ones_own_is_left_alone(state: object):
+    parameters = pair()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    vars(optimizer)["state"] = [state] if isinstance(state, str) else dict.fromkeys(parameters, state)
+    assert applied_updates(optimizer) is most_updates(optimizer) is None
     assert read_updates(optimizer, None, steps=3, before=0) is None
 
 

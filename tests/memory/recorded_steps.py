@@ -28,11 +28,12 @@ def record(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any,
     loss_of: Callable[[torch.nn.Module, Any], torch.Tensor], *, warm: int = 2, steps: int = 2, set_to_none: bool = True,
     micro_batches: int = 1, begin: str = "", zeroed_first: bool = False,
+    several: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The snapshot of steps on a CPU, as a GPU's allocator would have written it, with notes.
 
     begin: the phase with whose first run the history begins; empty for the first step. zeroed_first: gradients stay
-    until the next step begins.
+    until the next step begins. several: whether what steps leave is looked for.
     """
 
     def forward() -> None:
@@ -55,7 +56,7 @@ def record(
     for _ in range(warm):
         drive(step)
     gc.collect()
-    recorder = MemoryRecorder(step, CPU, several=True)
+    recorder = MemoryRecorder(step, CPU, several=several)
     with recorder.running():
         for _ in range(steps):
             drive(step, recorder)

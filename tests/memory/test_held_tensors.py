@@ -118,6 +118,13 @@ class MadeAnew(Plain):
         self.state[parameter]["last"] = parameter.detach().clone()
 
 
+class Replaced(Plain):
+    """Gives each parameter new memory."""
+
+    def update(self, parameter: Tensor) -> None:
+        parameter.data = parameter.data.clone()
+
+
 class OwnMasters(torch.optim.Optimizer):
     """fp32 weights that stand for a model's 16-bit ones, as its only group."""
 
@@ -186,6 +193,12 @@ def test_state_wherever_it_is(kind: type[Plain], tmp_path: Path):
     assert held["inputs"] == FLOAT * 2 * 64 and held["gradients"] == held["workspaces"] == held["temporaries"] == 0
 
 
+def test_parameters_that_the_step_replaces_stay_parameters(tmp_path: Path):
+    model = nn.Linear(64, BIAS)
+    held = at_the_end(tmp_path, model, Replaced(model), steps=1, several=False)
+    assert held["parameters"] == FLOAT * (WEIGHT + BIAS) and held["optimizer state"] == 0
+
+
 def test_gradients_of_before_the_recording_end_where_they_are_dropped(tmp_path: Path):
     """The profiler does not tell it, since it did not see them made."""
     model = nn.Linear(64, BIAS)
@@ -246,6 +259,20 @@ def test_a_frozen_quantised_base(tmp_path: Path):
     assert held["frozen quantised weights"] == WEIGHT // 2 + FLOAT * (64 + 256) + 3
     assert held["parameters"] == FLOAT * (WEIGHT + BIAS) + 5
     assert held["optimizer state"] == 2 * FLOAT * WEIGHT + FLOAT  # a count of steps beside
+
+
+def test_weights_of_8_bits_in_a_buffer():
+    """As in weight-only quantisation by hand; a mask of bytes is none, and a weight that is trained neither."""
+    model = nn.Linear(64, BIAS, bias=False)
+    base = nn.Module()
+    base.register_buffer("weight", torch.zeros(BIAS, 64, dtype=torch.int8))
+    base.register_buffer("scales", torch.ones(BIAS))
+    masked = nn.Module()
+    masked.register_buffer("weight_mask", torch.ones(7, dtype=torch.uint8))
+    model.add_module("base", base)
+    model.add_module("masked", masked)
+    found = [name for category, name, _ in model_tensors(model) if category == "frozen quantised weights"]
+    assert found == ["base.weight", "base.scales"]
 
 
 def test_no_other_run_has_that_category(tmp_path: Path):

@@ -31,6 +31,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
 from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.measure.fake_memory import FakeMemory
+from stepscope.measure.held_tensors import optimizer_tensors
 from stepscope.measure.step import Recorder, drive
 from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
@@ -196,13 +197,11 @@ def label_residents(step: AssembledStep, watch: FakeMemory, *, on_host: bool = T
     """Name what lives on between steps. on_host: the optimizer's counts of steps are on the host."""
     watch.label([*step.model.parameters(), *step.model.buffers()], "parameters")
     watch.label([tensor for batch in step.batches for _, tensor in step.named_tensors(batch)], "inputs")
-    if step.optimizer is not None:
-        fused = step.workload.optimizer == "adamw-fused"
-        for state in step.optimizer.state.values():
-            for name, value in state.items():
-                if isinstance(value, Tensor):
-                    # Only the fused kernel reads the count of steps on the device.
-                    watch.label([value], "optimizer state", on_device=fused or name != "step" or not on_host)
+    fused = step.workload.optimizer == "adamw-fused"
+    names = {id(parameter): name for name, parameter in step.model.named_parameters()}
+    for name, value in optimizer_tensors(step.optimizer, step.model, names):
+        # Only the fused kernel reads the count of steps on the device.
+        watch.label([value], "optimizer state", on_device=fused or not name.endswith(".step") or not on_host)
 
 
 @dataclasses.dataclass

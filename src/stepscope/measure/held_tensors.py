@@ -5,6 +5,7 @@ lists. A quantised weight is a plain parameter of bytes, whose scales are attrib
 (bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
 """
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ _ELSEWHERE = {"state", "param_groups", "defaults"}
 _OF_MODULES = {"_parameters", "_buffers", "_modules"}
 _PACKED = {"qweight", "weight_packed", "W_q"}
 """What libraries call weights of which several lie in one integer."""
+_WEIGHT = re.compile(r"(?:\w+_)?weight(?:_q\w*|_int\w*)?")
+"""A buffer of this name is a weight where its numbers have 8 bits; others are masks or codes."""
 
 
 def plain_parts(tensor: Tensor) -> list[Tensor]:
@@ -57,10 +60,11 @@ def _is_quantised(name: str, tensor: Tensor) -> bool:
     """Whether a tensor of a module holds weights in 8 bits or fewer, none of which is trained."""
     if tensor.requires_grad:
         return False
-    if name.rpartition(".")[2] in _PACKED:
+    last = name.rpartition(".")[2]
+    if last in _PACKED:
         return True
     small = any(part.dtype.itemsize == 1 and part.dtype != torch.bool for part in plain_parts(tensor))
-    return isinstance(tensor, nn.Parameter) and small
+    return small and (isinstance(tensor, nn.Parameter) or bool(_WEIGHT.fullmatch(last)))
 
 
 def optimizer_tensors(

@@ -126,7 +126,7 @@ class MemoryRecorder(Recorder):
         self._note_gradients()
         if self._keepers is not None:
             self._ends_us.append(now_us())
-            self._notes.resident()  # a state that is made anew in a step is still the optimizer's
+        self._notes.resident()  # what a step makes anew, as a state or `parameter.data = ...`, is still what it was
 
     def steps_over(self) -> None:
         """The last step has ended, and allocations are still recorded: note what is left, and what holds it."""

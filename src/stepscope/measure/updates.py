@@ -1,5 +1,8 @@
 """Counts the optimizer's updates: a gradient scaler skips some, and a step without one takes less time."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +22,11 @@ def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
     if optimizer is None:
         return None
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    states = [optimizer.state[parameter] for parameter in parameters if optimizer.state.get(parameter)]
+    kept = _states(optimizer)
+    states = [kept[parameter] for parameter in parameters if parameter in kept]
+    if any(not isinstance(state, Mapping) for state in states):  # of an optimizer of one's own
+        return None
+    states = [state for state in states if state]
     if not states:
         return 0 if isinstance(optimizer, _COUNTING) or getattr(optimizer, "counts_updates", False) else None
     if any("step" not in state for state in states):
@@ -32,10 +39,16 @@ def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
     return min(int(count) for count in counts)
 
 
+def _states(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
+    """What an optimizer keeps by parameter; nothing where one's own keeps its state in another way."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, Mapping) else {}
+
+
 def most_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
     """The most updates that any parameter has had; None where the optimizer keeps no count, or has not stepped."""
-    states = optimizer.state.values() if optimizer is not None else ()
-    counts = [state["step"] for state in states if isinstance(state, dict) and "step" in state]
+    states = _states(optimizer).values() if optimizer is not None else ()
+    counts = [state["step"] for state in states if isinstance(state, Mapping) and "step" in state]
     if not counts:
         return None
     if all(isinstance(count, Tensor) for count in counts):
