@@ -27,18 +27,16 @@ _NODE = "autograd::engine::evaluate_function"
 def record(
     folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: Any,
     loss_of: Callable[[torch.nn.Module, Any], torch.Tensor], *, warm: int = 2, steps: int = 2, set_to_none: bool = True,
-    micro_batches: int = 1, begin: str = "", zeroed_first: bool = False,
+    micro_batches: int = 1, begin: str = "", zeroed_between: bool = False,
     several: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The snapshot of steps on a CPU, as a GPU's allocator would have written it, with notes.
 
-    begin: the phase with whose first run the history begins; empty for the first step. zeroed_first: gradients stay
+    begin: the phase with whose first run the history begins; empty for the first step. zeroed_between: gradients stay
     until the next step begins. several: whether what steps leave is looked for.
     """
 
     def forward() -> None:
-        if zeroed_first:
-            optimizer.zero_grad(set_to_none=set_to_none)
         given.loss = loss_of(model, batch)
 
     def backward() -> None:
@@ -47,18 +45,22 @@ def record(
 
     def update() -> None:
         optimizer.step()
-        if not zeroed_first:
+        if not zeroed_between:
             optimizer.zero_grad(set_to_none=set_to_none)
 
     phases = [("forward", forward), ("backward", backward)] * micro_batches + [("optimizer", update)]
     given = SimpleNamespace(phases=phases, model=model, optimizer=optimizer, batches=[batch], loss=None)
     step = DrivenStep(given, "the step", CPU)
     for _ in range(warm):
+        if zeroed_between:
+            optimizer.zero_grad(set_to_none=set_to_none)
         drive(step)
     gc.collect()
     recorder = MemoryRecorder(step, CPU, several=several)
     with recorder.running():
         for _ in range(steps):
+            if zeroed_between:
+                optimizer.zero_grad(set_to_none=set_to_none)
             drive(step, recorder)
         recorder.steps_over()
     recorder.save(folder, workload=mini())

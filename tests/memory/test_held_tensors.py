@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from stepscope.core.memory_notes import NOTES_KEY
 from stepscope.measure.held_tensors import model_tensors, optimizer_tensors, plain_parts
 from stepscope.measure.memory_events import Releases
 from stepscope.memory.explain import categories_of, explain
@@ -202,8 +203,18 @@ def test_parameters_that_the_step_replaces_stay_parameters(tmp_path: Path):
 def test_gradients_of_before_the_recording_end_where_they_are_dropped(tmp_path: Path):
     """The profiler does not tell it, since it did not see them made."""
     model = nn.Linear(64, BIAS)
-    held = at_the_end(tmp_path, model, Plain(model), zeroed_first=True)
+    held = at_the_end(tmp_path, model, Plain(model), zeroed_between=True)
     assert held["gradients"] == held["parameters"] == FLOAT * (WEIGHT + BIAS)
+
+
+def test_the_peak_of_a_phase_that_begins_below_what_was_there_before(tmp_path: Path):
+    """Gradients are dropped between the steps: forward begins with the parameters and the batch."""
+    model = nn.Linear(64, BIAS)
+    given = record(tmp_path, model, Plain(model), torch.randn(2, 64), lambda model, values: model(values).sum(),
+                   zeroed_between=True)  # fmt: skip
+    measured, size = given[NOTES_KEY]["measured"], FLOAT * (WEIGHT + BIAS)
+    assert measured["after_parameters"] == 2 * size + FLOAT * 2 * 64
+    assert size < measured["forward_peak"] < 1.5 * size
 
 
 @pytest.mark.parametrize("several", [True, False])

@@ -205,7 +205,7 @@ class ProfilerRecording(Recorder):
     def _measured(self, changes: list[_Change], before: int) -> PhaseMemory:
         """The memory of each phase, summed from the changes."""
         live = before
-        peaks = dict.fromkeys(self._phases, before)
+        peaks: dict[str, int] = {}
         at_start: dict[int, int] = {}
         held: dict[int, int] = {}
         for change in changes:
@@ -215,9 +215,10 @@ class ProfilerRecording(Recorder):
             live += change.bytes
             if phase is not None:
                 name = change.place.ranges[0]
-                peaks[name] = max(peaks[name], live)
+                peaks[name] = max(peaks.get(name, 0), at_start[phase], live)
                 if name == FORWARD:
                     held[phase] = live - at_start[phase]
+        peaks = dict.fromkeys(self._phases, before) | peaks
         return PhaseMemory(
             parameter_bytes=parameter_bytes(self._step),
             after_parameters=before,
