@@ -263,6 +263,17 @@ def test_parameters_by_their_stacks_and_state_without(trains: bool):
     assert held(history.explained()) == {"parameters": 32, "optimizer state": 64}
 
 
+def test_equal_layers_are_no_state_where_stacks_show_inference_alone():
+    """Six weights of one size, of a model that only runs forward: no third of them is Adam's."""
+    history = History()
+    for _ in range(6):
+        history.malloc(8, [])
+    history.allocator.start()
+    for _ in range(3):
+        history.free(history.malloc(3, FORWARD), FORWARD)
+    assert held(history.explained()) == {"there before": 48}
+
+
 QUANTISERS = {
     "bitsandbytes": (f"{SITE}/bitsandbytes/functional.py:quantize_4bit", f"{SITE}/bitsandbytes/nn/modules.py:_quantize",
                      f"{SITE}/bitsandbytes/nn/modules.py:to", APPLY, f"{SITE}/torch/nn/modules/module.py:to", MAIN),

@@ -109,7 +109,7 @@ def test_what_a_private_pool_holds_serves_nobody_else(late: bool):
     assert (graph.pool, graph.peak_allocated_bytes, graph.peak_reserved_bytes) == (GRAPH, 180 * MIB, 200 * MIB)
     assert graph.private and not ordinary.private and graph.cached_bytes == 200 * MIB
     (finding,) = answer_memory(found, end).findings
-    assert finding.kind == "private-pool" and finding.severity == "warning"
+    assert finding.kind == "private-pool" and finding.severity == "note"
     assert finding.sentence.startswith("At the end, private pool (0, 1)")
     assert "200.00 MiB of the 264.00 MiB" in finding.sentence
     assert "200.00 MiB, which replays of its graphs may use, serve nobody else." in finding.sentence

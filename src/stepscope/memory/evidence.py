@@ -11,7 +11,7 @@ import polars as pl
 
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, RECOMPUTATION
-from stepscope.memory.stacks import Sign
+from stepscope.memory.stacks import NO_STACK, Sign
 
 Certainty = Literal["stack", "lifetime", "size", "guess"]
 """By what a category is known, the surest first."""
@@ -184,6 +184,10 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
         said = "as much is called parameters as one line of the optimizer keeps states of the same sizes"
     else:
         staged = bool((table["stage"] != "").any())
+        trains = is_known | pl.any_horizontal(pl.col("stage", "free_stage").is_in([BACKWARD, OPTIMIZER]))
+        if (table["stack"] != NO_STACK).any() and not table.select(trains.any()).item():
+            # Stacks of inference: layers of one size would pass for a parameter and its states.
+            return table, "Nothing in this history shows a training step: what was there before it is called so."
         usual = (4, 3, 2) if table.select((pl.col("passes") > 1).any()).item() else (3,) if staged else (4, 3)
         sizes, copies = _alike(table.filter(resident | is_known), usual)
         gradients_stay = len(usual) > 1 and (staged or copies == _STATES_AT_MOST + 2)

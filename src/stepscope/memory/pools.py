@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.core.answer import Table, as_lines, table_of
-from stepscope.core.finding import Finding, warning
+from stepscope.core.finding import Finding, note
 from stepscope.core.units import format_bytes
 from stepscope.memory.explain import Explained, allocated_curve
 from stepscope.memory.fragmentation import filled_segments
@@ -102,7 +102,7 @@ def pool_finding(explained: Explained) -> Finding | None:
         most = f" Pool {first.pool}{_owner(explained, first.pool)} has {format_bytes(first.free_bytes)} of that."
     held = format_bytes(sum(use.reserved_bytes for use in private))
     used = sum(use.allocated_bytes for use in private)
-    return warning(
+    return note(
         "private-pool",
         f"At the end, {whose} {held} of the {format_bytes(reserved)} that are reserved: {format_bytes(used)} of it are "
         f"allocated, and {format_bytes(free)}, which replays of its graphs may use, serve nobody else.{most}",

@@ -13,6 +13,7 @@ from stepscope.core.run_files import RANK_FOLDER
 from stepscope.core.strategies import stages_of
 from stepscope.engine.draft import Draft
 from stepscope.measure.driven import step_traffic
+from stepscope.measure.held_tensors import tensors_within
 from stepscope.measure.local_part import local_part
 from stepscope.measure.step import Step
 from stepscope.measure.timer import Measurement
@@ -101,7 +102,7 @@ def kept_bytes(step: Step) -> tuple[int, int]:
     if optimizer is None:
         return storage_bytes(step.model.parameters()), 0
     groups = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    state = (value for of_one in optimizer.state.values() for value in of_one.values() if isinstance(value, Tensor))
+    state = (tensor for _, tensor in tensors_within(optimizer.state))
     return storage_bytes([*step.model.parameters(), *groups]), storage_bytes(state)
 
 
