@@ -216,6 +216,9 @@ def test_what_drift_does_to_two_sets_of_two_by_hand():
     assert drift is not None and drift.factor == pytest.approx(math.sqrt(2.9622 / 1.7385), abs=1e-3)
     assert drift.freedoms == pytest.approx((1.0, 1.0))
     assert _drift((0.0, 2.0), (1.0, 3.0)).factor < 1  # pyright: ignore[reportOptionalMemberAccess]
+    one_moment = _drift((0.0,) * 5, (86_400.0,) * 5)
+    assert one_moment == _drift((0.0, 1.0, 2.0, 3.0, 4.0), (5.0, 6.0, 7.0, 8.0, 9.0)), "which cannot show how it drifts"
+    assert one_moment is not None and one_moment.factor > 1.5
     assert _drift((), (1.0, 2.0)) is None and _drift((5.0, 5.0), (5.0, 5.0)) is None
 
 

@@ -216,10 +216,16 @@ class _Drift:
 
 @functools.lru_cache(maxsize=64)
 def _drift(first: tuple[float, ...], second: tuple[float, ...]) -> _Drift | None:
-    """The drift of two sets by their times in seconds; None where these are not known, or all are the same."""
+    """The drift of two sets by their times in seconds; None where these are not known, or all are the same.
+
+    Sets of which each began all at one moment do not show how processes at different moments differ: it is reckoned as
+    of processes that followed one another.
+    """
     moments = sorted({*first, *second})
     if len(first) < 2 or len(second) < 2 or len(moments) < 2:
         return None
+    if len({*first}) == len({*second}) == 1:
+        return _drift(tuple(map(float, range(len(first)))), tuple(float(len(first) + i) for i in range(len(second))))
     unit = statistics.median(b - a for a, b in itertools.pairwise(moments))
 
     def apart(one: Sequence[float], other: Sequence[float]) -> list[list[float]]:
@@ -239,8 +245,7 @@ def _drift(first: tuple[float, ...], second: tuple[float, ...]) -> _Drift | None
         squares = math.fsum(value * value for value in centred)
         freedoms.append((mean * count) ** 2 / squares if squares else count - 1.0)
     between, within_first, within_second = means
-    expected = sum(parts)
-    factor = math.sqrt(max(0.0, 2 * between - within_first - within_second) / expected) if expected else 1.0
+    factor = math.sqrt(max(0.0, 2 * between - within_first - within_second) / sum(parts))
     return _Drift(factor=factor, freedoms=(freedoms[0], freedoms[1]))
 
 

@@ -1,6 +1,7 @@
 """Two sides of a comparison: which runs a name means, which of them pair, and what is said of the pairs."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,27 @@ def test_a_large_change_is_found_whatever_the_order_and_equal_sides_are_not():
     (finding,) = (one for one in sides_findings(found) if one.kind == "not-in-turns")
     assert finding.severity == "note" and not finding.remedy
     assert "no difference seen" in sentence(compare_sides(*one_after_the_other(0.0)), 0)
+
+
+def test_runs_that_do_not_say_when_they_began_cost_what_their_times_would_have_told():
+    """One of five without its time stands amid the others; where none has one, nothing is widened, and it is said."""
+
+    def begun(name: str, extra_s: float, times: Sequence[str]) -> Side:
+        runs = [run for run, _ in noisy(name, extra_s=extra_s).runs]
+        return side(name, *(msgspec.structs.replace(run, created=time) for run, time in zip(runs, times, strict=True)))
+
+    first = begun("before", 0.0, [f"2026-01-01T00:0{i}:00+00:00" for i in range(5)])
+    times = [f"2026-01-01T01:0{i}:00+00:00" for i in range(5)]
+    whole, part, none = (
+        compare_sides(first, begun("after", 0.0012, found))
+        for found in (times, [*times[:2], "yesterday", *times[3:]], ["yesterday"] * 5)
+    )
+    assert [one.changes[0].widened for one in (whole, part)] == [pytest.approx(whole.changes[0].widened)] * 2  # pyright: ignore[reportOptionalMemberAccess]
+    assert not whole.stands[0] and not part.stands[0] and none.stands[0]
+    said = [[one.kind for one in sides_findings(found)] for found in (whole, part, none)]
+    assert [("not-in-turns" in kinds, "times-unknown" in kinds) for kinds in said] == [
+        (True, False), (True, False), (False, True),
+    ]  # fmt: skip
 
 
 def test_the_command_that_measures_in_turns_names_both_steps():
@@ -458,6 +480,14 @@ def test_why_no_run_of_a_side_can_be_read_is_said(tmp_path: Path):
     (tmp_path / "one" / "run.json").write_text("{")
     with pytest.raises(InputError, match=r"no run there can be read: .*run\.json"):
         side_named(str(tmp_path), tmp_path)
+
+
+def test_last_is_the_run_that_began_latest_and_no_other_where_that_cannot_be_read(tmp_path: Path):
+    store(process(1, 0.1), tmp_path / "one")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "run.json").write_text('{"schema_version": 1, "created": "2030-01-01T00:00:00+00:00", "work')
+    with pytest.raises(InputError, match=r"two.run\.json is no run, or was cut short"):
+        side_named("last", tmp_path)
 
 
 def test_runs_sort_by_when_they_were_measured_whatever_their_zone(tmp_path: Path):

@@ -71,10 +71,9 @@ def side_named(text: str, out: Path) -> Side:
     if conditions and any(_is_called(run, text) for run, _ in runs):
         name, asked = text, None  # and so may a tag
         conditions.clear()
-    if asked is None and name == LAST and runs:
-        latest = last_run(out)
-        found_last = [pair for pair in runs if latest is not None and pair[1] == latest.parent]
-        return _kept(Side(name=text, kind="run", runs=tuple(found_last or runs[-1:]), faults=tuple(faults)), conditions)
+    if asked is None and name == LAST and (latest := last_run(out)) is not None:
+        pairs = ((load_run(latest), latest.parent),)
+        return _kept(Side(name=text, kind="run", runs=pairs, faults=tuple(faults)), conditions)
     meant = {
         one: tuple(pair for pair in runs if means(pair[0], name))
         for one, means in _KINDS.items()

@@ -34,6 +34,7 @@ def sides_findings(found: SideComparison) -> Iterator[Finding]:
     yield from _clocks(found)
     yield from _lost_processes(found)
     yield from _not_in_turns(found)
+    yield from _times_unknown(found)
     settings = [
         pair for pair in found.pairs if pair.before.representative.settings != pair.after.representative.settings
     ]
@@ -137,6 +138,23 @@ def _not_in_turns(found: SideComparison) -> Iterator[Finding]:
         evidence,
         f"measure in turns: {_turns(pair)}",
     )
+
+
+def _times_unknown(found: SideComparison) -> Iterator[Finding]:
+    """Sides that seem to differ, where it is not known when the processes of one began."""
+    decided = [pair for change, pair in zip(found.changes, found.pairs, strict=True)
+               if change is not None and change.decided and not change.paired]  # fmt: skip
+    timeless = dict.fromkeys(
+        side.name for pair in decided for side, runs in ((found.before, pair.before), (found.after, pair.after))
+        if not runs.processes(found.value).begun_s
+    )  # fmt: skip
+    if timeless:
+        yield warning(
+            "times-unknown",
+            f"The runs of {' and '.join(timeless)} do not say when they began, so it is not known whether the sides "
+            "took turns: what seems to be a change may be drift.",
+            {"sides": len(timeless)}, "measure both sides in turns, as `stepscope run --against` does",
+        )  # fmt: skip
 
 
 def _turns(pair: SidePair) -> str:

@@ -1,5 +1,6 @@
 """Runs of one experiment, measured in several processes, taken together."""
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ class RunSet:
     def processes(self, part: str) -> Processes:
         """The medians of this part of the step, a process each, of those that measured it."""
         found = [(median, run.instant) for run in self.measured if (median := _median_s(run, part))]
-        begun = tuple(instant for _, instant in found)
-        return Processes(tuple(median for median, _ in found), begun if all(begun) else ())
+        known = [instant for _, instant in found if instant]
+        usual = statistics.median(known) if known else 0.0  # one that does not say when it began stands amid the others
+        begun = tuple(instant or usual for _, instant in found) if known else ()
+        return Processes(tuple(median for median, _ in found), begun)
 
     @property
     def findings(self) -> list[tuple[Finding, int]]:
