@@ -64,7 +64,7 @@ _ROUNDING = 1e-9
 """The largest distance from a line, as a share of the largest sample, at which samples count as on the line."""
 _COSINES = 3
 """The slowest waves, from half a period along the samples to one and a half, that show whether samples wander."""
-_WANDER, _CERTAIN = 2.0, 1.5
+_WANDER, _CERTAIN = 2.0, 1.25
 """How much of what the slowest waves exceed widens a ratio, and the standard errors from 0 at which an autocorrelation
 is taken to be there. Both were simulated, for noise whose power is that of 1 / frequency."""
 _DEVIATIONS = statistics.NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
@@ -269,8 +269,9 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         """How many times wider a ratio with another process makes the interval of these samples; at least 1.
 
         Noise with a long memory, as that of power 1 / frequency, moves the median from process to process by more than
-        an AR(1) process would that has the same neighbours. It shows in the slowest waves along the samples. Two steps
-        that took turns met the same noise, so the interval of the ratios within one process is not widened.
+        an AR(1) process would that has the same neighbours. It shows in the slowest waves along the samples. Some
+        thirty samples hardly show it below as much independent noise: then it cannot be told, and several processes
+        must. Two steps that took turns met the same noise, so the interval of ratios within one process is not widened.
         """
         return 1.0 if self.autocorrelation is None else _wandering(self.values_s, self.autocorrelation)
 
@@ -310,11 +311,19 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         mine, theirs = self.interval(), baseline.interval()
         if mine is None or theirs is None or not mine.low or not theirs.low:
             return Ratio(value=value, interval=None, extremes=extremes)
-        a, b = baseline.wandering, self.wandering
-        below = math.hypot(a * math.log(baseline.median_s / theirs.low), b * math.log(mine.high / self.median_s))
-        above = math.hypot(a * math.log(theirs.high / baseline.median_s), b * math.log(self.median_s / mine.low))
+        (down, up), (other_down, other_up) = baseline._reaches(theirs), self._reaches(mine)
+        below, above = math.hypot(down, other_up), math.hypot(up, other_down)
         interval = Interval(low=value * math.exp(-below), high=value * math.exp(above))
         return Ratio(value=value, interval=interval, extremes=extremes)
+
+    def _reaches(self, interval: Interval) -> tuple[float, float]:
+        """How far the median of another process may lie below and above, as logarithms: the interval's reach times
+        `wandering`, but for that no further than any sample does."""
+        assert self.median_s and self.smallest_s is not None and self.largest_s
+        down, up = math.log(self.median_s / interval.low), math.log(interval.high / self.median_s)
+        lowest = math.log(self.median_s / self.smallest_s) if self.smallest_s else math.inf
+        highest = math.log(self.largest_s / self.median_s)
+        return min(down * self.wandering, max(down, lowest)), min(up * self.wandering, max(up, highest))
 
     def plus(self, other: "Samples") -> "Samples":
         """The sample-by-sample sum of two phases of the same steps."""
