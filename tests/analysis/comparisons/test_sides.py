@@ -91,8 +91,10 @@ def test_a_change_that_may_be_drift_cannot_be_told_and_says_how_it_can():
     turns = compare_sides(noisy("before"), noisy("after", extra_s=0.0006))
     assert turns.stands == [True] and not any(one.kind == "not-in-turns" for one in sides_findings(turns))
     apart = compare_sides(*one_after_the_other(0.0006))
-    (row,) = answer_comparison(apart, no_captures).tables[0].rows
+    answer = answer_comparison(apart, no_captures)
+    (row,) = answer.tables[0].rows
     assert apart.stands == [False] and "cannot be told" in row
+    assert "no difference was seen" not in shown(answer), "what it is that cannot be told was seen"
     assert "the sides were not measured in turns, so drift may be all that differs" in sentence(apart, 0)
     (found,) = (one for one in sides_findings(apart) if one.kind == "not-in-turns")
     assert found.severity == "warning" and "1.8 times as wide" in found.sentence

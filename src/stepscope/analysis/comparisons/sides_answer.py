@@ -217,7 +217,7 @@ def _unseen(found: SideComparison) -> Iterator[str]:
     limits = [
         change.detectable
         for change, stands in zip(found.changes, found.stands, strict=True)
-        if change and not stands and change.detectable
+        if change and verdict(change, stands) == "no difference seen" and change.detectable
     ]
     if limits:
         upto = format_share(max(limits))

@@ -125,7 +125,7 @@ def _not_in_turns(found: SideComparison) -> Iterator[Finding]:
     change, pair = max(untold or apart, key=lambda one: one[0].widened)
     where = f"{pair.label}: the" if len(found.pairs) > 1 else "The"
     wider = (
-        f"{where} sides were not measured in turns, so its interval is {change.widened:.1f} times as wide as that "
+        f"{where} sides were not measured in turns, so the interval is {change.widened:.1f} times as wide as that "
         "of processes that do not drift"
     )
     evidence = {"pairs": len(apart), "untold": len(untold), "widened": change.widened}
