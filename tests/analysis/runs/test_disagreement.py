@@ -55,6 +55,12 @@ def test_runs_disagree_only_by_more_than_processes_differ(factor: float, apart: 
     assert (disagreement(run("a", 1.0), [run("b", factor)]) is not None) == apart
 
 
+def test_a_run_that_did_not_end_shows_no_figure_that_another_could_disagree_with():
+    one, other = run("first", 1.0), run("second", 2.0)
+    failed = msgspec.structs.replace(other, status="failed")
+    assert disagreement(one, [other]) and not disagreement(failed, [one]) and not disagreement(one, [failed])
+
+
 def test_runs_whose_intervals_allow_it_do_not_disagree():
     wide = make_run(step=[1.0, 3.0, 0.9, 2.9, 1.1, 3.1, 1.0, 3.0, 1.0, 3.0])
     assert disagreement(wide, [make_run(step=[1.3, 2.6, 1.2, 2.7, 1.3, 2.8, 1.2, 2.6, 1.3, 2.7])]) is None

@@ -57,7 +57,7 @@ class Disagreement:
 
 def disagreement(shown: Run, others: Iterable[Run], part: str = STEP) -> Disagreement | None:
     """The run among the others that disagrees most with the one that is shown; None where none does."""
-    base = samples_of(shown, part)
+    base = samples_of(shown, part) if shown.status == "done" else None
     found = [
         Disagreement(shown=shown, other=other, part=part, ratio=ratio)
         for other in others
