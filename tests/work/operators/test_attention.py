@@ -36,11 +36,13 @@ def test_the_places_are_those_of_pytorchs_schema(name: str, places: FusedAttenti
     schema = [argument.name for argument in packet.default._schema.arguments]
     for field, names in ARGUMENTS.items():
         found = getattr(places, field)
-        given_places = found[:1] if field == "causal" else found if isinstance(found, tuple) else (found,)
+        given_places = (
+            found[:1] if field in ("causal", "mask_type") else found if isinstance(found, tuple) else (found,)
+        )
         for place in given_places:
             if place is not None and place < len(schema):
                 assert schema[place] in names, (field, place, schema)
-    assert places.mask_type is not None or places.causal, "whether it is causal is an argument of each"
+    assert places.mask_type or places.causal, "whether it is causal is an argument of each"
     assert ("attn_bias" in schema or "attn_mask" in schema or "bias" in schema) == (places.bias is not None)
     assert bool({"window_size_left", "window_size"} & set(schema)) == bool(places.window or places.one_window)
 
@@ -175,3 +177,45 @@ def test_the_types_of_mask_of_the_memory_efficient_kernel():
     assert of("0") == 64 * 64 and of("1") == of("2") == 64 * 64 / 2
     assert of("1", queries=16) == 16 * 16 / 2
     assert of("2", queries=16) == 16 * 48 + 16 * 16 / 2
+
+
+# What PyTorch 2.1 and 2.4 had otherwise: fewer arguments, the mask's type and the flag at other places.
+OLDER: dict[str, tuple[str, list[list[int]], list[str], list[str]]] = {
+    "memory-efficient, 2.1": (
+        "aten::_efficient_attention_forward", [[1, 64, 2, 8]] * 3 + [[]] * 10,
+        ["float"] * 3 + ["", "", "", "", "Scalar", "Scalar", "Scalar", "", "", ""],
+        [*[""] * 7, "0.", "{type}", "True", "", "", ""],
+    ),
+    "cuDNN, 2.4": (
+        "aten::_scaled_dot_product_cudnn_attention", [[1, 2, 64, 8]] * 3 + [[]] * 4,
+        ["c10::Half"] * 3 + ["Scalar"] * 3 + [""], ["", "", "", "0.", "{flag}", "False", "0.125"],
+    ),
+    "backward of cuDNN, 2.4": (
+        "aten::_scaled_dot_product_cudnn_attention_backward", [[1, 2, 64, 8]] * 5 + [[1, 2, 64, 1], *[[]] * 9],
+        ["c10::Half"] * 5 + ["float", "", "", *["Scalar"] * 4, "long int", "long int", ""],
+        [*[""] * 8, "64", "64", "0.", "{flag}", "", "", "0.125"],
+    ),
+    "flash, 2.1": (
+        "aten::_flash_attention_forward", [[1, 64, 2, 8]] * 3 + [[]] * 8,
+        ["c10::Half"] * 3 + ["", "", *["Scalar"] * 5, ""], [*[""] * 5, "64", "64", "0.", "{flag}", "False", ""],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("release", OLDER)
+@pytest.mark.parametrize("causal", [True, False])
+def test_records_of_older_releases_say_it_at_other_places(release: str, causal: bool):
+    name, shapes, dtypes, texts = OLDER[release]
+    values = [text.format(flag=causal, type=int(causal)) for text in texts]
+    call = read_call(name, json.dumps(shapes), json.dumps(dtypes), json.dumps(values))
+    assert call is not None and call_sight(call) == ("causal" if causal else "not causal")
+    products = 5 if "backward" in name else 2
+    work = call_work(call)
+    assert work is not None and work.flops == products * 2 * 2 * 64 * 64 * 8 // (2 if causal else 1)
+
+
+@pytest.mark.parametrize(("text", "causal"), [("true", True), ("FALSE", False), (True, True), (False, False)])
+def test_a_flag_may_be_written_as_json_has_it(text: object, causal: bool):
+    values: list[object] = list(recorded(""))
+    values[3] = text
+    assert call_sight(flash(values)) == ("causal" if causal else "not causal")  # type: ignore[arg-type]

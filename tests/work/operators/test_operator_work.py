@@ -42,6 +42,7 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "_scaled_dot_product_flash_attention_for_cpu": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 4, ROWS * 4),
     "_flash_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     "_efficient_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 4, ROWS * 4),
+    "_scaled_dot_product_cudnn_attention": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     "_cudnn_attention_forward": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     # Recorded as not causal: the whole square.
     "scaled_dot_product_attention": (SQUARE * 2 * 2 * 64, 3 * ROWS * 2, ROWS * 2),

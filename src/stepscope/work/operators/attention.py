@@ -22,9 +22,9 @@ class FusedAttention:
     """The places of an operator's arguments: an index each, None where the operator has no such argument.
 
     `query`: key and value come after it. `heads_at`: the dimension of the heads in (batch, .., .., head_dim). `causal`:
-    of the flag; in another overload it may stand elsewhere, and the first place that holds a flag counts. `mask_type`:
-    of a number in its stead. `bias`: of a mask or a bias. `window`: of the keys before a query that it sees, those
-    after it come next; `one_window`: of both, with the query's own key. `lengths`: of the bounds of
+    of the flag; in another overload or release it may stand elsewhere, and the first place that holds a flag counts.
+    `mask_type`: of a number in its stead, likewise. `bias`: of a mask or a bias. `window`: of the keys before a query
+    that it sees, those after it come next; `one_window`: of both, with the query's own key. `lengths`: of the bounds of
     sequences that lie behind one another; `longest`: of the longest, of queries and then of keys. `elsewhere`: of
     tensors by which keys lie elsewhere, or are fewer, than the shape says. `from_last`: whether the last query sees the
     last key, and not the first the first, where there are more keys than queries. `out`, `sums`: of the output and its
@@ -34,7 +34,7 @@ class FusedAttention:
     query: int = 0
     heads_at: int = 1
     causal: tuple[int, ...] = ()
-    mask_type: int | None = None
+    mask_type: tuple[int, ...] = ()
     bias: int | None = None
     window: int | None = None
     one_window: int | None = None
@@ -80,16 +80,19 @@ class FusedAttention:
         return "assumed causal" if sizes.queries == sizes.keys else "assumed not causal"
 
     def _is_causal(self, call: OperatorCall) -> bool | None:
-        if self.mask_type is not None:
-            kind = call.number(self.mask_type)
+        if self.mask_type:
+            kind = self._mask_type(call)
             return None if kind is None else kind in (_FROM_FIRST, _FROM_LAST)
         return next((found for place in self.causal if (found := call.flag(place)) is not None), None)
+
+    def _mask_type(self, call: OperatorCall) -> int | None:
+        return next((found for place in self.mask_type if (found := call.number(place)) is not None), None)
 
     def _seen_twice(self, call: OperatorCall, sizes: AttentionSizes) -> int:
         """Twice the pairs of a query and a key that it sees: whole, though half of a causal square may be odd."""
         queries, keys = sizes.queries, sizes.keys
         causal = self.sight(call) in ("causal", "assumed causal")
-        from_last = self.from_last or (self.mask_type is not None and call.number(self.mask_type) == _FROM_LAST)
+        from_last = self.from_last or self._mask_type(call) == _FROM_LAST
         before, after = self._windows(call)
         if causal:
             after = 0

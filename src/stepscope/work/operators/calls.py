@@ -187,7 +187,9 @@ def _values(text: str | None, arguments: int) -> tuple[Value, ...]:
 
 
 def _value(text: object) -> Value:
-    """`False`, `12` or `[1, 1]`, as Python writes it; None for all else."""
+    """`False`, `12` or `[1, 1]`, as Python or JSON writes it; None for all else."""
+    if isinstance(text, (bool, int, list)):
+        text = json.dumps(text)
     if not isinstance(text, str):
         return None
     if text[:1] + text[-1:] != "[]":
@@ -198,8 +200,8 @@ def _value(text: object) -> Value:
 
 
 def _number(word: str) -> bool | int | None:
-    if word in ("True", "False"):
-        return word == "True"
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
     return int(word) if _WHOLE.fullmatch(word) else None
 
 
