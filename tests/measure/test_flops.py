@@ -92,6 +92,14 @@ def test_products_without_a_formula_are_named_and_not_taken_for_none():
     assert "aten::_fft_r2c" in counts.unknown
 
 
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_a_product_of_a_sparse_matrix_is_named(layout: torch.layout):
+    """Most of its places are zeros that nobody multiplies: its shape does not say how many."""
+    sparse = torch.eye(64).to_sparse(layout=layout)
+    counts = _counted(lambda: (sparse @ torch.ones(64, 8), torch.ones(2, 3) @ torch.ones(3, 4)))
+    assert counts.unknown == {"aten::mm": 1} and counts.work["forward"].flops == 2 * 2 * 3 * 4
+
+
 def test_an_operator_of_the_users_own_is_unknown():
     @torch.library.custom_op("stepscope_test::twice", mutates_args=())
     def twice(x: Tensor) -> Tensor:
@@ -118,7 +126,14 @@ def test_products_inside_an_operator_that_is_written_in_python_count():
 
 def test_what_does_not_multiply_is_neither_counted_nor_unknown():
     counts = _counted(
-        lambda: (torch.randn(4).softmax(0), torch.linspace(0, 1, 5), torch.randn(3, 4).view(12).cumsum(0))
+        lambda: (
+            torch.randn(4).softmax(0),
+            torch.linspace(0, 1, 5),
+            torch.randn(3, 4).view(12).cumsum(0),
+            torch.randn(4).cummax(0),
+            torch.rand(4).lgamma(),
+            torch.rand(4).digamma(),
+        )
     )
     assert counts.work["forward"].flops == 0 and not counts.unknown
 

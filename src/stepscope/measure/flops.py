@@ -28,8 +28,11 @@ from stepscope.work.operators.count import call_work, is_product
 
 CONVENTION = Convention(causal="full", recompute=True)
 
-_PRODUCT = re.compile(r"mm|matmul|mv$|dot|conv|attention|rnn|lstm|gru|bilinear|linear|einsum|fft|outer|cdist|scan")
-"""Names of ATen's operators that multiply, or may."""
+_PRODUCT = re.compile(
+    r"mm(?![ai])|matmul|mv$|dot|conv|attention|transformer|rnn|lstm|gru|bilinear|linear|einsum|fft|outer|cdist|"
+    r"euclidean_dist|scan"
+)
+"""Names of ATen's operators that multiply, or may; cummax and lgamma do not."""
 _NO_PRODUCT = re.compile(r"^_?(convert|upsample|linspace)")
 _ELEMENTWISE = re.compile(
     "|".join(way.signs for part in ("norm", "rope", "mlp") for way in PARTS[part].values() if way.signs)
@@ -67,6 +70,8 @@ def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorC
 
 def _argument(given: Any) -> Operand | TensorList | None:
     if isinstance(given, torch.Tensor):
+        if given.layout in _SPARSE:
+            raise Unknown  # its shape does not say how many numbers multiply
         return Operand(tuple(map(int, given.shape)), _NAMES.get(given.dtype), given.element_size())
     if isinstance(given, (list, tuple)) and given and all(isinstance(each, torch.Tensor) for each in given):
         return TensorList(tuple(operand for each in given if isinstance(operand := _argument(each), Operand)))
@@ -81,7 +86,11 @@ def _value(given: Any) -> Value:
     return None
 
 
-_NAMES = {torch.int32: "int", torch.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2"}
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_NAMES = {
+    torch.int32: "int", torch.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2", torch.complex32: "c10::complex<c10::Half>",
+    torch.complex64: "c10::complex<float>", torch.complex128: "c10::complex<double>",
+}  # fmt: skip
 """The names, in traces, of dtypes by which a rule counts: those of offsets, and of two numbers in one element."""
 
 

@@ -134,6 +134,8 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int]] = {
     "addr": (lambda: torch.addr(half(4, 5), half(4), half(5)), 2 * 4 * 5),
     "einsum": (lambda: torch.einsum("bij,bjk->bik", half(3, 4, 6), half(3, 6, 5)), 2 * 3 * 4 * 6 * 5),
     "linear": (lambda: F.linear(half(2, 4, 8), half(6, 8), half(6)), 2 * 8 * 8 * 6),
+    # Four products and as many sums for one of complex numbers.
+    "complex": (lambda: torch.ones(3, 4, dtype=torch.cfloat) @ torch.ones(4, 5, dtype=torch.cfloat), 8 * 3 * 4 * 5),
     "int8": (lambda: torch._int_mm(torch.ones(32, 16, dtype=torch.int8), torch.ones(16, 24, dtype=torch.int8)),  # pyright: ignore[reportPrivateImportUsage]
              2 * 32 * 16 * 24),
     "weight in 8 bits": (
@@ -159,6 +161,25 @@ def test_a_product(tmp_path: Path, name: str):
     run, expected = PRODUCTS[name]
     assert while_it_runs(run) == expected
     assert of_its_trace(run, tmp_path, causal="full") == expected
+
+
+@pytest.mark.parametrize("joint", [True, False])
+def test_layers_that_one_operator_runs_in_inference(tmp_path: Path, joint: bool):
+    """An encoder's layer and attention with its projections: a trace shows what the operator calls, and a count does
+    not. 2 sequences of 6 rows, 16 wide, and 24 between the two linear layers."""
+    encoder = nn.TransformerEncoderLayer(16, 4, 24, batch_first=True).eval()
+    x = torch.randn(2, 6, 16)
+
+    @torch.no_grad()
+    def run() -> None:
+        if joint:
+            encoder(x)
+        else:
+            encoder.self_attn(x, x, x, need_weights=False)
+
+    attention = 2 * 12 * (48 * 16 + 16 * 16) + 2 * 2 * 2 * 6 * 6 * 16
+    expected = attention + (2 * 2 * 12 * 16 * 24 if joint else 0)
+    assert while_it_runs(run) == of_its_trace(run, tmp_path) == expected
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -36,6 +36,13 @@ BY_HAND: dict[str, tuple[int, int, int]] = {
     "_sparse_semi_structured_linear": (2 * 16 * 32 * 32, (16 * 64 + 32 * 32 + 32 * 4) * 2, 32 * 16 * 2),
     "_sparse_semi_structured_mm": (2 * 32 * 32 * 16, (32 * 32 + 32 * 4 + 64 * 16) * 2, 32 * 16 * 2),
     "_sparse_semi_structured_addmm": (2 * 32 * 32 * 16, (32 + 32 * 32 + 32 * 4 + 64 * 16) * 2, 32 * 16 * 2),
+    # 2 sequences of 6 rows of width 8: the joint projection, two products of attention, and the output's.
+    "_native_multi_head_attention":
+        (2 * 12 * 24 * 8 + 2 * 2 * 2 * 6 * 6 * 8 + 2 * 12 * 8 * 8, (2 * 96 + 192 + 64) * 4, 96 * 4),
+    # And two layers, 16 wide between them.
+    "_transformer_encoder_layer_fwd":
+        (2 * 12 * 24 * 8 + 2 * 2 * 2 * 6 * 6 * 8 + 2 * 12 * 8 * 8 + 2 * 2 * 12 * 8 * 16,
+         (96 + 192 + 64 + 2 * 128) * 4, 96 * 4),
     # Two products of 2 * 64 FLOPs a score; half of the square. With a bias of one number a score, all of it.
     "_scaled_dot_product_flash_attention": (SQUARE * 2 * 2 * 64 // 2, 3 * ROWS * 2, ROWS * 2),
     "_scaled_dot_product_efficient_attention": (SQUARE * 2 * 2 * 64, 3 * ROWS * 4 + SQUARE * 4, ROWS * 4),
@@ -258,7 +265,10 @@ def test_flash_attention_over_documents_has_no_work():
         ("arange", [[], [], [], [0]], ["Scalar", "Scalar", "Scalar", "long int"]),  # no rule
         ("mm", [[2, 3], [4, 5]], ["float", "float"]),  # these do not multiply
         ("mm", [[2, 3], [3, 5]], ["float", "c10::BFloat16"]),
-        ("mm", [[2, 3], [3, 5]], ["c10::complex<float>", "c10::complex<float>"]),  # a dtype not in the table
+        ("mm", [[2, 3], [3, 5]], ["c10::complex<int>", "c10::complex<int>"]),  # a dtype not in the table
+        ("mul", [[2, 3], [2, 3]], ["c10::complex<float>"] * 2),
+        ("_native_multi_head_attention", [[2, 6, 8]] * 3 + [[], [], [16, 8], [16], [8, 8]],
+         ["float"] * 3 + ["Scalar"] * 2 + ["float"] * 3),
         ("mm", [[2, 3]], ["float"]),
         ("mm", [[2, -3], [-3, 5]], ["float", "float"]),
         ("mm", [[2**40, 2**40], [2**40, 5]], ["float", "float"]),

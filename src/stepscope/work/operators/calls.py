@@ -26,6 +26,8 @@ ELEMENT_BYTES: dict[str, int] = {
     "signed char": 1, "unsigned char": 1, "bool": 1,
 }  # fmt: skip
 """Bytes of an element by the name of its C++ type."""
+COMPLEX_BYTES = {"c10::complex<float>": 8, "c10::complex<double>": 16, "c10::complex<c10::Half>": 4}
+"""Complex elements, of which no rule but those of products knows the FLOPs."""
 
 _INTEGERS = frozenset(
     name for name in ELEMENT_BYTES if name != "bool" and "::" not in name and name not in ("double", "float")
@@ -174,7 +176,7 @@ def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> O
     if dtype == "TensorList":
         shapes = [_shape(each) for each in _items(shape)]
         return TensorList(tuple(Operand(each, None, list_element_bytes) for each in shapes) if shapes else None)
-    return Operand(_shape(shape), dtype, ELEMENT_BYTES.get(dtype))
+    return Operand(_shape(shape), dtype, ELEMENT_BYTES.get(dtype) or COMPLEX_BYTES.get(dtype))
 
 
 def _values(text: str | None, arguments: int) -> tuple[Value, ...]:

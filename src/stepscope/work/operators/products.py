@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from stepscope.core.work import CausalConvention, Work
 from stepscope.work import operations
-from stepscope.work.operators.calls import Operand, OperatorCall, Unknown
+from stepscope.work.operations import AttentionSizes
+from stepscope.work.operators.calls import COMPLEX_BYTES, Operand, OperatorCall, Unknown
 
 
 def product(
@@ -30,7 +31,7 @@ def product(
         raise Unknown
     results = m * n * (1 if sums_batch or not batch else batch[0])
     return Work(
-        flops=2 * math.prod(batch) * m * n * k * _numbers_an_element(a),
+        flops=2 * math.prod(batch) * m * n * k * _products_an_element(a),
         bytes_read=a.bytes + b.bytes + (added.bytes if added else 0),
         bytes_written=results * (result_bytes or a.size),
     )
@@ -42,7 +43,8 @@ def outer_product(call: OperatorCall, _: CausalConvention) -> Work:
     if len(a.shape) != 1 or len(b.shape) != 1:
         raise Unknown
     results = a.elements * b.elements
-    return Work(flops=2 * results, bytes_read=added.bytes + a.bytes + b.bytes, bytes_written=results * a.size)
+    flops = 2 * results * _products_an_element(a)
+    return Work(flops=flops, bytes_read=added.bytes + a.bytes + b.bytes, bytes_written=results * a.size)
 
 
 def scaled_product(call: OperatorCall, causal: CausalConvention) -> Work:
@@ -56,9 +58,9 @@ def _scales(call: OperatorCall) -> int:
     return sum(found.bytes for found in call.arguments[2:] if isinstance(found, Operand) and found.element_bytes)
 
 
-def _numbers_an_element(operand: Operand) -> int:
-    """Two numbers of four bits share an element."""
-    return 2 if operand.dtype == "c10::Float4_e2m1fn_x2" else 1
+def _products_an_element(operand: Operand) -> int:
+    """Two numbers of four bits share an element; a product of complex numbers is four, with as many sums."""
+    return 2 if operand.dtype == "c10::Float4_e2m1fn_x2" else 4 if operand.dtype in COMPLEX_BYTES else 1
 
 
 def grouped_product(call: OperatorCall, _: CausalConvention) -> Work:
@@ -80,7 +82,7 @@ def grouped_product(call: OperatorCall, _: CausalConvention) -> Work:
             raise Unknown
         results = offsets.elements
     return Work(
-        flops=2 * batch * m * n * k * _numbers_an_element(a),
+        flops=2 * batch * m * n * k * _products_an_element(a),
         bytes_read=a.bytes + b.bytes + _scales(call),
         bytes_written=results * m * n * a.size,
     )
@@ -128,6 +130,24 @@ def linear(
     places = rows.elements // k
     read = rows.bytes + weights.bytes + (added.bytes if added else 0)
     return Work(flops=2 * places * k * n, bytes_read=read, bytes_written=places * n * rows.size)
+
+
+def encoder(call: OperatorCall, _: CausalConvention, *, weights: tuple[int, ...], key: int = 0) -> Work:
+    """Attention of (batch, rows, width), with its projections, in one operator, which calls the products of each.
+    `weights`: the places of those of queries, keys and values together, and of each linear layer after them."""
+    x, seen = call.tensor(0), call.tensor(key)
+    joint, *others = (call.tensor(place) for place in weights)
+    if len(x.shape) != 3 or len(seen.shape) != 3 or joint.elements != 3 * x.shape[2] ** 2:
+        raise Unknown
+    batch, rows, width = x.shape
+    keys = seen.shape[1]
+    sizes = AttentionSizes(batch=batch, heads=1, queries=rows, keys=keys, head_dim=width, value_dim=width)
+    projections = width**2 * (rows + 2 * keys) + rows * sum(each.elements for each in others)
+    return Work(
+        flops=2 * batch * projections + operations.attention_flops(sizes, "full"),
+        bytes_read=x.bytes + (seen.bytes if key else 0) + joint.bytes + sum(each.bytes for each in others),
+        bytes_written=x.bytes,
+    )
 
 
 def linear_backward(call: OperatorCall, _: CausalConvention, *, grad: int, weight: int, other: int | None) -> Work:

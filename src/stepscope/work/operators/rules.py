@@ -81,6 +81,7 @@ _BF16 = '"c10::BFloat16"'
 _SCALAR = '"Scalar"'
 _NOTHING = ', ""'
 _OPERANDS = f"{_BF16}, {_BF16}, {_BF16}"
+_FLOATS = '"float", "float", "float"'
 
 
 def _shapes(first: str, numbers: int) -> str:
@@ -121,6 +122,17 @@ _PRODUCTS: tuple[OperatorRule, ...] = (
           "_weight_int4pack_mm_with_scales_and_zeros", partial(products.linear, bias=3, weights_a_byte=2),
           example=("_weight_int4pack_mm", "[[16, 1024], [4, 8, 32, 4], [], [8, 32, 2]]",
                    f'[{_BF16}, "int", "Scalar", {_BF16}]')),
+    _product_rule("encoder", "_native_multi_head_attention",
+          partial(products.encoder, weights=(5, 7), key=1),
+          example=("_native_multi_head_attention",
+                   "[[2, 6, 8], [2, 6, 8], [2, 6, 8], [], [], [24, 8], [24], [8, 8], [8], [], [], [], []]",
+                   f'[{_FLOATS}, "Scalar", "Scalar", "float", {_FLOATS}, "", "Scalar", "Scalar", ""]')),
+    _product_rule("encoder", "_transformer_encoder_layer_fwd", partial(products.encoder, weights=(3, 5, 14, 16)),
+          example=("_transformer_encoder_layer_fwd",
+                   "[[2, 6, 8], [], [], [24, 8], [24], [8, 8], [8], [], [], [], [8], [8], [8], [8], [16, 8], [16], "
+                   "[8, 16], [8], [], []]",
+                   f'["float", "Scalar", "Scalar", "float", {_FLOATS}, "Scalar", "Scalar", "Scalar", {_FLOATS}, '
+                   f'{_FLOATS}, "float", "float", "", ""]')),
     _product_rule("matrix product", "mkldnn_linear_backward_input",
           partial(products.linear_backward, grad=1, weight=2, other=None),
           example=("mkldnn_linear_backward_input", "[[], [64, 8], [8, 32]]", '["ScalarList", "float", "float"]')),
