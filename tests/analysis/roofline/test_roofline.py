@@ -217,6 +217,24 @@ def test_a_product_that_multiplied_nothing_has_no_work(tmp_path: Path):
     assert operator(steps.roofline(tmp_path), "mm", None).work is None
 
 
+@pytest.mark.parametrize(
+    ("kernel", "flops"),
+    [
+        (FP32_GEMM, 2 * 64 * 64 * 8),
+        ("void cusparse::csrmm_alg2_kernel<cusparse::CsrMMPolicy, false, float>(P)", None),
+        ("void rocsparse::csrmmnn_row_split_main_kernel<256u, 8u, float>(P)", None),
+    ],
+)
+def test_the_kernel_says_that_a_matrix_was_sparse(tmp_path: Path, kernel: str, flops: int | None):
+    """Its shape does not say how many of its places multiply: taken whole, this one would count its zeros."""
+    steps = Steps()
+    steps.operator("_sparse_addmm", 0, 20, [[64, 8], [64, 64], [64, 8], [], []], ["float"] * 3 + ["Scalar"] * 2)
+    steps.operator("addmm", 1, 19, [[64, 8], [64, 64], [64, 8], [], []], ["float"] * 3 + ["Scalar"] * 2)
+    steps.kernel(kernel, 4, 25, 125)
+    product = operator(steps.roofline(tmp_path), "addmm", None)
+    assert product.flops == flops and product.is_open == (flops is None)
+
+
 def test_an_unknown_device_has_intensities_and_no_bounds(tmp_path: Path):
     steps = by_hand()
     steps.device = "Some Future Device"
@@ -444,6 +462,15 @@ def test_products_whose_record_leaves_them_open_are_said(tmp_path: Path):
     assert operator(found, "addmm").flops == 2 * 1024**3
     text = " ".join(said(found).split())
     assert "The record leaves open the sizes of 1 products a step: their FLOPs are missing (mm;" in text
+
+
+def test_shapes_of_which_nothing_is_counted_are_not_said_to_be_missing(tmp_path: Path):
+    steps = Steps()
+    steps.operator("mm", 0, 20, [[1024], "x"], ["float", 7])
+    steps.kernel(FP32_GEMM, 5, 25, 45)
+    text = " ".join(said(steps.roofline(tmp_path)).split())
+    assert "No work is known: the trace holds no operator with shapes from which its work is counted." in text
+    assert "The record leaves open the sizes of 1 products a step" in text
 
 
 def test_a_part_of_a_trace_keeps_what_its_operators_were_told(tmp_path: Path):

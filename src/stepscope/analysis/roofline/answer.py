@@ -115,7 +115,10 @@ def _heading(roofline: Roofline) -> Iterator[Line | str]:
         rates.append(f"device memory {format_rate(memory.rate, 'B/s')} ({memory.source})")
     yield f"Peaks: {'; '.join(rates or ['none known, so that nothing has a bound'])}."
     convention = next((each.work.convention for each in roofline.operators if each.work), None)
-    if convention is None:
+    if convention is None and any(each.shapes for each in roofline.operators):
+        yield "No work is known: the trace holds no operator with shapes from which its work is counted."
+        yield from _open_products(roofline)
+    elif convention is None:
         yield "No work is known: the trace holds no operators with shapes (torch.profiler, record_shapes)."
     else:
         share = roofline.covered_ns / roofline.busy_ns if roofline.busy_ns else 0.0

@@ -36,6 +36,8 @@ _RECORD = ("shapes", "dtypes", "values")
 _ANY_PRODUCT = "product"
 _BETWEEN_MEMORIES = re.compile(r"\b(?:HtoD|DtoH|HtoH|PtoP)\b")
 """Copies that are not bound by the device's own memory."""
+_OF_SPARSE = re.compile(r"csrmm|csrmv|spmm|spmv|(?:cu|hip|roc)sparse(?!lt)")
+"""Kernels of operands in which zeros are left out: a product's shapes do not say how much it multiplies."""
 _FAMILY = pl.Enum(FAMILIES)
 _ARITHMETIC = pl.Enum(get_args(Arithmetic))
 
@@ -215,7 +217,7 @@ def _roof(row: dict, peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) ->
     # A product that launched copies and fills alone had nothing to multiply.
     multiplied = not product or row["family"] in (*_PRODUCTS, *_UNTOLD)
     counts = multiplied and not row["hidden"] and not row["between"]
-    if counts:
+    if counts and not (product and _OF_SPARSE.search(row["kernel"])):
         record = (row["operator"], row["shapes"], row["dtypes"])
         call = recorded_call(*record, values=row["values"], list_element_bytes=row["element_bytes"])
     work = call_work(call, causal) if call is not None else None
