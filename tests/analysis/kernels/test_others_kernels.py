@@ -88,6 +88,7 @@ KERNELS = {
         "void paged_attention_ll4mi_QKV_mfma16_kernel<__hip_bfloat16, __hip_bfloat16>(P)",
         "kernel_unified_attention_3d",
         "_fwd_kernel_stage2",
+        "_fwd_kernel_stage2_asm",
         "void vllm::merge_attn_states_kernel<__nv_bfloat16, 128u>(P)",
         "void flash_fwd_mla_combine_kernel<cutlass::bfloat16_t, float, long, 512, 32>(P)",
         "void deep_gemm::sm90_fp8_paged_mqa_logits<64u, 128u>(P)",

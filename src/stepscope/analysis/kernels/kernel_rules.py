@@ -137,7 +137,7 @@ KERNEL_RULES = Rulebook((
     Rule(family="attention (fused)", function=r"^flash(?:_\w*(?:decode|prefill|combine)|::)|^_?kernel_mha|"
          r"masked_multihead|(?:^|_)xqa|^_(?:fwd|"
          r"bwd)(?:_grouped)?_kernel"
-         r"(?:_stage\d|_dkdv\w*|_dq)?(?:_rope|_(?:non)?causal)?$|^_?bwd_(?:kernel_(?:dk_dv|dq|fuse)|preprocess|"
+         r"(?:_stage\d|_dkdv\w*|_dq)?(?:_rope|_(?:non)?causal|_asm)?$|^_?bwd_(?:kernel_(?:dk_dv|dq|fuse)|preprocess|"
          r"dkdvdq|dq_inner)|^_?_?decode_att|^reduce_segments$|"
          r"^_?pa_(?:bf16|fp16|fp8|fwd|decode|dec)|^_paged_|paged_attn",
          example="_fwd_grouped_kernel_stage1"),
