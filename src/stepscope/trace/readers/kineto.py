@@ -263,11 +263,13 @@ class _Reader:
 
     def _values(self, group: list[Event], arguments: list[Arguments]) -> pl.Series:
         """The values of each event's arguments, of operators whose work depends on them."""
+        column = self._text("values", [b""]).new_from_index(0, len(group))
         wanted = {name for name in {event.name for event in group} if needs_values(name)}
         if not wanted:
-            return self._text("values", [b""]).new_from_index(0, len(group))
-        pairs = zip(group, arguments, strict=True)
-        return self._text("values", (bytes(given.values) if event.name in wanted else b"" for event, given in pairs))
+            return column
+        # Few events are of such operators: to look at each one's values took as long as its shapes.
+        places = [at for at, event in enumerate(group) if event.name in wanted and arguments[at].values]
+        return column.scatter(places, self._text("values", (bytes(arguments[at].values) for at in places)))
 
     def _take_ranges(self, group: list[Event]) -> None:
         self._parts["ranges"].append(
