@@ -271,6 +271,17 @@ def test_3_autocast_that_never_took_effect():
     assert "float32 operands" in check_run(run)[0].sentence
 
 
+@pytest.mark.parametrize(("other", "found"), [("complex64", False), ("complex128", True)])
+def test_3_complex_numbers_of_two_in_fp32_are_fp32(other: str, found: bool):
+    """What layers in the space of frequencies multiply, as those of Fourier neural operators."""
+    run = observed(TrainingStep(mini(), CPU))
+    seen = run.evidence.observation
+    assert seen is not None
+    seen = msgspec.structs.replace(seen, product_dtypes=(other, "float32"))
+    changed = msgspec.structs.replace(run, evidence=msgspec.structs.replace(run.evidence, observation=seen))
+    assert ("precision-mismatch" in kinds(changed)) is found
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "bf16-pure", "fp16"])
 def test_3_pytorchs_math_kernel_leaves_16_bits_by_design(dtype: str):
     """It multiplies in fp32 all the same, which is said; a product elsewhere would still be of the wrong dtype."""

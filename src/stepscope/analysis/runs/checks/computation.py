@@ -56,6 +56,8 @@ def precision_mismatch(run: Run) -> Finding | None:
         excused = _attention_in_fp32(run) and expected in observation.product_dtypes
         scaled = [found for found in observation.product_dtypes if found.startswith("float8")]
         allowed = {expected, *(("float32",) if excused else ()), *(scaled if PRECISIONS[dtype].scaled else ())}
+        if expected == "float32":
+            allowed.add("complex64")  # two numbers in fp32
         strangers = [found for found in observation.product_dtypes if found not in allowed]
         if PRECISIONS[dtype].scaled and not scaled:
             strangers = list(observation.product_dtypes)
