@@ -101,3 +101,31 @@ def test_any_name_of_a_line_of_its_own_becomes_json(name: str):
     whole, _ = with_texts_escaped(written("a field a line", [name, "last"]).encode())
     assert json.loads(whole)["traceEvents"][1]["name"] == "last"
     assert with_texts_escaped(whole) == (whole, 0)
+
+
+@pytest.mark.parametrize("block_bytes", [400, 8 << 20])
+@pytest.mark.parametrize("broken", ["two\nlines", "\n", "tab\tand\n\nmore\n", "a}, {b\nc"])
+@pytest.mark.parametrize("order", [("ph", "name", "pid"), ("pid", "name", "ph"), ("name", "ph", "pid")])
+def test_events_that_share_a_line_stay_apart(
+    tmp_path: Path, order: tuple[str, ...], broken: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    """A line break in a name swallows no event before or after it, where a writer of JSON put all on one line."""
+    monkeypatch.setattr(json_events, "BLOCK_BYTES", block_bytes)
+    names = ["aten::mm", "aten::add", broken, "aten::mm", "last"]
+    events: list[str] = []
+    for n, name in enumerate(names):
+        fields = {"ph": '"X"', "name": f'"{name}"', "pid": "1"}
+        said = ", ".join(f'"{key}": {fields[key]}' for key in order)
+        events.append(f'{{{said}, "cat": "cpu_op", "tid": 1, "ts": {n}, "dur": 1, "args": {{"External id": {n}}}}}')
+    path = tmp_path / "trace.json"
+    path.write_text('{"traceEvents": [' + ", ".join(events) + "]}")
+    table = read_trace(path)
+    assert table.operators["name"].to_list() == names
+    assert table.damage.mended == {json_events.CONTROL: 1}
+
+
+def test_a_name_that_is_json_itself_is_mended(tmp_path: Path):
+    name = json.dumps([{"a": 1}, {"b": 2}])
+    path = tmp_path / "trace.json"
+    path.write_text(written("a field a line", ["first", name, "last"]))
+    assert read_trace(path).operators["name"].to_list() == ["first", name, "last"]

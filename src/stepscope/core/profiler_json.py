@@ -14,7 +14,8 @@ _OVER_LINES = re.compile(
     rb'("name": ")([^\n]{0,%d}[^\n",\s][ \t]*\n.{0,%d}?)(",\s{0,40}"pid": )' % (_LONGEST, _LONGEST), re.DOTALL
 )
 """A name with line breaks: its first line ends neither as a text nor as a field does."""
-_BETWEEN_EVENTS = re.compile(rb'"\s*\}\s*,\s*\{\s*"')
+_BETWEEN_EVENTS = re.compile(rb'\}\s*,\s*\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id|args)"')
+"""Where one event ends and the next begins, which no name holds."""
 _CHARACTER = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|["\\\n\r\t]')
 
 

@@ -266,7 +266,7 @@ def _finish(
         end = buffer.rindex(b"]")  # a guess, proved by parsing
         events = decode(b"[" + buffer[:end] + b"]")
     except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        mended, unescaped = with_texts_escaped(buffer)
+        mended, unescaped = (buffer, 0) if _is_closed(buffer, decode) else with_texts_escaped(buffer)
         if unescaped and _is_closed(mended, decode):
             stream.count_mended(UNESCAPED, unescaped)
             buffer = mended
