@@ -197,6 +197,31 @@ def test_launches_into_a_graph_that_is_captured_leave_no_kernel(tmp_path: Path, 
     assert said(summary_of([*events, *later], tmp_path))["incomplete-trace"].evidence["without_kernel"] == 12
 
 
+@pytest.mark.parametrize("maker", ["cuda", "hip"])
+def test_a_stream_whose_capture_began_before_the_trace_did(tmp_path: Path, maker: str):
+    events = capture(call=f"{maker}LaunchKernel")
+    for n in range(40):
+        events.append({**events[0], "ts": 9e5 + n * 20, "args": {"correlation": 1000 + n}})
+    assert said(summary_of(events, tmp_path))["incomplete-trace"].evidence["without_kernel"] == 40
+    events.append({**events[0], "name": f"{maker}StreamEndCapture", "ts": 9.1e5, "args": {"correlation": 900}})
+    assert said(summary_of(events, tmp_path)) == {}
+
+
+@pytest.mark.parametrize("cats", [("kernel",), ("cuda_runtime",), ("kernel", "cuda_runtime")])
+def test_what_no_id_ties_is_not_called_lost(tmp_path: Path, cats: tuple[str, ...]):
+    """Launches are said to be unknown then. That kernels are missing is said only of those that are."""
+    events = capture()
+    for event in events:
+        if event["cat"] in cats:
+            del event["args"]["correlation"]
+    summary = summary_of(events, tmp_path)
+    assert said(summary) == {}
+    assert "launches-unknown" in {finding.kind for finding in check_trace(summary)}
+    gone = kernels(events)[10:20]
+    found = said(summary_of([event for event in events if event not in gone], tmp_path))
+    assert found["incomplete-trace"].evidence == {"launches": 30, "without_kernel": 10, "kernels": 20}
+
+
 def nsys(events: list[Event], folder: Path) -> Path:
     """The events as an export of Nsight Systems."""
     path = folder / "t.sqlite"

@@ -64,8 +64,9 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
         return _kernels_missing(len(rows))
     ran = rows.is_in(table.work["launch_row"].implode())
     if not ran.all():  # autograd's thread may launch into the stream that another thread captures
-        ran = ran.filter(ran | ~_while_capturing(table.calls, ["process"]).gather(rows))
-    launches, without = len(ran), int((~ran).sum())
+        counts = ran | ~_while_capturing(table.calls, ["process"]).gather(rows)
+        ran, rows = ran.filter(counts), rows.filter(counts)
+    launches, without = len(ran), int((~ran).sum()) - _untold_kernels(summary, rows.filter(~ran))
     share = without / launches if launches else 0.0
     at_the_edges = not ran.any() or ran[ran.arg_true()[0] : ran.arg_true()[-1]].all()
     if share < _LOST_SHARE or (without <= _FEW and (at_the_edges or share < _BROKEN_SHARE)):
@@ -81,6 +82,14 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
         remedy=_LOSS_REMEDIES[table.profiler],
         evidence={"launches": launches, "without_kernel": without, "kernels": summary.kernel_count},
     )
+
+
+def _untold_kernels(summary: TraceSummary, without: pl.Series) -> int:
+    """How many kernels may be of the launches (rows of calls) `without` one: those that no id ties to any."""
+    no_id = pl.col("correlation").is_null() | (pl.col("correlation") == 0)
+    kernels = summary.attribution.kernels.filter(pl.col("launch_row").is_null())
+    launches = summary.attribution.table.calls[without].filter(no_id).height
+    return min(len(without), max(kernels.filter(no_id).height, min(launches, kernels.height)))
 
 
 def _kernels_missing(launches: int) -> Finding | None:
@@ -122,10 +131,14 @@ def accelerator_unread(summary: TraceSummary) -> Finding | None:
 
 def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
     """Whether each call was made while its thread (or process, `by`) captured a stream into a graph."""
-    begin = _named(calls, "StreamBeginCapture")
-    if not begin.height:
+    begin = _named(calls, "StreamBeginCapture").select(*by, "start_ns")
+    end = _named(calls, "StreamEndCapture").select(*by, end_ns="start_ns")
+    if not begin.height and not end.height:
         return pl.Series([False]).new_from_index(0, calls.height)
-    end = _named(calls, "StreamEndCapture").rename({"start_ns": "end_ns"})
+    earliest = begin.group_by(by).agg(pl.col("start_ns").min())
+    cut_off = end.group_by(by).agg(pl.col("end_ns").min()).join(earliest, on=by, how="left")
+    cut_off = cut_off.filter((pl.col("end_ns") < pl.col("start_ns")).fill_null(True))  # it began before the capture
+    begin = pl.concat([begin, cut_off.select(*by, start_ns=pl.lit(calls["start_ns"].min(), pl.Int64))])
     spans = begin.sort("start_ns").join_asof(
         end.sort("end_ns"),
         left_on="start_ns",
