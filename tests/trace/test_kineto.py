@@ -259,6 +259,16 @@ def test_a_time_that_is_none_costs_its_own_event_alone(tmp_path: Path, changes: 
         assert odd["duration_ns"].item() == 0 and table.damage.endless == {"kernels, copies and fills": 1}
 
 
+@pytest.mark.parametrize("unit", [1, 1000])
+def test_names_of_processes_at_0_do_not_tell_the_unit(tmp_path: Path, unit: int):
+    """Times in nanoseconds behind more names of processes, whose time is 0, than there are kernels."""
+    names = [{"ph": "M", "name": "process_name", "pid": n, "tid": 0, "ts": 0, "args": {"name": "p"}} for n in range(9)]
+    base = EPOCH_US * 1000 // unit
+    kernels = [kernel(base + 10_000 * n // unit, 2000 // unit, n) for n in range(1, 4)]
+    table = read([*names, *kernels, *(launch(base, n) for n in range(1, 4))], tmp_path)
+    assert times(table) == [(EPOCH_US * US + 10_000 * n, 2_000) for n in range(1, 4)]
+
+
 def test_host_rows_without_a_time_are_left_out_and_counted(tmp_path: Path):
     events = [kernel(10 * n, 2, n) for n in range(1, 6)] + [launch(10 * n - 3, n) for n in range(1, 6)]
     odd = [
@@ -471,12 +481,13 @@ def _linked_by(how: str, *, operators: bool = True) -> list[Event]:
             else:
                 ids = {"External_id": 900 + n}
             rows.append(event("kernel", "gemm", start, 8, 0, "stream 7" if k else 7, device=0, stream=7, **ids))
-            if how in ("arrows", "calls' correlation", "old arrows", "arrows without calls"):
-                category = "async" if how == "old arrows" else "ac2g"
+            if how in ("arrows", "arrows within", "calls' correlation", "old arrows", "arrows without calls"):
+                category = {"old arrows": "async", "arrows within": "AC2G"}.get(how, "ac2g")
+                within = how == "arrows within"
                 arrow = {"cat": category, "name": category, "id": str(one) if k else one}
-                rows.append({"ph": "s", "pid": 10, "tid": 11, "ts": call_at, **arrow})
-                end = {"ph": "f", "pid": 0, "tid": "stream 7" if how == "old arrows" else 7, "ts": start, "bp": "e"}
-                rows.append({**end, **arrow})
+                rows.append({"ph": "s", "pid": 10, "tid": 11, "ts": call_at + within, **arrow})
+                stream = "stream 7" if how == "old arrows" else 7
+                rows.append({"ph": "f", "pid": 0, "tid": stream, "ts": start + 5 * within, "bp": "e", **arrow})
     if how == "arrows without calls":
         rows = [row for row in rows if row["cat"] != "cuda_runtime"]
     return rows
@@ -484,7 +495,16 @@ def _linked_by(how: str, *, operators: bool = True) -> list[Event]:
 
 @pytest.mark.parametrize(
     "how",
-    ["arrows", "old arrows", "calls' correlation", "arrows without calls", "external", "own external", "operators"],
+    [
+        "arrows",
+        "arrows within",
+        "old arrows",
+        "calls' correlation",
+        "arrows without calls",
+        "external",
+        "own external",
+        "operators",
+    ],
 )
 @pytest.mark.parametrize("backwards", [False, True])
 def test_launches_that_no_correlation_id_tells(tmp_path: Path, how: str, backwards: bool):

@@ -59,7 +59,8 @@ def with_launches(
 
 
 def _without_launch(work: pl.DataFrame) -> pl.DataFrame:
-    rows = work.select("process", "device", "stream", "start_ns", "external", "launch_ns").with_row_index("at")
+    columns = ("process", "device", "stream", "start_ns", "duration_ns", "external", "launch_ns")
+    rows = work.select(columns).with_row_index("at")
     return rows.filter(pl.col("launch_ns").is_null()).drop("launch_ns")
 
 
@@ -77,13 +78,15 @@ def _filled(work: pl.DataFrame, found: pl.DataFrame) -> pl.DataFrame:
 
 
 def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) -> pl.DataFrame:
-    """The launches of these rows of work by the arrows that end where they begin."""
+    """The launches of these rows of work by the arrows that end where they begin, or within them."""
     columns = {"launch_thread": "thread", "launch_ns": "start_ns"}
-    begins = arrows.filter("begins").select("id", "process", **columns)
+    launching = calls.filter(_launches(calls))
+    begins = _at_the_start(arrows.filter("begins"), launching, ["process", "thread"]).select("id", "process", **columns)
     begins = pl.concat(
         [begins, calls.select("process", id="correlation", **columns).drop_nulls("id").select(begins.columns)]
     )
     ends = arrows.filter(~pl.col("begins")).select("id", "start_ns", device="process", stream="thread")
+    ends = _at_the_start(ends, rows, ["device", "stream"])
     pairs = ends.join(begins, on="id", how="inner").unique(
         ["device", "stream", "start_ns"], keep="first", maintain_order=True
     )
@@ -92,6 +95,22 @@ def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) 
     called = called.with_row_index("launch_row").sort("launches").unique(place, keep="last")
     found = rows.drop("process").join(pairs, on=["device", "stream", "start_ns"], how="inner")
     return found.join(called, on=place, how="left").select("at", "process", "launch_row", "launch_ns", "launch_thread")
+
+
+def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) -> pl.DataFrame:
+    """Ends of arrows, each at the start of the slice of its track that it lies in: an arrow is bound to a whole slice."""
+    ends = ends.sort("start_ns", nulls_last=True, maintain_order=True)
+    begun = slices.select(*track, begun_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    around = ends.join_asof(
+        begun.drop_nulls("begun_ns").sort("begun_ns", "end_ns"),
+        left_on="start_ns",
+        right_on="begun_ns",
+        by=track,
+        strategy="backward",
+        check_sortedness=False,
+    )
+    inside = pl.col("start_ns") <= pl.col("end_ns")
+    return around.with_columns(pl.when(inside).then("begun_ns").otherwise("start_ns").alias("start_ns")).select(ends.columns)
 
 
 def _of_calls(rows: pl.DataFrame, calls: pl.DataFrame, taken: pl.Series) -> pl.DataFrame:

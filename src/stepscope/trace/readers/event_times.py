@@ -30,9 +30,12 @@ def needs_decimals(times: list[Any]) -> bool:
 
 
 def ns_per_unit(times: list[Any]) -> int | None:
-    """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read."""
+    """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read.
+
+    0 is the same in both: names of processes and work whose time was not collected have it.
+    """
     sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
-    found = sorted(abs(time) for time in sample if time is not None)
+    found = sorted(abs(time) for time in sample if time)
     if not found:
         return None
     return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000

@@ -140,7 +140,11 @@ class _Reader:
                 self._other[cat or f"phase {ph}"] += len(group)
                 if ph == "M":
                     self._name_threads(group)
-        arrows = [(ph, group) for (ph, cat), group in sorted_events.items() if ph in ("s", "f") and cat in _ARROWS]
+        arrows = [
+            (ph, group)
+            for (ph, cat), group in sorted_events.items()
+            if ph in ("s", "f") and (cat or "").lower() in _ARROWS
+        ]
         if arrows and not self._says_launches(known):
             for ph, group in arrows:
                 self._take_links("arrows", group, begins=ph == "s")
