@@ -441,7 +441,7 @@ def test_what_nsys_warns_of_is_said_and_advice_that_was_followed_is_not(tmp_path
     summary = TraceSummary(attribution=attribute(read(tables, tmp_path, mode)), run=None)
     found = {finding.kind: finding for finding in check_trace(summary)}
     assert '"Not all CUDA events might have been collected."' in found["profiler-warns"].sentence
-    assert found["profiler-warns"].evidence == {"remarks": 1}
+    assert (found["profiler-warns"].severity, found["profiler-warns"].evidence) == ("warning", {"remarks": 1})
     assert found["ranges-missing"].remedy == "name the phases with torch.cuda.nvtx.range"
 
 
@@ -600,6 +600,30 @@ def test_ranges_of_the_users_as_emit_nvtx_writes_them(tmp_path: Path, text: str,
     capture.range(text, 5000, 6000)
     table = read(tables_of(capture), tmp_path)
     assert table.ranges["name"].to_list() == ["forward", "layers.0", name]
+
+
+def test_that_the_cpu_may_not_be_sampled_is_a_note(tmp_path: Path):
+    """As nsys warns in most containers; no figure here is of that. A word on CUDA beside it comes first, and warns."""
+    sampling = "CPU IP/backtrace sampling not supported, disabling.\nTry the 'nsys status --environment' command."
+    switches = "CPU context switch tracing not supported, disabling."
+    for others, severity in (([], "note"), (["CUDA events were lost on CPU 3."], "warning")):
+        tables = tables_of(one_step())
+        tables[DIAGNOSTICS] = [remark(text) for text in (sampling, switches, *others)]
+        (tmp_path / severity).mkdir()
+        summary = TraceSummary(attribution=attribute(read(tables, tmp_path / severity)), run=None)
+        found = {finding.kind: finding for finding in check_trace(summary)}["profiler-warns"]
+        assert (found.severity, found.evidence) == (severity, {"remarks": 2 + len(others)})
+        assert found.sentence.startswith(f'Nsight Systems itself warns: "{(others or [sampling])[0][:20]}')
+
+
+def test_ranges_that_hold_no_known_launch_are_not_called_nameless(tmp_path: Path):
+    tables = tables_of(one_step())
+    for row in tables["CUPTI_ACTIVITY_KIND_RUNTIME"]:
+        row["correlationId"] += 100_000
+    summary = TraceSummary(attribution=attribute(read(tables, tmp_path)), run=None)
+    found = {finding.kind: finding for finding in check_trace(summary)}["ranges-missing"]
+    assert found.sentence.startswith("No launch that is known lies in the ")
+    assert found.remedy is not None and "--trace=cuda,nvtx" in found.remedy
 
 
 def test_two_gpus_of_which_emit_nvtx_told_the_operators():

@@ -98,7 +98,7 @@ def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) 
 
 
 def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) -> pl.DataFrame:
-    """Ends of arrows, each at the start of the slice of its track that it lies in: an arrow is bound to a whole slice."""
+    """Ends of arrows, each at the start of the slice of its track that it lies in: it is bound to the whole slice."""
     ends = ends.sort("start_ns", nulls_last=True, maintain_order=True)
     begun = slices.select(*track, begun_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
     around = ends.join_asof(
@@ -110,7 +110,9 @@ def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) ->
         check_sortedness=False,
     )
     inside = pl.col("start_ns") <= pl.col("end_ns")
-    return around.with_columns(pl.when(inside).then("begun_ns").otherwise("start_ns").alias("start_ns")).select(ends.columns)
+    return around.with_columns(pl.when(inside).then("begun_ns").otherwise("start_ns").alias("start_ns")).select(
+        ends.columns
+    )
 
 
 def _of_calls(rows: pl.DataFrame, calls: pl.DataFrame, taken: pl.Series) -> pl.DataFrame:

@@ -153,6 +153,17 @@ def test_a_start_or_a_duration_alone_is_missing(tmp_path: Path):
     assert "5 of 30 kernels, copies and fills have a duration of 0" in found["times-missing"].sentence
 
 
+def test_fills_shorter_than_the_clock_counts_are_none(tmp_path: Path):
+    """Older versions write whole microseconds: a small fill takes 0. Beside exact times, 0 is none."""
+    events = capture()
+    fill = {"cat": "gpu_memset", "name": "Memset (Device)", "dur": 0}
+    fills = [kernel | fill | {"ts": kernel["ts"] + 105} for kernel in kernels(events)[:20]]
+    assert said(summary_of([*events, *fills], tmp_path)) == {}
+    kernels(events)[3]["dur"] = 100.5
+    found = said(summary_of([*events, *fills], tmp_path))["times-missing"]
+    assert (found.evidence["no_start"], found.evidence["no_duration"]) == (0, 20)
+
+
 @pytest.mark.parametrize(("by_us", "count"), [(30.0, 30), (12.0, 30), (9.5, 0)])
 def test_kernels_before_their_launch(tmp_path: Path, by_us: float, count: int):
     events = capture()

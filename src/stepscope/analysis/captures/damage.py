@@ -1,14 +1,16 @@
 """Checks of a capture for rows that cannot be as they stand, and for what it was recorded without."""
 
+import re
 from collections.abc import Iterator
 
 import polars as pl
 
+from stepscope.analysis.captures.range_names import range_kind
 from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import counted, format_count, format_seconds, format_share, in_ms
 from stepscope.trace.launches import is_launch
-from stepscope.trace.table import WORK
+from stepscope.trace.table import COPIES, KIND, WORK
 
 _FALSE_SHARE = 0.01
 """The share of damaged rows from which on the totals cannot be trusted."""
@@ -17,6 +19,10 @@ _TICK_NS = 1_000
 _LATEST_NS = 10_000_000_000
 """No work waits so long for the device where all of it does."""
 _REMARKS_QUOTED = 3
+_OF_THE_CPU = re.compile(
+    r"(?!.*\b(?:CUDA|NVTX|GPU|lost|dropped)\b).*(?:\bCPU\b|backtrace|context switch)", re.IGNORECASE
+)
+"""Remarks on the sampling of CPUs and their threads, which most containers forbid, and of which no figure here is."""
 _ONE_KERNEL = r"^(cudaLaunch|cuLaunch|hip\w*Launch)\w*Kernel"
 _MANY_KERNELS = r"Graph|MultiDevice"
 """One launch of a graph, or of a kernel on several devices, is many kernels. In 50,000 rows of 20 published captures no
@@ -50,12 +56,16 @@ def times_missing(summary: TraceSummary) -> Finding | None:
     damage, durations = table.damage, table.work["duration_ns"]
     recorded = table.work.height
     no_start = damage.untimed.get(WORK, 0)
-    no_length = 0 if table.on_cpu else int((durations == 0).sum()) - damage.backwards.get(WORK, 0)
+    coarse = bool((durations % _TICK_NS == 0).all())
+    none = durations == 0
+    if coarse and not no_start:  # copies and fills of a few bytes take less than what such a clock counts
+        none &= ~table.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
+    no_length = 0 if table.on_cpu else max(0, int(none.sum()) - damage.backwards.get(WORK, 0))
     hosts = {
         what: damage.untimed.get(what, 0) + damage.endless.get(what, 0) for what in damage.untimed | damage.endless
     }
     hosts.pop(WORK, None)
-    said = list(_times_words(recorded, no_start, no_length, coarse=bool((durations % _TICK_NS == 0).all())))
+    said = list(_times_words(recorded, no_start, no_length, coarse=coarse))
     if hosts:
         said.append(f"rows whose times no clock can say are left out, or count as 0 ns ({_listed(hosts)})")
     if not said:
@@ -153,16 +163,19 @@ def texts_mended(summary: TraceSummary) -> Finding | None:
 
 
 def profiler_warns(summary: TraceSummary) -> Finding | None:
-    """A finding on what the profiler itself warns of in its capture."""
+    """A finding on what the profiler itself warns of in its capture: a note, if it is of what no figure here is of."""
     table = summary.attribution.table
     if not table.remarks:
         return None
-    told = " ".join(f'"{remark}"' for remark in table.remarks[:_REMARKS_QUOTED])
-    more = len(table.remarks) - _REMARKS_QUOTED
-    return warning(
-        "profiler-warns",
-        f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}",
-        {"remarks": len(table.remarks)},
+    ours = [remark for remark in table.remarks if not _OF_THE_CPU.match(remark)]
+    remarks = [*ours, *(remark for remark in table.remarks if remark not in ours)]
+    told = " ".join(f'"{remark}"' for remark in remarks[:_REMARKS_QUOTED])
+    more = len(remarks) - _REMARKS_QUOTED
+    return Finding(
+        kind="profiler-warns",
+        severity="warning" if ours else "note",
+        sentence=f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}",
+        evidence={"remarks": len(remarks)},
     )
 
 
@@ -229,18 +242,25 @@ def ranges_missing(summary: TraceSummary) -> Finding | None:
     told = attribution.work.select(pl.col("step", "phase", "module").count())
     if any(told.row(0)):
         return None
-    if table.ranges.height:
+    named = sum(range_kind(str(name)) != "aside" for name in table.ranges["name"].to_list())
+    how = "" if "nvtx" in table.traced else "capture with `nsys profile --trace=cuda,nvtx` and "
+    remedy = f"{how}name the phases with torch.cuda.nvtx.range"
+    if named:
+        holds = (
+            f"No launch that is known lies in the {counted(named, 'NVTX range')} of this capture with a step, phase or"
+        )
+        remedy = "capture the launches, too (`nsys profile --trace=cuda,nvtx`), of the whole step"
+    elif table.ranges.height:
         holds = f"None of the {format_count(table.ranges.height)} NVTX ranges in this capture names a step, phase or"
     elif table.operators.height:
         holds = "The NVTX ranges in this capture are all of PyTorch's operators, and none names a step, phase or"
     else:
         holds = "This capture holds no NVTX ranges, which name a step, phase or"
-    how = "" if "nvtx" in table.traced else "capture with `nsys profile --trace=cuda,nvtx` and "
     return warning(
         "ranges-missing",
         f"{holds} module: kernels and families are told for the whole capture, and not where in the step they ran.",
         {"ranges": table.ranges.height, "operators": table.operators.height},
-        remedy=f"{how}name the phases with torch.cuda.nvtx.range",
+        remedy=remedy,
     )
 
 

@@ -115,16 +115,23 @@ def _heading(roofline: Roofline) -> Iterator[Line | str]:
         rates.append(f"device memory {format_rate(memory.rate, 'B/s')} ({memory.source})")
     yield f"Peaks: {'; '.join(rates or ['none known, so that nothing has a bound'])}."
     convention = next((each.work.convention for each in roofline.operators if each.work), None)
-    if convention is None and any(each.shapes for each in roofline.operators):
-        yield "No work is known: the trace holds no operator with shapes from which its work is counted."
-        yield from _open_products(roofline)
-    elif convention is None:
-        yield "No work is known: the trace holds no operators with shapes (torch.profiler, record_shapes)."
+    if convention is None:
+        yield f"No work is known: {_why_unknown(roofline)}."
     else:
         share = roofline.covered_ns / roofline.busy_ns if roofline.busy_ns else 0.0
         yield f"Work is known for {format_share(share)} of device time ({convention})."
-        yield from _open_products(roofline)
         yield from _assumed(roofline)
+    yield from _open_products(roofline)
+
+
+def _why_unknown(roofline: Roofline) -> str:
+    if not roofline.recorded:
+        return "the trace holds no operators with shapes (torch.profiler, record_shapes)"
+    if not roofline.shaped:
+        return "the operators in this trace have no shapes (torch.profiler, record_shapes)"
+    if not roofline.operators:
+        return "of no kernel is it known which operator launched it, so the shapes of operators do not tell"
+    return "the operators that launched kernels have no shapes, or no rule counts them"
 
 
 def _open_products(roofline: Roofline) -> Iterator[str]:

@@ -75,6 +75,8 @@ def roofline(
             for family, every, forward, backward in _families(attribution).iter_rows()
         ),
         passes=_passes(attribution, operators),
+        recorded=attribution.table.operators.height,
+        shaped=attribution.table.operators["shapes"].count(),
     )
 
 

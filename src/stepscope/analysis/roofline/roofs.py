@@ -197,6 +197,7 @@ class Roofline:
     """A capture's operators and families, the busiest first. Totals are of the whole capture, of `steps` steps.
 
     `devices`: the names of those that ran something, where the trace says them. `busy_ns`: all device work.
+    `recorded`: the calls of operators in the capture, and `shaped` those with shapes, whether or not they launched.
     """
 
     devices: tuple[str, ...]
@@ -206,6 +207,8 @@ class Roofline:
     operators: tuple[OperatorRoof, ...]
     families: tuple[FamilyRoof, ...]
     passes: PassRatio
+    recorded: int
+    shaped: int
 
     @property
     def covered_ns(self) -> int:
