@@ -360,7 +360,25 @@ def test_a_trace_without_shapes_has_families_alone(tmp_path: Path):
     found = steps.roofline(tmp_path)
     assert found.operators == () and found.covered_ns == 0
     assert all(each.verdict is None and each.intensity is None for each in found.families)
-    assert "No work is known" in said(found) and roofline_panel(found) is None
+    assert "No work is known: the trace holds no operators" in said(found) and roofline_panel(found) is None
+
+
+@pytest.mark.parametrize(
+    ("dropped", "reason"),
+    [
+        (("Input Dims", "Input type"), "the operators in this trace have no shapes"),
+        (("correlation", "External id"), "of no kernel is it known which operator launched it"),
+        (("name",), "the operators that launched kernels have no shapes, or no rule counts them"),
+    ],
+)
+def test_the_reason_that_no_work_is_known_is_the_one(tmp_path: Path, dropped: tuple[str, ...], reason: str):
+    steps = by_hand()
+    for event in steps.events:
+        if dropped == ("name",) and event["cat"] == "cpu_op":
+            event["name"] = "mine::fused"
+        event["args"] = {name: value for name, value in event["args"].items() if name not in dropped}
+    found = steps.roofline(tmp_path)
+    assert found.covered_ns == 0 and f"No work is known: {reason}" in said(found)
 
 
 @pytest.mark.parametrize(("attention", "convention"), [("reference", "full"), ("sdpa", "half")])
