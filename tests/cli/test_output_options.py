@@ -5,10 +5,12 @@ arguments or its value.
 """
 
 import contextlib
+import functools
 import io
 import itertools
 import json
 import shutil
+import types
 import webbrowser
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,10 +19,17 @@ from typing import Any
 import pytest
 import typer
 
+from stepscope.analysis.captures import load as captures
+from stepscope.analysis.captures.load import load_capture
+from stepscope.analysis.ranks import load as ranks
 from stepscope.cli.app import app
 from stepscope.core.answer import Answer, Line, Panel, Point, encode_answer, table_of
+from stepscope.core.document import json_document
 from stepscope.core.errors import StepscopeError
 from stepscope.core.finding import note, warning
+from stepscope.core.run_directory import load_run
+from stepscope.core.tuned import Tuned
+from stepscope.report import aside
 from stepscope.report.renderers import STYLES
 from tests.captures import training_steps, write_kineto
 
@@ -28,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 RUNS = ROOT / "results" / "cpu" / "first"
-TINY = ("--model", "tiny", "--batch-size", "1", "--seq-len", "16", "--device", "cpu", "--steps", "3", "--warmup", "1")
+TINY = ("--model", "tiny", "--batch-size", "1", "--seq-len", "16", "--device", "cpu", "--steps", "2", "--warmup", "1")
 
 ANSWER = Answer(
     study="any",
@@ -89,9 +98,14 @@ def _sides(folder: Path) -> tuple[str, ...]:
     return (str(runs[0]), str(runs[2]))
 
 
-def _device_report(folder: Path) -> tuple[str, ...]:
-    (folder / "device.json").write_text(ran(["device", "--device", "cpu", "--json"])[1])
-    return ("--from", str(folder / "device.json"))
+def _page_of_an_answer(folder: Path) -> tuple[str, ...]:
+    return _answer("attention")(folder)[1:]
+
+
+def _tuned(folder: Path) -> tuple[str, ...]:
+    step = load_run(next(RUNS.iterdir())).workload
+    (folder / "tuned.json").write_text(json_document(Tuned(asked=step, baseline=step, best=step)))
+    return ("--from", str(folder / "tuned.json"))
 
 
 def _runs(*words: str) -> Callable[[Path], tuple[str, ...]]:
@@ -106,7 +120,7 @@ INPUTS: dict[str, list[Callable[[Path], tuple[str, ...]]]] = {
     "trace": [_capture, _two_ranks],
     "memory": [_alone(str(ROOT / "tests" / "data" / "snapshot_train.pickle.gz"))],
     "show": [_one_run],
-    "report": [_capture],
+    "report": [_page_of_an_answer],
     "table": [_runs()],
     "ls": [_runs()],
     "history": [_runs()],
@@ -115,14 +129,18 @@ INPUTS: dict[str, list[Callable[[Path], tuple[str, ...]]]] = {
     "plan": [_alone("--model", "small", "--ranks", "2", "--device", "H100")],
     "models": [_alone()],
     "kernel": [_alone("ampere_bf16_s16816gemm_bf16_128x128")],
-    "device": [_device_report],
+    "device": [_alone("--from", str(ROOT / "results" / "h200" / "device.json"))],
+    "run": [_alone(*TINY)],
+    "sweep": [_alone(*TINY)],
+    "tune": [_tuned],
     "writeup": [_runs()],
     "study attention-gate": [_alone("--from", str(ROOT / "results" / "cpu" / "attention" / "gate.json"))],
     "study attention-step": [_answer("attention")],
+    "study kernels": [_alone("--from", str(next((ROOT / "results" / "h200" / "loops").glob("*Classifier*"))))],
 }
-"""What verbs are given that cost little. Studies show a finished answer."""
+"""What verbs are given that cost little. Studies show a finished answer; a sweep measures once, and `run` does not."""
 
-MEASURED = {"run", "sweep", "tune", "study warmup", "study allocator", "study kernels"}
+MEASURED = {"study warmup", "study allocator"}
 """Verbs that measure in any case: their answers go through what the others use, and their own tests run them."""
 
 
@@ -167,6 +185,23 @@ def test_every_option_has_a_value():
     assert set(DECLARED) - MEASURED <= set(INPUTS) | {verb for verb in DECLARED if verb.startswith("study ")}
 
 
+@pytest.fixture
+def done_once(monkeypatch: pytest.MonkeyPatch):
+    """The same work is not done again for each pair: captures are read once, and `run` shows a stored run. Plots are
+    drawn in this process."""
+    read = functools.cache(lambda path: load_capture(path, say=print))
+    for room in (captures, ranks):
+        monkeypatch.setattr(room, "load_capture", lambda path, say: read(path))
+    stored = next(RUNS.iterdir())
+    monkeypatch.setattr("stepscope.engine.step.measure_step", lambda *_: (load_run(stored), stored))
+
+    def refused(*_: Any, **__: Any):
+        raise OSError
+
+    monkeypatch.setattr(aside, "subprocess", types.SimpleNamespace(Popen=refused, PIPE=None, DEVNULL=None))
+
+
+@pytest.mark.usefixtures("done_once")
 @pytest.mark.parametrize("verb", CHEAP)
 def test_every_pair_of_output_options(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(webbrowser, "open", lambda *_, **__: True)
@@ -186,7 +221,8 @@ def test_every_pair_of_output_options(verb: str, tmp_path: Path, monkeypatch: py
                 wrong.append((pair, f"{type(error).__name__}: {error}"))
                 continue
             shown += code in (0, 1)
-            if code == 2 and (not refusal or "\n" in refusal or out):
+            shown_first = "--save" in pair and "leave out --save" in refusal  # what was measured is not lost then
+            if code == 2 and (not refusal or "\n" in refusal or (out and not shown_first)):
                 wrong.append((pair, "refused in other than one line", refusal, out[:200]))
             if code in (0, 1) and "--json" in pair:
                 try:
