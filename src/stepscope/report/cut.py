@@ -22,9 +22,12 @@ from stepscope.core.run_files import CAPTURE_FILES, RUN_FILE
 from stepscope.trace.launches import is_launch
 from stepscope.trace.nesting import Nest, numbered
 from stepscope.trace.read import find_capture
+from stepscope.trace.table import TraceTable
 
 _CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "graph": "kernel"}
 _JSON = "json"
+_LEAD_NS = 1_000
+"""How long after 0 the first row begins: work at 0 would be taken for work whose time was not collected."""
 """Marks columns of text that is JSON already."""
 
 
@@ -57,7 +60,7 @@ def _document(attribution: Attribution) -> Iterator[str]:
     devices = [{"id": index, "name": name} for index, name in sorted(table.devices.items())]
     parts = dict(_parts(attribution))
     starts = [frame["start_ns"].min() for frame in parts.values() if frame.height]
-    origin = min((start for start in starts if isinstance(start, int)), default=0)
+    origin = min((start for start in starts if isinstance(start, int)), default=0) - _LEAD_NS
     head = {"schemaVersion": 1, "deviceProperties": devices, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin}
     yield json.dumps(head)[:-1] + ', "traceEvents": [\n'
     separator = ""
@@ -94,6 +97,11 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
         yield "user_annotation", host(table.ranges)
         yield "cpu_op", host(_closed(table.operators[work["operator_row"].sort()], attribution.busy_ns))
         return
+    ids = _ids_of_calls(table)
+    untold = pl.col("launch_row").is_not_null() & (pl.col("correlation").fill_null(0) == 0)
+    if work.select(untold.any()).item():  # arrows or other ids told the launch, and the part has none of them
+        told = pl.when(untold).then(ids.gather(work["launch_row"])).otherwise("correlation")
+        work = work.with_columns(told.alias("correlation"))
     within = _within_steps(attribution)
     operators = _operators(attribution, within)
     times = pl.concat([operators.select("start_ns"), work.select(pl.col("launch_ns").alias("start_ns"))]).drop_nulls()
@@ -102,7 +110,7 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
         open_then = (pl.col("start_ns") <= last) & (pl.col("start_ns") + pl.col("duration_ns") >= first)
         yield "user_annotation", host(table.ranges.filter(open_then | within))
         yield "cpu_op", host(operators)
-        yield "cuda_runtime", host(_calls(attribution, open_then))
+        yield "cuda_runtime", host(_calls(attribution, open_then, ids))
     for kind, category in _CATEGORIES.items():
         own = work.filter(pl.col("kind").cast(pl.String) == kind)
         if own.height:
@@ -164,9 +172,17 @@ def _with_ancestors(kept: pl.Series, nest: Nest) -> pl.Series:
     return kept
 
 
-def _calls(attribution: Attribution, open_then: pl.Expr) -> pl.DataFrame:
+def _ids_of_calls(table: TraceTable) -> pl.Series:
+    """The correlation id of each call, with one of its own where it has none."""
+    known = table.calls["correlation"].fill_null(0)
+    largest = known.max()
+    row = pl.int_range(1, len(known) + 1, dtype=pl.Int64, eager=True)
+    return known.zip_with(known != 0, row + (largest if isinstance(largest, int) else 0))
+
+
+def _calls(attribution: Attribution, open_then: pl.Expr, ids: pl.Series) -> pl.DataFrame:
     """The launches of the work, and the calls meanwhile that launch nothing."""
-    calls = attribution.table.calls.with_row_index("row")
+    calls = attribution.table.calls.with_columns(ids.alias("correlation")).with_row_index("row")
     names = calls["name"].unique().cast(pl.String)
     launching = names.filter(names.to_frame().select(is_launch(pl.col(names.name))).to_series())
     launches = pl.col("name").is_in(launching.cast(calls["name"].dtype).implode())

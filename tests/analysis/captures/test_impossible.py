@@ -12,6 +12,7 @@ from stepscope.analysis.captures.attribution import attribute
 from stepscope.analysis.captures.checks import check_trace
 from stepscope.analysis.captures.summary import TraceSummary
 from stepscope.core.finding import Finding
+from stepscope.report.cut import write_cut
 from stepscope.trace.read import read_trace
 
 STEPS, PRODUCTS, LONG_US = 3, 10, 100.0
@@ -277,3 +278,34 @@ def test_the_same_of_an_export_of_nsight(tmp_path: Path, kind: str | None, chang
     summary = summary_at(nsys(events, tmp_path))
     assert set(said(summary)) == ({kind} if kind else set())
     assert summary.busy_ns == busy_ns
+
+
+def cut_again(events: list[Event], folder: Path) -> TraceSummary:
+    write_cut(summary_of(events, folder).attribution, folder / "cut.json")
+    return summary_at(folder / "cut.json")
+
+
+@pytest.mark.parametrize("by_us", [30.0, 0.0])
+def test_a_cut_invents_no_fault(tmp_path: Path, by_us: float):
+    """Its first kernel, which skewed clocks put before its launch, does not stand at 0, as if it had no time."""
+    events = capture()
+    for kernel in kernels(events):
+        kernel["ts"] -= by_us
+    assert set(said(cut_again(events, tmp_path))) == ({"clocks-disagree"} if by_us else set())
+
+
+@pytest.mark.parametrize("of_calls", [False, True])
+def test_a_cut_keeps_launches_that_arrows_told(tmp_path: Path, of_calls: bool):
+    events = capture()
+    for event in capture():
+        on_device = event["cat"] == "kernel"
+        arrow = {"cat": "ac2g", "name": "ac2g", "id": event["args"]["correlation"], "ph": "f" if on_device else "s"}
+        events.append({**{name: event[name] for name in ("pid", "tid", "ts")}, **arrow})
+    for event in events[:60]:
+        if not of_calls or event["cat"] == "kernel":
+            del event["args"]["correlation"]
+    before = summary_of(events, tmp_path).attribution.work
+    after = cut_again(events, tmp_path).attribution.work
+    assert after["launch_row"].null_count() == 0
+    for work in (before, after):
+        assert (work["start_ns"] - work["launch_ns"]).unique().to_list() == [10_000]
