@@ -27,8 +27,10 @@ from stepscope.core.answer import Answer, Line, Panel, Point, encode_answer, tab
 from stepscope.core.document import json_document
 from stepscope.core.errors import StepscopeError
 from stepscope.core.finding import note, warning
+from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.tuned import Tuned
+from stepscope.core.workload import Workload
 from stepscope.report import aside
 from stepscope.report.renderers import STYLES
 from tests.captures import training_steps, write_kineto
@@ -103,7 +105,7 @@ def _page_of_an_answer(folder: Path) -> tuple[str, ...]:
 
 
 def _tuned(folder: Path) -> tuple[str, ...]:
-    step = load_run(next(RUNS.iterdir())).workload
+    step = Workload(model=configure("tiny"))
     (folder / "tuned.json").write_text(json_document(Tuned(asked=step, baseline=step, best=step)))
     return ("--from", str(folder / "tuned.json"))
 
