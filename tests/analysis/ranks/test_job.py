@@ -135,6 +135,20 @@ def test_a_missing_rank_is_said(tmp_path: Path):
     assert [job.waiting_ns(rank) for rank in range(3)] == [0, 0, 0]
 
 
+def test_a_rank_whose_capture_cannot_be_true_is_named(tmp_path: Path):
+    """As `trace` of that capture alone says it; a job of sound captures has no such finding."""
+    paths = Made().write(tmp_path)
+    assert not any(rank.doubts for rank in load(paths).ranks)
+    trace = json.loads(paths[1].read_text())
+    untimed = [event for event in trace["traceEvents"] if event.get("cat") == "kernel"][:2]
+    for event in untimed:
+        event["ts"] = event["dur"] = 0
+    paths[1].write_text(json.dumps(trace))
+    (found,) = (one for one in check_job(load(paths)) if one.kind == "times-missing")
+    assert found.severity == "error" and found.sentence.startswith("Rank 1: 2 of ")
+    assert (found.evidence["ranks"], found.evidence["no_duration"]) == (1, 2)
+
+
 def test_one_rank_twice_and_ranks_of_two_jobs_are_refused(tmp_path: Path):
     paths = Made().write(tmp_path)
     copy = tmp_path / "again.json"

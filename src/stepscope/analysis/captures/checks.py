@@ -47,7 +47,16 @@ TraceCheck = Callable[[TraceSummary], Finding | None]
 
 def check_trace(summary: TraceSummary) -> tuple[Finding, ...]:
     """All findings on this capture, the most severe first."""
-    found = [finding for check in TRACE_CHECKS if (finding := check(summary)) is not None]
+    return _found(TRACE_CHECKS, summary)
+
+
+def doubts_of(summary: TraceSummary) -> tuple[Finding, ...]:
+    """The findings on what this capture lacks, or what in it cannot be true: figures of it are wrong so far."""
+    return _found(DOUBTS, summary)
+
+
+def _found(checks: tuple[TraceCheck, ...], summary: TraceSummary) -> tuple[Finding, ...]:
+    found = [finding for check in checks if (finding := check(summary)) is not None]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
@@ -401,15 +410,18 @@ def arrows_disagree(summary: TraceSummary) -> Finding | None:
     )
 
 
-TRACE_CHECKS: tuple[TraceCheck, ...] = (
+DOUBTS: tuple[TraceCheck, ...] = (
     incomplete_trace,
-    profiler_warns,
     names_missing,
     ends_before_begin,
     times_missing,
     durations_cut,
     clocks_disagree,
     correlation_repeats,
+)
+TRACE_CHECKS: tuple[TraceCheck, ...] = (
+    *DOUBTS,
+    profiler_warns,
     ranges_missing,
     accelerator_unread,
     launches_unknown,

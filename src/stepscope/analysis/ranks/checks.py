@@ -1,6 +1,6 @@
 """Checks of a job's ranks: is one late, and do these captures belong together?"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import polars as pl
 
@@ -19,8 +19,27 @@ JobCheck = Callable[[Job], Finding | None]
 
 def check_job(job: Job) -> tuple[Finding, ...]:
     """All findings on this job, the most severe first."""
-    found = [finding for check in JOB_CHECKS if (finding := check(job)) is not None]
+    found = [*_doubts(job), *(finding for check in JOB_CHECKS if (finding := check(job)) is not None)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _doubts(job: Job) -> Iterator[Finding]:
+    """What is to be doubted of the ranks' captures: of each kind the gravest, with the ranks that have it."""
+    by_kind: dict[str, list[tuple[Finding, int]]] = {}
+    for rank in job.ranks:
+        for finding in rank.doubts:
+            by_kind.setdefault(finding.kind, []).append((finding, rank.number))
+    for found in by_kind.values():
+        gravest, number = min(found, key=lambda one: SEVERITIES.index(one[0].severity))
+        others = [other for _, other in found if other != number]
+        also = f" The like is said of {_ranks(others)}." if others else ""
+        yield Finding(
+            kind=gravest.kind,
+            severity=gravest.severity,
+            sentence=f"Rank {number}: {gravest.sentence}{also}",
+            remedy=gravest.remedy,
+            evidence={"ranks": len(found), "rank": number, **gravest.evidence},
+        )
 
 
 def straggler(job: Job) -> Finding | None:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.analysis.captures.attribution import Attribution
+from stepscope.analysis.captures.checks import doubts_of
 from stepscope.analysis.captures.range_names import range_kind
 from stepscope.analysis.captures.summary import TraceSummary
+from stepscope.core.finding import Finding
 from stepscope.core.range_names import STEP
 from stepscope.trace.nesting import Nest, union
 from stepscope.trace.table import TraceTable
@@ -44,6 +46,7 @@ class Rank:
     counts overlapping ones once. Communication that no computation hides is exposed. `times`: where the time went that
     is not communication (what, phase, place, duration_ns), for computation by module, for idle time by its cause.
     `computing`: when any kernel but communication's ran, by device (device, start_ns, end_ns; sorted, disjoint).
+    `doubts`: the findings on what this capture lacks, or what in it cannot be true.
     """
 
     number: int
@@ -64,6 +67,7 @@ class Rank:
     times: pl.DataFrame
     collectives: pl.DataFrame
     computing: pl.DataFrame
+    doubts: tuple[Finding, ...] = ()
 
 
 def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
@@ -96,6 +100,7 @@ def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
         times=_times(summary),
         collectives=collectives_of(attribution, steps),
         computing=union(attribution.kernels.filter(_COMPUTES & (pl.col("duration_ns") > 0)), ["device"]).drop("merged"),
+        doubts=doubts_of(summary),
     )
 
 
