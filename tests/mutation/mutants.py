@@ -126,7 +126,7 @@ MUTANTS = (
     Mutant(
         name="launches joined without the process",
         file="trace/launches.py",
-        old="return number * 2**44 + ",
+        old="return number * _FEW_IDS + ",
         new="return number * 0 + ",
         falsifies="kernels of one rank are launched by another (row 12 of docs/measuring.md)",
         tests=("analysis/captures/test_attribution.py",),

@@ -140,14 +140,10 @@ class _Reader:
                 self._other[cat or f"phase {ph}"] += len(group)
                 if ph == "M":
                     self._name_threads(group)
-        arrows = [
-            (ph, group)
-            for (ph, cat), group in sorted_events.items()
-            if ph in ("s", "f") and (cat or "").lower() in _ARROWS
-        ]
-        if arrows and not self._says_launches(known):
-            for ph, group in arrows:
-                self._take_links("arrows", group, begins=ph == "s")
+        if not self._says_launches(known):
+            for (ph, cat), group in sorted_events.items():
+                if ph in ("s", "f") and (cat or "").lower() in _ARROWS:
+                    self._take_links("arrows", group, begins=ph == "s")
 
     def _take_counters(self, group: list[Event]) -> None:
         """Keep how much memory was allocated and reserved, and count the instants that say something else."""
