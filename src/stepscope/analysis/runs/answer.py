@@ -26,12 +26,13 @@ from stepscope.core.answer import (
     text,
 )
 from stepscope.core.errors import printable
-from stepscope.core.evidence import Capture, Evaluated, WatchedLoop
+from stepscope.core.evidence import Capture
 from stepscope.core.parts import PartFound
 from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import counted, format_joules, format_rate, format_seconds, format_share
+from stepscope.core.watched_loop import Evaluated, WatchedLoop
 from stepscope.work.described import cell_name, describe_model, describe_workload
 from stepscope.work.transformer import recomputed_flops
 

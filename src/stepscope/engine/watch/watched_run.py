@@ -16,11 +16,12 @@ from stepscope.analysis.runs.checks import check_run
 from stepscope.analysis.runs.metrics import summarise
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, StepscopeError, one_line
-from stepscope.core.evidence import Evaluated, Updates
+from stepscope.core.evidence import Updates
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run
 from stepscope.core.units import counted
+from stepscope.core.watched_loop import Evaluated
 from stepscope.engine.watch.draft import WatchedDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.measure import ranges
