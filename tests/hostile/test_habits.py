@@ -20,11 +20,12 @@ from torch.utils.data import DataLoader, Dataset
 import stepscope
 from stepscope.analysis.runs.checks import check_run
 from stepscope.core.device_spec import overridden_spec
-from stepscope.core.evidence import Evidence, WatchedLoop
+from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
+from stepscope.core.watched_loop import WatchedLoop
 from stepscope.measure.compilation import reset_compilation
 from stepscope.measure.driven import step_habits
 from stepscope.models.own.loading import make_own_step
@@ -323,6 +324,23 @@ def test_43_a_warm_up_of_the_learning_rate_is_no_mistake(tmp_path: Path, held: b
             optimizer.zero_grad()
             rate.step()
     assert watched.run is not None and "parameters-unchanged" not in habits(watched.run)
+
+
+def test_43_a_bias_whose_gradient_is_0_by_design_and_of_another_models_loss_is_not(tmp_path: Path):
+    """The bias of a critic's last layer: what is real and what is made weigh it alike."""
+    maker, critic = nn.Linear(8, 64), nn.Sequential(nn.Linear(64, 16), nn.Tanh(), nn.Linear(16, 1))
+    one, other = sgd(list(maker.parameters())), sgd(list(critic.parameters()))
+    with stepscope.watch(steps=(4, 10), runs=tmp_path, quiet=True) as watched:
+        for _ in range(15):
+            made = maker(torch.randn(8, 8))
+            other.zero_grad()
+            (critic(torch.randn(8, 64)).mean() - critic(made.detach()).mean()).backward()
+            other.step()
+            one.zero_grad()
+            critic(made).mean().backward()
+            one.step()
+    assert watched.run is not None
+    assert watched.run.evidence.habits is not None and "parameters-unchanged" not in habits(watched.run)
 
 
 def test_43_updates_that_a_scaler_leaves_out_are_no_mistake(tmp_path: Path):

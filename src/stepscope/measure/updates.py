@@ -1,6 +1,6 @@
 """Counts the optimizer's updates: a gradient scaler skips some, and a step without one takes less time."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -74,3 +74,8 @@ def read_updates(
         parameters_finite=bool(finite),
         gradient_norm=float(gradient_norm) if gradient_norm is not None else None,
     )
+
+
+def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
+    """The ids of all tensors that these optimizers update."""
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

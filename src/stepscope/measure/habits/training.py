@@ -10,7 +10,7 @@ from torch import nn
 from stepscope.core.evidence import Unchanged
 from stepscope.measure.changes import Changes
 from stepscope.measure.local_part import local_part
-from stepscope.measure.updates import most_updates
+from stepscope.measure.updates import held_by, most_updates
 
 _NEGLIGIBLE = 1e-6
 """A gradient is no more than rounding whose root mean square is such a share of the largest: that of a bias before a
@@ -26,14 +26,17 @@ class Training:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], changes: Changes | None = None
     ) -> None:
-        self._held = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+        self._held = held_by(optimizers)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._parameters = {name: p for name, p in named if id(p) in self._held} or dict(named)
         self._model, self._optimizers, self._changes = model, optimizers, changes
+        self._before: dict[int, torch.Tensor | None] = {}
+        """The norms of the gradients before the update that runs, by the ids of their parameters; None where one is
+        sparse."""
         self._norms: dict[int, torch.Tensor] = {}
-        """The norm of each parameter's last gradient, by the parameter's id."""
+        """The norm of the gradient that each parameter's last update took."""
         self._with_gradient: set[int] = set()
-        self._looks = self._steps = self._updates = 0
+        self._steps = self._updates = 0
         self._counted: int | None = None
         self._hooks = contextlib.ExitStack()
 
@@ -54,20 +57,14 @@ class Training:
         self._hooks.close()
 
     def look_at_gradients(self) -> None:
-        """Look at the gradients that an update is about to take."""
-        self._looks += 1
-        having = [p for p in self._parameters.values() if p.grad is not None]
-        self._with_gradient |= {id(p) for p in having}
-        for p in having:
-            if p.grad is not None and not p.grad.is_sparse:
-                gradient = local_part(p.grad.detach())
-                dtype = torch.promote_types(gradient.dtype, torch.float32)
-                self._norms[id(p)] = torch.linalg.vector_norm(gradient, dtype=dtype)
+        """Look at the gradients that an update is about to take. What other models' losses left beside them counts
+        nothing: a critic gets gradients from its generator's loss too, which its own update never takes."""
+        self._before = {id(p): _norm(p.grad) for p in self._parameters.values() if p.grad is not None}
 
     def without_gradient(self) -> list[str]:
         """The parameters that had no gradient before any update; all of them, where every gradient holds zeros. Empty
         where no update was seen, or where gradients are gone once they have been used."""
-        if not self._looks or (not self._with_gradient and not self._nothing_changed()):
+        if not self._updates or (not self._with_gradient and not self._nothing_changed()):
             return []
         if self._with_gradient and not any(self._sizes().values()) and self._nothing_changed():
             return list(self._parameters)
@@ -129,8 +126,22 @@ class Training:
         counts = [most_updates(optimizer) for optimizer in self._optimizers]
         return sum(count or 0 for count in counts) if counts and None not in counts else None
 
-    def _count_update(self, *_: Any) -> None:
+    def _count_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._updates += 1
+        taken = held_by([optimizer])
+        for key, norm in self._before.items():
+            if key in taken or key not in self._held:
+                self._with_gradient.add(key)
+                if norm is not None:
+                    self._norms[key] = norm
+
+
+def _norm(gradient: torch.Tensor) -> torch.Tensor | None:
+    """The norm of a gradient, or of this rank's part of it; None where it is sparse."""
+    if gradient.is_sparse:
+        return None
+    numbers = local_part(gradient.detach())
+    return torch.linalg.vector_norm(numbers, dtype=torch.promote_types(numbers.dtype, torch.float32))
 
 
 def nearest_with_parameters(model: nn.Module, name: str) -> str:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from stepscope.core.units import counted
-from stepscope.measure.watch.seen import LoopSeen, ModuleSeen, UpdateSeen
+from stepscope.measure.updates import held_by
+from stepscope.measure.watch.seen import CallSeen, LoopSeen, ModuleSeen, UpdateSeen
 from stepscope.measure.watch.several import Loose, Several
 
 
@@ -77,11 +78,11 @@ class Found:
         return self.update.micro_batches_of(self.forward_module)
 
     @property
-    def batches(self) -> int:
+    def batches(self) -> Sequence[CallSeen]:
         """Calls of the first module in a step, each with other samples."""
         if self.update is not None:
-            return max(1, self.update.forwards_of(self.forward_module))
-        return max(1, self.roots[0].calls if self.roots else 0)
+            return self.update.batches_of(self.forward_module)
+        return self.roots[0].made if self.roots else ()
 
     def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
         """How often this optimizer steps in a step."""
@@ -97,11 +98,6 @@ class Found:
         held = held_by(self.optimizers)
         trains = [p for p in self.model.parameters() if p.requires_grad and (not held or id(p) in held)]
         return sum(parameter.numel() for parameter in trains)
-
-
-def held_by(optimizers: Iterable[torch.optim.Optimizer]) -> set[int]:
-    """The ids of all tensors that these optimizers update."""
-    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
 
 
 @dataclass(frozen=True)
