@@ -111,7 +111,7 @@ def test_a_call_that_no_backward_comes_to_is_no_forward_of_the_step():
         train_step(model, optimizer)
         if step % 100 == 0:
             model(torch.randn(50, 8))  # the samples that a log shows
-    assert told.answer is not None and (told.answer.forwards, told.answer.batches) == (1, 1)
+    assert told.answer is not None and (told.answer.forwards, len(told.answer.batches)) == (1, 1)
     assert told.answer.roots[0].inputs["0"] == {TensorSeen((4, 8), "float32")}
 
 
@@ -196,7 +196,7 @@ def test_what_runs_for_another_update_is_no_micro_batch(step_of: str, micro_batc
     for _ in range(4):
         gan_step(net, critic, one, other)
     assert told.answer is not None
-    assert (told.answer.micro_batches, told.answer.batches) == (micro_batches, micro_batches)
+    assert (told.answer.micro_batches, len(told.answer.batches)) == (micro_batches, micro_batches)
     assert told.answer.evaluations == 0
 
 
@@ -212,6 +212,44 @@ def test_micro_batches_before_two_updates_count_for_both(step_of: str):
         one.step()
         other.step()
     assert told.answer is not None and told.answer.micro_batches == 3
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_the_two_passes_of_sharpness_aware_minimisation_take_one_batch(to_none: bool):
+    model, told = Net(), Told(DiaryStage())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch(told)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        for _ in range(2):  # where the weights are, and where the first gradients led
+            optimizer.zero_grad(set_to_none=to_none)
+            model(x).square().mean().backward()
+        optimizer.step()
+    assert told.answer is not None
+    assert (told.answer.forwards, told.answer.backwards) == (2, 2)
+    assert told.answer.micro_batches == len(told.answer.batches) == 1
+
+
+@pytest.mark.parametrize("in_closure", [False, True])
+def test_a_gradient_that_the_loss_holds_makes_no_micro_batch(in_closure: bool):
+    model, told = Net(), Told(DiaryStage())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watch(told)
+
+    def loss() -> torch.Tensor:
+        x = torch.randn(4, 8, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        value = slope.square().mean() + model(torch.zeros(2, 8)).square().mean()
+        optimizer.zero_grad()
+        value.backward()
+        return value
+
+    for _ in range(3):
+        optimizer.step(loss) if in_closure else (loss(), optimizer.step())
+    assert told.answer is not None
+    assert (told.answer.forwards, told.answer.backwards, told.answer.evaluations) == (2, 2, int(in_closure))
+    assert told.answer.micro_batches == 1
+    assert [call.inputs["0"].shape[0] for call in told.answer.batches] == [4, 2]
 
 
 def test_losses_and_frozen_models_beside_the_model_do_not_matter():

@@ -13,18 +13,19 @@ import torch
 
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import named_line
-from stepscope.core.evidence import Capture, Evaluated, Evidence, Habits, PhaseMemory, WatchedLoop
+from stepscope.core.evidence import Capture, Evidence, Habits, PhaseMemory
 from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.run_files import KINETO_FILE, MEMORY_FILE
+from stepscope.core.watched_loop import Evaluated, WatchedLoop
 from stepscope.core.work import Work
 from stepscope.engine.run_draft import RunDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.measure.environment import read_environment
 from stepscope.measure.watch.found import Found, class_name, models_of
-from stepscope.measure.watch.seen import ModuleSeen
+from stepscope.measure.watch.seen import CallSeen, ModuleSeen
 from stepscope.models.own.identity import source_digest, structure_digest
 
 
@@ -181,17 +182,18 @@ def _dtype(loop: WatchedLoop) -> Dtype:
     return "tf32" if torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available() else "fp32"
 
 
-def _inputs(root: ModuleSeen, calls: int) -> dict[str, Input]:
-    """The tensors of a whole step, in which the root is called so many times on samples that differ. Each call counts
-    as large as the largest of them. A call that takes one sample without a dimension for the batch counts as one."""
+def _inputs(root: ModuleSeen, calls: Sequence[CallSeen]) -> dict[str, Input]:
+    """The tensors of a whole step, in which the root is called on samples that differ: the samples of all these calls,
+    each as large as the largest. A call that takes one sample without a dimension for the batch counts as one."""
     largest = {name: max(seen, key=lambda tensor: tensor.shape) for name, seen in root.inputs.items()}
     first = next((tensor.shape[0] for tensor in largest.values() if tensor.shape), None)
     inputs: dict[str, Input] = {}
     for name, tensor in largest.items():
         shape = tensor.shape
         if root.takes_one_sample:
-            shape = (calls, *shape)
-        elif shape and shape[0] == first and calls > 1:
-            shape = (shape[0] * calls, *shape[1:])
+            shape = (max(1, len(calls)), *shape)
+        elif shape and shape[0] == first:
+            took = [call.inputs[name].shape[0] for call in calls if name in call.inputs and call.inputs[name].shape]
+            shape = (sum(took) or shape[0], *shape[1:])
         inputs[name] = Input(shape, tensor.dtype)
     return inputs

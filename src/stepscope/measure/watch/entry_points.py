@@ -104,6 +104,7 @@ def watch_backward(phases: Phases) -> Undo:
                 return original(*args, **kwargs)
             if phases.keeps_roots and args:
                 phases.roots = args[0]
+            phases.adds = kwargs.get("accumulate_grad", True)
             try:
                 return phases.inside(BACKWARD, original, *args, **kwargs)
             finally:

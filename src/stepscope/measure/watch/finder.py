@@ -28,7 +28,7 @@ from stepscope.measure.watch.found import (
     whole_round,
 )
 from stepscope.measure.watch.phases import Phases
-from stepscope.measure.watch.seen import CallSeen, LoopSeen, TensorSeen, UpdateSeen
+from stepscope.measure.watch.seen import BackwardSeen, CallSeen, LoopSeen, TensorSeen, UpdateSeen
 from stepscope.measure.weakly import weakly
 
 _ORIGINAL_CALL = nn.Module.__call__
@@ -120,10 +120,7 @@ class Finder(Recorder):
         if self._seen is None or name != BACKWARD:
             return
         update = self._seen.updates[-1]
-        if self._stepping:
-            update.closure_backwards += 1
-        else:
-            update.backwards += 1
+        update.begins_backward(BackwardSeen(self._stepping, self._phases.adds))
         if not update.calls:
             self._seen.leaves |= {id(leaf): leaf for leaf in _leaves(self._phases.roots)}
 

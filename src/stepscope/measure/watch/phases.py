@@ -32,6 +32,8 @@ class Phases:
         """Whether `roots` is wanted: it keeps the graph alive while backward runs."""
         self.roots: Any = None
         """The tensors that the open backward began at."""
+        self.adds = True
+        """Whether the open backward adds to gradients, as that of `torch.autograd.grad` does not."""
         self.keeps_inputs = False
         """Whether `inputs` is wanted."""
         self.inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None

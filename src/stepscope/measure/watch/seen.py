@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from stepscope.measure.local_part import local_part
+
 
 @dataclass(frozen=True)
 class TensorSeen:
@@ -31,6 +33,9 @@ class CallSeen:
     """The first sizes of what it returned."""
     reached: bool = False
     """Whether a backward has come to what it returned. None comes to a call that a log makes."""
+    dropped: bool = False
+    """Whether the gradients that its backward made were gone before the next one, so that they are summed up in no
+    update: the first of the two passes of sharpness-aware minimisation, whose samples come again in the second."""
 
     @property
     def takes_one_sample(self) -> bool:
@@ -78,6 +83,15 @@ class ModuleSeen:
         return bool(self.made) and all(call.takes_one_sample for call in self.made)
 
 
+@dataclass(frozen=True)
+class BackwardSeen:
+    """A backward, as autograd's engine ran it."""
+
+    in_closure: bool
+    adds: bool
+    """Whether it adds to the gradients that parameters hold, as `torch.autograd.grad` does not."""
+
+
 @dataclass(kw_only=True)
 class UpdateSeen:
     """What ran between the update before this one and its end. A closure runs inside the optimizer's step."""
@@ -85,30 +99,49 @@ class UpdateSeen:
     optimizer: torch.optim.Optimizer | None = None
     """The optimizer that stepped; None until one has, and where the loop says itself that a step has ended."""
     calls: list[CallSeen] = field(default_factory=list[CallSeen])
-    backwards: int = 0
-    closure_backwards: int = 0
-
-    @property
-    def ran_backward(self) -> bool:
-        return self.backwards + self.closure_backwards > 0
+    backwards: list[BackwardSeen] = field(default_factory=list[BackwardSeen])
 
     def evaluations_of(self, module: nn.Module) -> int:
         """How often the closure ran forward of this module, and backward."""
-        return min(self.closure_backwards, self._count(module, in_closure=True))
+        return min(self._sums(in_closure=True), len(self._of(module, in_closure=True)))
 
-    def forwards_of(self, module: nn.Module) -> int:
-        """Calls of this module, of which those in a closure count for one evaluation."""
-        inside = self._count(module, in_closure=True)
-        return self._count(module, in_closure=False) + -(-inside // max(1, self.evaluations_of(module)))
+    def batches_of(self, module: nn.Module) -> list[CallSeen]:
+        """The calls of this module, each with other samples: of those in a closure, the calls of one evaluation."""
+        inside = self._of(module, in_closure=True)
+        once = -(-len(inside) // max(1, self.evaluations_of(module)))
+        return self._of(module, in_closure=False) + inside[:once]
 
     def micro_batches_of(self, module: nn.Module) -> int:
         """The number of batches whose gradients add up. A closure is evaluated again and again on one batch."""
         inside = min(1, self.evaluations_of(module))
-        return max(1, min(self.backwards, self._count(module, in_closure=False)) + inside)
+        return max(1, min(self._sums(in_closure=False), len(self._of(module, in_closure=False))) + inside)
 
-    def _count(self, module: nn.Module, *, in_closure: bool) -> int:
+    def begins_backward(self, backward: BackwardSeen) -> None:
+        """Note a backward that begins."""
+        if any(each.adds for each in self.backwards if not each.in_closure) and self._gradients_are_gone():
+            for call in self.calls:
+                call.dropped = call.dropped or (call.reached and not call.in_closure)
+        self.backwards.append(backward)
+
+    def _gradients_are_gone(self) -> bool:
+        """Whether none of the parameters that backward came to in this update has a gradient now, or all hold zeros. A
+        graph that is being captured cannot be asked for numbers."""
+        modules = {id(call.module): call.module for call in self.calls if call.reached}
+        gradients = [p.grad for module in modules.values() for p in module.parameters() if p.grad is not None]
+        on_gpu = any(gradient.is_cuda for gradient in gradients)
+        if not modules or (on_gpu and torch.cuda.is_current_stream_capturing()):
+            return False
+        return not any(gradient.is_sparse or bool(local_part(gradient).any()) for gradient in gradients)
+
+    def _sums(self, *, in_closure: bool) -> int:
+        """Backwards that add to gradients. What `torch.autograd.grad` returns is usually a part of the loss, as a
+        penalty on gradients is; it counts where nothing else runs."""
+        there = [each for each in self.backwards if each.in_closure is in_closure]
+        return sum(each.adds for each in there) or len(there)
+
+    def _of(self, module: nn.Module, *, in_closure: bool) -> list[CallSeen]:
         calls = _that_count([call for call in self.calls if call.module is module])
-        return sum(call.in_closure is in_closure for call in calls)
+        return [call for call in calls if call.in_closure is in_closure and not call.dropped]
 
 
 @dataclass(kw_only=True)
@@ -124,7 +157,7 @@ class LoopSeen:
 
     @property
     def backwards(self) -> int:
-        return sum(update.backwards + update.closure_backwards for update in self.updates)
+        return sum(len(update.backwards) for update in self.updates)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -156,7 +189,7 @@ class LoopSeen:
         turns = self.updates
         last = max((i for i, each in enumerate(turns) if each.optimizer is optimizer), default=len(turns) - 1)
         before = [*turns[last + 1 :], *turns[: last + 1]]
-        return next((each for each in reversed(before) if each.ran_backward), before[-1])
+        return next((each for each in reversed(before) if each.backwards), before[-1])
 
 
 def _that_count(calls: Sequence[CallSeen]) -> list[CallSeen]:
