@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from stepscope.analysis.runs.answer import answer_run
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run
+from stepscope.core.units import format_seconds
 from stepscope.engine.watch.inside import Watched
 from tests.measure.watch.loops import Net, nothing_is_left, train_step
 
@@ -248,3 +250,41 @@ def test_a_loop_without_a_module_says_what_makes_one(tmp_path: Path):
     assert run is not None and not run.work and run.finding("rest-is-large") is None
     assert "model(x) in place of model.forward(x) makes Small one" in run.evidence.notes[0]
     assert "no module is called that trains, 1 backward" in page(run)
+
+
+def test_a_checkpoint_now_and_then_has_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def slow(*_: object) -> None:
+        time.sleep(0.05)
+
+    monkeypatch.setattr(torch, "save", slow)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.watch(steps=(4, 24), runs=tmp_path, quiet=True) as watched:
+        for step in range(30):
+            model(torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 5 == 0:
+                torch.save(model.state_dict(), tmp_path / "checkpoint.pt")
+    assert torch.save is slow, "nothing of the watch is left"
+    assert watched.run is not None and watched.run.evidence.loop is not None
+    saved = watched.run.evidence.loop.saved
+    assert saved is not None and (saved.steps, saved.of) == (4, 20) and saved.median_s >= 0.05
+    line = test_a_checkpoint_now_and_then_has_a_name.__code__.co_firstlineno + 13
+    assert saved.where == f"engine/test_watched_inside.py:{line}"
+    said = f"4 steps of 20 save for {format_seconds(saved.median_s)} (torch.save at {saved.where})."
+    assert said in [line.text for table in answer_run(watched.run).tables for line in table.notes]
+
+
+def test_tokens_are_those_of_batches_that_differ_in_length(tmp_path: Path):
+    model = torch.nn.Embedding(16, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with stepscope.watch(steps=(3, 8), runs=tmp_path, quiet=True) as watched:
+        for _ in range(12):
+            for rows, length in ((4, 24), (4, 16), (2, 20)):
+                model(torch.zeros(rows, length, dtype=torch.int64)).square().mean().backward()
+            optimizer.step()
+    run = watched.run
+    assert run is not None and run.evidence.loop is not None and run.workload.accumulation == 3
+    assert run.workload.batch_size == 4 + 4 + 2 and run.evidence.loop.tokens == 4 * 24 + 4 * 16 + 2 * 20
+    assert run.summary["tokens_per_s"] == pytest.approx(200 / (run.samples["step"].median_s or 0))

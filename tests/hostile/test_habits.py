@@ -25,7 +25,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.watched_loop import WatchedLoop
+from stepscope.core.watched_loop import Saved, WatchedLoop
 from stepscope.measure.compilation import reset_compilation
 from stepscope.measure.driven import step_habits
 from stepscope.models.own.loading import make_own_step
@@ -171,17 +171,22 @@ def test_29_the_rest_takes_a_share(tmp_path: Path):
 
 
 def test_29_a_few_steps_that_make_up_the_rest_are_counted():
-    def run(rest: list[float], forward: list[float]) -> Run:
+    def run(rest: list[float], forward: list[float], saved: Saved | None = None) -> Run:
         step = [1.0 + r + f for r, f in zip(rest, forward, strict=True)]
         parts = {"forward": forward, "backward": [1.0] * 20, "rest": rest, "step": step}
         samples = {name: Samples(values_s=tuple(values), clock="") for name, values in parts.items()}
-        return make_run(evidence=Evidence(loop=WatchedLoop(why="", modules=("Net",))), samples=samples)
+        loop = WatchedLoop(why="", modules=("Net",), saved=saved)
+        return make_run(evidence=Evidence(loop=loop), samples=samples)
 
     saves, usual = [0.1] * 18 + [9.1] * 2, [1.0] * 20
     found = next(f for f in check_run(run(saves, usual)) if f.kind == "rest-is-large")
     # 20 steps of 1 + 1 + 0.1 seconds, two of which take 9 more
     assert found.evidence["share"] == pytest.approx(20 / 60)
     assert "(1 s of 3 s a step on average: 2 steps of 20 took 9 s more)" in found.sentence
+    for took_s, named in ((9.0, True), (1.0, False)):
+        saved = Saved(where="train.py:9", steps=2, of=20, median_s=took_s)
+        named_in = next(f.remedy for f in check_run(run(saves, usual, saved)) if f.kind == "rest-is-large") or ""
+        assert (f"2 steps of 20 save for {took_s:.0f} s (torch.save at train.py:9)" in named_in) is named
     busy = [1.0] * 9 + [20.0] + [1.0] * 10
     for rest, forward in (([0.1] * 19 + [18.1], usual), (saves, busy), ([0.1] * 20, usual)):
         assert "rest-is-large" not in {f.kind for f in check_run(run(rest, forward))}, "one step, a busy machine, none"

@@ -2,6 +2,8 @@
 
 import msgspec
 
+from stepscope.core.units import counted, format_seconds
+
 
 class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of modules with gradients off in timed steps: an evaluation now and then, or a teacher in each."""
@@ -21,6 +23,25 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     def is_part_of_a_step(self) -> bool:
         """Whether most steps have it. The times of other steps are stored without it."""
         return 2 * self.steps >= self.of
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """Calls of `torch.save` in timed steps, which write a checkpoint now and then."""
+
+    where: str
+    """The user's line of the first one; empty where it is not known."""
+    steps: int
+    """Timed steps that save."""
+    of: int
+    """All timed steps."""
+    median_s: float
+    """What saving takes in such a step. On a GPU it waits for what was launched before."""
+
+    def __str__(self) -> str:
+        where = f" at {self.where}" if self.where else ""
+        verb = "saves" if self.steps == 1 else "save"
+        took = format_seconds(self.median_s)
+        return f"{counted(self.steps, 'step')} of {self.of} {verb} for {took} (torch.save{where})"
 
 
 class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,3 +88,7 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """Numbers in the model's parameters that train: an optimizer holds them, and they require a gradient."""
     evaluated: Evaluated | None = None
     """Calls with gradients off; None where no timed step has any."""
+    tokens: int | None = None
+    """Token ids that the forwards of a step took, where their batches differ in length; None where they do not."""
+    saved: Saved | None = None
+    """What the timed steps save; None where none does, and in runs from before it was looked at."""

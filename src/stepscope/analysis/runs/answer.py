@@ -237,8 +237,11 @@ def _rates(run: Run) -> list[str]:
     ]
     flops = metrics.model_flops(run)
     lines += _throughput(run)
-    if run.evidence.loop is not None and run.evidence.loop.evaluated is not None:
-        lines.append(_evaluated(run.evidence.loop.evaluated))
+    loop = run.evidence.loop
+    if loop is not None and loop.evaluated is not None:
+        lines.append(_evaluated(loop.evaluated))
+    if loop is not None and loop.saved is not None:
+        lines.append(printable(f"{loop.saved}."))
     again = recomputed_flops(run.textbook) if run.textbook else 0
     if again and flops and samples.median_s:
         lines.append(

@@ -38,7 +38,13 @@ def median_s(run: Run, name: str) -> float | None:
 
 def tokens_per_s(run: Run) -> float | None:
     """Tokens of one step over the step's median time; None where its batch holds no tokens."""
-    return _per_s(run, run.workload.tokens)
+    return _per_s(run, _tokens(run))
+
+
+def _tokens(run: Run) -> int | None:
+    """Tokens of one step: those that a watched loop's forwards took, where they differ in length."""
+    loop = run.evidence.loop
+    return loop.tokens if loop is not None and loop.tokens is not None else run.workload.tokens
 
 
 def samples_per_s(run: Run) -> float | None:
@@ -129,7 +135,7 @@ def joules_per_step(run: Run) -> float | None:
 
 def joules_per_token(run: Run) -> float | None:
     """Energy of one step over its tokens; None also where its batch holds no tokens."""
-    joules, tokens = joules_per_step(run), run.workload.tokens
+    joules, tokens = joules_per_step(run), _tokens(run)
     return joules / tokens if joules is not None and tokens else None
 
 

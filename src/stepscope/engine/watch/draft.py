@@ -1,5 +1,6 @@
 """Drafts the run of a watched loop: its workload as it was seen, and what the stages add."""
 
+import math
 import os
 import statistics
 import sys
@@ -19,7 +20,7 @@ from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.run_files import KINETO_FILE, MEMORY_FILE
-from stepscope.core.watched_loop import Evaluated, WatchedLoop
+from stepscope.core.watched_loop import Evaluated, Saved, WatchedLoop
 from stepscope.core.work import Work
 from stepscope.engine.run_draft import RunDraft
 from stepscope.engine.watch.request import WatchRequest
@@ -68,8 +69,10 @@ class WatchedDraft(RunDraft):
         forwards: Sequence[int],
         backwards: Sequence[int],
         evaluated: Evaluated | None,
+        saved: Saved | None,
     ) -> None:
-        """Keep the numbers of the timed steps, how many forwards and backwards each ran, and what they evaluate."""
+        """Keep the numbers of the timed steps, how many forwards and backwards each ran, what they evaluate and what
+        they save."""
         usual = max((forwards.count(count) for count in set(forwards)), default=0)
         vary = bool(forwards) and 10 * usual < 9 * len(forwards)
         loop = msgspec.structs.replace(
@@ -80,6 +83,7 @@ class WatchedDraft(RunDraft):
             forwards_between=_extremes(forwards),
             forwards_mean=statistics.fmean(forwards) if vary else None,
             evaluated=evaluated,
+            saved=saved,
         )
         self.set_evidence(loop=loop)
 
@@ -170,6 +174,7 @@ def _loop(found: Found) -> WatchedLoop:
         optimizer_models=tuple(" and ".join(models_of(optimizer, found)) for optimizer in found.optimizers),
         optimizer_steps=tuple(found.steps_of(optimizer) for optimizer in found.optimizers),
         trainable=found.trainable,
+        tokens=_tokens(found.batches),
         in_backward=found.in_backward,
     )
 
@@ -180,6 +185,16 @@ def _dtype(loop: WatchedLoop) -> Dtype:
     if loop.parameter_dtype == "bfloat16":
         return "bf16-pure"
     return "tf32" if torch.get_float32_matmul_precision() != "highest" and torch.cuda.is_available() else "fp32"
+
+
+def _tokens(calls: Sequence[CallSeen]) -> int | None:
+    """The token ids that these calls took, where they differ in length."""
+    ids = [
+        next((t.shape for t in call.inputs.values() if len(t.shape) == 2 and t.dtype in ("int64", "int32")), None)
+        for call in calls
+    ]
+    shapes = [shape for shape in ids if shape is not None]
+    return sum(map(math.prod, shapes)) if len({length for _, length in shapes}) > 1 else None
 
 
 def _inputs(root: ModuleSeen, calls: Sequence[CallSeen]) -> dict[str, Input]:

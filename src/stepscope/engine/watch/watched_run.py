@@ -241,6 +241,7 @@ class WatchedRun:
             tuple(timed.spans),
             forwards=timed.entered(FORWARD, count), backwards=timed.entered(BACKWARD, count),
             evaluated=_evaluated(timed.evaluations(count), self.watch.phases.evaluated.values()),
+            saved=self.watch.saves.of(timed.spans),
         )  # fmt: skip
         readings.read_after(count, whole=bool(timed.measured))
         if count < asked:

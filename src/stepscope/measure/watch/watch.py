@@ -23,6 +23,7 @@ from stepscope.measure.watch.finder import Finder
 from stepscope.measure.watch.found import Found, Unclear
 from stepscope.measure.watch.neighbours import Neighbours
 from stepscope.measure.watch.phases import Phases
+from stepscope.measure.watch.saves import Saves
 
 _MOST_HELD = 16
 """Steps that are recorded beyond those wanted while a range of the script stays open."""
@@ -109,6 +110,7 @@ class Watch:
     ) -> None:
         """neighbours: what the script itself profiles; needed where a stage records."""
         self.phases = Phases()
+        self.saves = Saves()
         self.steps = 0
         """Steps that have ended."""
         self.left_out: dict[str, str | None] = {}
@@ -209,7 +211,7 @@ class Watch:
         for root in found.roots:
             self._undo.append(watch_forward(root.module, phases, training=root.training))
         self._undo += [watch_quiet(module, phases) for module in found.quiet]
-        self._undo += [watch_backward(phases), watch_data(phases)]
+        self._undo += [watch_backward(phases), watch_data(phases), self.saves.watch(phases, lambda: self.steps)]
         if found.in_backward:
             self._undo.append(end_with_backward(self._backward_ended))
         if found.optimizers:

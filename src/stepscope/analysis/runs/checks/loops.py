@@ -58,6 +58,8 @@ def rest_is_large(run: Run) -> Finding | None:
     remedy = "log and schedule less often; a loss outside of the model, clipping and zero_grad are in it, too"
     if portion.only_in:
         remedy = "look what those steps do beside training: they may save, log or schedule"
+        if loop.saved is not None and loop.saved.steps * loop.saved.median_s >= _beyond_median_s(run.samples[REST]) / 2:
+            remedy = f"save less often, or what is needed: {loop.saved}"
     return warning(
         "rest-is-large",
         f"{format_share(portion.share)} of the time is neither data, forward, backward nor optimizer ({portion}).",
