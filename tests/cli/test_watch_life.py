@@ -54,6 +54,9 @@ FORKED = {
         for steps in (1, 2, 3, 7):
             net, optimizer = made()
             train(net, optimizer, steps)
+            nn.CrossEntropyLoss()(net(torch.randn(4, 8)), torch.ones(4, 1))
+            with torch.no_grad():
+                net(torch.randn(4, 8))
             alive = [weakref.ref(each) for each in (net, optimizer, net.a.weight)]
             del net, optimizer
             gc.collect()

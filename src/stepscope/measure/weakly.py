@@ -1,6 +1,7 @@
 """Attributes that do not keep a user's model or optimizer alive: the loop alone decides how long they live."""
 
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -13,8 +14,13 @@ class LoopGone(Exception):
 
 def weakly(*, or_none: bool = False) -> Any:
     """An attribute of a class, whose objects are held weakly. To read it when its object is dead raises LoopGone, or
-    gives None with `or_none`."""
+    gives None with `or_none`. In a dataclass, None is then its default."""
     return _Weakly(or_none)
+
+
+def weakly_each() -> Any:
+    """An attribute of a class, whose objects hold several things weakly: read, it is the list of those alive."""
+    return _WeaklyEach()
 
 
 class _Weakly:
@@ -25,7 +31,11 @@ class _Weakly:
         self._name = name
 
     def __get__(self, holder: object | None, owner: type) -> Any:
-        reference = vars(holder)[self._name] if holder is not None else lambda: self
+        if holder is None:  # As a dataclass asks, for the default.
+            if self._or_none:
+                return None
+            raise AttributeError(self._name)
+        reference = vars(holder)[self._name]
         if reference is None:
             return None
         thing = reference()
@@ -35,3 +45,16 @@ class _Weakly:
 
     def __set__(self, holder: object, value: Any) -> None:
         vars(holder)[self._name] = weakref.ref(value) if value is not None else None
+
+
+class _WeaklyEach:
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, holder: object | None, owner: type) -> Any:
+        if holder is None:
+            raise AttributeError(self._name)
+        return [thing for thing in (reference() for reference in vars(holder)[self._name]) if thing is not None]
+
+    def __set__(self, holder: object, things: Iterable[Any]) -> None:
+        vars(holder)[self._name] = [weakref.ref(thing) for thing in things]

@@ -4,7 +4,6 @@ import shutil
 import statistics
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -40,7 +39,7 @@ from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
 from stepscope.measure.watch.subject import WatchedStep
 from stepscope.measure.watch.timed import SOON_STEADY, TimedSteps
 from stepscope.measure.watch.watch import Stage, Watch
-from stepscope.measure.weakly import weakly
+from stepscope.measure.weakly import weakly, weakly_each
 
 _MARKS_A_STEP = 8
 """The number of events made beforehand for each step and micro-batch: two for each of its parts."""
@@ -282,11 +281,12 @@ class _Readings:
 
     _optimizer: torch.optim.Optimizer | None = weakly(or_none=True)
     _root: nn.Module | None = weakly(or_none=True)
+    _optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
 
     def __init__(self, draft: WatchedDraft, found: Found) -> None:
         self._draft, self._is_compiled = draft, found.compiled
         self._optimizer, self._root = found.optimizer, found.forward_module
-        self._optimizers = [weakref.ref(optimizer) for optimizer in found.optimizers]
+        self._optimizers = found.optimizers
         self._gpu: GpuReading | None = None
         self._load: HostLoad | None = None
         self._counted: int | None = None
@@ -308,7 +308,7 @@ class _Readings:
         self._counted = most_updates(self._optimizer)
         if self.changes is None and (model := self._draft.model) is not None:
             training = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            self.changes = Changes(training, [each for each in (one() for one in self._optimizers) if each is not None])
+            self.changes = Changes(training, self._optimizers)
         self._gpu, self._load = self._gpu or read_gpu(device), self._load or HostLoad()
         self._began_s = self._began_s or time.monotonic()
 

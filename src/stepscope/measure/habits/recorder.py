@@ -22,7 +22,7 @@ from stepscope.measure.habits.host_reads import HostReads
 from stepscope.measure.habits.operators import OperatorHabits
 from stepscope.measure.habits.training import Training, nearest_with_parameters
 from stepscope.measure.step import Recorder
-from stepscope.measure.weakly import weakly
+from stepscope.measure.weakly import weakly, weakly_each
 
 STEPS = 3
 """Steps that are looked at. A graph stays if it is an earlier step's and is alive when the last step has ended."""
@@ -58,7 +58,7 @@ class HabitsRecorder(Recorder):
     """A recorder of some steps, which then knows their Habits. It keeps nothing of the loop alive."""
 
     _model: nn.Module = weakly()
-    _optimizer: torch.optim.Optimizer | None = weakly()
+    _optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
     _parallel: DistributedDataParallel | None = weakly()
 
     def __init__(

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
@@ -11,6 +12,7 @@ from stepscope.core.evidence import Unchanged
 from stepscope.measure.changes import Changes
 from stepscope.measure.local_part import local_part
 from stepscope.measure.updates import held_by, most_updates
+from stepscope.measure.weakly import weakly, weakly_each
 
 _NEGLIGIBLE = 1e-6
 """A gradient is no more than rounding whose root mean square is such a share of the largest: that of a bias before a
@@ -21,14 +23,19 @@ class Training:
     """The parameters that some steps train: of the model, those that an optimizer holds; all, where it holds none.
 
     An average of the weights, a teacher or a frozen part is held by no optimizer, and is judged by nothing here.
+    Nothing of the loop is kept alive.
     """
+
+    _model: nn.Module = weakly()
+    _optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
 
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], changes: Changes | None = None
     ) -> None:
         self._held = held_by(optimizers)
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._parameters = {name: p for name, p in named if id(p) in self._held} or dict(named)
+        held = [(name, p) for name, p in named if id(p) in self._held]
+        self._parameters: WeakValueDictionary[str, nn.Parameter] = WeakValueDictionary(held or named)
         self._model, self._optimizers, self._changes = model, optimizers, changes
         self._before: dict[int, torch.Tensor | None] = {}
         """The norms of the gradients before the update that runs, by the ids of their parameters; None where one is

@@ -5,7 +5,8 @@ never meets a watched function. During the next step it notes every module that 
 runs, the class's own `__call__` is back in place, so nothing inside the call is touched, compiled or not.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from threading import get_ident
 from typing import Any
 
@@ -66,8 +67,8 @@ class Finder(Recorder):
         self._seen: LoopSeen | None = None
         self.stepped = False
         """Whether any optimizer has stepped."""
-        self._turns: list[torch.optim.Optimizer] = []
-        """The optimizer of each update so far."""
+        self._turns: list[weakref.ref[torch.optim.Optimizer]] = []
+        """The optimizer of each update so far; the same reference for each update of one."""
         self._said = 0
         """Steps that the loop has said to have ended. From the first one on, updates end nothing."""
         self._in_backward: set[int] = set()
@@ -113,8 +114,8 @@ class Finder(Recorder):
         """Steps that have ended so far. Until it is known what a step is, the updates of the first optimizer."""
         if self._said:
             return self._said
-        ends = found.optimizer if found is not None else next(iter(self._turns), None)
-        return sum(each is ends for each in self._turns)
+        ends = found.optimizer if found is not None else next((each() for each in self._turns), None)
+        return sum(each() is ends for each in self._turns if ends is not None)
 
     def phase_begins(self, name: str) -> None:
         if self._seen is None or name != BACKWARD:
@@ -137,9 +138,16 @@ class Finder(Recorder):
         if self._said:
             return
         seen, self.stepped = self._seen, True
-        self._turns.append(optimizer)
+        anew = bool(self._turns) and all(each() is None for each in self._turns)
+        if anew:  # The loop is over, and another has begun.
+            self._turns.clear()
+        known = next((each for each in self._turns if each() is optimizer), None)
+        self._turns.append(known or weakref.ref(optimizer))
         if seen is None:
             self._look()
+        elif anew:
+            self._seen = LoopSeen()
+        if seen is None or anew:
             self._ended(None)
             return
         seen.updates[-1].optimizer = optimizer
@@ -152,7 +160,7 @@ class Finder(Recorder):
         if self._optimizer is not None:
             given = optimizer is self._optimizer
             return decide(self._since_its_last(seen, optimizer), optimizer=optimizer, **known) if given else None
-        alone = len(set(map(id, turns))) == 1
+        alone = len({id(each) for each in turns}) == 1
         patient = len(turns) < (_MOST_OF_ONE if alone else _MOST_UPDATES)
         if self._step_of is not None:
             if sum(each is turns[0] for each in turns) < 2:
@@ -160,7 +168,7 @@ class Finder(Recorder):
             found = decide(seen, **known)
             if isinstance(found, Unclear):
                 return None if patient and others_to_come(seen) else found
-            whole = optimizer is found.optimizer and sum(each is optimizer for each in turns) > 1
+            whole = optimizer is found.optimizer and sum(each() is optimizer for each in turns) > 1
             return decide(self._since_its_last(seen, optimizer), **known) if whole else None
         updates = whole_round(turns, at_once=len(seen.updates) > len(turns))
         if updates is None or (alone and patient and others_to_come(seen)):
@@ -169,7 +177,7 @@ class Finder(Recorder):
 
     def _since_its_last(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopSeen:
         """What was called since this optimizer's step before its last one."""
-        before = [i for i, each in enumerate(self._turns[:-1]) if each is optimizer]
+        before = [i for i, each in enumerate(self._turns[:-1]) if each() is optimizer]
         return seen.last(len(self._turns) - 1 - before[-1]) if before else seen
 
     def _begin_hook(self) -> Callable[..., None]:
@@ -231,8 +239,8 @@ class Finder(Recorder):
                 if not is_compiled(module):
                     self._outermost = noted
                     _let_modules_call(self._call)
-            elif not torch.is_grad_enabled() and all(module is not each for each in self._seen.quiet):
-                self._seen.quiet.append(module)
+            elif not torch.is_grad_enabled():
+                self._seen.called_quietly[id(module)] = module
             try:
                 result = _ORIGINAL_CALL(module, *args, **kwargs)
             finally:
@@ -300,9 +308,10 @@ def backward_has_run() -> bool:
     return any(numbers)
 
 
-def _in_no_order(turns: Iterable[torch.optim.Optimizer]) -> str:
-    names = [type(optimizer).__name__ for optimizer in {id(each): each for each in turns}.values()]
-    return f"{len(names)} optimizers step ({', '.join(names)}), in no order that comes again"
+def _in_no_order(turns: Sequence[weakref.ref[torch.optim.Optimizer]]) -> str:
+    each = [reference() for reference in {id(reference): reference for reference in turns}.values()]
+    names = dict.fromkeys(type(optimizer).__name__ for optimizer in each if optimizer is not None)
+    return f"{len(each)} optimizers step ({', '.join(names)}), in no order that comes again"
 
 
 def _let_modules_call(call: Callable[..., Any]) -> None:
@@ -320,9 +329,9 @@ def _tensors(name: str, value: object) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((f"{name}.{i}", each) for i, each in enumerate(value) if isinstance(each, torch.Tensor))
 
 
-def _autocast(module: nn.Module) -> str | None:
+def _autocast(module: nn.Module | None) -> str | None:
     """The dtype of autocast now, on the device of this module's parameters; None where it is off."""
-    parameter = next(module.parameters(), None)
+    parameter = next(module.parameters(), None) if module is not None else None
     device = parameter.device.type if parameter is not None else "cpu"
     if not torch.is_autocast_enabled(device):
         return None

@@ -1,12 +1,17 @@
-"""What a loop called while it was looked at: modules, updates, and which calls a backward came to."""
+"""What a loop called while it was looked at: modules, updates, and which calls a backward came to.
+
+Nothing here keeps a module, an optimizer or a tensor of the loop alive.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
 
 import torch
 from torch import nn
 
 from stepscope.measure.local_part import local_part
+from stepscope.measure.weakly import weakly
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,8 @@ class TensorSeen:
 class CallSeen:
     """A call of a module by the loop itself, with gradients on; no other module made it."""
 
-    module: nn.Module
+    module: nn.Module | None = weakly(or_none=True)  # noqa: RUF009  (a descriptor, not a value)
+    """None where it is no more, as a loss that is made anew for each batch."""
     training: bool = True
     in_closure: bool = False
     """Whether it ran inside an optimizer's step."""
@@ -45,7 +51,8 @@ class CallSeen:
         if len(tensors) != 1 or len(tensors[0].shape) != 1 or not tensors[0].dtype.startswith(("float", "bfloat")):
             return False
         (size,) = tensors[0].shape
-        layers = [each for each in self.module.modules() if isinstance(each, nn.Linear)]
+        parts = self.module.modules() if self.module is not None else ()
+        layers = [each for each in parts if isinstance(each, nn.Linear)]
         return any(layer.in_features == size > 1 for layer in layers) or bool(self.sizes and size not in self.sizes)
 
 
@@ -96,7 +103,7 @@ class BackwardSeen:
 class UpdateSeen:
     """What ran between the update before this one and its end. A closure runs inside the optimizer's step."""
 
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: torch.optim.Optimizer | None = weakly(or_none=True)  # noqa: RUF009  (a descriptor)
     """The optimizer that stepped; None until one has, and where the loop says itself that a step has ended."""
     calls: list[CallSeen] = field(default_factory=list[CallSeen])
     backwards: list[BackwardSeen] = field(default_factory=list[BackwardSeen])
@@ -150,10 +157,15 @@ class LoopSeen:
 
     updates: list[UpdateSeen] = field(default_factory=lambda: [UpdateSeen()])
     """Each update in turn, and last what ran after them."""
-    quiet: list[nn.Module] = field(default_factory=list[nn.Module])
-    """Modules that the loop itself called with gradients off."""
-    leaves: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
+    called_quietly: WeakValueDictionary[int, nn.Module] = field(default_factory=WeakValueDictionary[int, nn.Module])
+    """Modules that the loop itself called with gradients off, by their ids."""
+    leaves: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary[int, torch.Tensor])
     """Tensors that got a gradient from a loss that no module had a part in, by their ids."""
+
+    @property
+    def quiet(self) -> list[nn.Module]:
+        """The modules that the loop itself called with gradients off."""
+        return list(self.called_quietly.values())
 
     @property
     def backwards(self) -> int:
@@ -173,15 +185,16 @@ class LoopSeen:
     @property
     def modules(self) -> list[ModuleSeen]:
         """The modules that were called with gradients on, in the order of their first calls."""
-        calls: dict[int, list[CallSeen]] = {}
+        calls: dict[int, tuple[nn.Module, list[CallSeen]]] = {}
         for call in (call for update in self.updates for call in update.calls):
-            calls.setdefault(id(call.module), []).append(call)
-        return [ModuleSeen(module=made[0].module, made=_that_count(made)) for made in calls.values()]
+            if (module := call.module) is not None:
+                calls.setdefault(id(module), (module, []))[1].append(call)
+        return [ModuleSeen(module=module, made=_that_count(made)) for module, made in calls.values()]
 
     def last(self, updates: int) -> "LoopSeen":
         """The last updates alone."""
         done = self.updates[:-1][-updates:]
-        return LoopSeen(updates=[*done, self.updates[-1]], quiet=self.quiet, leaves=self.leaves)
+        return LoopSeen(updates=[*done, self.updates[-1]], called_quietly=self.called_quietly, leaves=self.leaves)
 
     def update_by(self, optimizer: torch.optim.Optimizer) -> UpdateSeen:
         """The update of this optimizer, with the backward that made its gradients. Another optimizer may step between

@@ -1,6 +1,5 @@
 """A watched loop's step in the form that a driven step's instruments expect: its model, its optimizer, its loss."""
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ from torch import nn
 
 from stepscope.measure.step import Phase
 from stepscope.measure.watch.found import Found
-from stepscope.measure.weakly import weakly
+from stepscope.measure.weakly import weakly, weakly_each
 
 
 class WatchedStep:
@@ -28,18 +27,15 @@ class WatchedStep:
     forward_module: nn.Module = weakly()
     model: nn.Module = weakly()
     optimizer: torch.optim.Optimizer | None = weakly()
+    optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
+    """All optimizers that step in a step, the one that ends it first."""
 
     def __init__(self, found: Found) -> None:
         self.forward_module = found.forward_module
         self.model = found.model
         self.optimizer = found.optimizer
-        self._optimizers = [weakref.ref(optimizer) for optimizer in found.optimizers]
+        self.optimizers = found.optimizers
         self.compiled = found.compiled
-
-    @property
-    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        """All optimizers that step in a step, the one that ends it first."""
-        return [each for each in (one() for one in self._optimizers) if each is not None]
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
         return ()  # The batch of a watched step is not known before the step runs.
