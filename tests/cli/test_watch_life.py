@@ -117,6 +117,16 @@ FORKED = {
         for _ in range(20):
             print(optimizer.step(closure).item())
     """,
+    "a whole step is compiled": """
+        import logging
+        from torch._dynamo.utils import counters
+        logging.disable()  # Dynamo's warnings say when
+        net, optimizer = made()
+        step = torch.compile(lambda: train(net, optimizer, 1), backend="eager")
+        for _ in range(30):
+            loss = step()
+        print(loss.item(), counters["stats"]["unique_graphs"])
+    """,
     "an exception that the loop catches": """
         net, optimizer = made()
         for i in range(30):

@@ -23,6 +23,7 @@ from stepscope.core.units import counted
 from stepscope.core.watched_loop import Evaluated
 from stepscope.engine.watch.draft import WatchedDraft
 from stepscope.engine.watch.request import WatchRequest
+from stepscope.engine.watch.script import when_imported
 from stepscope.measure import ranges
 from stepscope.measure.changes import Changes
 from stepscope.measure.environment import HostLoad
@@ -31,6 +32,7 @@ from stepscope.measure.launcher import launcher
 from stepscope.measure.nvml import read_gpu
 from stepscope.measure.updates import most_updates
 from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
+from stepscope.measure.watch.entry_points import keep_out_of_graphs
 from stepscope.measure.watch.finder import backward_has_run
 from stepscope.measure.watch.found import Found
 from stepscope.measure.watch.neighbours import Neighbours
@@ -81,6 +83,7 @@ class WatchedRun:
         return self._draft.directory if self._draft is not None else None
 
     def start(self) -> None:
+        when_imported("torch._dynamo.trace_rules", keep_out_of_graphs)  # To make any optimizer imports it.
         self.watch.start()
 
     def found(self, found: Found, first_step: int) -> Sequence[Stage]:

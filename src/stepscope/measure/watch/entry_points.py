@@ -5,15 +5,18 @@ with the model, and would run inside what `model.compile()` compiled. `torch.com
 `__call__` of the instance's class is watched instead: no copy, no pickle and no compiled region holds it.
 """
 
+import contextlib
 import functools
+import sys
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from threading import get_ident
 from typing import Any
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 from torch.amp.grad_scaler import GradScaler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -48,6 +51,21 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
             setattr(owner, name, own)
 
     return undo
+
+
+def keep_out_of_graphs() -> None:
+    """Let Dynamo break its graph at what is wrapped here, where it compiles a whole step, and go on behind it."""
+    sys.modules["torch._dynamo.trace_rules"].add("stepscope.measure")
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """A context in which Dynamo compiles nothing, though a compiled function of the loop may have called."""
+    before = set_eval_frame(None)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
 
 
 def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:

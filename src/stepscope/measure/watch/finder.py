@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.range_names import BACKWARD
 from stepscope.measure.step import Recorder
-from stepscope.measure.watch.entry_points import Undo, end_with_backward, replace, watch_backward
+from stepscope.measure.watch.entry_points import Undo, end_with_backward, replace, uncompiled, watch_backward
 from stepscope.measure.watch.found import (
     Found,
     Unclear,
@@ -123,7 +123,8 @@ class Finder(Recorder):
         update = self._seen.updates[-1]
         update.begins_backward(BackwardSeen(self._stepping, self._phases.adds))
         if not update.calls:
-            self._seen.leaves |= {id(leaf): leaf for leaf in _leaves(self._phases.roots)}
+            with uncompiled():
+                self._seen.leaves |= {id(leaf): leaf for leaf in _leaves(self._phases.roots)}
 
     def _look(self) -> None:
         self._seen = LoopSeen()
@@ -152,7 +153,8 @@ class Finder(Recorder):
             return
         seen.updates[-1].optimizer = optimizer
         seen.updates.append(UpdateSeen())
-        self._ended(self._answer(seen, optimizer))
+        with uncompiled():
+            self._ended(self._answer(seen, optimizer))
 
     def _answer(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> Found | Unclear | None:
         """What a step is, now that this optimizer has stepped; None while that does not show."""

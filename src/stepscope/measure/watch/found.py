@@ -147,8 +147,8 @@ def whole_round(turns: Sequence[object], *, at_once: bool = False) -> int | None
     """The number of last updates that make up a round of a loop, in which each optimizer steps as often as in the round
     before; None while that does not show. A round ends with an optimizer that steps least often.
 
-    turns: what stands for the optimizer of each update so far, in order. at_once: whether one update of one optimizer is
-    a round.
+    turns: what stands for the optimizer of each update so far, in order.
+    at_once: whether one update of one optimizer is a round.
     """
     ids = [id(optimizer) for optimizer in turns]
     counts = Counter(ids)

@@ -14,6 +14,7 @@ from stepscope.measure.watch.entry_points import (
     OptimizerWatch,
     Undo,
     end_with_backward,
+    uncompiled,
     watch_backward,
     watch_data,
     watch_forward,
@@ -286,9 +287,10 @@ class Watch:
         phases = self.phases
         self._blocked.pop(stage.name, None)
         try:
-            phases.step_ends()
-            self.steps += 1
-            over = stage.is_over(self.steps - 1)
+            with uncompiled():
+                phases.step_ends()
+                self.steps += 1
+                over = stage.is_over(self.steps - 1)
         except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage.name, error)
             over = True
@@ -342,7 +344,8 @@ class Watch:
 
     def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
         try:
-            call()
+            with uncompiled():
+                call()
         except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage, error)
             if stage == "start":
