@@ -127,6 +127,10 @@ FORKED = {
             loss = step()
         print(loss.item(), counters["stats"]["unique_graphs"])
     """,
+    "a scripted model": """
+        net = torch.jit.script(Net())
+        print(train(net, torch.optim.AdamW(net.parameters(), lr=1e-2)).item())
+    """,
     "an exception that the loop catches": """
         net, optimizer = made()
         for i in range(30):

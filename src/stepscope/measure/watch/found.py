@@ -110,9 +110,9 @@ class Unclear:
 def bare(module: nn.Module) -> nn.Module:
     """The model inside what wraps it whole: torch.compile, DistributedDataParallel, DataParallel, FSDP."""
     while True:
-        inner = None
+        inner, parts = None, dict(module._modules.items())  # A scripted module's are no dictionary.
         for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
-            candidate = module._modules.get(name)
+            candidate = parts.get(name)
             wraps = name != "module" or isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
             if candidate is not None and wraps:
                 inner = candidate
@@ -126,7 +126,7 @@ def is_compiled(module: nn.Module) -> bool:
     while True:
         if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
             return True
-        inner = module._modules.get("module") if module is not bare(module) else None
+        inner = module._modules["module"] if module is not bare(module) and "module" in module._modules else None
         if inner is None:
             return False
         module = inner
