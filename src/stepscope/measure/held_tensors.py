@@ -68,14 +68,14 @@ def _is_quantised(name: str, tensor: Tensor) -> bool:
 
 
 def optimizer_tensors(
-    optimizer: torch.optim.Optimizer, model: nn.Module, names: Mapping[int, str]
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, names: Mapping[int, str]
 ) -> Iterator[tuple[str, Tensor]]:
     """What an optimizer keeps, named after its parameters: its state, wherever it is, and that of optimizers and copies
     of the model that it holds; weights of its own that stand for the model's 16-bit ones. names: those of the model's
     parameters, by id."""
     halves = {parameter.shape for parameter in model.parameters() if parameter.dtype.itemsize == 2}
     seen: set[int] = set()
-    waiting = [optimizer]
+    waiting = [] if optimizer is None else [optimizer]
     while waiting:
         held = waiting.pop()
         if id(held) in seen:
