@@ -309,7 +309,7 @@ class _Reader:
         if duration.null_count():
             add_count(self.damage.endless, what, duration.null_count())
             duration = duration.fill_null(0)
-        if group and cast(int, duration.min()) < 0:
+        if group and cast("int", duration.min()) < 0:
             add_count(self.damage.backwards, what, int((duration < 0).sum()))
             duration = duration.clip(lower_bound=0)
         return start, duration
