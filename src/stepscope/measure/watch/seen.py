@@ -133,7 +133,8 @@ class UpdateSeen:
     def _gradients_are_gone(self) -> bool:
         """Whether none of the parameters that backward came to in this update has a gradient now, or all hold zeros. A
         graph that is being captured cannot be asked for numbers."""
-        modules = {id(call.module): call.module for call in self.calls if call.reached}
+        reached = [call.module for call in self.calls if call.reached]
+        modules = {id(module): module for module in reached if module is not None}
         gradients = [p.grad for module in modules.values() for p in module.parameters() if p.grad is not None]
         on_gpu = any(gradient.is_cuda for gradient in gradients)
         if not modules or (on_gpu and torch.cuda.is_current_stream_capturing()):
