@@ -189,8 +189,8 @@ def test_every_option_has_a_value():
 
 @pytest.fixture
 def done_once(monkeypatch: pytest.MonkeyPatch):
-    """The same work is not done again for each pair: captures are read once, and `run` shows a stored run. Plots are
-    drawn in this process."""
+    """Commands that read each capture once, show a stored run in place of a measured one, and draw plots in this
+    process: work that every pair shares is done once."""
     read = functools.cache(lambda path: load_capture(path, say=print))
     for room in (captures, ranks):
         monkeypatch.setattr(room, "load_capture", lambda path, say: read(path))

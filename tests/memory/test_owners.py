@@ -1,4 +1,4 @@
-"""Whose memory is, without notes: an optimizer's state, gradients, and frozen quantised weights, as stacks tell it.
+"""Tests the categories of memory without notes: optimizer state, gradients and frozen quantised weights, by stacks.
 
 Each history has four parameters of 8 MiB without a stack, and two steps with their gradients and activations.
 """

@@ -56,7 +56,7 @@ class Moment:
     reserved: Reserved | None
     """Bytes that the allocator holds beside live memory; None for a history without segments."""
     pools: tuple[PoolUse, ...]
-    """The same by pool, the ordinary one first; empty where `reserved` is None."""
+    """Reserved bytes by pool, the ordinary one first; empty where `reserved` is None."""
 
     @property
     def allocated_bytes(self) -> int:

@@ -63,7 +63,7 @@ def _integer(value: object) -> int:
 
 
 _NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col("launch_ns") > 0)).fill_null(False)
-"""Of work with its launches: a start of 0 is none where the launch is later."""
+"""Whether a row of work, joined to its launch, has no start. A start of 0 is none where the launch is later."""
 
 
 def at_their_launch(work: pl.DataFrame, damage: Damage) -> pl.DataFrame:

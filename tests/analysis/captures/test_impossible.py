@@ -198,7 +198,7 @@ def test_launches_without_a_kernel(tmp_path: Path, lost: range):
 
 @pytest.mark.parametrize("thread", [1, 2])
 def test_launches_into_a_graph_that_is_captured_leave_no_kernel(tmp_path: Path, thread: int):
-    """Of the thread that captures, and of autograd's, which launches into the same stream."""
+    """The launching thread is the one that captures, or autograd's, which launches into the same stream."""
     events = capture()
     for number, (name, at) in enumerate([("cudaStreamBeginCapture", 9e5), ("cudaStreamEndCapture", 9.9e5)]):
         events.append({**events[0], "name": name, "ts": at, "args": {"correlation": 900 + number}})

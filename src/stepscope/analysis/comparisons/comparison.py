@@ -230,7 +230,7 @@ class Comparison(Generic[C, P]):
     unmeasured: tuple[C, ...]
     replaced: int
     disagreements: tuple[Disagreement, ...] = ()
-    """Of cells with runs that are left out: those that say otherwise than the run that is shown."""
+    """Cells whose left-out runs disagree with the run that is shown."""
 
     @property
     def intervals(self) -> str:

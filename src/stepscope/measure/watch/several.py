@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 _kept: list[nn.Module] = []
-"""Those that were made. Who watches a loop holds its model weakly, and nobody else holds these."""
+"""Stand-ins for a model that were made. A watch holds its model weakly, so this list keeps them alive."""
 
 
 class Several(nn.Module):

@@ -35,7 +35,7 @@ _INTEGERS = frozenset(
 _NO_TENSOR = frozenset({"Scalar", "ScalarList", "GenericList", ""})
 
 Value = bool | int | tuple[int, ...] | None
-"""Of an argument that is a whole number, or a list of them."""
+"""The value of an argument: a truth value, a whole number or several; None where it was not recorded."""
 
 
 class Unknown(Exception):
