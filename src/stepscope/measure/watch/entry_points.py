@@ -195,8 +195,10 @@ class OptimizerWatch:
     def _begin_hook(self) -> Callable[..., None]:
         def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
             phases = self._phases
-            if self._around or get_ident() != phases.thread:
-                return _with_watched_closure(phases, args, kwargs) if self._around else None
+            if self._around:
+                return _with_watched_closure(phases, args, kwargs) if kwargs or len(args) > 1 else None
+            if get_ident() != phases.thread:
+                return None
             phases.forget_what_is_open()
             phases.enter(OPTIMIZER)
             return _with_watched_closure(phases, args, kwargs)
@@ -255,7 +257,7 @@ class OptimizerWatch:
         return step
 
     def _call(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._around:
+        if not (self._around or self._phases.at_rest):
             self._phases.forget_what_is_open()
         self._around += 1
         try:

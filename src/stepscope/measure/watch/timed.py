@@ -155,7 +155,7 @@ class TimedSteps:
         self._measuring_since_s = time.perf_counter()
 
     def _enough(self, step: int) -> bool:
-        settings, done = self._settings, self.measured
+        settings, done = self._settings, self._stopwatch.count - self._warm
         if done % _READ_EVERY == 0:
             self._stopwatch.read()
         if self._between is not None:

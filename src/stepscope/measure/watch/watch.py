@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
 
 from stepscope.measure.step import Recorder
 from stepscope.measure.watch.entry_points import (
@@ -120,6 +121,8 @@ class Watch:
         self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
         self._stages: list[Stage] = []
         self._stage: Stage | None = None
+        self._records = False
+        """Whether the stage that is under way records."""
         self._blocked: dict[str, str] = {}
         """Why stages could not begin when that was looked at last, by their names."""
         self._held = 0
@@ -248,7 +251,7 @@ class Watch:
             if self._stages:
                 self.steps += 1
                 self._next_stage()
-        elif not (_records(stage) and self._once_closed(self._step_ended, self._step_is_held)):
+        elif not (self._records and self._once_closed(self._step_ended, self._step_is_held)):
             self._end_step(stage)
 
     def _once_closed(self, call: Callable[[], None], otherwise: Callable[[], None]) -> bool:
@@ -285,20 +288,22 @@ class Watch:
 
     def _end_step(self, stage: Stage) -> None:
         phases = self.phases
-        self._blocked.pop(stage.name, None)
+        before = set_eval_frame(None)  # As `uncompiled` does, which takes longer: this runs once a step.
         try:
-            with uncompiled():
-                phases.step_ends()
-                self.steps += 1
-                over = stage.is_over(self.steps - 1)
+            phases.step_ends()
+            self.steps += 1
+            over = stage.is_over(self.steps - 1)
         except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._told.stage_failed(stage.name, error)
             over = True
+        finally:
+            set_eval_frame(before)
         if not over:
             phases.step_begins()
-            if self._stages and not _records(stage) and all(map(_records, self._stages)):
+            if self._stages and not self._records and all(map(_records, self._stages)):
                 self._offer_turn()
             return
+        self._blocked.pop(stage.name, None)
         self._guarded(stage.name, stage.ends)
         if _records(stage) and stage.gave_way:
             self._stages.insert(0, stage)
@@ -330,7 +335,7 @@ class Watch:
             if self._is_blocked(stage):
                 continue
             self._stages.remove(stage)
-            self._stage, self._held = stage, 0
+            self._stage, self._records, self._held = stage, _records(stage), 0
             if self._guarded(stage.name, lambda stage=stage: stage.begins(self.steps)):
                 self.phases.recorders = stage.recorders
                 self.phases.step_begins()
