@@ -124,7 +124,8 @@ def test_a_gpu_asserts_that_targets_are_tokens(target: int):
         f"loss(x, w, torch.tensor([1, {target}], device='cuda')).backward(); torch.cuda.synchronize()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ("device-side assert" in done.stderr) == (done.returncode != 0) == (target != -100), done.stderr
+    asserted = "Target is out of bounds" in done.stderr  # What the next call then raises differs: cuBLAS has its own.
+    assert asserted == (done.returncode != 0) == (target != -100), done.stderr[-2000:]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's assertion ends the process: the test before this one")
