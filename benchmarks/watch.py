@@ -7,7 +7,8 @@
 The loop is what people write round a Llama-like model: a DataLoader, forward, loss, backward, AdamW. A pair is a block
 of bare steps and a block of watched ones, both timed from outside by the host's clock round a synchronised region, in
 alternating order. The overhead is the median of the pairs' ratios, with its interval. The same clock is the stopwatch
-that the reported step times are held against.
+that the reported step times are held against. What a watch takes once, to find out what a step is and to read the times
+at the end, is timed by itself.
 
 `--size empty` is a loop that computes next to nothing, so that the watch's own cost shows, in seconds a step: on a GPU
 such a loop waits for the host all the time, and a larger step hides at least a part of it.
@@ -43,6 +44,8 @@ from stepscope.measure.watch.watch import Stage, Watch
 from stored import bounds_of, keep, ratios_of
 
 EMPTY = "empty"
+UNTIMED = 2
+"""Steps before those that are timed. A watch knows after the second one what a step is."""
 SIZES = {"1M": (128, 4, 4), "10M": (320, 6, 5), "100M": (768, 12, 12)}
 """Width, layers and heads of each size; the vocabulary is 16,384, or 2,048 for the small ones."""
 
@@ -173,6 +176,9 @@ class Cost(msgspec.Struct, kw_only=True):
     watched_s: Samples
     reported_s: Samples
     """The mean of the step times that the watch reported, for each watched block."""
+    once_s: Samples | None = None
+    """Seconds that each watch took once, beside those of its steps. None in results of before it was timed by itself,
+    whose watched steps hold it."""
 
 
 class Reporting:
@@ -183,7 +189,8 @@ class Reporting:
         self.stopwatch = Stopwatch(marks_for(device, 0))
 
     def found(self, found: Found, first_step: int) -> Sequence[Stage]:
-        end = first_step + self._steps
+        # The stage begins with the second step, and ends after those that are timed, which reading them would delay.
+        end = first_step + UNTIMED + self._steps
         return [TimedSteps(self.stopwatch, Settings(steps_floor=1), between=(first_step, end))]
 
     def unclear_step(self, reason: str) -> None:
@@ -200,19 +207,25 @@ class Reporting:
 
 
 def timed(loop: Loop, steps: int, synchronize: Callable[[], None]) -> float:
-    """Seconds a step of a block, after a step that is not timed."""
-    loop.run(1)
+    """Seconds of so many steps."""
     synchronize()
     start_ns = time.perf_counter_ns()
     loop.run(steps)
     synchronize()
-    return (time.perf_counter_ns() - start_ns) * 1e-9 / steps
+    return (time.perf_counter_ns() - start_ns) * 1e-9
+
+
+def bare_block(loop: Loop, steps: int, synchronize: Callable[[], None]) -> float:
+    """Seconds a step of a block, after as many steps that are not timed as a watched one has."""
+    loop.run(UNTIMED)
+    return timed(loop, steps, synchronize) / steps
 
 
 def watched_block(
     loop: Loop, device: torch.device, steps: int, synchronize: Callable[[], None], stopwatch: list[Stopwatch]
-) -> tuple[float, float]:
-    """Seconds a step of a watched block by the stopwatch outside, and the mean of those that the watch reports."""
+) -> tuple[float, float, float]:
+    """Seconds a step of a watched block by the stopwatch outside, the mean of those that the watch reports, and seconds
+    that it took once."""
     told = Reporting(device, steps)
     if stopwatch:
         told.stopwatch = stopwatch[0]
@@ -221,9 +234,13 @@ def watched_block(
     stopwatch[:] = [told.stopwatch]
     watch = Watch(told, model=loop.model, optimizer=loop.optimizer)
     watch.start()
-    outside_s = timed(loop, steps, synchronize)
+    once_s = timed(loop, UNTIMED, synchronize)
+    outside_s = timed(loop, steps, synchronize) / steps
+    once_s += timed(loop, 1, synchronize)
     watch.stop()
-    return outside_s, statistics.fmean(told.stopwatch.samples(0)["step"].values_s)
+    reported_s = told.stopwatch.samples(0)["step"].values_s[1:-1]
+    once_s = max(0.0, once_s - (UNTIMED + 1) * outside_s)  # Where a step is long, its own variation hides it.
+    return outside_s, statistics.fmean(reported_s), once_s
 
 
 def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs: int, steps: int) -> Cost:
@@ -234,18 +251,20 @@ def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs:
     bare: list[float] = []
     watched: list[float] = []
     reported: list[float] = []
+    once: list[float] = []
     stopwatch: list[Stopwatch] = []
     for pair in range(pairs + 2):
         bare_s = 0.0
         if pair % 2:
-            bare_s = timed(loop, steps, synchronize)
-        watched_s, reported_s = watched_block(loop, device, steps, synchronize, stopwatch)
+            bare_s = bare_block(loop, steps, synchronize)
+        watched_s, reported_s, once_s = watched_block(loop, device, steps, synchronize, stopwatch)
         if not pair % 2:
-            bare_s = timed(loop, steps, synchronize)
+            bare_s = bare_block(loop, steps, synchronize)
         if pair >= 2:
             bare.append(bare_s)
             watched.append(watched_s)
             reported.append(reported_s)
+            once.append(once_s)
     clock = "perf_counter_ns"
     return Cost(
         size=size,
@@ -257,6 +276,7 @@ def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs:
         bare_s=Samples(values_s=tuple(bare), clock=clock),
         watched_s=Samples(values_s=tuple(watched), clock=clock),
         reported_s=Samples(values_s=tuple(reported), clock=clock),
+        once_s=Samples(values_s=tuple(once), clock=clock),
     )
 
 
@@ -338,7 +358,8 @@ def render(result: Cost) -> str:
         f"added         {in_microseconds(over_bare, bare_s)}",
         f"reported      {as_percent(over_stopwatch)} beside a stopwatch round the same steps",
     )
-    return "\n".join(lines) + "\n"
+    once = (f"once          {format_seconds(result.once_s.median_s or 0)} a watch",) if result.once_s else ()
+    return "\n".join((*lines, *once)) + "\n"
 
 
 def main() -> None:
