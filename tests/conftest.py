@@ -118,6 +118,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    # A worker takes the next file when it is done with one. Files of quick tests come last: the workers that the long
+    # files leave free share them, and all are busy to the end.
+    long_files = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long_files)
     marked = {mark.name for item in items for mark in item.iter_markers()}
     gpus = _gpu_count() if marked & {"gpu", "multigpu"} else 0
     reasons = {
