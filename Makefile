@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process: each has a core to itself.
 WORKERS ?= 2
+# Tests start hundreds of processes. Where Python may keep no bytecode, each of them compiles the source again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test tests quick lint style types docs measures hostile mutants nsys clean
 
