@@ -103,12 +103,14 @@ class _Fork:
 def _serve(requests: IO[str], answers: IO[str]) -> list[str]:
     """Fork for each request, and answer with the child's exit code. Returns in the child, with the words of its
     request: all else of it is as asked."""
+    gc.disable()  # what an import makes is kept
     for module in _IMPORTED:
         with contextlib.suppress(ImportError):  # where steps are only measured there need be no polars
             importlib.import_module(module)
     # Else the first collection of each child would copy every page that an import has made, and its end would, too.
     gc.collect()
     gc.freeze()
+    gc.enable()
     for line in requests:
         asked = json.loads(line)
         pid = os.fork()
