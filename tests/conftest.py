@@ -21,6 +21,7 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.work.transformer import phase_work
+from tests.interpreter import quicken
 
 if TYPE_CHECKING:
     from stepscope.models.training_step import TrainingStep
@@ -99,6 +100,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
+    quicken()
     _set_aside()
 
 
