@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Tests side by side, a file to a process: each has a core to itself.
-WORKERS ?= 2
+# Tests side by side, a file to a process. A test waits for processes, timers and disks a third of its time: three keep
+# two cores busy.
+WORKERS ?= 3
 # Tests start hundreds of processes. Where Python may keep no bytecode, each of them compiles the source again.
 unexport PYTHONDONTWRITEBYTECODE
 
