@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, Phase
 from hypothesis import settings as hypothesis_settings
 
+import stepscope
 from stepscope.core.environment import Environment
 from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
@@ -25,6 +26,8 @@ from tests.interpreter import quicken
 
 if TYPE_CHECKING:
     from stepscope.models.training_step import TrainingStep
+
+_SOURCE = Path(stepscope.__file__).parent.as_posix()
 
 if not Path("/dev/nvidiactl").exists():
     # Without a GPU Triton's kernels run in its interpreter. Triton reads this when imported, which PyTorch may do.
@@ -174,6 +177,19 @@ def _no_dispatch_mode_is_left() -> Iterator[None]:
     yield
     modes = sys.modules.get("torch.utils._python_dispatch")
     assert modes is None or not modes.is_in_torch_dispatch_mode(), "a dispatch mode was left behind"
+
+
+@pytest.fixture(autouse=True)
+def _what_dynamo_skips_is_put_back() -> Iterator[None]:
+    """A loop that is watched tells Dynamo to leave the measuring code alone, until its process ends. A later test may
+    compile what lies beside that code."""
+    yield
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None:
+        others = [place for place in rules.SKIP_DIRS if not place.startswith(_SOURCE)]
+        if len(others) < len(rules.SKIP_DIRS):
+            rules.SKIP_DIRS[:] = others
+            rules._recompile_re()
 
 
 MakeRun = Callable[..., Run]
