@@ -40,9 +40,9 @@ style: $(INSTALLED)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 
-# It takes one core for over a minute: beside the tests, what they leave of it.
+# It takes one core for over a minute: beside the tests mostly what they leave of it, and it ends before they do.
 types: $(INSTALLED)
-	nice $(BIN)/pyright --pythonpath $(BIN)/python
+	nice -n 5 $(BIN)/pyright --pythonpath $(BIN)/python
 
 docs: $(INSTALLED)  ## The documents as a site, in site/. Whatever is wrong with it, as a broken link, fails.
 	$(BIN)/sphinx-build --quiet --fail-on-warning -c docs/site -d build/site docs site
