@@ -27,9 +27,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.core.own_workload import OwnModel, OwnWorkload
-from stepscope.memory.prediction.fit import budget_of_memory
-from stepscope.studies.fit_of_own import fit_of_own
+from stepscope.questions.fit_of_own import fit_of_own
 
 _DECODER = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,

@@ -41,7 +41,7 @@ from stepscope.core.errors import (
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
-from stepscope.work.attention_call import CONVENTION, backward_flops, forward_flops
+from stepscope.core.work.attention_call import CONVENTION, backward_flops, forward_flops
 
 OURS: Attention = "flash"
 RIVALS: dict[TensorDtype, tuple[Attention, ...]] = {
@@ -91,15 +91,15 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     """Measure every shape; what there is is kept after each."""
     import torch  # noqa: PLC0415
 
-    from stepscope.measure.ceilings import ceilings_for  # noqa: PLC0415
-    from stepscope.measure.device import resolve_device  # noqa: PLC0415
-    from stepscope.studies.attention.calls import (  # noqa: PLC0415
+    from stepscope.questions.attention.calls import (  # noqa: PLC0415
         AttentionCalls,
         judged_shape,
         odd_shapes,
         start_timings,
         with_timing,
     )
+    from stepscope.recording.ceilings import ceilings_for  # noqa: PLC0415
+    from stepscope.recording.device import resolve_device  # noqa: PLC0415
 
     began_s = time.monotonic()
     deadline_s = began_s + arguments.seconds
@@ -145,8 +145,8 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
 
 def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, deadline_s: float) -> None:
     """Have every kernel compiled into the caches on disk by several processes; what is late is compiled when needed."""
-    from stepscope.studies.attention.calls import odd_shapes  # noqa: PLC0415
-    from stepscope.studies.attention.workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
+    from stepscope.questions.attention.calls import odd_shapes  # noqa: PLC0415
+    from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
 
     tasks = [
         WorkerTask(

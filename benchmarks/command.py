@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from stepscope.measure.device import resolve_device
-from stepscope.measure.environment import HostLoad, read_environment
+from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import HostLoad, read_environment
 from stored import measure_or_show
 
 COMMAND = ("stepscope", "run", "--model", "tiny", "--seconds", "1", "--device", "cpu")

@@ -3,7 +3,7 @@
     python benchmarks/convolutions.py results/h200/convolutions/workspaces.json
     python benchmarks/convolutions.py results/h200/convolutions/workspaces.json --show
 
-`fit` leaves so much memory free where a model of the user's own has convolutions (memory/prediction/own_fit.py).
+`fit` leaves so much memory free where a model of the user's own has convolutions (allocations/prediction/own_fit.py).
 """
 
 import argparse
@@ -17,7 +17,7 @@ import torch
 
 from stepscope.core.environment import Environment
 from stepscope.core.units import format_bytes
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 
 BATCH, IN, OUT, SIDE, KERNEL, STRIDE = (2, 8, 32), (3, 32, 128), (32, 128, 512), (16, 48, 112), (1, 3), (1, 2)
 _MOST_ELEMENTS = 3e8

@@ -22,9 +22,9 @@ from typing import IO, Any
 import msgspec
 from rich.console import Console
 
-from stepscope.analysis.runs.nodes import node_of
 from stepscope.core.run_directory import load_runs
 from stepscope.core.units import counted
+from stepscope.runs.nodes import node_of
 from stored import measure_or_show
 
 CELL_S = 2

@@ -13,7 +13,7 @@ the same update, so that the losses of both stand beside one another.
 
 A step is timed as those of stepscope are: after a barrier that is not timed, with the device synchronised before and
 after, from the earliest start to the latest end over the ranks, which must share a host and so a clock. Model FLOPs
-are those of `stepscope.work`: causal attention is half of the square, and nothing that runs again counts.
+are those of `stepscope.core.work`: causal attention is half of the square, and nothing that runs again counts.
 
 FILE is written whole after each step, so that a time limit loses no step. What fails is in it as "fault".
 """
@@ -40,8 +40,8 @@ from stepscope.core.parts import PARTS
 from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
+from stepscope.core.work.transformer import parameter_count, step_flops
 from stepscope.core.workload import Workload
-from stepscope.work.transformer import parameter_count, step_flops
 
 KIND = "long-step"
 LEARNING_RATE, SPREAD, SEED = 1e-4, 0.02, 1234
@@ -105,7 +105,7 @@ def _measure(asked: argparse.Namespace) -> None:
     # A process that measures, and no other, imports PyTorch.
     import torch  # noqa: PLC0415
 
-    from stepscope.parallel.ranks import join  # noqa: PLC0415
+    from stepscope.training.parallel.ranks import join  # noqa: PLC0415
 
     rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if rank == 0:
@@ -220,7 +220,7 @@ def _rival(asked: argparse.Namespace, workload: Workload, device: Any) -> _Side:
 def _ours(asked: argparse.Namespace, workload: Workload, device: Any, ranks: Any) -> _Side:
     """stepscope's step of the same sizes, with the parts of its own that this device has."""
     from stepscope.engine.stages.build import make_step  # noqa: PLC0415
-    from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
+    from stepscope.training.training_step import TrainingStep  # noqa: PLC0415
 
     on_gpu = device.type == "cuda"
     chosen = msgspec.structs.replace(
@@ -411,7 +411,7 @@ def _model(workload: Workload, asked: argparse.Namespace, device: Any) -> Any:
 
 
 def _llama_config(kind: Any, sizes: ModelConfig, seq_len: int) -> Any:
-    from stepscope.models.transformer import NORM_EPSILON  # noqa: PLC0415
+    from stepscope.training.transformer import NORM_EPSILON  # noqa: PLC0415
 
     config = kind(
         vocab_size=sizes.vocabulary, hidden_size=sizes.d_model, intermediate_size=sizes.d_ff,

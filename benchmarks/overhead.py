@@ -28,14 +28,14 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
+from stepscope.core.work.described import cell_name, describe_model, describe_workload
 from stepscope.core.workload import Workload
-from stepscope.measure.device import Device, resolve_device, timing_device
-from stepscope.measure.environment import read_environment
-from stepscope.measure.gpu_samples import gpu_sampled
-from stepscope.measure.step import Driven, Phase
-from stepscope.measure.timer import measure
-from stepscope.models.training_step import TrainingStep
-from stepscope.work.described import cell_name, describe_model, describe_workload
+from stepscope.recording.device import Device, resolve_device, timing_device
+from stepscope.recording.environment import read_environment
+from stepscope.recording.gpu_samples import gpu_sampled
+from stepscope.recording.step import Driven, Phase
+from stepscope.recording.timer import measure
+from stepscope.training.training_step import TrainingStep
 from stored import bounds_of, keep, ratios_of
 
 STEPS_IN_A_BLOCK = 5

@@ -27,7 +27,7 @@ from playwright.sync_api import sync_playwright
 
 from kineto_tiles import tile_kineto
 from stepscope.core.run_files import KINETO_FILE, RUN_FILE
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 from stored import keep
 
 ROOT = Path(__file__).parents[1]

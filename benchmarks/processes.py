@@ -22,8 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.analysis.runs.run_sets import paired_ratios
-from stepscope.cli.workloads import OneWorkload
+from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import decode_document
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.processes import Change, Processes, change_of_pairs
@@ -31,6 +30,7 @@ from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_run
 from stepscope.engine.plan import Cell, Policy, SweepPlan
 from stepscope.engine.sweep import run_sweep
+from stepscope.runs.run_sets import paired_ratios
 from stored import keep
 
 FACTORY = str(Path(__file__).parents[1] / "docs" / "examples" / "delayed.py") + ":make"

@@ -26,7 +26,7 @@ import torch
 from rich.markdown import Markdown
 
 from stepscope.core.environment import Environment
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 from stored import Sample, measure_or_show
 
 TIMED_PROCESS = Path(__file__).with_name("timed_process.py")

@@ -23,7 +23,7 @@ from rich.markdown import Markdown
 
 from stepscope.core.environment import Environment
 from stepscope.core.units import parse_bytes
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 from stored import Sample, measure_or_show
 
 FIRST, SECOND, TOGETHER = "rank 0", "rank 1", "both together"

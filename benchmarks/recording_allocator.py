@@ -1,7 +1,7 @@
 """PyTorch's caching allocator in small, which writes its history as PyTorch does: snapshots without a GPU.
 
 Written for being read beside c10/cuda/CUDACachingAllocator.cpp: blocks in lists, every search a scan. Tests compare the
-replay of a snapshot (stepscope.memory.replay) with what this allocator itself knows.
+replay of a snapshot (stepscope.allocations.replay) with what this allocator itself knows.
 """
 
 import bisect

@@ -25,8 +25,8 @@ from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
+from stepscope.core.work.described import cell_name, describe_model, describe_workload
 from stepscope.core.workload import Workload
-from stepscope.work.described import cell_name, describe_model, describe_workload
 from stored import bounds_of, measure_or_show, ratios_of
 
 Block = Callable[[int], None]
@@ -55,7 +55,7 @@ def plain_block(workload: Workload, device: Any, ranks: Any) -> Block:
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
     from torch.nn.parallel import DistributedDataParallel  # noqa: PLC0415
 
-    from stepscope.models.training_step import textbook_parts  # noqa: PLC0415
+    from stepscope.training.training_step import textbook_parts  # noqa: PLC0415
 
     parts = textbook_parts(workload, device)
     size = workload.batch_size // ranks.ranks
@@ -90,8 +90,8 @@ def plain_block(workload: Workload, device: Any, ranks: Any) -> Block:
 def measured_block(workload: Workload, device: Any, ranks: Any) -> Block:
     """The step of a run, under the timer of a run."""
     from stepscope.engine.stages.build import make_step  # noqa: PLC0415
-    from stepscope.measure.device import timing_device  # noqa: PLC0415
-    from stepscope.measure.timer import measure  # noqa: PLC0415
+    from stepscope.recording.device import timing_device  # noqa: PLC0415
+    from stepscope.recording.timer import measure  # noqa: PLC0415
 
     step, timed_by = make_step(workload, device, None, ranks)[0], timing_device(device)
 
@@ -114,8 +114,8 @@ def measured(asked: argparse.Namespace) -> Result:
     import torch  # noqa: PLC0415
 
     from stepscope.core.ranks import place_in_job  # noqa: PLC0415
-    from stepscope.measure.environment import read_environment  # noqa: PLC0415
-    from stepscope.parallel.ranks import join  # noqa: PLC0415
+    from stepscope.recording.environment import read_environment  # noqa: PLC0415
+    from stepscope.training.parallel.ranks import join  # noqa: PLC0415
 
     local, count = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available() if asked.device == "auto" else asked.device == "cuda"

@@ -26,7 +26,7 @@ from rich.table import Table
 from contestants import last_line
 from snapshot_tiles import SnapshotTiles, tile_snapshot
 from stepscope.core.environment import Environment
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 from stored import Sample, measure_or_show
 
 TIMED_PROCESS = Path(__file__).with_name("timed_process.py")

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from recording_allocator import RecordingAllocator
-from stepscope.memory.block_layout import BEFORE
-from stepscope.memory.replay import replay
-from stepscope.memory.snapshot import Snapshot, read_snapshot
+from stepscope.allocations.block_layout import BEFORE
+from stepscope.allocations.replay import replay
+from stepscope.allocations.snapshot import Snapshot, read_snapshot
 
 _GAP_US = 100
 

@@ -155,9 +155,9 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
     from stepscope.core.model_config import configure  # noqa: PLC0415
     from stepscope.core.run import Settings  # noqa: PLC0415
     from stepscope.core.workload import Workload  # noqa: PLC0415
-    from stepscope.measure.device import resolve_device, timing_device  # noqa: PLC0415
-    from stepscope.measure.timer import measure_one  # noqa: PLC0415
-    from stepscope.models.training_step import TrainingStep  # noqa: PLC0415
+    from stepscope.recording.device import resolve_device, timing_device  # noqa: PLC0415
+    from stepscope.recording.timer import measure_one  # noqa: PLC0415
+    from stepscope.training.training_step import TrainingStep  # noqa: PLC0415
 
     try:
         device = resolve_device(asked.device)
@@ -198,8 +198,8 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
 def _in_a_row(step: Any, device: Any) -> dict[str, float | None]:
     """The seconds of a step among IN_A_ROW that nobody waits for in between. A host whose cores are shared notices the
     end of a step late; who waits for each step has that time in every step, and a training loop does not."""
-    from stepscope.measure.step import Phase, drive  # noqa: PLC0415
-    from stepscope.measure.timer import timed_steps  # noqa: PLC0415
+    from stepscope.recording.step import Phase, drive  # noqa: PLC0415
+    from stepscope.recording.timer import timed_steps  # noqa: PLC0415
 
     class Row:
         """Several steps as one."""
@@ -227,7 +227,7 @@ def _hugging_face(workload: Any, device: Any) -> Any:
     import torch.nn.functional as F  # noqa: PLC0415
     from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
 
-    from stepscope.models.training_step import AssembledStep, StepParts  # noqa: PLC0415
+    from stepscope.training.training_step import AssembledStep, StepParts  # noqa: PLC0415
 
     sizes = workload.model
     config = LlamaConfig(

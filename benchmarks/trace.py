@@ -34,7 +34,7 @@ from kineto_tiles import KinetoTiles, tile_kineto
 from nsys_tiles import NsysTiles, tile_nsys
 from stepscope.core.environment import Environment
 from stepscope.core.units import parse_bytes
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 from stored import Sample, measure_or_show
 
 DATA = Path(__file__).parent.parent / "tests" / "data"

@@ -35,12 +35,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_count, format_seconds
-from stepscope.measure.device import resolve_device, timing_device
-from stepscope.measure.environment import read_environment
-from stepscope.measure.watch.found import Found
-from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
-from stepscope.measure.watch.timed import TimedSteps
-from stepscope.measure.watch.watch import Stage, Watch
+from stepscope.recording.device import resolve_device, timing_device
+from stepscope.recording.environment import read_environment
+from stepscope.recording.watch.found import Found
+from stepscope.recording.watch.stopwatch import Stopwatch, marks_for
+from stepscope.recording.watch.timed import TimedSteps
+from stepscope.recording.watch.watch import Stage, Watch
 from stored import bounds_of, keep, ratios_of
 
 EMPTY = "empty"

@@ -12,8 +12,8 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.trace.assemble import assemble
-from stepscope.trace.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
+from stepscope.traces.assemble import assemble
+from stepscope.traces.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
 
 Row = dict[str, Any]
 

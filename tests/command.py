@@ -27,9 +27,9 @@ _Environment = tuple[int, frozenset[tuple[str, str]]]
 """A process of tests, and its variables."""
 _COMMAND = ("-m", "stepscope")
 _IMPORTED = (
-    "torch", "polars", "typer._adapters", "stepscope.cli.app", "stepscope.engine.step", "stepscope.engine.sweep",
-    "stepscope.memory.prediction.answer", "stepscope.planning.answer", "stepscope.pages.named",
-    "stepscope.report.page.render",
+    "torch", "polars", "typer._adapters", "stepscope.app.cli.app", "stepscope.engine.step", "stepscope.engine.sweep",
+    "stepscope.allocations.prediction.answer", "stepscope.allocations.planning.answer",
+    "stepscope.rendering.pages.named", "stepscope.rendering.page.render",
 )  # fmt: skip
 """What takes long and what most verbs end up with, of both wings."""
 _NO_MATTER = (
@@ -177,7 +177,7 @@ class Missing:
         if name.partition(".")[0] in {"polars", "scipy", "pynvml", "nvtx", "altair", "vl_convert"}:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 sys.meta_path.insert(0, Missing())
-from stepscope.cli.app import app
+from stepscope.app.cli.app import app
 app(sys.argv[1:], standalone_mode=False)
 """
 """The command on a machine that only measures, as code for `python -c`."""

@@ -20,12 +20,12 @@ from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
+from stepscope.core.work.transformer import phase_work
 from stepscope.core.workload import Workload
-from stepscope.work.transformer import phase_work
 from tests.interpreter import quicken
 
 if TYPE_CHECKING:
-    from stepscope.models.training_step import TrainingStep
+    from stepscope.training.training_step import TrainingStep
 
 _SOURCE = Path(stepscope.__file__).parent.as_posix()
 

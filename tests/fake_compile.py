@@ -16,12 +16,12 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stepscope.allocations.prediction.caching_allocator import rounded
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Workload
 from stepscope.engine.fake_step import attention_backend, make_fake_step
-from stepscope.measure.as_on_cuda import AsOnCuda
-from stepscope.measure.fake_memory import FakeMemory
-from stepscope.memory.prediction.caching_allocator import rounded
+from stepscope.recording.as_on_cuda import AsOnCuda
+from stepscope.recording.fake_memory import FakeMemory
 
 
 class _CutMade(BaseException):

@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "stepscope"
-LONG = 300
-"""A file of more lines is listed. One of more than 450 fails tests/house/test_architecture.py."""
+LONG = 600
+"""A file of more lines is listed. One of more than 900 fails tests/house/test_architecture.py."""
 
 
 def files_imported(source: Path) -> dict[str, set[str]]:

@@ -27,7 +27,7 @@ from xml.etree import ElementTree
 import msgspec
 import torch
 
-from stepscope.measure.environment import read_environment
+from stepscope.recording.environment import read_environment
 
 CAPABILITIES = {
     "default": {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41"},

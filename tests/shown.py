@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 
 from stepscope.core.answer import Answer
-from stepscope.report.terminal import render_answer
+from stepscope.rendering.terminal import render_answer
 
 
 def shown(what: Answer | RenderableType, width: int = 200) -> str:

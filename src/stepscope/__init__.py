@@ -18,21 +18,19 @@ To import stepscope imports next to nothing: what needs PyTorch or polars import
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepscope.api.comparing import Compared, compare
-    from stepscope.api.fitting import Fitted, fit
-    from stepscope.api.measuring import Timed, measure
-    from stepscope.api.reading import Measured, Remembered, Traced, memory, show, trace
-    from stepscope.api.replacing import replace_parts
-    from stepscope.api.running import run
-    from stepscope.api.tuning import Found, tune
-    from stepscope.api.watching import Watched, watch
+    from stepscope.app.api.comparing import Compared, compare
+    from stepscope.app.api.fitting import Fitted, fit
+    from stepscope.app.api.measuring import Timed, measure
+    from stepscope.app.api.reading import Measured, Remembered, Traced, memory, show, trace
+    from stepscope.app.api.replacing import replace_parts
+    from stepscope.app.api.running import run
+    from stepscope.app.api.tuning import Found, tune
+    from stepscope.app.api.watching import Watched, watch
     from stepscope.core.errors import InputError, StepscopeError
-    from stepscope.models.parts.replaced import Replaced
+    from stepscope.training.parts.replaced import Replaced
 
 __version__ = "0.1.0"
 __all__ = [
@@ -42,15 +40,15 @@ __all__ = [
 ]  # fmt: skip
 
 _WHERE = {
-    **dict.fromkeys(("compare", "Compared"), "stepscope.api.comparing"),
-    **dict.fromkeys(("fit", "Fitted"), "stepscope.api.fitting"),
-    **dict.fromkeys(("measure", "Timed"), "stepscope.api.measuring"),
-    **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.api.reading"),
-    "replace_parts": "stepscope.api.replacing",
-    "Replaced": "stepscope.models.parts.replaced",
-    **dict.fromkeys(("run",), "stepscope.api.running"),
-    **dict.fromkeys(("tune", "Found"), "stepscope.api.tuning"),
-    **dict.fromkeys(("watch", "Watched"), "stepscope.api.watching"),
+    **dict.fromkeys(("compare", "Compared"), "stepscope.app.api.comparing"),
+    **dict.fromkeys(("fit", "Fitted"), "stepscope.app.api.fitting"),
+    **dict.fromkeys(("measure", "Timed"), "stepscope.app.api.measuring"),
+    **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.app.api.reading"),
+    "replace_parts": "stepscope.app.api.replacing",
+    "Replaced": "stepscope.training.parts.replaced",
+    **dict.fromkeys(("run",), "stepscope.app.api.running"),
+    **dict.fromkeys(("tune", "Found"), "stepscope.app.api.tuning"),
+    **dict.fromkeys(("watch", "Watched"), "stepscope.app.api.watching"),
     **dict.fromkeys(("InputError", "StepscopeError"), "stepscope.core.errors"),
 }
 """The module of each name that is imported when it is first asked for."""
@@ -59,26 +57,8 @@ _WHERE = {
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(_WHERE[name]), name)
-    room = sys.modules.get(f"{__name__}.{name}")
-    if room is not None:  # `import stepscope.trace.read` makes `stepscope.trace.read` a name, as of any package
-        vars(found).update({key: value for key, value in vars(room).items() if isinstance(value, ModuleType)})
-    return found
+    return getattr(importlib.import_module(_WHERE[name]), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_WHERE})
-
-
-class _Stepscope(ModuleType):
-    """This package, in which `measure`, `trace` and `memory` are functions, and folders of modules, too.
-
-    Python makes a package's folder its attribute when it is imported, in place of a function of that name.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _WHERE and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Stepscope

@@ -6,7 +6,7 @@ from stepscope.core import interrupts
 def main() -> None:
     """Run the command line."""
     interrupts.install()
-    from stepscope.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
+    from stepscope.app.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
     from stepscope.core.leaving import HandedOver, leave  # noqa: PLC0415
 
     try:

@@ -11,7 +11,7 @@ from benchmarks.attention import HEADS, SHAPES, main, parse_shape, render_markdo
 from benchmarks import flash_tune
 from stepscope.core.attention_timing import decode_timings
 from stepscope.core.errors import InputError
-from tests.studies.test_study_attention import STORY, timing, timings_by_hand
+from tests.questions.test_study_attention import STORY, timing, timings_by_hand
 
 ROOT = Path(__file__).parents[2]
 

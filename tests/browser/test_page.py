@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stepscope.pages.named import page_named
-from stepscope.report.page.render import render_page
+from stepscope.rendering.page.render import render_page
+from stepscope.rendering.pages.named import page_named
 from tests.conftest import at_length
-from tests.report.page.test_render import HOSTILE, hostile_page
+from tests.rendering.page.test_render import HOSTILE, hostile_page
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -154,7 +154,7 @@ def test_the_theme_is_chosen_and_remembered(browser: "Browser", files: dict[str,
 
 
 RUN_BY_BROWSERS = ("<", '">', "'", "javascript:")
-"""How names begin of which a browser could make more than text; tests/report/page/test_render.py reads every page."""
+"""How names begin of which a browser could make more than text. test_render.py reads every page for them."""
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.run_directory import load_runs
-from tests.cli.test_cli import run_until
+from tests.app.cli.test_cli import run_until
 from tests.conftest import at_length
 from tests.hostile import signals
 from tests.hostile.campaign import wait_until_it_answers

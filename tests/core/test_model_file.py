@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.analysis.runs.checks import check_run
-from stepscope.api.workloads import of_factory
+from stepscope.app.api.workloads import of_factory
 from stepscope.core.evidence import Evidence
 from stepscope.core.model_file import unmet, without_options
 from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.runs.checks import check_run
 from tests.command import stepscope
 from tests.conftest import make_run
 

@@ -6,12 +6,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.analysis.runs.answer import answer_cells, answer_list, answer_run
-from stepscope.analysis.runs.checks import check_run
-from stepscope.analysis.runs.metrics import summarise
-from stepscope.analysis.runs.tables import TableQuery, answer_table
-from stepscope.api.workloads import of_factory
-from stepscope.cli.workloads import ManyWorkloads
+from stepscope.app.api.workloads import of_factory
+from stepscope.app.cli.workloads import ManyWorkloads
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
@@ -19,9 +15,13 @@ from stepscope.core.memory_notes import MemoryNotes
 from stepscope.core.own_workload import AnyWorkload, Input, OwnModel, OwnWorkload, WatchedWorkload, with_kind
 from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
+from stepscope.core.work.described import cell_name, describe_model, describe_workload, parameters_of
+from stepscope.core.work.spelled import run_call, run_command
 from stepscope.core.workload import Workload
-from stepscope.work.described import cell_name, describe_model, describe_workload, parameters_of
-from stepscope.work.spelled import run_call, run_command
+from stepscope.runs.answer import answer_cells, answer_list, answer_run
+from stepscope.runs.checks import check_run
+from stepscope.runs.metrics import summarise
+from stepscope.runs.tables import TableQuery, answer_table
 from tests.conftest import make_run, workload
 from tests.shown import shown
 

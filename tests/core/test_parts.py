@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from stepscope.cli.workloads import ManyWorkloads, OneWorkload
+from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.parts import LOSS_LEAST_ROWS, PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
+from stepscope.core.work.spelled import run_call, run_command
 from stepscope.core.workload import Workload
-from stepscope.work.spelled import run_call, run_command
 from tests.conftest import workload
 
 

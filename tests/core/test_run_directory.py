@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.analysis.comparisons.sides import side_named
-from stepscope.cli.listed import listed_runs
+from stepscope.app.cli.listed import listed_runs
 from stepscope.core.errors import InputError
 from stepscope.core.run import SCHEMA_VERSION
 from stepscope.core.run_directory import (
@@ -29,6 +28,7 @@ from stepscope.core.run_directory import (
     load_runs,
     save_run,
 )
+from stepscope.questions.compare.sides import side_named
 from tests.conftest import make_run, workload
 from tests.hostile import churn
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.analysis.runs.answer import answer_list
-from stepscope.analysis.runs.tables import TableQuery, answer_table
 from stepscope.core import run_index
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs, save_run, write_atomically
 from stepscope.core.run_files import INDEX_FILE, RUN_FILE
 from stepscope.core.run_index import list_runs
+from stepscope.runs.answer import answer_list
+from stepscope.runs.tables import TableQuery, answer_table
 from tests.conftest import make_run
 
 QUERY = TableQuery(

@@ -11,10 +11,10 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.analysis.runs.checks.timing import not_steady
 from stepscope.core.known_samples import known
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval, Samples
+from stepscope.runs.checks.timing import not_steady
 from tests.conftest import make_run
 
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=10.0), min_size=5, max_size=40)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import stepscope
-from stepscope.analysis.runs.checks import check_run
+from stepscope.allocations.left_behind import growth_tables
 from stepscope.core.answer import Answer, Table, name_of
 from stepscope.core.evidence import MemoryGrowth
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.memory.left_behind import growth_tables
+from stepscope.runs.checks import check_run
 from tests.conftest import mini
 
 pytestmark = pytest.mark.slow

@@ -18,16 +18,16 @@ from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness, RanksEvidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
+from stepscope.core.work.transformer import parameter_count
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import MARK
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest
 from stepscope.engine.stages.right import check_the_ranks
 from stepscope.engine.step import directory_of
-from stepscope.parallel import correctness
-from stepscope.work.transformer import parameter_count
+from stepscope.training.parallel import correctness
 from tests.command import stepscope
-from tests.parallel.ranks import Here, on_ranks
+from tests.training.parallel.ranks import Here, on_ranks
 
 RUN = ("run", "--model", "tiny", "--layers", "1", "--seq-len", "16", "--device", "cpu", "--parallel", "ddp")
 QUICK = ("--warmup", "1", "--steps", "3")

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepscope.cli.run import exit_code
+from stepscope.app.cli.run import exit_code
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from stepscope.core.evidence import MeasuredCompilation
@@ -14,9 +14,9 @@ from stepscope.core.run_directory import load_run
 from stepscope.engine.request import StepRequest
 from stepscope.engine.stages import timed
 from stepscope.engine.step import measure_step
-from stepscope.measure.environment import HostLoad
-from stepscope.models import training_step
-from stepscope.models.training_step import TrainingStep
+from stepscope.recording.environment import HostLoad
+from stepscope.training import training_step
+from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
 from tests.textbook import textbook
 

@@ -19,7 +19,7 @@ from stepscope.core.workload import Workload
 from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.recipe import load_recipe
 from stepscope.engine.sweep import Series, run_sweep
-from stepscope.studies.warmup import warmup_cells
+from stepscope.questions.warmup.study import warmup_cells
 from tests.command import stepscope
 from tests.conftest import at_length, make_run, mini, workload
 from tests.hostile import kills
@@ -169,7 +169,9 @@ def test_cells_of_one_workload_do_not_fall_over_each_other(out: Path):
 
 def test_a_full_disk_ends_the_sweep_in_one_line_and_the_measurement_is_not_lost(tmp_path: Path, out: Path):
     limited = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-    limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\nfrom stepscope.cli.app import main\nmain()\n"
+    limited += (
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))\nfrom stepscope.app.cli.app import main\nmain()\n"
+    )
     recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE)
     result = subprocess.run(

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 import stepscope
-from stepscope.analysis.runs.answer import answer_run
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import format_seconds
 from stepscope.engine.watch.inside import Watched
-from tests.measure.watch.loops import Net, nothing_is_left, train_step
+from stepscope.runs.answer import answer_run
+from tests.recording.watch.loops import Net, nothing_is_left, train_step
 
 
 def test_two_lines_make_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

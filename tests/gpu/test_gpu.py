@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from stepscope.analysis.runs.checks import check_run
+from stepscope.allocations.prediction.estimate import estimate
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
@@ -23,16 +23,16 @@ from stepscope.engine.plan import Cell, SweepPlan
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.engine.sweep import run_sweep
-from stepscope.measure.device import CudaDevice
-from stepscope.measure.driven import observe_step, profile_step, step_operators
-from stepscope.measure.nvml import nvml_kept_open, read_gpu
-from stepscope.measure.precision import matmul_precision, probe_relative_error
-from stepscope.measure.step import Phase
-from stepscope.measure.timer import measure
-from stepscope.memory.prediction.estimate import estimate
-from stepscope.models import training_step
-from stepscope.models.attention import implementation
-from stepscope.models.training_step import CUDA_GRAPH_MODES, TrainingStep
+from stepscope.recording.device import CudaDevice
+from stepscope.recording.driven import observe_step, profile_step, step_operators
+from stepscope.recording.nvml import nvml_kept_open, read_gpu
+from stepscope.recording.precision import matmul_precision, probe_relative_error
+from stepscope.recording.step import Phase
+from stepscope.recording.timer import measure
+from stepscope.runs.checks import check_run
+from stepscope.training import training_step
+from stepscope.training.attention import implementation
+from stepscope.training.training_step import CUDA_GRAPH_MODES, TrainingStep
 from tests.conftest import make_run, mini, run_steps, workload
 
 pytestmark = pytest.mark.gpu

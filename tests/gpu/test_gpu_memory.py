@@ -14,10 +14,10 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.measure.driven import capture_memory, observe_step
-from stepscope.models.training_step import TrainingStep
+from stepscope.recording.driven import capture_memory, observe_step
+from stepscope.training.training_step import TrainingStep
 from tests.conftest import run_steps, workload
-from tests.measure.test_memory_capture import notes_of, phase_of, read, storages
+from tests.recording.test_memory_capture import notes_of, phase_of, read, storages
 
 pytestmark = pytest.mark.gpu
 
@@ -71,8 +71,8 @@ def test_recording_changes_no_figure(changes: dict[str, Any], out: Path):
 @pytest.mark.parametrize("changes", MODES, ids=lambda changes: "-".join(map(str, changes.values())) or "plain")
 def test_the_replayed_peak_is_the_allocators_to_the_byte(changes: dict[str, Any], out: Path):
     pytest.importorskip("polars", reason="reading needs polars")
-    from stepscope.memory.explain import explain
-    from stepscope.memory.snapshot import read_snapshot
+    from stepscope.allocations.explain import explain
+    from stepscope.allocations.snapshot import read_snapshot
 
     run, _ = recorded(out, **changes)
     explained = explain(read_snapshot(out / run.id))
@@ -92,7 +92,7 @@ def test_events_carry_phase_module_and_node(out: Path):
     of_softmax = [e for e in allocations if e["user_metadata"] == "backward|blocks.1.attention|softmax"]
     assert any(e["frames"] and e["frames"][0]["name"] == "ExpBackward0" for e in of_softmax)
     files = {frame["filename"] for event in allocations for frame in event["frames"]}
-    assert "stepscope/models/attention/written_out.py" in files and not any(name.startswith("/") for name in files)
+    assert "stepscope/training/attention/written_out.py" in files and not any(name.startswith("/") for name in files)
 
 
 def test_notes_name_parameters_saved_tensors_and_cast_copies(out: Path):

@@ -17,7 +17,7 @@ from stepscope.kernels import native
 from stepscope.kernels.flash import tuning
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.parts import mlp, norm, rope
-from stepscope.models.training_step import TrainingStep
+from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini, run_steps
 
 pytestmark = [

@@ -23,8 +23,8 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.allocations.plain_pickle import read_plain_pickle
 from stepscope.core.memory_notes import NOTES_KEY, SEGMENTS_BEFORE_KEY
-from stepscope.memory.plain_pickle import read_plain_pickle
 from tests.hostile.inputs import (
     DATA,
     HOSTILE_TEXTS,
@@ -39,7 +39,7 @@ from tests.hostile.inputs import (
     unpacked,
 )
 from tests.public import VARIABLE
-from tests.trace.test_mutations import STRANGE_CELLS, damaged
+from tests.traces.test_mutations import STRANGE_CELLS, damaged
 
 THROUGH_COMMAND = 40
 _EXCERPT_EVENTS = 400

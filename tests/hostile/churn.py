@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepscope.cli.app import app
+from stepscope.app.cli.app import app
 from stepscope.core.errors import StepscopeError
 from stepscope.core.run_directory import encode_run, load_runs
 from tests.conftest import make_run

@@ -33,7 +33,7 @@ import msgspec
 
 from stepscope.core.shown_text import LONGEST_MESSAGE
 from stepscope.core.units import GIB, MIB
-from tests.trace.test_mutations import STRANGE, STRANGE_CELLS, damaged
+from tests.traces.test_mutations import STRANGE, STRANGE_CELLS, damaged
 
 ROOT = Path(__file__).parents[2]
 DATA, RESULTS = ROOT / "tests/data", ROOT / "results"
@@ -283,7 +283,7 @@ def work() -> None:
     """The worker's side: command lines on stdin, a `Done` for each on the stdout that it began with."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     answers, sys.stdout = sys.stdout, sys.stderr
-    from stepscope.cli.app import main as command
+    from stepscope.app.cli.app import main as command
 
     for line in sys.stdin:
         out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))

@@ -16,11 +16,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from stepscope.analysis.roofline.answer import shapes_label
-from stepscope.trace.readers.kineto_events import Arguments, Event, decode_block, needs_values, operator_shapes
-from stepscope.work.operators.calls import Unknown
-from stepscope.work.operators.count import call_sight, call_work, operator_rule, recorded_call
-from stepscope.work.operators.rules import OPERATOR_WORK_RULES
+from stepscope.core.work.operators.calls import Unknown
+from stepscope.core.work.operators.count import call_sight, call_work, operator_rule, recorded_call
+from stepscope.core.work.operators.rules import OPERATOR_WORK_RULES
+from stepscope.traces.readers.kineto_events import Arguments, Event, decode_block, needs_values, operator_shapes
+from stepscope.traces.roofline.answer import shapes_label
 from tests.hostile.campaign import conclude, generator, parser
 from tests.hostile.captures import public
 

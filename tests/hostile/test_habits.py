@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
 
 import stepscope
-from stepscope.analysis.runs.checks import check_run
 from stepscope.core.device_spec import overridden_spec
 from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
@@ -26,10 +25,11 @@ from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.watched_loop import Saved, WatchedLoop
-from stepscope.measure.compilation import reset_compilation
-from stepscope.measure.driven import step_habits
-from stepscope.models.own.loading import make_own_step
-from stepscope.models.own.own_step import DrivenStep
+from stepscope.recording.compilation import reset_compilation
+from stepscope.recording.driven import step_habits
+from stepscope.runs.checks import check_run
+from stepscope.training.own.loading import make_own_step
+from stepscope.training.own.own_step import DrivenStep
 from tests.conftest import make_run
 
 pytestmark = pytest.mark.slow

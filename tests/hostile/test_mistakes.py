@@ -16,8 +16,6 @@ import msgspec
 import pytest
 import torch
 
-from stepscope.analysis.runs import metrics
-from stepscope.analysis.runs.checks import CHECKS, check_run
 from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec, overridden_spec
 from stepscope.core.environment import Environment, Extent, GpuReading, GpuSamples, HostReading
@@ -40,23 +38,25 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.watched_loop import WatchedLoop
 from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
-from stepscope.measure.compilation import CompilationWatch, compile_report, reset_compilation
-from stepscope.measure.device import HostDevice
-from stepscope.measure.driven import observe_step, step_habits, step_operators
-from stepscope.measure.environment import HostLoad
-from stepscope.measure.precision import with_kernels
-from stepscope.measure.step import Phase
-from stepscope.measure.timer import measure
-from stepscope.measure.updates import applied_updates, read_updates
-from stepscope.models import training_step
-from stepscope.models.attention import implementation
-from stepscope.models.checkpointing import block_runner
-from stepscope.models.own.loading import make_own_step
-from stepscope.models.own.own_step import DrivenStep
-from stepscope.models.scaled_products import plain_products
-from stepscope.models.training_step import TrainingStep
+from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
+from stepscope.recording.device import HostDevice
+from stepscope.recording.driven import observe_step, step_habits, step_operators
+from stepscope.recording.environment import HostLoad
+from stepscope.recording.precision import with_kernels
+from stepscope.recording.step import Phase
+from stepscope.recording.timer import measure
+from stepscope.recording.updates import applied_updates, read_updates
+from stepscope.runs import metrics
+from stepscope.runs.checks import CHECKS, check_run
+from stepscope.training import training_step
+from stepscope.training.attention import implementation
+from stepscope.training.checkpointing import block_runner
+from stepscope.training.own.loading import make_own_step
+from stepscope.training.own.own_step import DrivenStep
+from stepscope.training.scaled_products import plain_products
+from stepscope.training.training_step import TrainingStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
-from tests.measure.test_timer import FakeStep
+from tests.recording.test_timer import FakeStep
 
 pytestmark = pytest.mark.slow
 

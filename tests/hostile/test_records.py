@@ -8,11 +8,11 @@ from random import Random
 
 import pytest
 
-from stepscope.analysis.captures.answer import answer_trace
-from stepscope.analysis.captures.attribution import attribute
-from stepscope.analysis.captures.summary import TraceSummary
-from stepscope.analysis.roofline.answer import roofline_as_json
-from stepscope.trace.read import read_trace
+from stepscope.traces.captures.answer import answer_trace
+from stepscope.traces.captures.attribution import attribute
+from stepscope.traces.captures.summary import TraceSummary
+from stepscope.traces.read import read_trace
+from stepscope.traces.roofline.answer import roofline_as_json
 from tests.hostile.captures import public
 from tests.hostile.records import DATA, FIELDS, campaign, changed, examples, records
 from tests.public import public_capture

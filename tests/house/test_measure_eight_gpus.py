@@ -18,7 +18,7 @@ from stepscope.core.parts import named_kernels
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
 from stepscope.engine.grid import grid
-from stepscope.studies.parallel import parallel_cells
+from stepscope.questions.parallel.study import parallel_cells
 
 SCRIPT = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "measure-eight-gpus")]
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from stepscope.analysis.attention.answer import answer_attention
-from stepscope.analysis.runs.checks import check_run
+from stepscope.allocations.prediction.estimate import estimate
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
 from stepscope.core.attention_timing import AttentionCell, decode_timings, encode_timings
 from stepscope.core.attention_verdict import GateReport
@@ -19,17 +18,18 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
+from stepscope.core.work.attention_call import saved_by_formula
 from stepscope.core.workload import Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.memory.prediction.estimate import estimate
-from stepscope.models.attention.cases import few_shapes
-from stepscope.models.attention.gate import check_attention_implementation
-from stepscope.models.attention.inputs import attend
-from stepscope.models.attention.masks import for_all_heads
-from stepscope.studies.attention.grid import grid_groups, measure_grid
-from stepscope.studies.attention.matrix import decode_matrix, implementations_of
-from stepscope.work.attention_call import saved_by_formula
+from stepscope.questions.attention.answer import answer_attention
+from stepscope.questions.attention.grid import grid_groups, measure_grid
+from stepscope.questions.attention.matrix import decode_matrix, implementations_of
+from stepscope.runs.checks import check_run
+from stepscope.training.attention.cases import few_shapes
+from stepscope.training.attention.gate import check_attention_implementation
+from stepscope.training.attention.inputs import attend
+from stepscope.training.attention.masks import for_all_heads
 from tests.conftest import mini
 from tests.textbook import textbook
 

@@ -15,8 +15,8 @@ QUESTION = '''"""How fast a harmonic sum grows."""
 
 from stepscope.core.answer import Answer, Table
 from stepscope.core.finding import note
-from stepscope.measure.device import resolve_device
-from stepscope.numerics.answers import computed_answer, curves
+from stepscope.recording.device import resolve_device
+from stepscope.questions.answers import computed_answer, curves
 
 
 def study_toy(steps: int = 4, device: str = "cpu") -> Answer:
@@ -35,23 +35,23 @@ def study_toy(steps: int = 4, device: str = "cpu") -> Answer:
 
 VERB = '''"""`stepscope study toy`: how fast a harmonic sum grows."""
 
-from stepscope.cli.studies.answering import study_verb
+from stepscope.app.cli.studies.answering import study_verb
 from stepscope.core.answer import Answer
 
 
 @study_verb("toy", "stepscope study toy --steps 8", "stepscope study toy --save toy.svg")
 def toy(*, steps: int = 4, device: str) -> Answer:
     """How fast a harmonic sum grows."""
-    from stepscope.numerics.toy import study_toy
+    from stepscope.questions.toy import study_toy
 
     return study_toy(steps, device)
 '''
 
 LINES = {
-    "from stepscope.cli.verb import verb\n": "from stepscope.cli.studies.toy import toy\n",
+    "from stepscope.app.cli.verb import verb\n": "from stepscope.app.cli.studies.toy import toy\n",
     '        "warmup": warmup,': '        "toy": toy,\n',
 }
-"""Lines of `cli/study.py`, each with the line to insert before it."""
+"""Lines of `app/cli/study.py`, each with the line to insert before it."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +59,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the source to which the toy study is added, as CONTRIBUTING.md says."""
     copy = tmp_path_factory.mktemp("toy")
     shutil.copytree(SOURCE / "stepscope", copy / "stepscope", ignore=shutil.ignore_patterns("__pycache__"))
-    (copy / "stepscope/numerics/toy.py").write_text(QUESTION)
-    (copy / "stepscope/cli/studies/toy.py").write_text(VERB)
-    listed = copy / "stepscope/cli/study.py"
+    (copy / "stepscope/questions/toy.py").write_text(QUESTION)
+    (copy / "stepscope/app/cli/studies/toy.py").write_text(VERB)
+    listed = copy / "stepscope/app/cli/study.py"
     text = listed.read_text()
     for line, inserted in LINES.items():
         assert text.count(line) == 1

@@ -482,7 +482,7 @@ def test_defaults_are_tiles_that_triton_takes(capability: tuple[int, int], bytes
 
 def test_the_kernels_are_known_as_attention_by_their_names():
     """As a trace has them: the names of the functions."""
-    from stepscope.analysis.kernels.families import classify
+    from stepscope.traces.kernels.families import classify
 
     kernels = {
         name for name, value in vars(flash_launch).items() if hasattr(value, "fn") and hasattr(value, "arg_names")

@@ -19,8 +19,8 @@ from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, tiles
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.kernels.launching import interpreted
-from stepscope.models.attention.cases import packed_shapes
-from stepscope.models.attention.gate import check_attention_implementation
+from stepscope.training.attention.cases import packed_shapes
+from stepscope.training.attention.gate import check_attention_implementation
 from tests.conftest import in_the_interpreter_at_length
 from tests.kernels.test_flash_attention import (
     DEVICE,

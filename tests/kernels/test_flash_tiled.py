@@ -8,8 +8,8 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.kernels.flash.tiled import KEY_TILE, QUERY_TILE, FlashAttentionTiled, Sight, flash_tiled
-from stepscope.models.attention.written_out import reference
-from stepscope.models.training_step import TrainingStep
+from stepscope.training.attention.written_out import reference
+from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini, run_steps
 
 

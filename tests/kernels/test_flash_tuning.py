@@ -39,7 +39,7 @@ from stepscope.kernels.flash.tune import (
     tune,
 )
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
-from stepscope.measure.precision import matmul_precision
+from stepscope.recording.precision import matmul_precision
 from tests.conftest import in_the_interpreter_at_length
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError
 from stepscope.kernels import native, native_library
-from stepscope.measure import launcher
+from stepscope.recording import launcher
 
 KNOWN = pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="another Triton")
 

@@ -14,7 +14,7 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
-from stepscope.cli.app import app as verbs
+from stepscope.app.cli.app import app as verbs
 from stepscope.core.errors import StepscopeError
 
 ROOT = Path(__file__).parents[3]

@@ -182,8 +182,8 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-_WRITTEN_OUT = "stepscope.models.attention.written_out"
-_PYTORCH = "stepscope.models.attention.pytorch"
+_WRITTEN_OUT = "stepscope.training.attention.written_out"
+_PYTORCH = "stepscope.training.attention.pytorch"
 
 ATTENTIONS: dict[Attention, AttentionRecord] = {
     # Written out: scores, mask, softmax with the maximum subtracted, weighted sum.
@@ -241,7 +241,7 @@ ATTENTIONS: dict[Attention, AttentionRecord] = {
     ),
     # PyTorch's FlexAttention, compiled.
     "flex": AttentionRecord(
-        function="stepscope.models.attention.flex:flex", memory="fused", compiler="inductor",
+        function="stepscope.training.attention.flex:flex", memory="fused", compiler="inductor",
         trains_on=("cuda",), cuda_dtypes=_FUSED, cpu_dtypes=_FUSED, min_head_dim=16, max_head_dim=256,
         documents=True,
         signs=r"flex_attention|FlexAttention",

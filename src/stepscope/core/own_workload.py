@@ -141,7 +141,7 @@ class OwnWorkload(_OwnStep, frozen=True, kw_only=True, tag_field="kind", tag="ow
     mlp: Kernels = REFERENCE
     loss: Kernels = REFERENCE
     """How these parts are computed: the model's own code, or the kernels of core/parts.py, where a module computes the
-    same (models/parts/replaced.py)."""
+    same (training/parts/replaced.py)."""
     seed: int = 0
     by_factory: tuple[str, ...] = ()
     """The choices that the factory made, in place of options: `optimizer`, `phases`."""

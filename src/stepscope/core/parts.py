@@ -2,7 +2,7 @@
 
 The parts are `norm` (RMSNorm with the residual sum before it), `rope` (rotary embedding of queries and keys), `mlp`
 (silu(gate) * up), and `loss` (output head and cross-entropy). `reference` is the textbook's own code, in
-models/transformer.py and models/training_step.py. Attention has records of its own in core/attentions.py.
+training/transformer.py and training/training_step.py. Attention has records of its own in core/attentions.py.
 """
 
 import importlib.util
@@ -134,12 +134,12 @@ def _fused(function: str, saves: str, signs: str, largest_width: int | None = No
 
 
 def _compiled(function: str, saves: str) -> PartRecord:
-    return PartRecord(function=f"stepscope.models.parts.compiled:{function}", saves=saves, compiled=True)
+    return PartRecord(function=f"stepscope.training.parts.compiled:{function}", saves=saves, compiled=True)
 
 
 def _liger(function: str, saves: str, signs: str, *, overwrites: bool = False) -> PartRecord:
     return PartRecord(
-        function=f"stepscope.models.parts.liger:{function}", device_types=("cuda",), dtypes=_FUSED,
+        function=f"stepscope.training.parts.liger:{function}", device_types=("cuda",), dtypes=_FUSED,
         package="liger_kernel", installs="liger-kernel", saves=saves, signs=signs, overwrites=overwrites,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ def _quack(
     dtypes: tuple[TensorDtype, ...] = _FUSED,
 ) -> PartRecord:  # fmt: skip
     return PartRecord(
-        function=f"stepscope.models.parts.quack:{function}", device_types=("cuda",), dtypes=dtypes,
+        function=f"stepscope.training.parts.quack:{function}", device_types=("cuda",), dtypes=dtypes,
         package="quack", installs="quack-kernels", saves=saves, signs=signs, multiples=multiples,
         largest_width=largest_width,
     )  # fmt: skip

@@ -1,6 +1,6 @@
 """One record for each precision of a step (`--dtype`): what is kept in how many bytes, and what is multiplied.
 
-To add a precision, write its record, and how a model is brought to it (`models/training_step.py`).
+To add a precision, write its record, and how a model is brought to it (`training/training_step.py`).
 """
 
 from typing import Literal

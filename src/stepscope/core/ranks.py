@@ -24,7 +24,7 @@ class CollectiveCalls(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: str
     kind: str
-    """As work/collectives.py names it."""
+    """As core/work/collectives.py names it."""
     ranks: int
     """How many take part."""
     calls: int
@@ -81,7 +81,7 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     """How far the ranks are from one process on the same global batch, as a share, and how far they may be.
 
     Of each, the parameter that is furthest counts. The spread is that of one process over its own ways to split the
-    batch (parallel/correctness.py).
+    batch (training/parallel/correctness.py).
     """
 
     gradient_error: float

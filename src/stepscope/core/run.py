@@ -147,7 +147,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     evidence: Evidence = Evidence()
     work: dict[str, Work] = {}
     summary: dict[str, float | None] = {}
-    """Figures derived from the above when the run was written (`analysis/runs/metrics.py`), for readers of the JSON."""
+    """Figures derived from the above when the run was written (`runs/metrics.py`), for readers of the JSON."""
     artifacts: dict[str, str] = {}
     """Files beside run.json, by kind."""
     findings: tuple[Finding, ...] = ()

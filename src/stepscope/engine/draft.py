@@ -14,13 +14,13 @@ from stepscope.core.ranks import CollectiveCalls, Correctness
 from stepscope.core.run import Run
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.engine.run_draft import RunDraft
-from stepscope.measure.device import timing_device
-from stepscope.measure.nsys import Nsys
-from stepscope.measure.step import Step
-from stepscope.parallel.ranks import Ranks
+from stepscope.recording.device import timing_device
+from stepscope.recording.nsys import Nsys
+from stepscope.recording.step import Step
+from stepscope.training.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
-    from stepscope.models.own.loading import Loaded
+    from stepscope.training.own.loading import Loaded
 
 
 class Draft(RunDraft):

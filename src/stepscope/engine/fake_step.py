@@ -1,8 +1,8 @@
 """Predicts a step's memory on a GPU by running it on fake tensors: without a GPU, without memory, in a few seconds.
 
-This is the second of two predictions that know nothing of each other. `memory/prediction/estimate.py` adds up
+This is the second of two predictions that know nothing of each other. `allocations/prediction/estimate.py` adds up
 formulas, tensor by tensor; here nobody says what is saved: the step itself runs, with the model's own code and
-PyTorch's autograd, and its allocations are watched (`measure/fake_memory.py`). They then go through the simulated
+PyTorch's autograd, and its allocations are watched (`recording/fake_memory.py`). They then go through the simulated
 allocator, which both predictions share, as they share the size of cuBLAS' workspace.
 
 Compared with runs on an H200 (results/h200: plain, optimizer, tf32, kernels), every phase's peak is within 0.4 %, and
@@ -21,6 +21,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
+from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES
+from stepscope.allocations.prediction.symbolic_tensors import Allocator
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.attentions import ATTENTIONS, Memory
 from stepscope.core.errors import InputError
@@ -29,15 +32,12 @@ from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
-from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
-from stepscope.measure.fake_memory import FakeMemory
-from stepscope.measure.held_tensors import optimizer_tensors
-from stepscope.measure.step import Recorder, drive
-from stepscope.memory.prediction.caching_allocator import CachingAllocator, OutOfMemory
-from stepscope.memory.prediction.estimate import WORKSPACE_BYTES
-from stepscope.memory.prediction.symbolic_tensors import Allocator
-from stepscope.models.scaled_products import cast_as_on_a_gpu
-from stepscope.models.training_step import AssembledStep, TrainingStep
+from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.recording.fake_memory import FakeMemory
+from stepscope.recording.held_tensors import optimizer_tensors
+from stepscope.recording.step import Recorder, drive
+from stepscope.training.scaled_products import cast_as_on_a_gpu
+from stepscope.training.training_step import AssembledStep, TrainingStep
 
 LARGEST_TENSOR = 2**58
 """The most elements of a tensor, since PyTorch counts its bytes in 63 bits."""

@@ -2,16 +2,16 @@
 
 from typing import TypeGuard
 
+from stepscope.allocations.prediction.estimate import estimate_quickly
+from stepscope.allocations.prediction.fit import Budget, budget_of_memory, budget_of_total, will_fit
+from stepscope.allocations.prediction.layouts import memory_of_ranks
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.layout import layout_of
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.engine.plan import SweepPlan
-from stepscope.measure.nvml import smallest_gpu
-from stepscope.memory.prediction.estimate import estimate_quickly
-from stepscope.memory.prediction.fit import Budget, budget_of_memory, budget_of_total, will_fit
-from stepscope.memory.prediction.layouts import memory_of_ranks
+from stepscope.recording.nvml import smallest_gpu
 
 _FAR_BELOW = 0.6
 """A peak below this share of the memory needs no closer look."""

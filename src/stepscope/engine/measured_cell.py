@@ -11,19 +11,19 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.analysis.runs.checks import check_run
-from stepscope.analysis.runs.metrics import summarise
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
 from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.work.transformer import known_work
 from stepscope.engine.cell_event import CellEvent
 from stepscope.engine.cell_process import CellProcess, Fork
 from stepscope.engine.rank_processes import RankProcesses
 from stepscope.engine.request import Stage, StepRequest, Tell
-from stepscope.work.transformer import known_work
+from stepscope.runs.checks import check_run
+from stepscope.runs.metrics import summarise
 
 INTERRUPT_GRACE_S = 2.0
 """Seconds that a cell may take to save what it has when the user stops the sweep."""

@@ -33,16 +33,16 @@ def main() -> int:
 
 def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
     from stepscope.engine.stages.build import make_step  # noqa: PLC0415  (torch, after the lifeline)
-    from stepscope.measure import ranges  # noqa: PLC0415
-    from stepscope.measure.capture import capture_range  # noqa: PLC0415
-    from stepscope.measure.device import (  # noqa: PLC0415
+    from stepscope.recording import ranges  # noqa: PLC0415
+    from stepscope.recording.capture import capture_range  # noqa: PLC0415
+    from stepscope.recording.device import (  # noqa: PLC0415
         limit_memory,
         resolve_device,
         timing_device,
     )
-    from stepscope.measure.driven import trace_nvtx  # noqa: PLC0415
-    from stepscope.measure.precision import matmul_precision  # noqa: PLC0415
-    from stepscope.measure.timer import timed_steps  # noqa: PLC0415
+    from stepscope.recording.driven import trace_nvtx  # noqa: PLC0415
+    from stepscope.recording.precision import matmul_precision  # noqa: PLC0415
+    from stepscope.recording.timer import timed_steps  # noqa: PLC0415
 
     if not ranges.current_emitters():
         raise RuntimeError("no NVTX ranges can be emitted: this PyTorch has none, and nvtx finds no tool that listens")

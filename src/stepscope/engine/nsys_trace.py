@@ -22,8 +22,8 @@ from stepscope.core.nsight import TIMEOUT_S, export_report, import_stream
 from stepscope.core.run_files import EXPORT_FILE, REPORT_FILE, STREAM_FILE
 from stepscope.core.samples import Samples
 from stepscope.engine.request import StepRequest
-from stepscope.measure import nsys as tool
-from stepscope.measure.nsys import Nsys, require_nsys
+from stepscope.recording import nsys as tool
+from stepscope.recording.nsys import Nsys, require_nsys
 
 END_GRACE_S = 30.0
 """Seconds that nsys may take to end once the process that it watched has ended."""
@@ -53,7 +53,7 @@ def nsys_for(request: StepRequest, device_type: str) -> Nsys | None:
     """The Nsight Systems that a trace was asked of, or an InputError before anything is measured."""
     if "nsys" not in request.trace.tools:
         return None
-    from stepscope.measure import ranges  # noqa: PLC0415  (torch, which the rest of this file does without)
+    from stepscope.recording import ranges  # noqa: PLC0415  (torch, which the rest of this file does without)
 
     if ranges.watched():
         raise InputError("a tool that records NVTX ranges watches this process already: leave out --record nsys")

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
+from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceType
 from stepscope.core.errors import InputError, named_line
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnWorkload
@@ -26,19 +27,18 @@ from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
-from stepscope.measure.as_on_cuda import AsOnCuda, AttentionBackend
-from stepscope.measure.fake_memory import without_tracebacks
-from stepscope.measure.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
-from stepscope.measure.step import Phase
-from stepscope.memory.prediction.estimate import WORKSPACE_BYTES, DeviceType
-from stepscope.models.own.batches import named_tensors
-from stepscope.models.own.factory import find_factory
-from stepscope.models.own.hugging_face import BATCH_SIZE, SEQ_LEN
-from stepscope.models.own.identity import describe_own
-from stepscope.models.own.loading import load_module
-from stepscope.models.own.own_module import OwnModule
-from stepscope.models.own.own_step import OwnStep
-from stepscope.models.scaled_products import cast_as_on_a_gpu
+from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
+from stepscope.recording.fake_memory import without_tracebacks
+from stepscope.recording.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
+from stepscope.recording.step import Phase
+from stepscope.training.own.batches import named_tensors
+from stepscope.training.own.factory import find_factory
+from stepscope.training.own.hugging_face import BATCH_SIZE, SEQ_LEN
+from stepscope.training.own.identity import describe_own
+from stepscope.training.own.loading import load_module
+from stepscope.training.own.own_module import OwnModule
+from stepscope.training.own.own_step import OwnStep
+from stepscope.training.scaled_products import cast_as_on_a_gpu
 
 LARGE = 4 * MIB
 """Bytes from which a tensor is not filled with random numbers."""

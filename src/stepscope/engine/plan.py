@@ -9,10 +9,10 @@ import msgspec
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Repeat, Run, Settings, Status
+from stepscope.core.work.described import parameters_of
+from stepscope.core.work.transformer import step_flops
 from stepscope.core.workload import Workload
 from stepscope.engine.request import MemoryRequest, TraceRequest
-from stepscope.work.described import parameters_of
-from stepscope.work.transformer import step_flops
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
 """The ways in which a cell may end without a result; `Policy.retry` measures such cells again."""

@@ -14,7 +14,7 @@ from stepscope.core.run_directory import save_run
 from stepscope.core.run_files import FAILURE_FILE
 from stepscope.engine.device_failure import failing_module, portable_traceback
 from stepscope.engine.growth import growth_in
-from stepscope.measure.device import is_out_of_memory
+from stepscope.recording.device import is_out_of_memory
 
 
 class RunDraft:

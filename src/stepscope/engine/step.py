@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-import stepscope.measure  # noqa: F401  # pyright: ignore[reportUnusedImport]  (asks for room for torch)
-from stepscope.analysis.runs.checks import check_run
-from stepscope.analysis.runs.metrics import summarise
+import stepscope.recording  # noqa: F401  # pyright: ignore[reportUnusedImport]  (asks for room for torch)
 from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
@@ -30,14 +28,16 @@ from stepscope.engine.stages.ranks import bring_the_ranks_together, count_traffi
 from stepscope.engine.stages.right import check_the_ranks
 from stepscope.engine.stages.timed import measure_energy, time_steps
 from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
-from stepscope.measure.device import is_out_of_memory, limit_memory, resolve_device
-from stepscope.measure.precision import matmul_precision
-from stepscope.measure.timer import StepFailed
-from stepscope.models.training_step import check_supported
-from stepscope.parallel.ranks import Ranks, join
+from stepscope.recording.device import is_out_of_memory, limit_memory, resolve_device
+from stepscope.recording.precision import matmul_precision
+from stepscope.recording.timer import StepFailed
+from stepscope.runs.checks import check_run
+from stepscope.runs.metrics import summarise
+from stepscope.training.parallel.ranks import Ranks, join
+from stepscope.training.training_step import check_supported
 
 if TYPE_CHECKING:
-    from stepscope.models.own.loading import Loaded
+    from stepscope.training.own.loading import Loaded
 
 StageFunction = Callable[[Draft], None]
 

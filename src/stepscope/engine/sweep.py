@@ -22,6 +22,7 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
+from stepscope.core.work.described import cell_name
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of
@@ -30,8 +31,7 @@ from stepscope.engine.measured_cell import REFUSED, record
 from stepscope.engine.places import DevicePlace, Place, PlaceLost
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import Stage, StepRequest
-from stepscope.measure.nvml import smallest_gpu
-from stepscope.work.described import cell_name
+from stepscope.recording.nvml import smallest_gpu
 
 FEWEST_FORKED = 2
 """Cells for which a process that has imported everything is worth its start."""

@@ -26,10 +26,10 @@ from stepscope.engine.stages.observe import count_work, observe
 from stepscope.engine.stages.timed import time_in_turns
 from stepscope.engine.stages.trace import trace_by_kineto
 from stepscope.engine.step import finished, run_after_the_times, until_failed
-from stepscope.measure.device import limit_memory, resolve_device
-from stepscope.measure.precision import matmul_precision
-from stepscope.measure.timer import StepFailed
-from stepscope.models.training_step import check_supported
+from stepscope.recording.device import limit_memory, resolve_device
+from stepscope.recording.precision import matmul_precision
+from stepscope.recording.timer import StepFailed
+from stepscope.training.training_step import check_supported
 
 _NO_MEMORY = "memory: the models of both steps lie in it; a run of each alone tells it"
 

@@ -30,7 +30,7 @@ from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.shown_text import printable, warn
 from stepscope.kernels.launching import interpreted
-from stepscope.measure.launcher import launched_from_python
+from stepscope.recording.launcher import launched_from_python
 
 SOURCE = Path(__file__).with_name("native.cpp")
 NAME = "stepscope_launcher"

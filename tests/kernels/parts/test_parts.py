@@ -19,7 +19,7 @@ from stepscope.kernels.parts.loss import linear_cross_entropy
 from stepscope.kernels.parts.mlp import silu_product
 from stepscope.kernels.parts.norm import rms_norm
 from stepscope.kernels.parts.rope import rotated
-from stepscope.models.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
+from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from tests.conftest import in_the_interpreter_at_length
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

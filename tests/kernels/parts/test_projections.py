@@ -12,7 +12,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.workload import Workload
 from stepscope.kernels.parts import projections
 from stepscope.kernels.parts.projections import joint_projections, lie_together
-from stepscope.models.training_step import TrainingStep
+from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini, run_steps
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

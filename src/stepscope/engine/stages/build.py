@@ -11,14 +11,14 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Workload
 from stepscope.engine.draft import Draft
-from stepscope.measure.compilation import reset_compilation
-from stepscope.measure.step import Step
-from stepscope.models.attention import chosen_attention
-from stepscope.models.training_step import TrainingStep
-from stepscope.parallel.ranks import Ranks
+from stepscope.recording.compilation import reset_compilation
+from stepscope.recording.step import Step
+from stepscope.training.attention import chosen_attention
+from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from stepscope.models.own.loading import Loaded
+    from stepscope.training.own.loading import Loaded
 
 
 def build(draft: Draft) -> None:
@@ -49,12 +49,12 @@ def make_step(
     """
     share = None
     if workload.parallel != NOT_PARALLEL:
-        from stepscope.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
+        from stepscope.training.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
 
         share = shared_by(workload.parallel, ranks or Ranks())
     if isinstance(workload, Workload):
         return TrainingStep(workload, device, share), workload
-    from stepscope.models.own.loading import make_own_step  # noqa: PLC0415  (only where a model is the user's own)
+    from stepscope.training.own.loading import make_own_step  # noqa: PLC0415  (only where a model is the user's own)
 
     return make_own_step(workload, device, given, share)
 

@@ -3,8 +3,8 @@
 from stepscope.core.device_spec import product_dtype
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
-from stepscope.measure import ranges
-from stepscope.measure.ceilings import ceilings_for, supported_dtypes
+from stepscope.recording import ranges
+from stepscope.recording.ceilings import ceilings_for, supported_dtypes
 
 
 def find_ceilings(draft: Draft) -> None:

@@ -4,9 +4,9 @@ import msgspec
 
 from stepscope.core.device_spec import find_device_spec, overridden_spec
 from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.work.transformer import known_work
 from stepscope.engine.draft import Draft
-from stepscope.measure.environment import read_environment
-from stepscope.work.transformer import known_work
+from stepscope.recording.environment import read_environment
 
 
 def look_round(draft: Draft) -> None:

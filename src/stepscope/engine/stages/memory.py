@@ -8,8 +8,8 @@ from stepscope.core import interrupts
 from stepscope.core.errors import one_line
 from stepscope.core.run_files import MEMORY_FILE
 from stepscope.engine.draft import Draft
-from stepscope.measure.device import is_out_of_memory
-from stepscope.measure.driven import MemoryCapture, capture_memory
+from stepscope.recording.device import is_out_of_memory
+from stepscope.recording.driven import MemoryCapture, capture_memory
 
 
 def record_memory(draft: Draft) -> None:

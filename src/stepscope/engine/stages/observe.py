@@ -6,9 +6,9 @@ import torch
 from stepscope.core.evidence import Precision
 from stepscope.core.work import Work
 from stepscope.engine.draft import Draft
-from stepscope.measure import ranges
-from stepscope.measure.driven import observe_step, profile_step, step_flops, step_habits, step_operators
-from stepscope.measure.precision import probe_relative_error, with_kernels
+from stepscope.recording import ranges
+from stepscope.recording.driven import observe_step, profile_step, step_flops, step_habits, step_operators
+from stepscope.recording.precision import probe_relative_error, with_kernels
 
 
 def observe(draft: Draft) -> None:

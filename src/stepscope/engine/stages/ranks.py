@@ -12,13 +12,13 @@ from stepscope.core.ranks import Communication, RankFigures, RanksEvidence, Span
 from stepscope.core.run_files import RANK_FOLDER
 from stepscope.core.strategies import stages_of
 from stepscope.engine.draft import Draft
-from stepscope.measure.driven import step_traffic
-from stepscope.measure.held_tensors import tensors_within
-from stepscope.measure.local_part import local_part
-from stepscope.measure.step import Step
-from stepscope.measure.timer import Measurement
-from stepscope.measure.traffic import whole_bytes
-from stepscope.parallel.ranks import host_name
+from stepscope.recording.driven import step_traffic
+from stepscope.recording.held_tensors import tensors_within
+from stepscope.recording.local_part import local_part
+from stepscope.recording.step import Step
+from stepscope.recording.timer import Measurement
+from stepscope.recording.traffic import whole_bytes
+from stepscope.training.parallel.ranks import host_name
 
 
 def take_steps_together(draft: Draft, result: Measurement) -> None:

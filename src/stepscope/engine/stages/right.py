@@ -36,12 +36,12 @@ def check_the_ranks(draft: Draft) -> None:
 
 
 def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
-    from stepscope.models.training_step import StepParts, textbook_parts  # noqa: PLC0415  (only where ranks share a step)
-    from stepscope.parallel.correctness import check_ranks  # noqa: PLC0415
+    from stepscope.training.parallel.correctness import check_ranks  # noqa: PLC0415
+    from stepscope.training.training_step import StepParts, textbook_parts  # noqa: PLC0415  (only where ranks share a step)
 
     device = draft.device
     if isinstance(workload, OwnWorkload):
-        from stepscope.models.own.loading import own_parts  # noqa: PLC0415
+        from stepscope.training.own.loading import own_parts  # noqa: PLC0415
 
         def make_own() -> StepParts:
             return dataclasses.replace(own_parts(workload, device, draft.given), optimizer=None)

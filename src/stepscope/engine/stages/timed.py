@@ -14,14 +14,14 @@ from stepscope.core.workload import GRAPH_WARMUP
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
 from stepscope.engine.stages.ranks import take_steps_together
-from stepscope.measure.compilation import CompilationWatch, compile_report
-from stepscope.measure.energy import LEAST_S, EnergyMeter
-from stepscope.measure.environment import HostLoad
-from stepscope.measure.gpu_samples import GpuSampler, gpu_sampled
-from stepscope.measure.launcher import launcher
-from stepscope.measure.nvml import nvml_kept_open, read_gpu
-from stepscope.measure.timer import Measurement, Progress, StepFailed, measure, measure_one
-from stepscope.measure.updates import applied_updates, read_updates
+from stepscope.recording.compilation import CompilationWatch, compile_report
+from stepscope.recording.energy import LEAST_S, EnergyMeter
+from stepscope.recording.environment import HostLoad
+from stepscope.recording.gpu_samples import GpuSampler, gpu_sampled
+from stepscope.recording.launcher import launcher
+from stepscope.recording.nvml import nvml_kept_open, read_gpu
+from stepscope.recording.timer import Measurement, Progress, StepFailed, measure, measure_one
+from stepscope.recording.updates import applied_updates, read_updates
 
 _SUBJECT = "step"
 _MANY = 1_000_000

@@ -9,9 +9,9 @@ from stepscope.core.evidence import Capture
 from stepscope.core.run_files import KINETO_FILE
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
-from stepscope.measure import ranges
-from stepscope.measure.capture import capture_range
-from stepscope.measure.driven import capture_kineto, trace_nvtx
+from stepscope.recording import ranges
+from stepscope.recording.capture import capture_range
+from stepscope.recording.driven import capture_kineto, trace_nvtx
 
 
 def trace_by_kineto(draft: Draft) -> None:

@@ -24,10 +24,10 @@ from stepscope.core.watched_loop import Evaluated, Saved, WatchedLoop
 from stepscope.core.work import Work
 from stepscope.engine.run_draft import RunDraft
 from stepscope.engine.watch.request import WatchRequest
-from stepscope.measure.environment import read_environment
-from stepscope.measure.watch.found import Found, class_name, models_of
-from stepscope.measure.watch.seen import CallSeen, ModuleSeen
-from stepscope.models.own.identity import source_digest, structure_digest
+from stepscope.recording.environment import read_environment
+from stepscope.recording.watch.found import Found, class_name, models_of
+from stepscope.recording.watch.seen import CallSeen, ModuleSeen
+from stepscope.training.own.identity import source_digest, structure_digest
 
 
 class WatchedDraft(RunDraft):

@@ -17,7 +17,7 @@ from stepscope.core.units import format_seconds
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between
 from stepscope.engine.watch.watched_run import WatchedRun
-from stepscope.measure.watch.watch import watching
+from stepscope.recording.watch.watch import watching
 
 _RECORDED = ("memory", "kineto")
 

@@ -11,8 +11,6 @@ import msgspec
 import torch
 from torch import nn
 
-from stepscope.analysis.runs.checks import check_run
-from stepscope.analysis.runs.metrics import summarise
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Updates
@@ -24,24 +22,26 @@ from stepscope.core.watched_loop import Evaluated
 from stepscope.engine.watch.draft import WatchedDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.engine.watch.script import when_imported
-from stepscope.measure import ranges
-from stepscope.measure.changes import Changes
-from stepscope.measure.environment import HostLoad
-from stepscope.measure.gpu_samples import sampler_of
-from stepscope.measure.launcher import launcher
-from stepscope.measure.nvml import read_gpu
-from stepscope.measure.updates import most_updates
-from stepscope.measure.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
-from stepscope.measure.watch.entry_points import keep_out_of_graphs
-from stepscope.measure.watch.finder import backward_has_run
-from stepscope.measure.watch.found import Found
-from stepscope.measure.watch.neighbours import Neighbours
-from stepscope.measure.watch.several import Loose
-from stepscope.measure.watch.stopwatch import Stopwatch, marks_for
-from stepscope.measure.watch.subject import WatchedStep
-from stepscope.measure.watch.timed import SOON_STEADY, TimedSteps
-from stepscope.measure.watch.watch import Stage, Watch
-from stepscope.measure.weakly import weakly, weakly_each
+from stepscope.recording import ranges
+from stepscope.recording.changes import Changes
+from stepscope.recording.environment import HostLoad
+from stepscope.recording.gpu_samples import sampler_of
+from stepscope.recording.launcher import launcher
+from stepscope.recording.nvml import read_gpu
+from stepscope.recording.updates import most_updates
+from stepscope.recording.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
+from stepscope.recording.watch.entry_points import keep_out_of_graphs
+from stepscope.recording.watch.finder import backward_has_run
+from stepscope.recording.watch.found import Found
+from stepscope.recording.watch.neighbours import Neighbours
+from stepscope.recording.watch.several import Loose
+from stepscope.recording.watch.stopwatch import Stopwatch, marks_for
+from stepscope.recording.watch.subject import WatchedStep
+from stepscope.recording.watch.timed import SOON_STEADY, TimedSteps
+from stepscope.recording.watch.watch import Stage, Watch
+from stepscope.recording.weakly import weakly, weakly_each
+from stepscope.runs.checks import check_run
+from stepscope.runs.metrics import summarise
 
 _MARKS_A_STEP = 8
 """The number of events made beforehand for each step and micro-batch: two for each of its parts."""
@@ -304,7 +304,7 @@ class _Readings:
     def read_before(self) -> None:
         device = self._draft.device
         if "torch._dynamo" in sys.modules:  # Otherwise nothing compiles. Importing it takes a second.
-            from stepscope.measure.compilation import CompilationWatch  # noqa: PLC0415
+            from stepscope.recording.compilation import CompilationWatch  # noqa: PLC0415
 
             self._compiling = CompilationWatch(device)
             self._compiling.start()
@@ -336,7 +336,7 @@ class _Readings:
             applied = min(new, now - self._counted) + (evidence.updates.applied if evidence.updates is not None else 0)
             draft.set_evidence(updates=Updates(steps=steps, applied=applied))
         if self._compiling is not None and (root := self._root) is not None:
-            from stepscope.measure.compilation import compile_report  # noqa: PLC0415
+            from stepscope.recording.compilation import compile_report  # noqa: PLC0415
 
             earlier, compiled = evidence.compiled_while_measured, self._compiling.read()
             both = earlier + compiled if earlier is not None and compiled is not None else compiled

@@ -1,0 +1,448 @@
+"""A plan as an Answer: the best layouts, why others are not, what bounds a step, where it stops scaling."""
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from stepscope.allocations.planning.mixtures import MIXTURES
+from stepscope.allocations.planning.offloading import said_of
+from stepscope.allocations.planning.rates import STEP_SPREAD
+from stepscope.allocations.planning.scaling import Scaled, Sensitivity, stops_at
+from stepscope.allocations.planning.search import COMMUNICATION_BYTES, Machine, Plan, Planned
+from stepscope.allocations.planning.simulation import Simulated
+from stepscope.allocations.planning.space import Question
+from stepscope.allocations.planning.times import PARTS, beside
+from stepscope.allocations.prediction.layouts import bytes_of
+from stepscope.core.answer import PROSE, TEXT, Answer, Frame, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.checkpointing import offload_of, selective_of
+from stepscope.core.device_spec import DeviceSpec
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
+from stepscope.core.network import Network
+from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
+from stepscope.core.work.collectives import bus_bandwidth
+from stepscope.core.work.communication import Transfer, transfer_s, transfers_of
+from stepscope.core.work.spelled import run_command
+
+
+class Planning(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that an answer is made of."""
+
+    plan: Plan
+    machine: Machine
+    spec: DeviceSpec
+    scaled: tuple[Scaled, ...] = ()
+    sensitive: tuple[Sensitivity, ...] = ()
+    even: Simulated | None = None
+    """The best layout played without stragglers."""
+    uneven: Simulated | None = None
+    """The same with stragglers."""
+    spread: float = STEP_SPREAD
+
+
+def answer_plan(planning: Planning) -> Answer:
+    """The Answer to which layout is best."""
+    plan, workload = planning.plan, planning.plan.question.workload
+    return Answer(
+        study="plan",
+        question=f"Which layout of {workload.model.name} is fastest on {plan.question.ranks:,} x {planning.spec.name}?",
+        lead=tuple(_lead(planning)),
+        tables=tuple(_tables(planning)),
+        panels=tuple(_panels(planning)),
+        findings=tuple(_findings(planning)),
+        asides=(
+            "On paper: nothing was run. Uneven experts, failures, data loading, limits of power and temperature, "
+            "and contention between collectives are not in the formulas.",
+        ),
+    )
+
+
+def _lead(planning: Planning) -> Iterable[Line]:
+    question, network = planning.plan.question, planning.machine.network
+    workload, model = question.workload, question.model
+    sizes = ", ".join(f"{field} {size:,}" for field, size in workload.model.sizes.items())
+    experts = f", {model.experts} experts of which {model.active} active" if model.experts > 1 else ""
+    yield Line(f"{workload.model.name}: {model.parameters:,} parameters ({sizes}{experts})", "strong")
+    yield Line(
+        f"{counted(workload.batch_size, 'sequence')} of {workload.seq_len:,} = {workload.tokens:,} tokens a step, "
+        f"{workload.dtype}, {workload.attention} attention, "
+        f"{'eager' if workload.compile == 'eager' else f'torch.compile {workload.compile}'}, {workload.optimizer}"
+    )
+    yield Line(
+        f"{question.ranks:,} x {planning.spec.name}; {network.name}: {network.node} GPUs at "
+        f"{format_rate(network.inside_bytes_per_s, 'B/s')}, nodes at {format_rate(network.between_bytes_per_s, 'B/s')} "
+        f"a GPU, of which collectives reach {network.share:.0%}"
+    )
+    if network.measured:
+        yield Line(_measured_links(network, question.ranks))
+    for said in planning.machine.rates.said:
+        yield Line(said, "aside")
+    if question.ranks > 1:
+        products, others = beside(planning.machine.rates, network)
+        whose = "measured over NCCL on two H100" if network.beside is None else "as --network says"
+        yield Line(
+            f"While a collective runs, matrix products take {products:.2f} times as long, and other kernels "
+            f"{others:.2f} times ({whose}).",
+            "aside",
+        )
+
+
+def _measured_links(network: Network, ranks: int) -> str:
+    """Where latency and bandwidth within a node come from, with those of an all-reduce, or of the first kind."""
+    numbers = sorted({fit.ranks for fit in network.measured})
+    kinds = list(dict.fromkeys(fit.kind for fit in network.measured))
+    kind = "all-reduce" if "all-reduce" in kinds else kinds[0]
+    fit = network.fit_for(kind, ranks)
+    assert fit is not None
+    rate = bus_bandwidth(kind, 1, fit.ranks, 1 / fit.bytes_per_s) if fit.bytes_per_s else None
+    moved = f", and moves bytes at {format_rate(rate, 'B/s')} of bus bandwidth" if rate else ""
+    others = "; other numbers of ranks keep its bus bandwidth" if set(numbers) != {ranks} else ""
+    return (
+        f"Within a node, {', '.join(kinds)} take what was measured over {fit.backend} among "
+        f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
+        f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
+    )
+
+
+def _tables(planning: Planning) -> Iterable[Table]:
+    plan = planning.plan
+    yield text(*_headline(planning))
+    if plan.best:
+        best = plan.best[0]
+        yield _best_table(planning)
+        yield _parts_table(best)
+        if best.needs is not None:
+            yield _memory_table(best, planning)
+        if plan.question.ranks > 1:
+            yield _traffic_table(best, planning)
+    yield _refusals(plan)
+    if planning.scaled:
+        yield _scaling_table(planning)
+    if planning.sensitive:
+        yield _sensitivity_table(planning)
+    if planning.even is not None:
+        yield _simulation_table(planning)
+
+
+def _headline(planning: Planning) -> Iterable[Line]:
+    plan, budget = planning.plan, planning.machine.budget
+    if not plan.best:
+        if plan.nearest is None:
+            yield Line("There is no layout: see the reasons below.", "bad")
+            return
+        needs = format_bytes(plan.nearest.peak_bytes)
+        yield Line(
+            f"Nothing fits into {budget.said}. {_described(plan.nearest.layout)}, whose states are smallest, needs "
+            f"{needs} on a rank: {plan.question.what_would_fit}.",
+            "bad",
+        )
+        return
+    best = plan.best[0]
+    yield Line(
+        f"Best: {_described(best.layout)}. A step takes {format_seconds(best.time.step_s)}, "
+        f"{format_share(_mfu(best, planning))} MFU, {_tokens(best, planning):,.0f} tokens/s; "
+        f"{format_bytes(best.peak_bytes)} of {format_bytes(budget.usable_bytes)} on the rank that needs most.",
+        "good",
+    )
+    if best.host_bytes:
+        yield Line(f"Blocks that offload keep {format_bytes(best.host_bytes)} of each rank in the host's memory.")
+    yield from _commands(best.layout, plan.question)
+    simple = plan.simplest
+    if simple is not None:
+        slower = format_share(simple.time.step_s / best.time.step_s - 1)
+        yield Line(f"Simpler, and {slower} slower: {_described(simple.layout)} ({format_bytes(simple.peak_bytes)}).")
+    parts = sorted(best.time.parts.items(), key=lambda part: -part[1])
+    shares = [f"{name} ({format_share(seconds / best.time.step_s)})" for name, seconds in parts[:3] if seconds]
+    yield Line(f"What bounds it: {', then '.join(shares)}.")
+    stop = stops_at(planning.scaled, plan.question.ranks)
+    if stop is not None:
+        yield Line(
+            f"With this batch it stops scaling at {counted(stop.ranks, 'rank')}: twice as many make a step less than "
+            "1.5 times faster, or cannot share it."
+        )
+
+
+def _described(layout: Layout) -> str:
+    words = [layout.name, f"{layout.micro_batches:,} x {layout.micro_batch}", f"checkpointing {layout.checkpointing}"]
+    return ", ".join(words)
+
+
+def _commands(layout: Layout, question: Question) -> Iterable[Line]:
+    """The options that plan this layout alone, and the command that runs it, or that no strategy here does."""
+    experts = question.model.experts
+    yield Line(f"To plan it alone: --layout {settled(layout, experts)} --checkpointing {layout.checkpointing}", "aside")
+    ran = step_of(question.workload, layout) if experts == 1 else None
+    command = run_command(ran) if ran is not None else None
+    yield Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
+
+
+def _mfu(planned: Planned, planning: Planning, ranks: int | None = None) -> float:
+    question = planning.plan.question
+    flops = question.model.step_flops(question.workload.tokens, question.workload.seq_len)
+    peak = planning.machine.rates.peak_flops_per_s * (ranks or question.ranks)
+    return flops / planned.time.step_s / peak
+
+
+def _tokens(planned: Planned, planning: Planning) -> float:
+    return planning.plan.question.workload.tokens / planned.time.step_s
+
+
+def _best_table(planning: Planning) -> Table:
+    names = dict.fromkeys(planned.layout.sharding for planned in planning.plan.best)
+    return table_of(
+        "layout", ("micro-batches", TEXT), "checkpointing", ("step", "s"), ("MFU", "%"), ("tokens/s a GPU", ",.0f"),
+        ("peak", "B"), "bound by",
+        title="Best layouts",
+        rows=[
+            (
+                one.layout.name, f"{one.layout.micro_batches} x {one.layout.micro_batch}", one.layout.checkpointing,
+                one.time.step_s, _mfu(one, planning), _tokens(one, planning) / planning.plan.question.ranks,
+                one.peak_bytes, one.time.bound,
+            )
+            for one in planning.plan.best
+        ],
+        notes=as_lines(
+            "tp, cp, pp, ep, dp: tensor (with sequence), context, pipeline, expert and data parallel; v: chunks of an "
+            "interleaved pipeline.",
+            *(
+                said
+                for k_of, said in ((selective_of, MIXTURES), (offload_of, said_of(planning.machine.rates)))
+                if any(k_of(one.layout.checkpointing) for one in planning.plan.best)
+            ),
+            *(
+                f"{name}: {SHARDINGS[name].words} ({SHARDINGS[name].source})."
+                for name in names
+                if planning.plan.question.ranks > 1
+            ),
+        ),
+    )  # fmt: skip
+
+
+def _parts_table(best: Planned) -> Table:
+    rows = [(part, best.time.parts[part], best.time.parts[part] / best.time.step_s) for part in PARTS]
+    return table_of(
+        "part", ("seconds", "s"), ("share", "%"), title="What the best step is made of",
+        rows=[row for row in rows if row[1]],
+    )  # fmt: skip
+
+
+def _memory_table(best: Planned, planning: Planning) -> Table:
+    needs = best.needs
+    assert needs is not None
+    parts = {
+        "parameters": needs.parameters, "gradients": needs.gradients, "moments of the optimizer": needs.moments,
+        "buckets of gradients": needs.buckets, "gathered or cast copies": needs.gathered,
+        "saved for micro-batches in flight": needs.saved,
+        "the micro-batch at work": needs.working, "data and workspaces": needs.fixed,
+    }  # fmt: skip
+    left = planning.machine.budget.usable_bytes - COMMUNICATION_BYTES
+    return table_of(
+        "memory of a rank", ("bytes", "B"), ("share", "%"), title="Memory of the rank that needs most",
+        rows=[(name, count, count / needs.peak) for name, count in parts.items() if count],
+        notes=as_lines(
+            f"Pipeline rank {needs.rank}. A layout fits where its peak and 4 % more are within {format_bytes(left)}: "
+            f"what the device has, less its context and {format_bytes(COMMUNICATION_BYTES)} for NCCL, an assumption."
+        ),
+    )  # fmt: skip
+
+
+def _traffic_table(best: Planned, planning: Planning) -> Table:
+    question, layout = planning.plan.question, best.layout
+    sizes = bytes_of(question.workload, layout.sharding)
+    rows = [
+        _traffic_row(transfer, layout, planning)
+        for transfer in transfers_of(question.model, layout, question.workload.seq_len, sizes)
+    ]
+    return table_of(
+        "what", "collective", ("ranks", TEXT), ("message", "B"), ("times a step", ","), ("bytes on a link", "B"),
+        ("seconds", "s"), "hidden", title="What a rank sends in a step",
+        rows=rows,
+        notes=as_lines("Bytes by the formulas of nccl-tests; seconds by latency and bandwidth, hidden or not."),
+    )  # fmt: skip
+
+
+def _traffic_row(transfer: Transfer, layout: Layout, planning: Planning) -> tuple[str | int | float, ...]:
+    rounds = 1 if transfer.when == "step" else layout.micro_batches
+    times = rounds * transfer.times
+    return (
+        f"{transfer.dimension}: {transfer.what}, {transfer.when}", transfer.kind,
+        f"{transfer.group.ranks} by {transfer.group.stride}", transfer.message_bytes, times,
+        rounds * transfer.link_bytes, times * transfer_s(planning.machine.network, transfer),
+        "as far as it goes" if transfer.overlaps else "no",
+    )  # fmt: skip
+
+
+def _refusals(plan: Plan) -> Table:
+    grids = [(reason, "ways to share out ranks", count) for reason, count in plan.refused.items()]
+    layouts = [(reason, "layouts", count) for reason, count in plan.too_large.items()]
+    rows = [*sorted(grids, key=lambda row: -row[2]), *sorted(layouts, key=lambda row: -row[2])]
+    said = (
+        f"{plan.fitting:,} of {counted(plan.layouts, 'layout')} fit, of {plan.grids:,} ways to share out "
+        f"{counted(plan.question.ranks, 'rank')}."
+    )
+    return table_of(
+        ("why not", PROSE), "what", ("how many", ","), title="Why others are not", rows=rows, notes=as_lines(said)
+    )
+
+
+def _scaling_table(planning: Planning) -> Table:
+    rows: list[tuple[int | float | str | None, ...]] = []
+    first = next((one for one in planning.scaled if one.best), None)
+    for one in planning.scaled:
+        if one.best is None:
+            rows.append((one.ranks, None, None, None, None, f"none: {one.why_not}"))
+            continue
+        step = one.best.time.step_s
+        assert first is not None
+        assert first.best is not None
+        efficiency = first.best.time.step_s * first.ranks / step / one.ranks
+        rows.append(
+            (one.ranks, step, _mfu(one.best, planning, one.ranks), efficiency, one.best.time.bound, _short(one))
+        )
+    tones = {i: "strong" for i, row in enumerate(rows) if row[0] == planning.plan.question.ranks}
+    mixed = planning.plan.best[0].layout.checkpointing not in planning.plan.question.tried
+    alike = ", with any checkpointing," if mixed else " and checkpointing"
+    return table_of(
+        ("ranks", ","), ("step", "s"), ("MFU", "%"), ("efficiency", "%"), "bound by", "best layout",
+        title="Strong scaling: the same batch on more ranks", rows=rows, tones=tones,
+        notes=as_lines(
+            f"Of the kind of sharding{alike} that is best above; efficiency against the first row that has a step."
+        ),
+    )  # fmt: skip
+
+
+def _short(scaled: Scaled) -> str:
+    assert scaled.best is not None
+    layout = scaled.best.layout
+    return f"{layout.name}, {layout.micro_batches} x {layout.micro_batch}"
+
+
+def _sensitivity_table(planning: Planning) -> Table:
+    best = planning.plan.best[0]
+    return table_of(
+        "links", ("rate", "{:.2f} x"), ("step", "s"), ("change", "+%"), "best layout",
+        title="If links were slower or faster",
+        rows=[
+            (
+                one.links, one.factor, one.best.time.step_s, one.best.time.step_s / best.time.step_s - 1,
+                one.best.layout.name if one.best.layout != best.layout else "the same",
+            )
+            for one in planning.sensitive
+        ],
+        notes=as_lines("The best of the fastest layouts of the search, each timed again."),
+    )  # fmt: skip
+
+
+def _simulation_table(planning: Planning) -> Table:
+    even, uneven, best = planning.even, planning.uneven, planning.plan.best[0]
+    assert even is not None
+    rows = [("by formula", best.time.step_s, 0.0, None), _played("played, ranks alike", even, best)]
+    if uneven is not None:
+        rows.append(_played(f"played, ranks differ by {planning.spread:.1%}", uneven, best))
+    return table_of(
+        "step", ("seconds", "s"), ("over the formula", "+%"), ("ranks wait", "%"), title="The step played through",
+        rows=rows,
+        notes=as_lines(
+            "Each rank's speed is drawn once from a normal distribution of that standard deviation, with a fixed seed"
+            + (f"; {uneven.replicas} data-parallel replicas were played." if uneven is not None else ".")
+        ),
+    )  # fmt: skip
+
+
+def _played(name: str, played: Simulated, best: Planned) -> tuple[str, float, float, float | None]:
+    return name, played.step_s, played.step_s / best.time.step_s - 1, played.idle_share
+
+
+_COLOURS = {
+    "products and attention": ("matrix products", "attention", "run again"),
+    "elementwise and launches": ("elementwise", "launches"),
+    "tensor parallel": ("tensor parallel",),
+    "context and expert parallel": ("context parallel", "expert parallel"),
+    "pipeline": ("pipeline sends", "pipeline bubble"),
+    "data parallel": ("data parallel", "slower beside collectives", "copies for collectives"),
+    "optimizer": ("optimizer",),
+}
+"""Parts that share a colour in the plot: it can tell eight apart."""
+
+
+def _panels(planning: Planning) -> Iterable[Panel]:
+    best = planning.plan.best
+    if not best:
+        return
+    yield Panel(
+        x_title="", y_title="seconds", kind="stack",
+        points=tuple(
+            Point(line=name, name=one.layout.name, y=seconds)
+            for one in best
+            for name, parts in _COLOURS.items()
+            if (seconds := sum(one.time.parts[part] for part in parts))
+        ),
+        frame=Frame(heading="What a step is made of, by layout", line_title="part"),
+    )  # fmt: skip
+    curve = [one for one in planning.scaled if one.best is not None]
+    if len(curve) > 1:
+        yield Panel(
+            x_title="ranks", y_title="seconds a step", x_log=True, y_log=True,
+            points=(
+                *_ideal(curve),
+                *(Point(line="planned", x=float(one.ranks), y=one.best.time.step_s) for one in curve if one.best),
+            ),
+            frame=Frame(heading="Strong scaling", line_title="step"),
+        )  # fmt: skip
+    played = planning.uneven or planning.even
+    if played is not None and played.slices:
+        yield Panel(
+            x_title="ms", y_title="", points=(), kind="timeline", slices=played.slices,
+            frame=Frame(
+                heading="The best step, played through",
+                note="timeline: one data-parallel replica, as simulated",
+                x_ends=(0.0, max(one.end for one in played.slices)),
+            ),
+        )  # fmt: skip
+
+
+def _ideal(curve: Sequence[Scaled]) -> Iterable[Point]:
+    first = curve[0]
+    assert first.best is not None
+    for one in curve:
+        yield Point(line="ideal", x=float(one.ranks), y=first.best.time.step_s * first.ranks / one.ranks)
+
+
+_NEARLY_FULL = 0.85
+"""The share of the memory above which a step may wait for its allocator: 8 billion parameters on two H200 did at 95 %,
+and did not at 75 % (docs/planning.md); between these nothing was measured."""
+
+
+def _findings(planning: Planning) -> Iterable[Finding]:
+    plan = planning.plan
+    if not plan.best:
+        yield warning("nothing-fits", "No layout fits.", {"layouts": plan.layouts, "ranks": plan.question.ranks})
+        return
+    best = plan.best[0]
+    communication = sum(seconds for part, seconds in best.time.parts.items() if "parallel" in part or "sends" in part)
+    share = communication / best.time.step_s
+    if plan.question.ranks > 1:
+        yield note(
+            "exposed-communication",
+            f"Communication that nothing hides takes {format_share(share)} of the best step.",
+            {"seconds": communication, "share": share},
+        )
+    budget = planning.machine.budget.usable_bytes
+    last, offloaded = selective_of(best.layout.checkpointing), offload_of(best.layout.checkpointing)
+    if (last or offloaded) and best.peak_bytes > _NEARLY_FULL * budget:
+        other = "selective-K of fewer" if last else "offload-K of more"
+        yield note(
+            "nearly-full",
+            f"The best layout fills {format_share(best.peak_bytes / budget)} of a rank's memory. PyTorch's cache holds "
+            "more than a peak, and where it has to give memory back within a step the GPU waits, which no plan counts: "
+            f"measure it beside --checkpointing {other} blocks.",
+            {"peak_bytes": best.peak_bytes, "usable_bytes": budget},
+        )
+    bubble = best.time.parts["pipeline bubble"] / best.time.step_s
+    if bubble > 0.1:
+        yield note(
+            "pipeline-bubble",
+            f"Ranks of the best layout idle {format_share(bubble)} of the step in the pipeline's bubble.",
+            {"share": bubble},
+            "more micro-batches (a larger batch), or more chunks a rank",
+        )

@@ -1,0 +1,304 @@
+"""The search: every layout of a step, whether it fits, how long it takes, and which is best."""
+
+import functools
+import heapq
+import math
+from collections import Counter
+from typing import Literal
+
+import msgspec
+
+from stepscope.allocations.planning.mixtures import mixed, on_line, open_to_mixtures, with_most
+from stepscope.allocations.planning.offloading import offloading
+from stepscope.allocations.planning.rates import Rates, rates_of
+from stepscope.allocations.planning.space import Question, Space
+from stepscope.allocations.planning.times import Clock, StepTime
+from stepscope.allocations.prediction.estimate import estimate
+from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
+from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
+from stepscope.core.checkpointing import offload_of
+from stepscope.core.device_spec import DeviceSpec
+from stepscope.core.layout import SHARDINGS, Layout, layout_of
+from stepscope.core.network import Network
+from stepscope.core.units import GIB
+from stepscope.core.workload import Workload
+
+COMMUNICATION_BYTES = GIB
+"""What a rank of several leaves for the buffers of NCCL: an assumption."""
+SHOWN = 10
+_NEARLY = 1.05
+_KEPT = 200
+"""Layouts of which the search keeps the time, the fastest ones."""
+_MISSED = 40
+"""Layouts whose very stages are run before a plan says that nothing fits, those that need least."""
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A layout that fits, and what it is predicted to need."""
+
+    layout: Layout
+    time: StepTime
+    peak_bytes: int
+    needs: RankNeeds | None
+    """None for one rank, whose peak is `stepscope fit`'s."""
+    host_bytes: int = 0
+    """Bytes that a rank's blocks keep in the host's memory."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search found."""
+
+    question: Question
+    best: tuple[Planned, ...]
+    """The fastest layouts that fit, one for each grid and sharding, the fastest first."""
+    layouts: int
+    fitting: int
+    grids: int
+    refused: dict[str, int]
+    """Grids that cannot be, by the reason."""
+    too_large: dict[str, int]
+    """Layouts that do not fit, by what is too large."""
+    simplest: Planned | None = None
+    """The layout of fewest dimensions whose step is within 5 % of the best."""
+    nearest: Planned | None
+    """Where nothing fits, the layout whose states are smallest."""
+    fastest: tuple[Layout, ...] = ()
+    """The fastest layouts, as the search saw them, but for mixtures: what another network would choose from."""
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is for: the memory, the rates and the network of its devices."""
+
+    budget: Budget
+    rates: Rates
+    network: Network
+
+
+Limit = Literal["parameters, gradients and moments alone are too large", "activations are too large"]
+_STATES: Limit = "parameters, gradients and moments alone are too large"
+_ACTIVATIONS: Limit = "activations are too large"
+
+
+def room_of(budget: Budget, ranks: int) -> int:
+    """The peak that surely fits, as far as a search knows."""
+    usable = budget.usable_bytes - (COMMUNICATION_BYTES if ranks > 1 else 0)
+    return int(usable / (1 + QUICK_SAFETY))
+
+
+def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
+    """Try every layout. Those that are shown are predicted a second time, stage by stage and not by interpolation."""
+    memory = RankMemory(question.workload, question.model)
+    clock = Clock(question.workload, memory, machine.rates, machine.network)
+    space = Space(question)
+    if question.ranks == 1 and question.model.experts == 1:
+        return _of_one_rank(question, machine, clock, space)
+    tried = _Tried(question, memory, clock, room_of(machine.budget, question.ranks))
+    for grid in space.grids():
+        for alike in space.layouts(grid):
+            tried.add(alike)
+    best = tried.best(shown)
+    nearest = planned(tried.smallest, memory, clock) if not best and tried.smallest else None
+    return Plan(
+        question=question, best=tuple(best), layouts=tried.count, fitting=tried.fitting, grids=space.grids_seen,
+        refused=dict(space.refused), too_large=dict(tried.too_large), nearest=nearest, fastest=tried.fastest,
+        simplest=tried.simplest(best[0]) if best else None,
+    )  # fmt: skip
+
+
+class _Tried:
+    """Layouts that were tried: how many fit, and the fastest of them."""
+
+    def __init__(self, question: Question, memory: RankMemory, clock: Clock, room: int) -> None:
+        self._question, self._memory, self._clock, self._room = question, memory, clock, room
+        self.count = self.fitting = 0
+        self.too_large: Counter[str] = Counter()
+        self.smallest: Layout | None = None
+        """The layout whose states are smallest."""
+        self._least = math.inf
+        self._fastest: list[tuple[float, int, Layout]] = []
+        self._missed: list[tuple[int, int, Layout]] = []
+        """Layouts that do not fit by interpolation. Their peaks are negated, so that the heap drops the largest."""
+
+    def add(self, alike: list[Layout]) -> None:
+        """Try layouts that differ only in micro-batch and checkpointing, and of each micro-batch also the mixture."""
+        self.count += len(alike)
+        least = self._memory.least(alike[0])
+        if least < self._least:
+            checkpointed = [layout for layout in alike if layout.micro_batch == alike[0].micro_batch]
+            self._least, self.smallest = least, checkpointed[-1]
+        if least > self._room:
+            self.too_large[_STATES] += len(alike)
+            return
+        fit = [self._fits(layout, number - self.count) for number, layout in enumerate(alike)]
+        self.fitting += fit.count(True)
+        if not all(fit):
+            self.too_large[_ACTIVATIONS] += fit.count(False)
+        slow: set[int] = set()
+        """Micro-batches whose step is too slow already: what computes more again is slower, and need not be timed."""
+        for number, layout in enumerate(alike):
+            if fit[number] and layout.micro_batch not in slow and not self._take(layout, number - self.count):
+                slow.add(layout.micro_batch)
+        for layout in open_to_mixtures(self._question, alike, fit):
+            for found in (mixed(layout, self._memory, self._room), self._offloading(layout)):
+                if found is not None:
+                    self.count += 1
+                    self.fitting += 1
+                    self._take(found, -self.count)
+
+    def _offloading(self, layout: Layout, *, exactly: bool = False) -> Layout | None:
+        if layout.pipeline > 1 or not self._question.offloads:
+            return None
+        memory, forward_s = (
+            self._memory,
+            self._clock.forward_s(msgspec.structs.replace(layout, checkpointing="selective")),
+        )
+        return offloading(
+            layout,
+            memory,
+            self._clock.rates,
+            forward_s,
+            lambda one: memory.needs(one, exactly=exactly).peak <= self._room,
+        )
+
+    def _fits(self, layout: Layout, number: int) -> bool:
+        peak = self._memory.needs(layout).peak
+        if peak > self._room and not self._fastest:
+            entry = (-peak, number, layout)
+            (heapq.heappush if len(self._missed) < _MISSED else heapq.heappushpop)(self._missed, entry)
+        return peak <= self._room
+
+    def _take(self, layout: Layout, number: int) -> bool:
+        """Keep the layout if it is fast, of two as fast the one whose number is larger. False: it is far too slow."""
+        full = len(self._fastest) == _KEPT
+        if full and self._clock.least_s(layout) > -self._fastest[0][0]:
+            return False
+        entry = (-self._clock.step(layout).step_s, number, layout)
+        if not full:
+            heapq.heappush(self._fastest, entry)
+        elif entry[:2] > self._fastest[0][:2]:
+            heapq.heapreplace(self._fastest, entry)
+        return True
+
+    @property
+    def fastest(self) -> tuple[Layout, ...]:
+        # How many blocks of a mixture fit is settled for those of `best` alone.
+        return tuple(one for _, _, one in self._fastest if one.checkpointing in self._question.tried)
+
+    def simplest(self, best: Planned) -> Planned | None:
+        """Of the fastest layouts, the one of fewest dimensions, and of these the fastest; None where that is `best`."""
+        enough = sorted(self._fastest, key=lambda entry: (_dimensions(entry[2]), -entry[0]))
+        for negative_s, _, layout in enough:
+            if _dimensions(layout) >= _dimensions(best.layout):
+                return None
+            if -negative_s <= _NEARLY * best.time.step_s:
+                found = self._planned(layout)
+                if found.peak_bytes <= self._room:
+                    return found
+        return None
+
+    def _planned(self, layout: Layout) -> Planned:
+        """A layout by its very stages; one of `selective`, of a mixture or that offloads with what these leave room
+        for."""
+        if offload_of(layout.checkpointing):
+            layout = self._offloading(layout, exactly=True) or layout
+        elif self._question.mixes and layout.checkpointing not in ("none", "every-1"):
+            layout = mixed(layout, self._memory, self._room, exactly=True) or layout
+        return planned(layout, self._memory, self._clock)
+
+    def best(self, shown: int) -> list[Planned]:
+        """The fastest layouts of different grids or shardings, the fastest first, that fit by their very stages."""
+        if not self._fastest:
+            self._look_again()
+        best: list[Planned] = []
+        seen: set[tuple[object, ...]] = set()
+        for _, _, layout in sorted(self._fastest, key=lambda entry: entry[:2], reverse=True):
+            kind = (layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.sharding)
+            if kind in seen or len(best) == shown:
+                continue
+            found = self._planned(layout)
+            if found.peak_bytes <= self._room:
+                seen.add(kind)
+                best.append(found)
+        return sorted(best, key=lambda found: found.time.step_s)
+
+    def _look_again(self) -> None:
+        """Take the layouts that fit by their very stages, where none did by interpolation, which counts more for shards
+        that come and go: a layout that a search found is found again where it is settled."""
+        for _, number, layout in self._missed:
+            found = self._planned(layout)
+            if found.peak_bytes <= self._room:
+                self.too_large[_ACTIVATIONS] -= 1
+                self.fitting += 1
+                self._take(found.layout, number)
+        self.too_large = +self.too_large
+
+
+def _dimensions(layout: Layout) -> int:
+    """How many ways of being parallel a layout combines."""
+    sizes = (
+        layout.tensor, layout.context, layout.pipeline, layout.data, layout.expert, layout.chunks,
+        layout.replicas if SHARDINGS[layout.sharding].shares else 1,
+    )  # fmt: skip
+    return sum(size > 1 for size in sizes)
+
+
+def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:
+    """A layout with its time and its memory, whether it fits or not."""
+    needs = memory.needs(layout, exactly=True)
+    blocks = offload_of(layout.checkpointing)
+    host_bytes = blocks * memory.offloaded(layout) if blocks else 0
+    return Planned(
+        layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs, host_bytes=host_bytes
+    )  # fmt: skip
+
+
+def planned_step(workload: Workload, spec: DeviceSpec, network: Network) -> Planned | None:
+    """A step in the layout in which its strategy runs it, on these devices; None where no plan is of that strategy.
+
+    Raises InputError for a step that no plan is of.
+    """
+    layout = layout_of(workload)
+    if layout is None:
+        return None
+    memory = memory_of_ranks(workload)
+    return planned(layout, memory, Clock(memory.workload, memory, rates_of(spec, memory.workload), network))
+
+
+def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Space) -> Plan:
+    """One GPU: memory and verdict are those of `stepscope fit`, with the layout's micro-batches as --accumulation."""
+
+    @functools.cache
+    def alone(layout: Layout) -> tuple[Planned, bool, int]:
+        """The layout, whether it fits, and what the allocator's cache holds at most."""
+        workload = msgspec.structs.replace(
+            question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
+        )
+        predicted = estimate(workload)
+        found = Planned(
+            layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None,
+            host_bytes=predicted.host_bytes,
+        )  # fmt: skip
+        return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or predicted.peak_bytes
+
+    every: list[Layout] = []
+    layers, room = question.model.config.layers, int(machine.budget.usable_bytes * (1 - SAFETY))
+    for grid in space.grids():
+        for alike in space.layouts(grid):
+            every += alike
+            for most in open_to_mixtures(question, alike, [alone(one)[1] for one in alike]):
+                least = msgspec.structs.replace(most, checkpointing="attention")
+                if alone(least)[1]:
+                    guess = on_line(layers, alone(least)[2], alone(most)[2], room)
+                    every.append(with_most(least, layers, guess, lambda one: alone(one)[1]))
+                if question.offloads:
+                    found = offloading(
+                        most, clock.memory, clock.rates, clock.forward_s(most), lambda one: alone(one)[1]
+                    )
+                    every += [found] if found is not None else []
+    best = sorted((one for one, fits, _ in map(alone, every) if fits), key=lambda one: one.time.step_s)
+    too_large = len(every) - len(best)
+    nearest = min((alone(one)[0] for one in every), key=lambda one: one.peak_bytes) if every and not best else None
+    return Plan(
+        question=question, best=tuple(best[:SHOWN]), layouts=len(every), fitting=len(best), grids=space.grids_seen,
+        refused=dict(space.refused), too_large={_ACTIVATIONS: too_large} if too_large else {}, nearest=nearest,
+    )  # fmt: skip

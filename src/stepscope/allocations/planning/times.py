@@ -1,0 +1,449 @@
+"""How long a step of a layout takes, by formula: what each part adds to it.
+
+A micro-batch's turn on a rank is its products, attention and elementwise work, and the communication that nothing
+hides: of tensor, context and expert parallelism all of it. m turns and the bubble of (p - 1) / v turns make the
+pipeline (`core/work/pipelines.py`). What data parallelism sends is hidden behind the computation that does not wait for
+it (forward and backward of the same micro-batch, or of the last one), and only the rest counts. But a collective takes
+multiprocessors: computation beside it goes slower. Then the optimizer steps.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from stepscope.allocations.planning.offloading import copies_s
+from stepscope.allocations.planning.rates import KERNEL_S, PRODUCT_S, UNIT_S, Rates
+from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
+from stepscope.allocations.prediction.stages import Moved
+from stepscope.core.attentions import scores_of
+from stepscope.core.checkpointing import spans_of
+from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.network import Network
+from stepscope.core.precisions import PRECISIONS
+from stepscope.core.work.communication import (
+    Copies,
+    Transfer,
+    When,
+    context_transfers,
+    data_copies,
+    data_transfers,
+    end_transfers,
+    expert_transfers,
+    pipeline_transfers,
+    tensor_transfers,
+    transfer_s,
+)
+from stepscope.core.work.operations import adamw_work
+from stepscope.core.work.pipelines import bubble_turns
+from stepscope.core.work.planned_model import PlannedModel, largest_stage
+from stepscope.core.work.transformer import moment_bytes
+from stepscope.core.workload import OF_ONE_LAUNCH, Workload
+
+PARTS: tuple[str, ...] = (
+    "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
+    "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "slower beside collectives",
+    "copies for collectives", "waiting for copies to the host", "optimizer",
+)  # fmt: skip
+"""What a step's time is made of, in the order of tables."""
+
+_ATTENTION_BACKWARD = 2.5
+"""FLOPs of fused attention's backward over its forward's: it makes the scores once more (Dao 2023, section 4.1)."""
+_SEVERAL_PASSES = 20 / 7
+"""What AdamW tensor by tensor moves over what its fused kernel does. Its eight operations read and write 20 numbers a
+parameter (torch/optim/adamw.py, `_multi_tensor_adamw`); fused they read four and write three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTimes:
+    """Seconds of one block for one micro-batch, by part, forward and backward."""
+
+    forward: dict[str, float]
+    backward: dict[str, float]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(self.forward.values())
+
+    @property
+    def backward_s(self) -> float:
+        return sum(self.backward.values())
+
+
+class StepTime(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of a step of a layout, and what it is made of."""
+
+    step_s: float
+    parts: dict[str, float]
+    """Seconds by PARTS; they add up to the step."""
+    forward_s: float
+    """One chunk's forward on a middle rank, exposed communication with it."""
+    backward_s: float
+    send_s: float
+    """One send to the next stage."""
+    last_forward_s: float
+    """What the last rank adds to a forward: head and loss, less the blocks that it has fewer."""
+    last_backward_s: float
+    data_s: float
+    """Data parallelism beyond what each micro-batch hides, at the step's end and beginning."""
+    optimizer_s: float
+
+    @property
+    def bound(self) -> str:
+        """The largest part."""
+        return max(self.parts, key=self.parts.__getitem__)
+
+
+class _DataSeconds(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds that data parallelism sends: in each forward and backward, and once a step."""
+
+    pieces: int
+    forward: float
+    backward: float
+    gathered: float
+    reduced: float
+    after: float
+    """What is sent when backward has ended."""
+    copies: Copies
+    """In seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Added:
+    """Seconds that data parallelism adds: what nothing hides, what computation loses beside it, and copies."""
+
+    exposed: float = 0.0
+    slower: float = 0.0
+    copied: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.exposed + self.slower + self.copied
+
+    def __add__(self, other: "_Added") -> "_Added":
+        return _Added(
+            exposed=self.exposed + other.exposed, slower=self.slower + other.slower, copied=self.copied + other.copied
+        )
+
+
+class Clock:
+    """Tells the time of any layout of one step; remembers what layouts have in common."""
+
+    def __init__(self, workload: Workload, memory: RankMemory, rates: Rates, network: Network) -> None:
+        self.workload, self.memory, self.rates, self.network = workload, memory, rates, network
+        self.model: PlannedModel = memory.model
+        self._blocks: dict[tuple[object, ...], BlockTimes] = {}
+        self._ends: dict[tuple[object, ...], BlockTimes] = {}
+        self._moved: dict[tuple[object, ...], Moved] = {}
+        self._seconds: dict[Transfer, float] = {}
+        self._sent: dict[tuple[object, ...], _DataSeconds] = {}
+        self._sends: dict[tuple[object, ...], float] = {}
+
+    def forward_s(self, layout: Layout) -> float:
+        """Seconds of a block's forward, for one micro-batch."""
+        return self._block(layout).forward_s
+
+    def least_s(self, layout: Layout) -> float:
+        """Seconds that a step takes at least: quickly."""
+        blocks = self.model.config.layers / layout.pipeline
+        return (layout.micro_batches + bubble_turns(layout)) * blocks * _sum(self._block(layout))
+
+    def step(self, layout: Layout) -> StepTime:
+        """The time of a step."""
+        block, ends = self._block(layout), self._end(layout)
+        p, m = layout.pipeline, layout.micro_batches
+        chunk = largest_stage(self.model.config.layers, layout.stages)
+        count = chunk * layout.chunks
+        fewer = 1 if chunk * layout.stages > self.model.config.layers else 0
+        # The last rank has the head, and where blocks do not divide evenly, a block less.
+        longest = max(count * _sum(block), (count - (fewer if p > 1 else 0)) * _sum(block) + _sum(ends))
+        at_last = longest > count * _sum(block)
+        parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        blocks = count - (fewer if at_last and p > 1 else 0)
+        for times, factor in ((block, blocks), (ends, 1 if at_last else 0)):
+            for part, seconds in (*times.forward.items(), *times.backward.items()):
+                parts[part] += m * factor * seconds
+        turn = self.model.config.layers / p * _sum(block) + _sum(ends) / p
+        parts["pipeline bubble"] += bubble_turns(layout) * turn
+        send = self._send(layout)
+        if p > 1:
+            parts["pipeline sends"] = 2 * (p - 1) * send + self._waits_s(layout, send, chunk * block.forward_s)
+        each, once = self._data(layout, block, count)
+        parts["data parallel"] = m * each.exposed + once.exposed
+        parts["slower beside collectives"] = m * each.slower + once.slower
+        parts["copies for collectives"] = m * each.copied + once.copied
+        optimizer = self._optimizer_s(layout)
+        parts["optimizer"] = optimizer
+        share = each.seconds / 2 / layout.chunks
+        return StepTime(
+            step_s=sum(parts.values()), parts=parts, forward_s=chunk * block.forward_s + share,
+            backward_s=chunk * block.backward_s + share, send_s=send,
+            last_forward_s=ends.forward_s - (fewer * block.forward_s if p > 1 else 0),
+            last_backward_s=ends.backward_s - (fewer * block.backward_s if p > 1 else 0),
+            data_s=once.seconds, optimizer_s=optimizer,
+        )  # fmt: skip
+
+    def _waits_s(self, layout: Layout, send: float, forward: float) -> float:
+        """What sends cost between fill and drain. 1F1B waits for each answer from below, (p - 1) / p of a send there
+        and back; with chunks, another chunk's work hides a send as long as that takes longer."""
+        p, m = layout.pipeline, layout.micro_batches
+        if m <= 1:
+            return 0.0
+        if layout.chunks == 1:
+            return 2 * send * (p - 1) / p * max(0, m - p)
+        return 2 * m * layout.chunks * max(0.0, send - forward)
+
+    def _block(self, layout: Layout) -> BlockTimes:
+        """A block's times; the mean of all blocks, where they keep unlike for backward."""
+        key = (*self._key(layout), layout.expert, _hooks_s(layout))
+        if key not in self._blocks:
+            layers, copies = self.model.config.layers, copies_s(layout, self.memory, self.rates)
+            block = self._blocks[key] = _mean([
+                (self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone)),
+                 span.blocks / layers)
+                for span in spans_of(layout.checkpointing, layers)
+            ])  # fmt: skip
+            for parts, seconds in ((block.forward, block.forward_s), (block.backward, block.backward_s)):
+                parts["waiting for copies to the host"] = max(0.0, copies - seconds)
+        return self._blocks[key]
+
+    def _key(self, layout: Layout) -> tuple[object, ...]:
+        dtype = SHARDINGS[layout.sharding].in_compute_dtype
+        return layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, dtype
+
+    def _times_of_block(self, layout: Layout) -> BlockTimes:
+        """The times of a block in a layout whose blocks keep alike."""
+        config, rates, length = self.model.config, self.rates, self.workload.seq_len
+        tokens = layout.micro_batch * length / layout.context
+        products = tokens * self.model.matrix_flops_per_token() / layout.tensor / rates.matmul_flops_per_s
+        scores = tokens * self.model.attention_flops_per_token(length) / layout.tensor
+        fused = scores_of(self.workload.attention) != "whole"
+        attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
+        forward = {"matrix products": products, "attention": attention}
+        backward = {
+            "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
+        }  # fmt: skip
+        (span,) = spans_of(layout.checkpointing, 1)
+        if span.multiplies_again:
+            last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
+            again = products + attention if span.attends_again else products
+            backward["run again"] = again - last / rates.matmul_flops_per_s / span.group
+        count = 7 if fused else 9
+        forward["matrix products"] += count * PRODUCT_S
+        backward["matrix products"] += 2 * count * PRODUCT_S
+        if "run again" in backward:
+            backward["run again"] += count * PRODUCT_S
+        self._add_elementwise(forward, backward, self._moved_by_block(layout), count, _hooks_s(layout))
+        sizes = bytes_of(self.workload, layout.sharding)
+        for part, transfers in (
+            ("tensor parallel", tensor_transfers(self.model, layout, length, sizes, 1)),
+            ("context parallel", context_transfers(self.model, layout, length, sizes, 1)),
+            ("expert parallel", expert_transfers(self.model, layout, length, sizes, 1)),
+        ):
+            self._add_transfers(forward, backward, part, list(transfers))
+        return BlockTimes(forward=forward, backward=backward)
+
+    def _end(self, layout: Layout) -> BlockTimes:
+        """Embedding, head and loss."""
+        key = self._key(layout)
+        if key not in self._ends:
+            length = self.workload.seq_len
+            tokens = layout.micro_batch * length / layout.context
+            head = tokens * self.model.head_flops_per_token() / layout.tensor / self.rates.matmul_flops_per_s
+            forward, backward = {"matrix products": head}, {"matrix products": 2 * head}
+            with_ends, without = self._moved_of(layout, 1, True), self._moved_of(layout, 1, False)
+            self._add_elementwise(forward, backward, _difference(with_ends, without), 1)
+            sizes = bytes_of(self.workload, layout.sharding)
+            transfers = list(end_transfers(self.model, layout, length, sizes))
+            self._add_transfers(forward, backward, "tensor parallel", transfers)
+            self._ends[key] = BlockTimes(forward=forward, backward=backward)
+        return self._ends[key]
+
+    def _moved_by_block(self, layout: Layout) -> Moved:
+        return _difference(self._moved_of(layout, 2, False), self._moved_of(layout, 1, False))
+
+    def _moved_of(self, layout: Layout, blocks: int, ends: bool) -> Moved:
+        """Bytes that so many blocks move in a micro-batch."""
+        key = (*self._key(layout), blocks, ends)
+        if key not in self._moved:
+            self._moved[key] = self.memory.moved(layout, first=ends, last=ends, blocks=blocks)
+        return self._moved[key]
+
+    def _add_elementwise(
+        self, forward: dict[str, float], backward: dict[str, float], moved: Moved, products: int,
+        hooks: tuple[float, float] = (0.0, 0.0),
+    ) -> None:  # fmt: skip
+        """Add elementwise kernels, and what the device waits for their launches, and for a host that runs hooks."""
+        rates = self.rates
+        for times, count, fused, kernels, launched, hooked in (
+            (forward, moved.forward, moved.fused_forward, moved.kernels_forward, products, hooks[0]),
+            (backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2 * products, hooks[1]),
+        ):
+            others = max(0, count - fused) / rates.elementwise_bytes_per_s
+            times["elementwise"] = others + max(0, fused) / rates.fused_bytes_per_s + max(0, kernels) * KERNEL_S
+            of_host = (kernels + launched) * rates.launch_s + (hooked if rates.launch_s else 0.0)
+            waits = of_host - sum(times.values())
+            if waits > 0:
+                times["launches"] = waits
+
+    def _add_transfers(
+        self, forward: dict[str, float], backward: dict[str, float], part: str, transfers: list[Transfer]
+    ) -> None:
+        phases: tuple[tuple[When, dict[str, float]], ...] = (("forward", forward), ("backward", backward))
+        for when, times in phases:
+            seconds = self._sum(transfers, when, overlaps=False)
+            if seconds:
+                times[part] = seconds
+
+    def _sum(self, transfers: list[Transfer], when: When, *, overlaps: bool) -> float:
+        return sum(
+            transfer.times * self.seconds(transfer)
+            for transfer in transfers
+            if transfer.when == when and transfer.overlaps == overlaps
+        )
+
+    def seconds(self, transfer: Transfer) -> float:
+        """Seconds of one such collective."""
+        if transfer not in self._seconds:
+            self._seconds[transfer] = transfer_s(self.network, transfer)
+        return self._seconds[transfer]
+
+    def _send(self, layout: Layout) -> float:
+        if layout.pipeline == 1:
+            return 0.0
+        key = (*self._key(layout), layout.data)
+        if key not in self._sends:
+            self._sends[key] = self._send_s(layout)
+        return self._sends[key]
+
+    def _send_s(self, layout: Layout) -> float:
+        sizes = bytes_of(self.workload, layout.sharding)
+        sends = list(pipeline_transfers(self.model, layout, self.workload.seq_len, sizes))
+        return self.seconds(sends[0]) if sends else 0.0
+
+    def _data(self, layout: Layout, block: BlockTimes, count: int) -> tuple[_Added, _Added]:
+        """What data parallelism adds to each micro-batch of so many blocks, and to the step once."""
+        key = (
+            layout.data, layout.tensor, layout.context, layout.pipeline, layout.chunks, layout.expert, layout.sharding,
+            layout.shard,
+        )  # fmt: skip
+        if key not in self._sent:
+            self._sent[key] = self._data_seconds(layout)
+        sent, copies = self._sent[key], self._sent[key].copies
+        forward = _Hiding(count * block.forward_s + copies.forward, self._beside(block.forward), sent.pieces)
+        backward = _Hiding(count * block.backward_s + copies.backward, self._beside(block.backward), sent.pieces)
+        each = _added(sent.forward, forward) + _added(sent.backward, backward)
+        if SHARDINGS[layout.sharding].parameters:
+            gathered = _added(sent.gathered, forward)  # block by block, before the block's first forward
+        else:
+            gathered = _Added(exposed=sent.gathered)
+        once = gathered + _added(sent.reduced, backward) + _Added(exposed=sent.after, copied=copies.step)
+        return each + _Added(copied=copies.forward + copies.backward), once
+
+    def _beside(self, parts: dict[str, float]) -> float:
+        """How many times as long these parts take together while a collective runs."""
+        whole, (of_products, of_others) = sum(parts.values()), beside(self.rates, self.network)
+        products = parts["matrix products"] + parts.get("run again", 0.0)
+        return (products * of_products + (whole - products) * of_others) / whole if whole else 1.0
+
+    def _data_seconds(self, layout: Layout) -> "_DataSeconds":
+        transfers = list(data_transfers(self.model, layout, bytes_of(self.workload, layout.sharding)))
+        gathers = [one for one in transfers if one.what == "parameters"]
+        reduces = [one for one in transfers if one.what == "gradients"]
+        return _DataSeconds(
+            pieces=max((one.times for one in transfers), default=1),
+            forward=self._sum(transfers, "forward", overlaps=True),
+            backward=self._sum(transfers, "backward", overlaps=True),
+            gathered=self._sum(gathers, "step", overlaps=True),
+            reduced=self._sum(reduces, "step", overlaps=True),
+            after=self._sum(reduces, "step", overlaps=False),
+            copies=self._copies(layout),
+        )
+
+    def _copies(self, layout: Layout) -> Copies:
+        copies, rate = data_copies(self.model, layout, bytes_of(self.workload, layout.sharding)), self.rates
+        return Copies(
+            forward=copies.forward / rate.fused_bytes_per_s, backward=copies.backward / rate.fused_bytes_per_s,
+            step=copies.step / rate.fused_bytes_per_s,
+        )  # fmt: skip
+
+    def _optimizer_s(self, layout: Layout) -> float:
+        """AdamW over the parameters that the rank updates."""
+        if self.workload.phase != "train":
+            return 0.0
+        sizes = bytes_of(self.workload, layout.sharding)
+        blocks = largest_stage(self.model.config.layers, layout.stages) * layout.chunks
+        held = blocks * self.model.local_block(layout.tensor) + self.model.outside_blocks // layout.tensor // min(
+            2, layout.pipeline
+        )
+        experts = blocks * self.model.local_experts(layout.tensor, layout.expert)
+        if SHARDINGS[layout.sharding].moments:
+            held, experts = held // layout.shard, experts // max(1, layout.shard // layout.expert)
+        work = adamw_work(
+            held + experts, sizes.parameters, moment_bytes(self.workload), PRECISIONS[self.workload.dtype].masters
+        )
+        passes = 1 if self.workload.optimizer in ("adamw-fused", *OF_ONE_LAUNCH) else _SEVERAL_PASSES
+        return passes * ((work.bytes_read or 0) + (work.bytes_written or 0)) / self.rates.optimizer_bytes_per_s
+
+
+def _hooks_s(layout: Layout) -> tuple[float, float]:
+    """What the hooks of a block take the host, forward and backward: those of fully_shard, which shards gradients."""
+    return UNIT_S if SHARDINGS[layout.sharding].gradients and layout.shard > 1 else (0.0, 0.0)
+
+
+def _sum(times: BlockTimes) -> float:
+    return times.forward_s + times.backward_s
+
+
+def _mean(times: Sequence[tuple[BlockTimes, float]]) -> BlockTimes:
+    """The mean of blocks' times, each with its share of the blocks."""
+    forward: dict[str, float] = {}
+    backward: dict[str, float] = {}
+    for block, share in times:
+        for mean, parts in ((forward, block.forward), (backward, block.backward)):
+            for part, seconds in parts.items():
+                mean[part] = mean.get(part, 0.0) + share * seconds
+    return BlockTimes(forward=forward, backward=backward)
+
+
+def _difference(more: Moved, less: Moved) -> Moved:
+    return Moved(
+        forward=more.forward - less.forward,
+        backward=more.backward - less.backward,
+        kernels_forward=more.kernels_forward - less.kernels_forward,
+        kernels_backward=more.kernels_backward - less.kernels_backward,
+        fused_forward=more.fused_forward - less.fused_forward,
+        fused_backward=more.fused_backward - less.fused_backward,
+    )
+
+
+def beside(rates: Rates, network: Network) -> tuple[float, float]:
+    """How many times as long products, and other kernels, take while a collective runs."""
+    if network.beside is None:
+        return rates.products_beside, rates.others_beside
+    return network.beside, min(network.beside, rates.others_beside)
+
+
+class _Hiding(NamedTuple):
+    """Computation behind which communication hides."""
+
+    seconds: float
+    beside: float
+    """How many times as long it takes while a collective runs."""
+    pieces: int
+    """In how many pieces the communication goes: the first or the last has nothing to hide behind."""
+
+
+def _added(sent: float, behind: _Hiding) -> _Added:
+    """What so many seconds of communication add to the computation behind which they hide.
+
+    While communication goes on for C seconds, computation gets C / f done, f being how much slower it is then: it loses
+    C (1 - 1 / f). Where it ends before, it has lost f - 1 times its own seconds, and the rest of C is bare.
+    """
+    if not sent:
+        return _Added()
+    first = sent / behind.pieces
+    at_once, hiding = sent - first, behind.seconds * (behind.pieces - 1) / behind.pieces
+    hidden = min(at_once, behind.beside * hiding)
+    return _Added(exposed=first + at_once - hidden, slower=hidden * (1 - 1 / behind.beside))

@@ -1,0 +1,450 @@
+"""The transformer's step in symbolic tensors. Its methods follow `training/transformer.py` and `models/attention/`.
+
+Each operation says how many bytes it makes, what autograd keeps for backward, and what its backward makes. The peaks
+follow from nothing else. A block keeps, in elements, with r = B S M, f = B S F and ss = B H S S:
+
+    norm (twice)        x, x / rms                                  2 r each, fp32, and in fp32 its output, once: 1 r
+    linear              its input in the product's dtype            r or f; under autocast a separate copy each time
+    queries, keys       rotated, laid out for the product           2 r  (written out: copies; fused: as they are)
+    values              laid out for the product                    1 r
+    scores, written out exp(scores - max), and the softmax          2 ss (the first in fp32 under autocast on a GPU)
+    attention, fused    its output, and the logsumexp               1 r, B H S fp32
+    SwiGLU              gate, up, silu(gate), silu(gate) * up       4 f
+
+In fp32 this is 10 r + 4 f + 2 ss elements a block, or 10 r + 4 f + B H S with fused attention. docs/memory.md also has
+the sum under autocast.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from stepscope.allocations.prediction.item_sizes import item_sizes
+from stepscope.allocations.prediction.symbolic_offloading import run_offloading
+from stepscope.allocations.prediction.symbolic_scaled import ScaledProducts
+from stepscope.allocations.prediction.symbolic_tensors import (
+    KEPT_OPERATORS,
+    Parameter,
+    Segment,
+    Storage,
+    Tape,
+    Tensor,
+    passes,
+    passes_and_makes,
+    passes_twice,
+)
+from stepscope.core.attention_support import predicted_attention
+from stepscope.core.attentions import ATTENTIONS
+from stepscope.core.checkpointing import Span, grouped
+from stepscope.core.memory_notes import CATEGORIES
+from stepscope.core.work.transformer import Shapes, block_shapes, shapes_outside_blocks
+from stepscope.core.workload import Workload
+
+_CAST = CATEGORIES.index("cast copies")
+
+
+BlockParameters = dict[str, Parameter]
+"""A block's parameters by their name inside the block, without `.weight`."""
+
+
+class SymbolicModel:
+    """Symbolic parameters and the operations of forward. A method has the name of the module whose forward it is."""
+
+    abridged = False
+    """Whether blocks that are alike are one piece. This is ten times as fast, but has no peaks inside each block."""
+
+    def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
+        self.workload = workload
+        self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
+        self._scaled = ScaledProducts.of(workload, device_type)
+        self.sizes = item_sizes(workload, device_type)
+        config = workload.model
+        self.d_model, self.d_ff = config.d_model, config.d_ff
+        self.tokens = workload.micro_batch_size * workload.seq_len
+        self.rows = self.tokens * config.heads
+        """The number of rows of attention's scores: one for each query of each head."""
+        self.scores = self.rows * workload.seq_len
+        self.queries_per_key = config.heads // config.key_heads
+        self.sums_shared_keys = self.queries_per_key > 1 and device_type == "cuda"
+        """Whether fused attention makes gradients of keys for each query head, and then sums them."""
+        self.parameters: list[Parameter] = []
+        shapes = shapes_outside_blocks(config)
+        self.embedding_weight = self._parameter("embedding.weight", shapes)
+        self.blocks = [self._block(i) for i in range(config.layers)]
+        self.norm_weight = self._parameter("norm.weight", shapes)
+        if config.tied:
+            self.embedding_weight.uses = 2
+        self.head_weight = self.embedding_weight if config.tied else self._parameter("head.weight", shapes)
+        self._casts: dict[str, Tensor] = {}
+        """Autocast's copies of weights by the weight's name, kept until autocast ends."""
+        self._cast_alike: list[Storage] = []
+
+    def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
+        size = self.sizes.weights if len(shapes[name]) > 1 else self.sizes.vectors
+        parameter = Parameter(prefix + name, math.prod(shapes[name]), size)
+        self.parameters.append(parameter)
+        return parameter
+
+    def _block(self, index: int) -> BlockParameters:
+        shapes = block_shapes(self.workload.model)
+        return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
+
+    # ---- what a step calls
+
+    def embedding(self, tape: Tape) -> Tensor:
+        weight = self.embedding_weight
+
+        def backward(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            dense = tape.storage(weight.bytes)
+            # PyTorch's kernel first sums the rows of each token that occurs often enough to be split.
+            _segments = tape.storage(gradient.bytes if self.tokens > _EMBEDDING_SORTS_FROM else 0)
+            return (dense,)
+
+        return tape.op("Embedding", self.tokens * self.d_model, self.sizes.residual, [weight], backward=backward)
+
+    def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        x = self._branch(tape, x, block["attention_norm"], partial(self._attention, block=block))
+        return self._branch(tape, x, block["feed_forward_norm"], partial(self._feed_forward, block=block))
+
+    def _branch(self, tape: Tape, x: Tensor, weight: Parameter, module: "Callable[[Tape, Tensor], Tensor]") -> Tensor:
+        """x + module(norm(x)). A module's input lives until the module has returned, longer than all that it makes."""
+        normal = self._norm(tape, x, weight)
+        out = module(tape, normal)
+        del normal
+        return self._add(tape, x, out)
+
+    def run_blocks(self, tape: Tape, x: Tensor) -> Tensor:
+        """All blocks, which keep what the workload says, as in training/checkpointing.py."""
+        blocks = list(grouped(self.blocks, self.workload.spans))
+        if tape.recording and any(span.on_host for span, _ in blocks):
+            return run_offloading(tape, x, blocks, self._run_group)
+        for span, groups in blocks:
+            alike, grown = range(2, len(groups) - 2) if self.abridged else range(0), list[int]()
+            for number, group in enumerate(groups):
+                before = tape.ledger.live.copy()
+                x = self._stand_in(tape, x, group, grown) if number in alike else self._run(tape, x, group, span)
+                if number == 1:
+                    grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
+        return x
+
+    def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], span: Span) -> Tensor:
+        if span.checkpointing == "none":
+            return self._run_group(tape, x, group)
+        keeps = KEPT_OPERATORS.get(span.checkpointing, frozenset[str]())
+        return tape.run(Segment(partial(self._run_group, blocks=group), x, keeps))
+
+    def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
+        """A group of blocks as one piece: it leaves `grown` bytes by category, and later its gradients.
+
+        Live memory grows evenly from group to group, and each group needs the same temporaries. So the highest peak
+        lies in one of the first two or the last two groups.
+        """
+        left = [(i, tape.ledger.storage(size, i)) for i, size in enumerate(grown) if size > 0]
+        self._cast_alike += [storage for i, storage in left if i == _CAST]
+        if not tape.recording:
+            return x
+        parameters = [parameter for block in group for parameter in block.values()]
+        saved = [storage for i, storage in left if i != _CAST or self.workload.checkpointing == "none"]
+
+        def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
+            return gradient, *(None if p.gradient else tape.storage(p.bytes) for p in parameters)
+
+        return tape.alias("Block", x, backward, parameters, saved)
+
+    def _run_group(self, tape: Tape, x: Tensor, blocks: Sequence[BlockParameters]) -> Tensor:
+        for block in blocks:
+            x = self.block(tape, x, block)
+        return x
+
+    def head(self, tape: Tape, x: Tensor) -> Tensor:
+        return self._linear(tape, self._norm(tape, x, self.norm_weight), self.head_weight, self.d_model)
+
+    def loss(self, tape: Tape, logits: Tensor) -> Tensor:
+        """F.cross_entropy(logits.float(), targets)."""
+        wide = tape.cast(logits, 4)  # lives until cross_entropy has returned
+        log_probabilities = tape.op("LogSoftmax", logits.elements, 4, [wide], saves_output=True)
+        total_weight = tape.storage(4)
+        return tape.op("NllLoss", 1, 4, [log_probabilities], saves=[log_probabilities], also_saves=[total_weight])
+
+    def end_autocast(self) -> None:
+        """Free autocast's copies of weights, as autocast does when its context ends."""
+        self._casts.clear()
+        self._cast_alike.clear()
+
+    # ---- modules
+
+    def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        size = x.elements * 4
+        x = tape.cast(x, 4)
+        root = self._reciprocal_root(tape, x)
+        roots_size = root.elements * 4  # checkpointing keeps the backward, which must not keep `root` alive
+
+        def of_root(tape: Tape, _: Storage) -> Sequence[Storage]:
+            for_root, for_x = tape.storage(size), tape.storage(size)
+            tape.end_formula()
+            summed = tape.storage(roots_size)
+            del for_root
+            return for_x, summed
+
+        def of_weight(tape: Tape, _: Storage) -> Sequence[Storage]:
+            for_weight, for_x = tape.storage(size), tape.storage(size)
+            tape.end_formula()
+            summed = tape.storage(weight.bytes)
+            del for_weight
+            return for_x, summed
+
+        x = tape.op("Mul", x.elements, 4, [x, root], saves=[x, root], backward=of_root)
+        del root
+        scaled = tape.op("Mul", x.elements, 4, [x, weight], saves=[x], backward=of_weight)
+        return tape.cast(scaled, self.sizes.residual)
+
+    def _reciprocal_root(self, tape: Tape, x: Tensor) -> Tensor:
+        """rsqrt(mean(x^2) + epsilon)."""
+        tokens, size = x.elements // self.d_model, x.elements * 4
+
+        def of_power(tape: Tape, _: Storage) -> Sequence[Storage]:
+            power, twice = tape.storage(size), tape.storage(size)
+            gradient = tape.storage(size)
+            del power, twice
+            return (gradient,)
+
+        def of_root(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            """-0.5 * gradient * result^3."""
+            cube, half = tape.storage(tokens * 4), tape.storage(tokens * 4)
+            for_mean = tape.storage(tokens * 4)
+            del half, cube
+            return (for_mean,)
+
+        square = tape.op("Pow", x.elements, 4, [x], saves=[x], backward=of_power)
+        mean = tape.op("Mean", tokens, 4, [square])
+        del square
+        mean = tape.op("Add", tokens, 4, [mean], backward=passes)
+        return tape.op("Rsqrt", tokens, 4, [mean], saves_output=True, backward=of_root)
+
+    def _linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
+        size = self.sizes.products
+        if self._scaled is not None and weight is not self.head_weight and self._scaled.take(weight, in_features):
+            return self._scaled.linear(tape, tape.cast(x, size), weight, in_features)
+        kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
+        cast = tape.cast(x, size)  # the caller's x stays alive
+        saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
+        elements = x.elements // in_features * (weight.elements // in_features)
+        # If x is cast, its gradient is made from the copy's. Otherwise it is a view, in the shape of x.
+        return tape.op("Mm", elements, size, [kernel, cast], saves=saves, gives_views=cast is x)
+
+    def _cast_weight(self, tape: Tape, weight: Parameter) -> Tensor:
+        if weight.name not in self._casts:
+            copy = tape.op("ToCopy", weight.elements, self.sizes.products, [weight])
+            copy.storage.become(_CAST)
+            self._casts[weight.name] = copy
+        return self._casts[weight.name]
+
+    def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
+        n, size = x.elements, x.itemsize
+        turned = self._turned(tape, x)
+        angles = [] if size == self.sizes.buffers else [self._angles(tape) for _ in range(2)]
+        by_cos = tape.op("Mul", n, size, [x], also_saves=angles[:1])
+        by_sin = tape.op("Mul", n, size, [turned], also_saves=angles[1:])
+        rotated = tape.op("Add", n, size, [by_cos, by_sin], backward=passes_twice)
+        del by_cos, by_sin
+        return rotated
+
+    def _turned(self, tape: Tape, x: Tensor) -> Tensor:
+        """cat(-second half, first half)."""
+        n, size = x.elements, x.itemsize
+
+        def backward(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            negative = tape.storage(n // 2 * size)
+            halves = tape.storage(n * size)
+            del gradient, negative
+            return (halves,)
+
+        _negative = tape.storage(n // 2 * size)
+        return tape.op("Cat", n, size, [x], backward=backward)
+
+    def _angles(self, tape: Tape) -> Storage:
+        """A table of cos or sin in the dtype of the products."""
+        return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
+
+    def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        q, k = self._rotated_heads(tape, x, block)
+        v = self._project(tape, x, block["attention.value"])
+        if self.attention.memory == "scores":
+            out = self._written_out(tape, q, k, v)
+        elif self.attention.memory == "math" or self.no_kernel_fits:
+            out = self._sdpa_math(tape, q, k, v)
+        else:
+            out = self._fused(tape, q, k, v)
+        # Attention made of products stores heads before positions. The output projection needs a copy.
+        together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
+        return self._linear(tape, together, block["attention.output"], self.d_model)
+
+    def _rotated_heads(self, tape: Tape, x: Tensor, block: BlockParameters) -> tuple[Tensor, Tensor]:
+        return self._rotated(tape, x, block["attention.query"]), self._rotated(tape, x, block["attention.key"])
+
+    def _rotated(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        projected = self._project(tape, x, weight)
+        return self._rotary(tape, projected)  # a module's input lives until the module has returned
+
+    def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        """A linear map whose output is viewed as heads."""
+        projected = self._linear(tape, x, weight, self.d_model)
+        heads = weight.elements // (self.d_model * self.workload.model.head_dim)
+        if self.fused or heads == 1 or not tape.recording:
+            return projected
+        # Backward receives gradients that store heads before positions, and copies them.
+        elements, size = projected.elements, projected.itemsize
+        return tape.alias("View", projected, lambda tape, _: (tape.storage(elements * size),))
+
+    @property
+    def fused(self) -> bool:
+        return self.attention.scores != "whole" and not self.no_kernel_fits
+
+    @property
+    def no_kernel_fits(self) -> bool:
+        """Whether PyTorch falls back to products. On a GPU its only fused kernel for fp32 takes no shared keys."""
+        return self.attention.memory == "chosen" and self.sums_shared_keys and self.sizes.products == 4
+
+    def _for_all_heads(self, tape: Tape, x: Tensor) -> Tensor:
+        """Keys or values, repeated for the query heads that share them. Backward sums their gradients."""
+        if self.queries_per_key == 1:
+            return x
+        return tape.op("RepeatInterleave", x.elements * self.queries_per_key, x.itemsize, [x])
+
+    def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention by `reference` or `unsafe` of training/attention/written_out.py."""
+        a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
+        k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
+        scores = self._product(tape, ss, self._contiguous(tape, q), self._laid_out(tape, k))
+        scores = tape.op("Mul", ss, a, [scores])
+        _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
+        scores = self._masked(tape, scores)
+        _maximum = tape.storage(self.rows * a) if self.attention.subtracts_maximum else None
+        exponentials = self._exponentials(tape, scores)
+        sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
+
+        def of_quotient(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """First the gradient of the divisor, -gradient * (self / other / other); then that of the dividend."""
+            quotient, twice, negative = (tape.storage(ss * p) for _ in range(3))
+            for_sums = tape.storage(ss * p)
+            del quotient, twice, negative
+            for_exponentials = tape.storage(ss * p)
+            tape.end_formula()
+            summed = tape.storage(self.rows * p)
+            del for_sums
+            return for_exponentials, summed
+
+        weights = tape.op("Div", ss, p, [exponentials, sums], saves=[exponentials, sums], backward=of_quotient)
+        del sums
+        cast = tape.cast(weights, a)
+        return self._product(tape, v.elements, cast, self._laid_out(tape, v))
+
+    def _masked(self, tape: Tape, scores: Tensor) -> Tensor:
+        mask = tape.storage(self.workload.seq_len**2)
+        return tape.op("MaskedFill", scores.elements, scores.itemsize, [scores], also_saves=[mask])
+
+    def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
+        a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
+        shifted = tape.op("Sub", ss, a, [scores], backward=passes) if self.attention.subtracts_maximum else scores
+        return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
+
+    def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
+        return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[b, a])
+
+    def _beside(self, tape: Tape, out: Tensor) -> Tensor:
+        """A copy of the output with heads side by side. Its gradient is copied if the batch has several sequences."""
+        backward = passes if self.workload.micro_batch_size == 1 else None
+        return tape.op("Clone", out.elements, out.itemsize, [out], backward=backward)
+
+    def _contiguous(self, tape: Tape, x: Tensor) -> Tensor:
+        """x with batch and heads as one dimension: a copy, or a view if there is one sequence or one head."""
+        if min(self.workload.micro_batch_size, self.workload.model.heads) == 1:
+            return x
+        return tape.op("Clone", x.elements, x.itemsize, [x], backward=passes)
+
+    def _laid_out(self, tape: Tape, x: Tensor) -> Tensor:
+        """Keys or values with batch and heads as one dimension. Repeated ones have that layout already."""
+        return x if self.queries_per_key > 1 else self._contiguous(tape, x)
+
+    def _sdpa_math(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention by PyTorch's `_scaled_dot_product_attention_math`, always in fp32.
+
+        Its source is aten/src/ATen/native/transformers/attention.cpp.
+        """
+        size, ss = self.sizes.products, self.scores
+        q, k, v = tape.cast(q, 4), tape.cast(k, 4), tape.cast(v, 4)
+        queries = tape.op("Mul", q.elements, 4, [q])
+        _mask = tape.storage(self.workload.seq_len**2 * 4)
+        k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
+        keys = tape.op("Mul", k.elements, 4, [k])
+        scores = self._product(tape, ss, self._contiguous(tape, queries), self._laid_out(tape, keys))
+        del keys
+        # `_safe_softmax` makes a bool for each score to find rows that are all masked. It sets those to 0 in place.
+        weights = tape.op("Softmax", ss, 4, [scores], saves_output=True)
+        masked, rows = tape.storage(ss), tape.storage(self.rows)
+        del masked, rows, scores
+        _second_output = tape.storage(ss * size if size != 4 else 0)
+        out = self._product(tape, v.elements, weights, self._laid_out(tape, v))
+        return tape.cast(out, size)
+
+    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """One operator that keeps its inputs, its output and the logsumexp of each row."""
+        if self.attention.repeats_keys:
+            k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
+        n, size = q.elements, q.itemsize
+        of_keys = k.elements
+        for_all_heads = 2 * n * size if self.sums_shared_keys and of_keys < n else 0
+        head_dim = n // self.rows
+        # In fp32 the kernels for Hopper split operands of these head dimensions into three parts of bf16, in rows
+        # padded to a power of two (kernels/flash/operands.py). Kernels for other GPUs do not, and need less.
+        split = self.attention.memory == "hopper" and size == 4 and 64 < head_dim <= 128
+        parts = n // head_dim * 128 * 3 * 2 if split else 0
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            for_q, for_k, for_v = (tape.storage(elements * size) for elements in (n, of_keys, of_keys))
+            if self.attention.memory == "hopper":
+                # The logsumexp and D of each row. The kernels pad each head's rows to a multiple of the tile, 128 at
+                # most. The padding is not counted; it is zero for sequences of a multiple of 128.
+                _statistics = tape.storage(self.rows * 2 * 4)
+                # In 16 bits the kernels for Hopper (kernels/hopper/launch.py) sum dQ of long sequences in fp32 in
+                # memory. Kernels for other GPUs sum in registers and need less, unless tuning chose `fused`.
+                fp32_sums = size == 2 and head_dim in range(64, 129, 8) and self.workload.seq_len > _HOPPER_SHORT
+                _accumulated = tape.storage(n * 4 if fp32_sums else 0)
+                _of_operands_and_gradient = tape.storage(4 * parts)
+                return for_q, for_k, for_v
+            _delta = tape.storage(self.rows * 4)
+            # Gradients of the queries are summed in fp32 over blocks of keys.
+            _accumulated = tape.storage(n * 4 if size != 4 else 0)
+            _of_all_heads = tape.storage(for_all_heads)
+            return for_q, for_k, for_v
+
+        _of_operands = tape.storage(3 * parts)
+        return tape.op(
+            "Attention", n, size, [q, k, v], saves=[q, k, v], saves_output=True, beside=self.rows * 4,
+            backward=backward,
+        )  # fmt: skip
+
+    def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        inner = self._gated(tape, x, block)
+        return self._linear(tape, inner, block["feed_forward.down"], self.d_ff)
+
+    def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        """silu(gate(x)) * up(x)."""
+        active = self._silu(tape, self._linear(tape, x, block["feed_forward.gate"], self.d_model))
+        up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
+        return tape.op("Mul", up.elements, up.itemsize, [active, up], saves=[active, up])
+
+    def _silu(self, tape: Tape, gate: Tensor) -> Tensor:
+        return tape.op("Silu", gate.elements, gate.itemsize, [gate], saves=[gate])
+
+    def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
+        """The residual sum, in fp32 under autocast."""
+        size = self.sizes.residual
+        backward = passes_twice if branch.itemsize == size else passes_and_makes(branch.elements * branch.itemsize)
+        return tape.op("Add", x.elements, size, [x, branch], backward=backward)
+
+
+_HOPPER_SHORT = 1024
+"""The most queries for which backward does not use the kernels for Hopper (kernels/flash/configuration.py)."""
+_EMBEDDING_SORTS_FROM = 3072
+"""The most tokens that the embedding's backward on a GPU does not sort (aten/src/ATen/native/cuda/Embedding.cu)."""

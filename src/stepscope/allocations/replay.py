@@ -1,0 +1,323 @@
+"""A replay of PyTorch's caching allocator from a snapshot's events: which block each allocation got.
+
+The events say how many bytes were requested. The block counts as allocated (`torch.cuda.max_memory_allocated`): the
+request rounded up, plus the rest of the free block where the rest is too small to be a block (block_layout.py has the
+rules). The allocator chooses a free block by best fit. The events give its address, so the choice is not replayed.
+"""
+
+from bisect import bisect_right, insort
+from collections import Counter
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from stepscope.allocations.block_layout import BEFORE, Allocation, Contradiction, Layout, rounded
+from stepscope.allocations.prediction.caching_allocator import SMALL_REQUEST
+from stepscope.allocations.snapshot import GIVES, ORDINARY, TAKES, PoolId, Segment, Snapshot
+from stepscope.allocations.start_layout import (
+    add_extent,
+    blocks_at_start,
+    blocks_of,
+    joined_segments,
+    segments_at_start,
+    without_extent,
+    work_out_start,
+)
+
+
+@dataclass(kw_only=True)
+class Replay:
+    """Every allocation, and how far the replay can be trusted. Allocations from before the history come first."""
+
+    allocations: list[Allocation]
+    reserved: list[tuple[int, int]]
+    """Bytes held from the driver after each event that changed them. The first entry is before all events."""
+    segments: list[Segment] | None = None
+    """The segments when the history began, without their blocks; None for a history without any, or where the history
+    contradicts those of its end."""
+    given: dict[int, PoolId] = field(default_factory=dict[int, PoolId])
+    """The pool of each event that brought memory of the driver's, by the event."""
+    by_pool: dict[PoolId, list[tuple[int, int]]] = field(default_factory=dict[PoolId, list[tuple[int, int]]])
+    """`reserved` of each pool. Empty where `segments` is None."""
+    start_known: bool
+    """Whether the snapshot has the layout at the start. Otherwise it was worked out from the events."""
+    faults: list[str] = field(default_factory=list[str])
+    """Sentences on where events contradict the allocator's rules, or their outcome the segments at the end."""
+
+    @property
+    def exact(self) -> bool:
+        return not self.faults and not any(allocation.open_ended for allocation in self.allocations)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that was allocated after any event, or at the start."""
+        changes: Counter[int] = Counter({BEFORE: 0})
+        for allocation in self.allocations:
+            changes[allocation.alloc] += allocation.block
+            if allocation.free is not None:
+                changes[allocation.free] -= allocation.block
+        return max(accumulate(changes[event] for event in sorted(changes)))
+
+
+def replay(snapshot: Snapshot) -> Replay:
+    """Follow the events from the layout at the start, known or worked out, to the segments at the end."""
+    if not snapshot.has_segments:
+        return _without_blocks(snapshot)
+    replayed = _with_blocks(snapshot)
+    if replayed.segments is not None:
+        _follow_pools(snapshot, replayed, replayed.segments)
+    return replayed
+
+
+def _with_blocks(snapshot: Snapshot) -> Replay:
+    faults: list[str] = []
+    if snapshot.segments_before is not None:
+        known = Replay(allocations=blocks_of(snapshot.segments_before), reserved=[], start_known=True)
+        try:
+            _run(snapshot, known, snapshot.segments_before, {})
+            if not known.faults:
+                return known
+            faults = known.faults
+        except Contradiction as fault:
+            faults = [str(fault)]
+        faults = [f"the layout written down for the start does not fit the events ({faults[0]})"]
+    try:
+        blocks, segments, open_ended = work_out_start(snapshot)
+        worked_out = Replay(allocations=blocks, reserved=[], start_known=False, faults=faults)
+        return _run(snapshot, worked_out, segments, open_ended)
+    except Contradiction as fault:
+        return without_layout(snapshot, [*faults, str(fault)])
+
+
+def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that all events pass
+    snapshot: Snapshot, start: Replay, segments: list[Segment], open_ended: dict[int, int]
+) -> Replay:
+    """Replay the events from a layout.
+
+    `open_ended` holds the blocks at the start whose remainder is unknown: their addresses, by the block's end without
+    a remainder.
+    """
+    layout = Layout(snapshot.settings)
+    allocations = start.allocations
+    live = {a.address: i for i, a in enumerate(allocations) if a.free is None}
+    awaiting = {a.address: i for i, a in enumerate(allocations) if a.free is not None}
+    layout.fill(segments, allocations)
+    reserved = sum(segment.total_size for segment in segments)
+    start.reserved, start.segments = [(BEFORE, reserved)], segments
+    free_from, free_to = layout.free_from, layout.free_to
+    for i, event in enumerate(snapshot.events):
+        action, address, size = event.action, event.addr, event.size
+        if action == "alloc":
+            if open_ended and address not in free_from:
+                _close(layout, allocations, live | awaiting, open_ended, address)
+            if address in live:
+                raise Contradiction(f"event {i} allocates {address:#x}, where something is allocated")
+            live[address] = len(allocations)
+            block = layout.take(address, size)
+            allocations.append(Allocation(address=address, requested=size, block=block, alloc=i, stream=event.stream))
+        elif action == "free_requested":
+            index = live.pop(address, None)
+            if index is None:
+                raise Contradiction(f"event {i} frees {address:#x}, where nothing is allocated")
+            allocations[index].free = i
+            awaiting[address] = index
+        elif action == "free_completed":
+            index = awaiting.pop(address, None)
+            if index is None:
+                raise Contradiction(f"event {i} ends a free of {address:#x} that was not asked for")
+            allocations[index].completed = i
+            end = address + allocations[index].block
+            if open_ended and open_ended.pop(end, None) is not None:
+                allocations[index].open_ended = True
+            if address in free_to or end in free_from:
+                layout.add_free(address, end)
+            else:
+                free_from[address], free_to[end] = end, address
+        elif action in GIVES:
+            layout.give(address, address + size, action == "segment_map")
+            reserved += size
+            start.reserved.append((i, reserved))
+        elif action in TAKES:
+            layout.drop(address, address + size, action == "segment_unmap")
+            reserved -= size
+            start.reserved.append((i, reserved))
+    for address in open_ended.values():
+        allocations[(live | awaiting)[address]].open_ended = True
+    start.faults += _differences(snapshot, allocations, reserved)
+    return start
+
+
+def _close(
+    layout: Layout, allocations: list[Allocation], held: dict[int, int], open_ended: dict[int, int], address: int
+) -> None:
+    """Lengthen the block before an allocation that begins inside a free block. It was longer than its request."""
+    inside = layout.free_block_round(address)
+    if inside is None or inside[0] not in open_ended or address - inside[0] > SMALL_REQUEST:
+        return
+    start, end = inside
+    allocations[held[open_ended.pop(start)]].block += address - start
+    del layout.free_from[start]
+    layout.free_from[address], layout.free_to[end] = end, address
+
+
+def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: int) -> list[str]:
+    """Sentences on where the outcome differs from the segments at the end. No difference proves the replay."""
+    there = {a.address: a.block for a in blocks_of(snapshot.segments) if a.free is None}
+    here = {a.address: a.block for a in allocations if a.free is None}
+    held = sum(segment.total_size for segment in snapshot.segments)
+    faults: list[str] = []
+    if here != there:
+        differing = sum(here.get(address) != there.get(address) for address in here.keys() | there.keys())
+        faults.append(
+            f"replayed, {sum(here.values())} bytes are allocated at the end; the segments say {sum(there.values())} "
+            f"({differing} blocks differ)"
+        )
+    if reserved != held:
+        faults.append(f"replayed, {reserved} bytes are reserved at the end; the segments say {held}")
+    return faults
+
+
+def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Segment]:
+    """The segments after an event, by address, without their blocks. Raises Contradiction where segments overlap."""
+    held = {segment.address: segment for segment in replayed.segments or ()}
+    for i in snapshot.segment_events[: bisect_right(snapshot.segment_events, event)]:
+        entry = snapshot.events[i]
+        if entry.action in GIVES:
+            add_extent(held, entry, replayed.given.get(i))
+        else:
+            held, _ = without_extent(held, entry.addr, entry.addr + entry.size)
+    return joined_segments(held)
+
+
+def _follow_pools(snapshot: Snapshot, replayed: Replay, segments: list[Segment]) -> None:
+    """Find the pool of every allocation, by the segment that holds it, and what each pool held from the driver."""
+    try:
+        _, replayed.given = segments_at_start(snapshot)
+    except Contradiction:
+        events = [(i, snapshot.events[i]) for i in snapshot.segment_events]
+        replayed.given = {i: event.pool_id or ORDINARY for i, event in events if event.action in GIVES}
+    pools = {segment.segment_pool_id or ORDINARY for segment in segments} | set(replayed.given.values())
+    if pools <= {ORDINARY}:
+        replayed.by_pool = {ORDINARY: replayed.reserved}
+        return
+    held = _Extents(segments)
+    history = replayed.by_pool = {pool: [(BEFORE, held.bytes(pool))] for pool in sorted(pools | {ORDINARY})}
+    at = 0
+    for i in (*snapshot.segment_events, len(snapshot.events)):
+        while at < len(replayed.allocations) and replayed.allocations[at].alloc < i:
+            replayed.allocations[at].pool = held.pool_at(replayed.allocations[at].address)
+            at += 1
+        if i == len(snapshot.events):
+            break
+        start, size = snapshot.events[i].addr, snapshot.events[i].size
+        changes = held.give(start, size, replayed.given[i]) if i in replayed.given else held.take(start, size)
+        for pool, change in changes:
+            history[pool].append((i, history[pool][-1][1] + change))
+
+
+class _Extents:
+    """Which pool holds an address: stretches of memory by their start."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self._of = {s.address: (s.end, s.segment_pool_id or ORDINARY) for s in segments}
+        self._starts = sorted(self._of)
+
+    def bytes(self, pool: PoolId) -> int:
+        return sum(end - start for start, (end, of) in self._of.items() if of == pool)
+
+    def pool_at(self, address: int) -> PoolId:
+        at = bisect_right(self._starts, address) - 1
+        return self._of[self._starts[at]][1] if at >= 0 else ORDINARY
+
+    def give(self, start: int, size: int, pool: PoolId) -> list[tuple[PoolId, int]]:
+        """Add a stretch; returns the change of its pool."""
+        if size:
+            insort(self._starts, start)
+            self._of[start] = (start + size, pool)
+        return [(pool, size)]
+
+    def take(self, start: int, size: int) -> list[tuple[PoolId, int]]:
+        """Remove a piece, of several stretches or of one; returns the change of each pool."""
+        end, changed = start + size, list[tuple[PoolId, int]]()
+        at = max(bisect_right(self._starts, start) - 1, 0)
+        while at < len(self._starts) and self._starts[at] < end:
+            left = self._starts[at]
+            right, pool = self._of[left]
+            if right <= start:
+                at += 1
+                continue
+            del self._starts[at], self._of[left]
+            for piece, until in ((left, start), (end, right)):
+                if piece < until:
+                    insort(self._starts, piece)
+                    self._of[piece] = (until, pool)
+                    at += piece == left
+            changed.append((pool, max(left, start) - min(right, end)))
+        return changed
+
+
+def _without_blocks(snapshot: Snapshot) -> Replay:
+    """The replay of a history without a caching allocator, as stepscope writes for a CPU: each block is its request.
+
+    Allocations from before the history come from the notes.
+    """
+    notes = snapshot.notes.tensors if snapshot.notes else ()
+    before = [note for note in notes if note.at_us < snapshot.start_us]
+    allocations = [
+        Allocation(address=note.address, requested=note.bytes, block=note.bytes)
+        for note in {note.address: note for note in reversed(before)}.values()
+    ]
+    start = Replay(allocations=allocations, reserved=[(BEFORE, 0)], start_known=bool(notes))
+    live = {a.address: a for a in allocations}
+    for i, event in enumerate(snapshot.events):
+        if event.action == "alloc":
+            if event.addr in live:
+                start.faults.append(f"event {i} allocates {event.addr:#x}, where something is allocated")
+                live[event.addr].free = live[event.addr].completed = i
+            live[event.addr] = Allocation(
+                address=event.addr, requested=event.size, block=event.size, alloc=i, stream=event.stream
+            )
+            allocations.append(live[event.addr])
+        elif event.action == "free_requested":
+            freed = live.pop(event.addr, None)
+            if freed is None:
+                freed = Allocation(address=event.addr, requested=event.size, block=event.size, stream=event.stream)
+                allocations.append(freed)
+            freed.free = freed.completed = i
+    return start
+
+
+def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
+    """The replay of a history that contradicts itself: each block is its request, rounded."""
+    settings = snapshot.settings
+    given = {a.address: a for a in blocks_of(snapshot.segments) if a.free is None}
+    allocations, _ = blocks_at_start(snapshot)
+    allocations = list({a.address: a for a in allocations}.values())
+    live = {a.address: a for a in allocations if a.free is None}
+    reserved = sum(segment.total_size for segment in snapshot.segments)
+    changes = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
+    steps = [(i, e.size * changes[e.action]) for i, e in enumerate(snapshot.events) if e.action in changes]
+    reserved = max(0, reserved - sum(change for _, change in steps))
+    history = [(BEFORE, reserved)]
+    for i, change in steps:
+        history.append((i, max(0, history[-1][1] + change)))
+    for i, event in enumerate(snapshot.events):
+        if event.action == "alloc":
+            lost = live.pop(event.addr, None)
+            if lost is not None:  # its free is missing from the history
+                lost.free = lost.completed = i
+            block = rounded(event.size, settings)
+            live[event.addr] = Allocation(
+                address=event.addr, requested=event.size, block=block, alloc=i, stream=event.stream
+            )
+            allocations.append(live[event.addr])
+        elif event.action == "free_requested" and event.addr in live:
+            freed = live.pop(event.addr)
+            freed.free = freed.completed = i
+    for address, allocation in live.items():
+        if address in given and allocation.requested <= given[address].block:
+            allocation.block = given[address].block
+    try:
+        segments, _ = segments_at_start(snapshot)
+    except Contradiction:
+        segments = None
+    return Replay(allocations=allocations, reserved=history, segments=segments, start_known=False, faults=faults)

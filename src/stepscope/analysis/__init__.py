@@ -1,1 +1,0 @@
-"""Conclusions from what was stored: figures derived from runs, and the checks that judge them. Never torch."""

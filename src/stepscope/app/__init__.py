@@ -1,0 +1,1 @@
+"""The verbs: what `import stepscope` exports, and the command line."""

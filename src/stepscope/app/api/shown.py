@@ -1,0 +1,127 @@
+"""Results that show themselves: as HTML in a notebook, as text elsewhere.
+
+The results of the functions in this package have `_repr_html_`. In a notebook, any other Run, Answer or Table is shown
+the same way, because `show_in_notebooks` tells IPython how: the records themselves know no renderer.
+"""
+
+import sys
+from typing import Any
+
+import msgspec
+
+from stepscope.core.answer import Answer, Table
+from stepscope.core.run import Run
+
+
+class Shown:
+    """A result that shows its answer: printed as text, in a notebook as HTML."""
+
+    answer: "ShownAnswer"
+
+    @property
+    def answers(self) -> "tuple[ShownAnswer, ...]":
+        """What is shown, one below the other."""
+        return (self.answer,)
+
+    def __repr__(self) -> str:
+        return as_text(*self.answers)
+
+    def _repr_html_(self) -> str:
+        return as_html(*self.answers)
+
+
+class ShownTable(Table, frozen=True, kw_only=True):
+    """A Table that shows itself."""
+
+    def __repr__(self) -> str:
+        return as_text(_answer_of(self))
+
+    def _repr_html_(self) -> str:
+        return as_html(_answer_of(self))
+
+
+class ShownAnswer(Answer, frozen=True, kw_only=True):
+    """An Answer that shows itself, as its tables do: `answer.table("phase")`, `answer.part("memory")`."""
+
+    tables: tuple[ShownTable, ...] = ()
+
+    def table(self, title: str) -> ShownTable:
+        """The first table whose title, or whose first column where it has none, contains this, as `--only` takes it.
+
+        Raises InputError with the names of the tables where there is none.
+        """
+        return self.part(title).tables[0]
+
+    def part(self, only: str) -> "ShownAnswer":
+        """The tables whose title contains `only`, or the findings alone for `findings`."""
+        return shown(super().part(only))
+
+    def __repr__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
+
+
+def shown(answer: Answer) -> ShownAnswer:
+    """The answer as a ShownAnswer, with its tables as ShownTables."""
+    fields = _fields(answer)
+    fields["tables"] = tuple(ShownTable(**_fields(table)) for table in answer.tables)
+    return ShownAnswer(**fields)
+
+
+def as_text(*answers: Answer) -> str:
+    """The answers one below the other, as the command prints them into a pipe."""
+    from stepscope.rendering.plain import plain_text  # noqa: PLC0415  (only where something is shown)
+    from stepscope.rendering.terminal import render_answer  # noqa: PLC0415
+
+    return "\n".join(plain_text(render_answer(answer)) for answer in answers).rstrip("\n")
+
+
+def as_html(*answers: Answer) -> str:
+    """The answers one below the other, as `--style html` writes them."""
+    from stepscope.rendering.renderers import render  # noqa: PLC0415
+
+    return "\n".join(render(answer, "html") for answer in answers)
+
+
+def answer_of(record: object) -> Answer:
+    """The answer that shows a Run, an Answer or a Table."""
+    if isinstance(record, Run):
+        from stepscope.runs.answer import answer_run  # noqa: PLC0415
+
+        return answer_run(record)
+    if isinstance(record, Table):
+        return _answer_of(record)
+    assert isinstance(record, Answer)
+    return record
+
+
+def show_in_notebooks() -> None:
+    """Tell IPython, where it runs, how Runs, Answers and Tables are shown."""
+    python: Any = sys.modules.get("IPython")
+    shell = python.get_ipython() if python is not None else None
+    if shell is None:
+        return
+
+    def html(found: object) -> str:
+        return as_html(answer_of(found))
+
+    def text(found: object, printer: Any, _: bool) -> None:
+        printer.text(as_text(answer_of(found)))
+
+    formatters = shell.display_formatter.formatters
+    for record in (Run, Answer, Table):
+        formatters["text/html"].for_type(record, html)
+        formatters["text/plain"].for_type(record, text)
+
+
+def _answer_of(table: Table) -> Answer:
+    return Answer(study="table", question="", tables=(table,))
+
+
+def _fields(record: msgspec.Struct) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in record.__struct_fields__}
+
+
+show_in_notebooks()

@@ -1,0 +1,190 @@
+"""The `stepscope` command: its verbs, and what becomes of an error."""
+
+import contextlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
+
+import typer
+
+from stepscope import __version__
+from stepscope.app.cli import (
+    compare,
+    device,
+    fit,
+    history,
+    kernel,
+    ls,
+    memory,
+    models,
+    plan,
+    report,
+    run,
+    show,
+    streams,
+    study,
+    sweep,
+    table,
+    trace,
+    tune,
+    watch,
+    writeup,
+)
+from stepscope.app.cli.grammar import Verbs, help_width
+from stepscope.app.cli.output import emit
+from stepscope.core import interrupts
+from stepscope.core.address_space import address_space_limit
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
+from stepscope.core.shown_text import warn
+from stepscope.core.units import format_bytes
+
+_OPTIONAL = {
+    "torch": "pip install 'stepscope[torch]'",
+    "polars": "pip install polars",
+    "altair": "pip install altair",
+    "vl_convert": "pip install vl-convert-python",
+}
+"""A machine that only reads needs no torch, a bare GPU machine that only measures no polars."""
+
+
+_FIRST = (
+    ("stepscope run", "measure a training step here, and save what was found"),
+    ("stepscope watch -- train.py", "measure the steps of a training script of your own"),
+    ("stepscope show last", "show it again"),
+    ("stepscope fit --model xl", "predict the memory of a larger one, without running it"),
+    ("stepscope study formats", "one question each: `stepscope study` lists them"),
+    ("stepscope VERB --help", "the options of a verb, and two examples"),
+)
+
+
+class _Command(Verbs):
+    """The command itself. In its verbs, and only there, a signal is a KeyboardInterrupt, which goes no further."""
+
+    verbs: ClassVar = {
+        "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
+        "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "plan": plan.plan,
+        "tune": tune.tune,
+        "show": show.show,
+        "ls": ls.ls, "history": history.history, "writeup": writeup.writeup,
+        "models": models.models, "device": device.device, "kernel": kernel.kernel,
+    }  # fmt: skip
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("To begin with"):
+            formatter.write_dl(_FIRST)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            with interrupts.raising():
+                return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=_Command,
+    help="A laboratory for one thing: a transformer training step. Measures it, explains it, makes it faster.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings=help_width(),
+)
+app.add_typer(study.app, name="study")
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        emit(f"stepscope {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Say the version."),
+) -> None:
+    pass
+
+
+def main() -> NoReturn:
+    """Run the command. Every failure that stepscope names is one line on stderr and its exit code."""
+    # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+    interrupts.install()
+    streams.mend()
+    try:
+        Path.cwd()  # libraries that are loaded where there is no directory end the process themselves
+    except OSError:
+        _leave("the current directory is gone: change to one that is there", EXIT_WRONG_INPUT)
+    try:
+        code = app(prog_name="stepscope", standalone_mode=False)
+    except StepscopeError as error:
+        _leave(str(error), error.exit_code)
+    except ModuleNotFoundError as error:
+        remedy = _OPTIONAL.get((error.name or "").partition(".")[0])
+        if remedy is None:
+            raise
+        _leave(f"this verb needs {error.name}, which is not installed here: {remedy}", EXIT_WRONG_INPUT)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPTED
+    except Exception as error:
+        if interrupts.received():  # a library made something else of it
+            _leave("interrupted", EXIT_INTERRUPTED)
+        _leave_if_named(error)
+        if "_STEPSCOPE_COMPLETE" in os.environ:
+            _leave("the shell's completion asked for nothing: stepscope --install-completion", EXIT_WRONG_INPUT)
+        raise
+    if code == EXIT_INTERRUPTED or interrupts.received():
+        _leave("interrupted", EXIT_INTERRUPTED)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _leave_if_named(error: Exception) -> None:
+    """Leave in one line for what typer, the system or a library that does not load raised. A fault of ours returns."""
+    if isinstance(error, MemoryError):
+        library = _library_that_failed(error)
+        what = f"this machine's memory does not suffice{f' to load {library}' if library else ''}"
+        _leave(f"{what}{_memory_limit()}", EXIT_DEVICE_FAILED)
+    library = _library_that_failed(error)
+    if library is not None:
+        _leave(f"{library} cannot be loaded here: {one_line(error)}{_memory_limit()}", EXIT_WRONG_INPUT)
+    if isinstance(error, BrokenPipeError):  # the reader of a help text has gone
+        sys.exit(0)
+    if isinstance(error, OSError):  # the help text, which only `emit` does not write; or a file that nobody foresaw
+        what = f"{error.filename}: " if error.filename else "cannot write the output: "
+        _leave(f"{what}{error.strerror or one_line(error)}", EXIT_WRONG_INPUT)
+    # Typer's own errors carry `format_message`; its module for them differs between versions.
+    format_message = getattr(error, "format_message", None)
+    if type(error).__name__.startswith("NoArgsIsHelp") and format_message is not None:
+        with contextlib.suppress(OSError):
+            print(format_message(), file=sys.stderr)
+        sys.exit(EXIT_WRONG_INPUT)
+    if type(error).__name__ == "Abort":
+        _leave("interrupted", EXIT_INTERRUPTED)
+    if format_message is not None:
+        _leave(one_line(Exception(format_message())), EXIT_WRONG_INPUT)
+
+
+def _library_that_failed(error: BaseException) -> str | None:
+    """The package that raised while it was imported, or None: a library that does not load is no fault of ours."""
+    trace = error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if frame.f_code.co_name == "<module>" and package not in ("stepscope", "__main__"):
+            return package
+        trace = trace.tb_next
+    return None
+
+
+def _memory_limit() -> str:
+    """What limits the memory of this process, in words; empty where nothing does."""
+    limit = address_space_limit()
+    return f": this process may have {format_bytes(limit)} (ulimit -v), raise the limit" if limit else ""
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    interrupts.leaving()
+    warn(message)
+    sys.exit(interrupts.exit_code(code))

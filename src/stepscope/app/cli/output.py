@@ -1,0 +1,239 @@
+"""stdout for results, stderr for progress."""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from stepscope.core.errors import StepscopeError
+from stepscope.core.shown_text import visible, warn
+from stepscope.rendering.plain import CleanConsole, parts_of, plain_part
+
+if TYPE_CHECKING:
+    from stepscope.core.answer import Answer
+    from stepscope.engine.plan import SweepState
+    from stepscope.engine.request import Stage
+    from stepscope.rendering.sweep import ProgressRow
+
+
+def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
+    """Print on stdout, or another stream, at the width of the terminal; a pipe or a file gets tables as wide as they
+    are, and text folded at 120."""
+    from stepscope.rendering.layout import fitted
+
+    out = stream or sys.stdout
+    if out.isatty():
+        console = CleanConsole(file=out)
+        for part in parts_of(renderable):
+            for i, piece in enumerate(fitted(part, console) if isinstance(part, Table) else [part]):
+                with console.capture() as printed:
+                    console.print(piece)
+                lines = printed.get().splitlines()
+                if isinstance(piece, Table):  # its first line and its last are an edge that nobody sees
+                    lines = [*([""] if i else []), *lines[1:-1]]
+                _write("\n".join([*lines, ""]), out)  # the console's own colours stay, the text in them is clean
+        return
+    for part in parts_of(renderable):
+        _write(plain_part(part), out)
+
+
+def present(*answers: "Answer", style: str = "terminal", only: str | None = None) -> None:
+    """Print answers one below the other, or the parts that `only` names, in a style of `--style`."""
+    parts = list(answers) if only is None else [answer.part(only) for answer in answers if answer.has(only)]
+    if not parts:
+        parts = [answers[-1].part(only or "")]
+    for i, wanted in enumerate(parts):
+        if i:
+            emit("\n")
+        if style == "terminal":
+            from stepscope.rendering.terminal import render_answer
+
+            show(render_answer(wanted, drawn=sys.stdout.isatty() and _columns() >= _DRAWN_FROM))
+        elif style == "bars" and sys.stdout.isatty():
+            from stepscope.rendering.renderers.bars import coloured
+
+            show(coloured(wanted))
+        else:
+            from stepscope.rendering.renderers import render
+
+            emit(render(wanted, style))
+
+
+_DRAWN_FROM = 80
+"""Columns of a terminal that sparklines need."""
+
+
+def _columns() -> int:
+    return shutil.get_terminal_size().columns
+
+
+def check_picture(target: Path | None) -> None:
+    """Raise InputError, before anything is measured, unless a picture can be written under such a name."""
+    if target is not None:
+        from stepscope.rendering.plots.save import check_target
+
+        check_target(target)
+
+
+def draw(answer: "Answer", target: Path | None) -> None:
+    """Draw the panels of an answer into a file, where one is named."""
+    if target is None:
+        return
+    from stepscope.rendering.picture import draw_answer
+    from stepscope.rendering.plots.save import is_interactive, save_plot
+
+    save_plot(draw_answer(answer, interactive=is_interactive(target)), target)
+    notes = "; ".join(dict.fromkeys(panel.frame.note for panel in answer.panels if panel.frame.note))
+    warn(f"plotted in {target}{f': {notes}' if notes else ''}")
+
+
+def emit(text: str) -> None:
+    """Write a result to stdout, JSON too, control characters in it as escapes."""
+    _write(visible(text))
+
+
+def _write(text: str, stream: TextIO | None = None) -> None:
+    """Write to stdout, or another stream. A reader that has gone (`| head`) is no failure; a full disk is one line."""
+    out = stream or sys.stdout
+    try:
+        out.write(text)
+        out.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+        raise StepscopeError(f"cannot write the result to stdout: {error.strerror or error}") from error
+
+
+def emit_json(value: object) -> None:
+    """Write a result to stdout as one line of JSON."""
+    emit(json_line(value))
+
+
+def json_line(value: object) -> str:
+    """A value as one line of JSON. Halves of surrogate pairs, which a pickle can hold, become `?`."""
+    import msgspec
+
+    try:
+        return msgspec.json.encode(value).decode() + "\n"
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_encodable(msgspec.to_builtins(value))).decode() + "\n"
+
+
+def _encodable(value: dict[Any, Any] | list[Any] | tuple[Any, ...] | str | float | None) -> Any:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(item) for key, item in value.items()}
+    return [_encodable(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+@contextlib.contextmanager
+def stdout_kept_clean() -> Generator[None]:
+    """Inside, whatever libraries print to stdout, from C++ too, goes to stderr: stdout is for the result."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@contextlib.contextmanager
+def progress() -> Generator[Callable[["Stage"], None]]:
+    """A live line on a terminal; elsewhere one line for each stage that begins."""
+    if not sys.stderr.isatty():
+        seen: set[str] = set()
+
+        def tell_plainly(stage: "Stage") -> None:
+            if stage.name not in seen:
+                seen.add(stage.name)
+                warn(f"{stage.name} {stage.detail}".rstrip())
+
+        yield tell_plainly
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[detail]}", markup=False),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=CleanConsole(stderr=True), transient=True) as display:
+        task = display.add_task("start", total=None, detail="")
+
+        def tell(stage: "Stage") -> None:
+            total = None if stage.fraction is None else 1.0
+            display.update(
+                task,
+                description=stage.name,
+                total=total,
+                completed=stage.fraction or 0.0,
+                detail=stage.detail,
+            )
+
+        yield tell
+
+
+@contextlib.contextmanager
+def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
+    """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
+    from stepscope.rendering.sweep import render_progress, sentence_of
+
+    faults: list[str] = []
+    if sys.stderr.isatty():
+        with Live(console=CleanConsole(stderr=True), transient=True, refresh_per_second=4) as live:
+            height = live.console.size.height
+
+            def show_live(state: "SweepState") -> None:
+                faults.extend(fault for fault in state.faults if fault not in faults)
+                live.update(render_progress(rows_of(state), state.seconds_left, height))
+
+            yield show_live
+        for fault in faults:
+            warn(f"measured again: {fault}")
+        return
+    told: set[int] = set()
+    last: SweepState | None = None
+
+    def tell(state: "SweepState") -> None:
+        nonlocal last
+        if state is not last:  # sweeps may follow one another, as those of a search do
+            told.clear()
+            last = state
+        for fault in state.faults:
+            if fault not in faults:
+                faults.append(fault)
+                warn(f"measured again: {fault}")
+        rows = rows_of(state)
+        for i, row in enumerate(rows):
+            if row.run is not None and i not in told:
+                told.add(i)
+                warn(sentence_of(rows, i, state.seconds_left))
+
+    yield tell
+
+
+def rows_of(state: "SweepState") -> "list[ProgressRow]":
+    """The state of a sweep as rendering/sweep.py reads it."""
+    from stepscope.core.work.described import cell_name
+    from stepscope.rendering.sweep import ProgressRow
+
+    return [
+        ProgressRow(
+            name=cell_name(cell.cell.workload, cell.cell.settings), state=cell.state,
+            stage=f"{cell.stage} {cell.detail}".strip(), run=cell.run, resumed=cell.resumed,
+        )
+        for cell in state.cells
+    ]  # fmt: skip

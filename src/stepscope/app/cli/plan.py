@@ -1,0 +1,211 @@
+"""`stepscope plan`: a step over many GPUs on paper. Nothing is run."""
+
+import gc
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from stepscope.app.cli.given_options import refuse_beside
+from stepscope.app.cli.output import check_picture, draw, warn
+from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.verb import verb
+from stepscope.app.cli.workloads import OneWorkload
+from stepscope.core.errors import InputError
+from stepscope.core.workload import Workload
+
+if TYPE_CHECKING:
+    from stepscope.allocations.planning.answer import Planning
+    from stepscope.allocations.planning.search import Plan
+    from stepscope.allocations.planning.space import Question
+    from stepscope.core.network import Network
+
+_NOT_ASKED = {
+    "phase": "a plan is of a training step", "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
+    "seed": "a plan draws no data", "clip": "a plan has no time of clipping",
+}  # fmt: skip
+
+
+@verb(
+    "plan",
+    "stepscope plan --model llama3-70B --ranks 64 --device H100 --seq-len 8192 --batch-size 512",
+    "stepscope plan --model llama3-8B --ranks 8 --seq-len 8192 --batch-size 16 --layout sharding=zero3",
+    model="small", seq_len="512", dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused",
+    checkpointing="the best of none, selective, selective-K, offload-K (eager, no graph), attention and every-1",
+    phase="train",
+)  # fmt: skip
+def plan(
+    *,
+    said: OneWorkload,
+    ranks: int,
+    device: str,
+    network: str | None,
+    layout: str | None,
+    batch_tokens: int | None,
+    experts: int,
+    active_experts: int,
+    efficiency: float | None,
+    spread: float | None,
+    verify: bool,
+    against: tuple[Path, ...] = (),
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Plan a step on paper, over one GPU to 100,000: every layout, which fit, which is fastest, and what bounds it."""
+    check_picture(save)
+    if verify or against:
+        refuse_beside("--verify", "--against", "--network")
+        _verify(against, network, save, shown)
+        return
+    workload, checkpointings = _step(said, batch_tokens)
+    from stepscope.allocations.planning.space import Question
+    from stepscope.core.layout import parse_layout
+    from stepscope.core.model_config import whole_number
+    from stepscope.core.network import MOST_RANKS
+    from stepscope.core.work.planned_model import PlannedModel
+
+    whole_number(ranks, "--ranks", 1, MOST_RANKS)
+    question = Question(
+        workload=workload,
+        model=PlannedModel(config=workload.model, experts=experts, active=active_experts),
+        ranks=ranks,
+        node=1,
+        fixed=parse_layout(layout) if layout else {},
+        checkpointings=checkpointings,
+    )
+    gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
+    planning = _planned(question, device, network, {"efficiency": efficiency, "spread": spread})
+    gc.enable()
+    from stepscope.allocations.planning.answer import answer_plan
+
+    answer = answer_plan(planning)
+    _keep(planning, runs)
+    shown.show(answer)
+    draw(answer, save)
+
+
+def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[Workload, tuple[str, ...]]:
+    """The step, and the checkpointings to try where one was said."""
+    if said.own is not None:
+        raise InputError("a plan is of the textbook's model: give --model a preset, and no --module or config.json")
+    for name, why in _NOT_ASKED.items():
+        if name in said.said:
+            raise InputError(f"--{name} says nothing with plan: {why}")
+    chosen = dict(said.said)
+    checkpointing = chosen.pop("checkpointing", None)
+    if batch_tokens is not None:
+        if "batch_size" in chosen:
+            raise InputError("--batch-size and --batch-tokens both say how much a step takes: give one of them")
+        length = int(chosen.get("seq_len", 512))
+        if batch_tokens < 1 or batch_tokens % length:
+            raise InputError(f"--batch-tokens {batch_tokens} are not sequences of {length}: give a multiple of it")
+        chosen["batch_size"] = batch_tokens // length
+    usual = {
+        "model": "small", "seq_len": 512, "dtype": "bf16", "attention": "flash", "compile": "default",
+        "optimizer": "adamw-fused",
+    }  # fmt: skip
+    checked = {**chosen, "checkpointing": checkpointing} if checkpointing is not None else chosen
+    workload = OneWorkload(checked).workload(**usual)
+    return msgspec.structs.replace(workload, checkpointing="none"), (checkpointing,) if checkpointing else ()
+
+
+def _planned(question: "Question", device: str, network: str | None, shares: Mapping[str, float | None]) -> "Planning":
+    from stepscope.allocations.planning.answer import Planning
+    from stepscope.allocations.planning.rates import STEP_SPREAD, rates_of
+    from stepscope.allocations.planning.scaling import scaling, sensitivity
+    from stepscope.allocations.planning.search import Machine, search
+    from stepscope.allocations.planning.simulation import Stragglers, simulate
+    from stepscope.allocations.prediction.fit import budget_of_total, device_named
+    from stepscope.core.network import network_for
+
+    spread = STEP_SPREAD if shares["spread"] is None else shares["spread"]
+    if not 0 <= spread < 0.5:
+        raise InputError(f"--spread is {spread:g}: write a share from 0 to 0.5, as in 0.01 for 1 %")
+    spec = device_named(device, otherwise="")
+    joined = _network(network, network_for(spec)) if network else network_for(spec)
+    assert spec.memory_bytes is not None
+    machine = Machine(
+        budget=budget_of_total(spec.memory_bytes, f"{spec.name} ({spec.source})"),
+        rates=rates_of(spec, question.workload, shares["efficiency"]),
+        network=joined,
+    )
+    found = search(msgspec.structs.replace(question, node=joined.node), machine)
+    if not found.layouts:
+        raise InputError(_no_layout(found))
+    even = uneven = None
+    if found.best:
+        best = found.best[0]
+        even = simulate(best.layout, best.time)
+        uneven = simulate(best.layout, best.time, Stragglers(spread=spread)) if spread and question.ranks > 1 else None
+    return Planning(
+        plan=found, machine=machine, spec=spec, scaled=scaling(found, machine),
+        sensitive=sensitivity(found, machine), even=even, uneven=uneven, spread=spread,
+    )  # fmt: skip
+
+
+def _network(said: str, usual: "Network") -> "Network":
+    """The network that --network says: by name or figures, or as a file of `study collectives` has measured it."""
+    from stepscope.core.network import measured_network, parse_network
+
+    file, _, figures = said.partition(",")
+    if not file.endswith(".json"):
+        return parse_network(said, usual)
+    from stepscope.core.answer import decode_answer
+    from stepscope.core.bounded_file import read_named
+    from stepscope.questions.collectives.answer import fits_in
+
+    found = decode_answer(read_named(Path(file)), file)
+    joined = parse_network(figures, usual) if figures else usual
+    return measured_network(joined, fits_in(found, file), f"{file}, {found.device}, {found.date}")
+
+
+def _no_layout(found: "Plan") -> str:
+    """Why a question has no layout, whatever would fit."""
+    question = found.question
+    settled = ",".join(f"{name}={value}" for name, value in question.fixed.items())
+    said = f"{question.ranks} ranks{f' with --layout {settled}' if settled else ''} have no layout"
+    if not found.grids:
+        return f"{said}: these dimensions do not divide the ranks; choose divisors, or leave some out"
+    reasons = sorted(found.refused, key=lambda reason: -found.refused[reason])
+    sizes = question.model.config
+    figures = (
+        f"heads {sizes.heads}, of keys {sizes.key_heads}, d_ff {sizes.d_ff}, {sizes.layers} blocks, sequences "
+        f"{question.workload.batch_size} of {question.workload.seq_len}"
+    )
+    why = "; ".join(reasons) or "chunks of a pipeline need micro-batches in multiples of its ranks"
+    others = ", --checkpointing" if question.checkpointings else ""
+    return f"{said}: {why} ({figures}); choose other ranks, another --layout{others} or --batch-size"
+
+
+def _keep(planning: "Planning", runs: Path) -> None:
+    """Keep the forecast of one GPU's peak beside the runs that will show whether it came true."""
+    question = planning.plan.question
+    if question.ranks > 1 or not planning.plan.best:
+        return
+    from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+
+    best = planning.plan.best[0]
+    workload = msgspec.structs.replace(
+        question.workload, accumulation=best.layout.micro_batches, checkpointing=best.layout.checkpointing
+    )
+    budget = planning.machine.budget.usable_bytes
+    forecast = forecast_of_peak("plan", workload.key, best.peak_bytes, budget_bytes=budget, fits=True)
+    if fault := keep_forecasts(runs, [forecast]):
+        warn(fault)
+
+
+def _verify(against: tuple[Path, ...], network: str | None, save: Path | None, shown: Presentation) -> None:
+    from stepscope.allocations.planning.verification import answer_verification
+    from stepscope.core.network import network_for
+    from stepscope.core.run_directory import load_runs
+
+    runs, faults = load_runs(list(against)) if against else ([], [])
+    for fault in faults:
+        warn(f"left out: {fault}")
+    answer = answer_verification(
+        runs, lambda spec: _network(network, network_for(spec)) if network else network_for(spec)
+    )
+    shown.show(answer)
+    draw(answer, save)

@@ -1,0 +1,131 @@
+"""`stepscope report`: a run, or anything else that stepscope reads, as one HTML page."""
+
+import webbrowser
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.app.cli import completion
+from stepscope.app.cli.output import emit, warn
+from stepscope.app.cli.verb import verb
+from stepscope.core.errors import InputError, choose
+from stepscope.core.page import GENERATOR
+from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.run_directory import check_is_ours, write_atomically
+from stepscope.core.run_files import RUN_FILE
+from stepscope.rendering.aside import Drawer
+
+if TYPE_CHECKING:
+    from stepscope.core.page import Page
+
+
+@verb("report", "stepscope report last --open", "stepscope report results/h200/plain -o sweep.html --plots plots")
+def report(
+    what: Annotated[
+        list[str],
+        typer.Argument(
+            help="A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
+            "an answer that --json wrote.",
+            metavar="WHAT...",
+            autocompletion=completion.run_names,
+        ),
+    ],
+    *,
+    output: Path | None,
+    open_page: bool,
+    compare: bool,
+    across: tuple[str, ...] = (),
+    plots: Path | None,
+    plots_as: str | None,
+    redact: bool,
+    runs: Path,
+) -> None:
+    """Write one HTML page that needs nothing else: look at it, print it, send it."""
+    give_pages_back()
+    if across and not compare:
+        raise InputError("--across belongs to --compare: it says in what the two sides may differ")
+    choose(plots_as or "svg", ("svg", "png"), "--plots-as")
+    if plots_as is not None and plots is None:
+        raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")
+    target = output or _target(what, runs)
+    _check(target, plots)
+    drawer = Drawer()  # it gets ready while the runs are read
+    try:
+        page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
+        if redact:
+            from stepscope.rendering.pages.redaction import redacted
+
+            page = redacted(page, what)
+        from stepscope.rendering.page.render import render_page
+
+        text = render_page(page, drawer.draw)
+    finally:
+        drawer.close()
+    try:
+        write_atomically(text.encode(errors="replace"), target)
+    except OSError as error:
+        raise InputError(f"cannot write the page {target}: {error.strerror or error}") from None
+    if plots is not None:
+        _plot(page, plots, plots_as or "svg")
+    emit(f"{target}\n")
+    if open_page:
+        webbrowser.open(target.resolve().as_uri())
+
+
+def _made(
+    what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None
+) -> "Page":  # fmt: skip
+    from stepscope.rendering.pages.named import page_named, page_of_comparison
+
+    if compare:
+        return page_of_comparison(what, runs, across, warn)
+
+    def begun(page: "Page") -> None:
+        from stepscope.rendering.page.render import pictures_of
+
+        if drawer is not None:
+            for wanted in pictures_of(page):
+                drawer.ask(wanted)
+
+    return page_named(what, runs, warn, begun)
+
+
+def _target(what: list[str], runs: Path) -> Path:
+    """Where the page goes that nobody named a place for: beside a run, and for anything else into this folder."""
+    from stepscope.core.run_directory import find_place
+
+    if len(what) == 1:
+        try:
+            place = find_place(what[0], runs)
+        except InputError:
+            return Path(f"{Path(what[0]).name}.report.html")
+        if place.is_dir() and (place / RUN_FILE).is_file():
+            return place / "report.html"
+        name = place.resolve().name
+        return Path(f"{name.partition('.')[0] or name}.report.html")
+    return Path("stepscope.rendering.html")
+
+
+def _check(target: Path, plots: Path | None) -> None:
+    """Raise InputError, before anything is read, where no page can be written there, or no plots."""
+    if str(target) == "-":
+        raise InputError("-o takes a file, and a page is not written to stdout: write -o page.html, say")
+    if target.is_dir():
+        raise InputError(f"cannot write the page {target}: it is a folder; name a file in it")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write the page {target}: there is no folder {target.parent}, make it first")
+    check_is_ours(target, GENERATOR)
+    if plots is not None and not plots.parent.is_dir():
+        raise InputError(f"cannot write plots to {plots}: there is no folder {plots.parent}, make it first")
+
+
+def _plot(page: "Page", folder: Path, suffix: str) -> None:
+    from stepscope.rendering.picture import draw_panels
+
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write plots to {folder}: {error.strerror or error}") from None
+    written = draw_panels(page, folder, suffix)
+    warn(f"{written} plots in {folder}")

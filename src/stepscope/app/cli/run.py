@@ -1,0 +1,236 @@
+"""`stepscope run`: measure one training step here."""
+
+import os
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import msgspec
+import typer
+
+from stepscope.app.cli.captured_runs import type_of_device
+from stepscope.app.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
+from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.recording import Recording
+from stepscope.app.cli.sweep import measure_and_report
+from stepscope.app.cli.verb import verb
+from stepscope.app.cli.workloads import OneWorkload
+from stepscope.core.document import json_document
+from stepscope.core.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_DEVICE_FAILED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    InputError,
+    StepscopeError,
+)
+from stepscope.core.finding import worst
+from stepscope.core.ranks import place_in_job, refuse_several
+from stepscope.core.run import Run, Settings
+from stepscope.core.run_directory import encode_run, load_run
+from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.workload import Workload
+
+if TYPE_CHECKING:
+    from stepscope.allocations.explain import Explained
+    from stepscope.engine.plan import Cell, SweepPlan
+    from stepscope.traces.captures.summary import TraceSummary
+
+
+@verb(
+    "run",
+    "stepscope run --model small --seq-len 512 --dtype bf16 --attention sdpa --compile default",
+    "stepscope run --model small --record kineto,memory",
+    model="small on a GPU, tiny on a CPU",
+    seq_len="512 on a GPU, 128 on a CPU",
+)
+def run(
+    *,
+    said: OneWorkload,
+    device: str,
+    settings: Settings,
+    repeat: int,
+    against: str | None = None,
+    peak_flops: float | None,
+    recording: Recording,
+    memory: int | None,
+    tag: str | None,
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
+    check_picture(save)
+    own = said.own
+    if own is None:
+        said.check()
+
+    place = place_in_job(os.environ)
+    parallel = said.said.get("parallel", NOT_PARALLEL) != NOT_PARALLEL
+    if place is not None and parallel:
+        said = said.joined(place.ranks)
+    if not parallel:
+        refuse_several(os.environ, "measure a step of its own", "say --parallel, or start it without torchrun")
+    if repeat > 1 or against is not None or (parallel and place is None):
+        from stepscope.engine.plan import SweepPlan
+
+        cells = _cells(said, against, runs, settings, repeat, on_gpu=type_of_device(device) == "cuda")
+        plan = SweepPlan(
+            cells=cells, devices=(device,), out=str(runs), tag=tag, memory_limit_bytes=memory,
+            peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
+        )  # fmt: skip
+        if against is not None and (recording.memory is not None or "nsys" in recording.trace.tools):
+            raise InputError("--against records kineto alone: a record of memory, or one by nsys, is of one step")
+        _measure_in_processes(plan, shown, save)
+    from stepscope.engine.step import StepRequest, measure_step
+    from stepscope.recording.device import resolve_device  # torch, only now that the input is known to be sound
+
+    on_gpu = resolve_device(device).type == "cuda"
+    workload = own or _usual(said, on_gpu)
+    request = StepRequest(
+        workload=workload, settings=settings, device=device, out=str(runs), tag=tag,
+        memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
+        place=place if parallel else None,
+    )  # fmt: skip
+    with stdout_kept_clean(), progress() as tell:
+        measured, directory = measure_step(request, tell)
+    if place is not None and place.rank:
+        code = exit_code(measured)  # what is to be doubted is said by the first rank, which shows what all measured
+        raise typer.Exit(EXIT_DONE if code == EXIT_CHECK_FAILED else code)
+    for capture in measured.evidence.captures:
+        if capture.failure:
+            warn(f"no {capture.tool} trace: {capture.failure}")
+    _show(measured, directory, shown, save)
+    raise typer.Exit(exit_code(measured))
+
+
+def _usual(said: OneWorkload, on_gpu: bool) -> Workload:
+    """The textbook's workload, with the usual sizes for what was not said."""
+    return said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
+
+
+def _cells(
+    said: OneWorkload, against: str | None, runs: Path, settings: Settings, repeat: int, *, on_gpu: bool
+) -> "tuple[Cell, ...]":
+    """What is measured in processes of their own: the workload, or two that take turns."""
+    from stepscope.engine.plan import Cell, order_cells, repeated
+
+    first = said.own or _usual(said, on_gpu)
+    cells = [Cell(workload=first, settings=settings)]
+    if repeat == 1 and against is None:
+        return tuple(cells)  # ranks that share its steps are processes, too
+    if against is not None:
+        from stepscope.app.cli.against import is_options, stored_workload, with_options
+
+        if is_options(against):
+            other = with_options(said, against)
+            second = other.own or _usual(other, on_gpu)
+        else:
+            second = stored_workload(against, runs)
+        if (first.dtype == "tf32") == (second.dtype == "tf32"):
+            cells = [Cell(workload=first, settings=settings, against=second)]
+        else:  # whether fp32's products may be TF32 holds for a whole process
+            cells.append(Cell(workload=second, settings=settings))
+    begun = datetime.now(UTC).isoformat()
+    return tuple(order_cells(repeated(cells, repeat, begun)))
+
+
+def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | None) -> NoReturn:
+    """Measure one step in several processes, or two, and show what they say; leaves with the exit code."""
+    from stepscope.engine.plan import Policy
+
+    def report(measured: list[Run]) -> None:
+        from stepscope.runs.against_answer import against_as_json, answer_against
+        from stepscope.runs.run_sets import sets_of
+        from stepscope.runs.set_answer import answer_set, set_as_json
+
+        if len(measured) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
+            _show(measured[0], Path(plan.out) / measured[0].id, shown, save)
+            return
+        beside = [load_run(Path(plan.out) / run.beside) for run in measured if run.beside is not None]
+        found = [*sets_of(measured), *sets_of(beside)]
+        in_turns = any(cell.against is not None for cell in plan.cells)
+        alone = len(found) == 1 and not in_turns
+        if not alone and len(found) != 2:
+            raise InputError("too few of the processes ended with a result to compare two steps")
+        first, second = found[0], found[-1]
+        answer = answer_set(first, plan.out) if alone else answer_against(first, second, plan.out)
+        document = set_as_json(first) if alone else against_as_json(first, second)
+        shown.show(answer, document=lambda: json_document(document))
+        draw(answer, save)
+        if alone:
+            shown.name_the_page(f"{first.name} --runs {plan.out}")
+
+    measure_and_report(plan, Policy(fresh=True, refuses=True), report, again=False)
+
+
+def exit_code(measured: Run) -> int:
+    """0 done, 1 measured but a check failed, 3 the device failed, 130 interrupted."""
+    if measured.status == "interrupted" or (measured.status == "done" and measured.failure is not None):
+        return EXIT_INTERRUPTED
+    if measured.status != "done":
+        return EXIT_DEVICE_FAILED
+    return EXIT_CHECK_FAILED if worst(measured.findings) == "error" else EXIT_DONE
+
+
+def _show(measured: Run, directory: Path, shown: Presentation, save: Path | None) -> None:
+    """The run, and what its trace and its memory say, where it kept them and this machine can read them."""
+    from stepscope.runs.answer import answer_run
+
+    answers = [answer_run(measured, str(directory))]
+    documents: dict[str, object] = {}
+    summary, explained = _summary_of_trace(measured, directory), _explained_memory(measured, directory)
+    if summary is not None:
+        from stepscope.traces.captures.answer import answer_trace
+        from stepscope.traces.captures.as_json import trace_as_json
+        from stepscope.traces.captures.checks import check_trace
+
+        findings = check_trace(summary)
+        answers.append(answer_trace(summary, findings, str(directory)))
+        documents["trace"] = trace_as_json(summary, findings)
+    if explained is not None:
+        from stepscope.allocations.answer import answer_memory
+        from stepscope.allocations.at_moment import moment_at
+        from stepscope.allocations.memory_json import memory_as_json
+
+        moment = moment_at(explained, None)
+        answers.append(answer_memory(explained, moment))
+        documents["memory"] = memory_as_json(explained, moment)
+
+    def document() -> str:
+        text = encode_run(measured).decode()
+        return json_document({**msgspec.json.decode(text), **documents}) if documents else text
+
+    shown.show(*answers, document=document)
+    draw(answers[0], save)
+    if measured.status == "done" and measured.failure is None:
+        shown.name_the_page(directory)
+
+
+def _summary_of_trace(measured: Run, directory: Path) -> "TraceSummary | None":
+    if not any(capture.artifact in ("kineto", "nsys") for capture in measured.evidence.captures):
+        return None
+    try:
+        from stepscope.app.cli.trace import load_summary
+
+        return load_summary(directory)
+    except ModuleNotFoundError as error:
+        warn(f"the trace is kept, and read where {error.name} is installed: stepscope trace {directory}")
+    except StepscopeError as error:
+        warn(f"the trace is kept, and cannot be read: {error}")
+    return None
+
+
+def _explained_memory(measured: Run, directory: Path) -> "Explained | None":
+    if "memory" not in measured.artifacts:
+        return None
+    try:
+        from stepscope.allocations.explain import explain
+        from stepscope.allocations.snapshot import read_snapshot
+
+        return explain(read_snapshot(directory))
+    except ModuleNotFoundError as error:
+        warn(f"the memory snapshot is kept, and read where {error.name} is installed: stepscope memory {directory}")
+    except StepscopeError as error:
+        warn(f"the memory snapshot is kept, and cannot be read: {error}")
+    return None

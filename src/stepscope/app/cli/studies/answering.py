@@ -1,0 +1,278 @@
+"""How a study's verb comes to its answer: run, measured in cells, or read; then shown, written as JSON, drawn."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from stepscope.app.cli.captured_runs import (
+    captured,
+    finished_answer,
+    is_wanted,
+    stored_runs,
+    type_of_device,
+    unread,
+    wanted_runs,
+)
+from stepscope.app.cli.given_options import refuse_beside
+from stepscope.app.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
+from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.verb import verb
+from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload, factory_arguments
+from stepscope.core.answer import Answer, decode_answer
+from stepscope.core.bounded_file import read_named
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
+from stepscope.core.own_arguments import is_configuration
+from stepscope.core.run import Run, settings_from
+from stepscope.engine.request import Tell, TraceRequest
+
+if TYPE_CHECKING:
+    from stepscope.engine.plan import Cell, SweepPlan
+    from stepscope.questions.compare.comparison import ComparedRun
+    from stepscope.questions.compared_cells import Sizes
+
+_Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answering:
+    """What becomes of the answer of one study."""
+
+    study: str
+    shown: Presentation
+    save: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_picture(self.save)
+
+    def run(self, made: Callable[[Tell], Answer]) -> None:
+        """Make the answer, under a display, and show it. One that ended early shows what it has, and ends the command
+        with the code of an interrupt, or of a device that failed."""
+        with stdout_kept_clean(), progress() as tell:
+            found = made(tell)
+        self.show(found)
+        if any(finding.kind == "interrupted" for finding in found.findings):
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if any(finding.kind == "ended-early" for finding in found.findings):
+            raise typer.Exit(EXIT_DEVICE_FAILED)
+
+    def read(self, path: Path) -> None:
+        """Show an answer that --json wrote."""
+        found = decode_answer(read_named(path), str(path))
+        if found.study != self.study:
+            raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
+        self.show(found)
+
+    def show(self, found: Answer) -> None:
+        self.shown.show(found)  # first: what was measured is not lost where nothing can be drawn
+        draw(found, self.save)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedSteps:
+    """Options of a study that compares steps; None for what the study chooses."""
+
+    model: tuple[str, ...] | None
+    seq_len: tuple[int, ...] | None
+    batch_size: int | None
+    dtype: tuple[str, ...] | None
+    device: str
+    steps: int | None
+    seconds: float = 1.0
+    repeat: int
+    keep_digests: bool
+    runs: Path
+    from_: tuple[Path, ...] = ()
+    tag: str | None
+    save: Path | None
+    shown: Presentation
+
+    @property
+    def given(self) -> dict[str, tuple[Any, ...] | None]:
+        """What chooses among the runs of a folder."""
+        batch_sizes = None if self.batch_size is None else (self.batch_size,)
+        return {"model": self.model, "seq_len": self.seq_len, "batch_size": batch_sizes, "dtype": self.dtype}
+
+    @functools.cached_property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return type_of_device(self.device)
+
+    def sizes(self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None) -> dict[str, Any]:
+        """What is measured and how, as `compared_cells` takes it. A CPU's steps are not profiled."""
+        from stepscope.core.model_config import configure
+
+        on_a_cpu = self.device_type == "cpu"
+        usual = on_cpu if on_a_cpu else on_gpu
+        return {
+            "models": [configure(name) for name in self.model or usual.models],
+            "seq_lens": self.seq_len or (usual.seq_len,),
+            "batch_size": usual.batch_size if self.batch_size is None else self.batch_size,
+            "dtypes": self.dtype or usual.dtypes,
+            "settings": settings_from(warmup, self.steps, self.seconds, no_profile=on_a_cpu),
+        }
+
+    def comparing(self, study: str, cell: "type[ComparedRun]", answer: Callable[..., Answer]) -> "Comparing":
+        """The study that the verb of the same name asks for."""
+        answering = Answering(study=study, shown=self.shown, save=self.save)
+        return Comparing(verb=study, answering=answering, cell=cell, answer=answer, keep_digests=self.keep_digests)
+
+    def plan(self, cells: "tuple[Cell, ...]", trace: TraceRequest) -> "SweepPlan":
+        """The plan that measures these cells where it was asked."""
+        from stepscope.engine.plan import SweepPlan, order_cells, repeated
+
+        if self.repeat > 1:
+            cells = order_cells(repeated(cells, self.repeat))
+        return SweepPlan(cells=cells, devices=(self.device,), out=str(self.runs), tag=self.tag, trace=trace)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AskedStepsOfAny(AskedSteps):
+    """Options of a study that compares steps of the textbook's model, or of one of the user's own."""
+
+    module: str | None
+    arg: tuple[str, ...] = ()
+
+    @property
+    def is_own(self) -> bool:
+        """Whether a model of the user's own was named, by a factory or by a config.json."""
+        return self.module is not None or any(is_configuration(name) for name in self.model or ())
+
+    def sizes(self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None) -> dict[str, Any]:
+        """What is measured of the textbook's model and how, as `compared_cells` takes it."""
+        factory_arguments(self.module, self.arg)
+        return AskedSteps.sizes(self, on_cpu, on_gpu, warmup)
+
+    def own_cells(
+        self, on_cpu: "Sizes", on_gpu: "Sizes", warmup: int | None = None, **choices: tuple[str, ...] | None
+    ) -> "tuple[Cell, ...]":
+        """A cell for each combination of what was said of the user's own model, and of `choices`, of which None is one
+        that was not made. Raises InputError for options of the textbook's model."""
+        from stepscope.engine.plan import Cell, order_cells
+
+        on_a_cpu = self.device_type == "cpu"
+        dtypes = self.dtype or (on_cpu if on_a_cpu else on_gpu).dtypes
+        said: dict[str, Any] = {**self.given, **choices, "dtype": dtypes, "arg": self.arg}
+        if self.module is not None:
+            said["module"] = (self.module,)
+        workloads = ManyWorkloads({name: values for name, values in said.items() if values is not None}).workloads()
+        settings = settings_from(warmup, self.steps, self.seconds, no_profile=on_a_cpu)
+        return order_cells([Cell(workload=workload, settings=settings) for workload in workloads])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparing:
+    """A study that compares runs: those of cells that it measures, or stored ones."""
+
+    verb: str
+    answering: Answering
+    cell: "type[ComparedRun]"
+    """Made of a run and its capture: what is compared."""
+    answer: Callable[..., Answer]
+    """The answer from these; `unread` is how many captures nothing here can read."""
+    keep_digests: bool
+
+    def from_stored(
+        self, places: Sequence[Path], given: Mapping[str, tuple[Any, ...] | None], *read: str
+    ) -> None:  # fmt: skip
+        """Answer from folders of runs, of those that have what was given; or show a finished answer. read: options
+        that name no field of a workload."""
+        refuse_beside("--from", "--keep-digests", *read, *(f"--{field.replace('_', '-')}" for field in given))
+        wanted = wanted_runs(given)
+        file = finished_answer(tuple(places), wanted)
+        if file is not None:
+            refuse_beside("--from")
+            self.answering.read(file)
+        else:
+            self.from_runs((run, directory) for run, directory in stored_runs(places) if is_wanted(run, wanted))
+
+    def from_runs(self, found: Iterable[tuple[Run, Path]]) -> int:
+        """Answer from these runs, each with its directory. Returns how many captures nothing here can read."""
+        made = [self.cell(run=run, digest=captured(run, directory, self.keep_digests)) for run, directory in found]
+        lost = unread(cell.run for cell in made)
+        self.answering.show(self.answer(made, unread=lost))
+        return lost
+
+    def measured(self, plan: "SweepPlan") -> None:
+        """Measure the cells and answer; leaves with the sweep's exit code."""
+        from stepscope.app.cli.sweep import measure_and_report
+        from stepscope.engine.plan import Policy
+
+        def report(found: list[Run]) -> None:
+            place = Path(plan.out)
+            if self.from_runs((run, place / run.id) for run in found):
+                again = f"stepscope study {self.verb} --from {place}"
+                warn(f"the captures lie in {place}: `{again}` answers from them where polars is")
+
+        measure_and_report(plan, Policy(), report)
+
+
+def of_own_model(
+    study: str, module: str | None, model: str | None, arg: Sequence[str], *takes: str, batch_size: int | None = None,
+    seq_len: int | None = None, **options: Any,
+) -> Answer | None:  # fmt: skip
+    """The study's answer about a model of the user's own; None where none was named.
+
+    takes: what else it reads. batch_size and seq_len: of a config.json's batch; a factory has arguments of its own.
+    """
+    named = {"module": module, "model": model, "arg": arg, "batch_size": batch_size, "seq_len": seq_len}
+    own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).own
+    if own is None:
+        return None
+    from stepscope.questions.of_own_model import answer_of_own
+
+    refuse_beside("--module" if module else "--model", "--arg", "--batch-size", "--seq-len", *takes)
+    return answer_of_own(study, own.factory, own.arguments, **options)
+
+
+def refuse_preset(model: str | None) -> None:
+    """Raise InputError for a preset, where a study has a small model of its own, or none."""
+    if model is not None:
+        raise InputError(f"--model {model} is no config.json: this study takes one, or none at all")
+
+
+def given_ones(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given: the study itself has values for the others."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def refuse_sizes(**sizes: int | None) -> None:
+    """Raise InputError for sizes of a batch, where a study has them of a config.json only."""
+    given = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
+    if given:
+        raise InputError(f"{given} belongs to --model CONFIG.json here: leave it out, or name one")
+
+
+def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _Decorator:
+    """A decorator that makes a verb of a function that answers: its options, and those that every study has.
+
+    A parameter `tell` of the function is no option: it is told of progress. plot: whether the answer has curves.
+    """
+    shared = inspect.signature(_every_study).parameters.values()
+
+    def make(run: Callable[..., Answer]) -> Callable[..., None]:
+        parameters = inspect.signature(run).parameters
+
+        @functools.wraps(run)
+        def made(*, from_: Path | None, shown: Presentation, save: Path | None = None, **asked: Any) -> None:
+            answering = Answering(study=study, shown=shown, save=save)
+            if from_ is not None:
+                refuse_beside("--from")
+                answering.read(from_)
+            else:
+                answering.run(lambda tell: run(**asked, **({"tell": tell} if "tell" in parameters else {})))
+
+        own = [parameter for parameter in parameters.values() if parameter.name != "tell"]
+        own += [parameter for parameter in shared if plot or parameter.name != "save"]
+        made.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        return verb(f"study {study}", *examples, **usual)(made)
+
+    return make
+
+
+def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:
+    """The options of every study, as the parameters of a verb."""

@@ -1,0 +1,179 @@
+"""`stepscope study attention`: calls of each implementation by sequence length and head_dim, judged and timed."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from stepscope.app.cli.given_options import refuse_beside
+from stepscope.app.cli.output import warn
+from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.studies.answering import Answering
+from stepscope.app.cli.studies.attention_gate import (
+    check_place,
+    kind_of,
+    read_matrix,
+    show_matrix,
+    usual_workers,
+)
+from stepscope.app.cli.studies.attention_steps import STUDY, check_only, read_steps
+from stepscope.app.cli.verb import verb
+from stepscope.core import interrupts
+from stepscope.core.answer import Answer
+from stepscope.core.bounded_file import read_named
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
+from stepscope.engine.request import Tell
+
+if TYPE_CHECKING:
+    from stepscope.core.attention_timing import AttentionTimings
+
+
+@verb(
+    "study attention",
+    "stepscope study attention --seq-len 1024,4096 --attention reference,sdpa,flash --figures calls.json",
+    "stepscope study attention --from calls.json --only 'Peak memory' --save calls.svg",
+)
+def attention(
+    *,
+    seq_len: tuple[int, ...] | None,
+    batch_size: int | None,
+    dtype: tuple[str, ...] | None,
+    attention: tuple[str, ...] | None,
+    compile: tuple[str, ...] | None,
+    head_dim: tuple[int, ...] | None,
+    heads: int | None,
+    kv_heads: int | None,
+    causal: bool | None,
+    launches: str | None,
+    preset: str | None,
+    device: str,
+    steps: int | None,
+    seconds: float | None,
+    budget: float | None,
+    workers: int | None,
+    keep_digests: bool,
+    from_: tuple[Path, ...] = (),
+    figures: Path | None,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and head_dim."""
+    answering = Answering(study=STUDY, shown=shown, save=save)
+    if from_:
+        refuse_beside("--from", "--keep-digests")
+        _read(from_, keep_digests, answering)
+        return
+    if keep_digests:
+        raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
+    if shown.only is not None:
+        from stepscope.questions.attention.answer import TITLES
+
+        check_only(shown.only, TITLES)
+    from stepscope.core.attention_timing import encode_timings
+    from stepscope.core.run_directory import write_atomically
+    from stepscope.questions.attention.grid import (
+        check_runnable,
+        compiles_of,
+        grid_groups,
+        launches_of,
+        measure_grid,
+        sizes_for,
+    )
+    from stepscope.recording.device import resolve_device
+
+    found = resolve_device(device)
+    usual = sizes_for(found.type, preset)
+    groups = grid_groups(
+        seq_lens=seq_len or usual.seq_lens,
+        head_dims=head_dim or usual.head_dims,
+        implementations=attention or usual.implementations,
+        dtypes=dtype or usual.dtypes,
+        batch_size=usual.batch_size if batch_size is None else batch_size,
+        heads=usual.heads if heads is None else heads,
+        key_heads=kv_heads,
+        causal=usual.causal if causal is None else causal,
+        compiles=compiles_of(compile) if compile else usual.compiles,
+    )
+    check_runnable(groups, found.type)
+    hidden = usual.launches if launches is None else launches_of(launches)
+    if figures is not None:
+        check_place(figures)
+    ended: list[int] = []
+    unreached: list[int] = []
+
+    def keep(timings: "AttentionTimings") -> None:
+        if figures is not None:
+            write_atomically(encode_timings(timings), figures)
+
+    def run(tell: Tell) -> Answer:
+        from stepscope.questions.attention.answer import answer_attention
+
+        with interrupts.keeping():
+            timings, interrupted = measure_grid(
+                groups,
+                device=device,
+                seconds=usual.seconds if seconds is None else seconds,
+                steps=steps,
+                launches=hidden,
+                budget_s=budget,
+                workers=usual_workers(found.type) if workers is None else workers,
+                preset=preset or "",
+                tell=tell,
+                on_rows=keep,
+            )
+        ended.append(_exit_code(timings, interrupted))
+        if all(row.outcome == "not reached" and budget is not None for row in timings.timings):
+            unreached.append(len(timings.timings))
+        if not timings.timings:
+            raise KeyboardInterrupt  # before the first row
+        return answer_attention(timings)
+
+    answering.run(run)
+    if unreached:
+        raise InputError(f"none of the {unreached[0]} cells was reached in --budget {budget:g}: give it more seconds")
+    if figures is not None:
+        warn(f"the figures are in {figures}: --from shows them again")
+    raise typer.Exit(ended[0])
+
+
+def _exit_code(timings: "AttentionTimings", interrupted: bool) -> int:
+    if interrupted:
+        return EXIT_INTERRUPTED
+    outcomes = {row.outcome for row in timings.timings}
+    if "failed" in outcomes:
+        return EXIT_DEVICE_FAILED
+    return EXIT_CHECK_FAILED if "wrong" in outcomes else EXIT_DONE
+
+
+def _refuse(mode: str, given: Mapping[str, object]) -> None:
+    """Options that say nothing in this mode."""
+    useless = [option for option, value in given.items() if value is not None]
+    if useless:
+        raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+
+
+def _read(places: tuple[Path, ...], keep: bool, answering: Answering) -> None:
+    """Whatever a study of attention wrote: timings, an answer; runs or the gate's matrix, which have a verb too."""
+    if any(place.is_dir() for place in places):
+        for place in places:
+            if not place.is_dir():
+                raise InputError(f"no runs at {place}: it is no folder")
+        read_steps(places, keep, answering)
+        return
+    _refuse("a file", {"--keep-digests": keep or None})
+    place, *others = places
+    if others:
+        raise InputError("--from shows one file at a time: give one, or folders of runs")
+    data = read_named(place)
+    match kind_of(data):
+        case "attention-timings":
+            from stepscope.core.attention_timing import decode_timings
+            from stepscope.questions.attention.answer import answer_attention
+
+            answering.show(answer_attention(decode_timings(data, str(place))))
+        case "attention-gate":
+            _refuse("the gate's matrix", {"--save": answering.save, "--only": answering.shown.only})
+            show_matrix(read_matrix(place), answering.shown)
+        case _:
+            answering.read(place)

@@ -1,0 +1,195 @@
+"""`stepscope trace`: what a capture says, whichever profiler made it."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from stepscope.app.cli.output import draw, json_line, warn
+from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.trace_job import capture_of_rank, captures_of, compare_jobs, show_job
+from stepscope.app.cli.verb import file_or_run, verb
+from stepscope.core.answer import Answer, name_of
+from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
+from stepscope.core.finding import Finding, worst
+from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.units import Window
+
+if TYPE_CHECKING:
+    from stepscope.traces.captures.details.tables import View
+    from stepscope.traces.captures.summary import TraceSummary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What --range, --phase, --step, --module, --device, --stream and --between say."""
+
+    range_: str | None
+    phase: str | None
+    step: int | None
+    module: str | None
+    device: int | None
+    stream: int | None
+    between: Window | None
+
+    @property
+    def is_part(self) -> bool:
+        """Whether any of them is given."""
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+
+@verb(
+    "trace",
+    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
+    "stepscope trace rank0.json.gz rank1.json.gz",
+)
+def trace(
+    file: Annotated[
+        list[str],
+        file_or_run(
+            "A trace of torch.profiler (.json, .json.gz), an nsys report or export; several, or a folder of them, are "
+            "the ranks of one job"
+        ),
+    ],
+    *,
+    against: Path | None,
+    asked_for: Selection,
+    rank: int | None,
+    top: int | None,
+    sort: str | None,
+    graph_capture: Path | None,
+    cut: Path | None,
+    no_ranges: bool,
+    perfetto: Path | None,
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
+    is_part = asked_for.is_part
+    if cut is not None and against is not None:
+        raise InputError("--cut writes one capture, --against compares two: ask for one after the other")
+    if perfetto is not None and (against is not None or is_part):
+        other = "--against compares two" if against is not None else "other options show a part"
+        raise InputError(f"--perfetto shows one whole capture, {other}: ask for one after the other")
+    if save is not None:
+        from stepscope.rendering.plots.save import check_target
+
+        if against is not None:
+            raise InputError("--save draws one capture, --against compares two: leave one of them out")
+        check_target(save)
+    del no_ranges  # captures without ranges are read in any case
+    captures = captures_of(file, runs)
+    if len(captures) > 1 and rank is None:
+        of_one = {"--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
+        given = [option for option, value in of_one.items() if value is not None]
+        if given or is_part:
+            words = given[0] if given else "what chooses a part"
+            raise InputError(
+                f"{words} is for one capture, and these are {len(captures)}: choose one with --rank, or name one file"
+            )
+        if against is not None:
+            compare_jobs(against, captures, shown)
+        elif show_job(captures, perfetto=perfetto, save=save, shown=shown) == "error":
+            raise typer.Exit(EXIT_CHECK_FAILED)
+        return
+    place = captures[0] if rank is None else capture_of_rank(captures, rank)
+    summary = load_summary(place)
+    asked = _part(summary, place, asked_for) if is_part else summary
+    if against is not None:
+        before = load_summary(against)
+        _compare(_part(before, against, asked_for) if is_part else before, asked, against, place, shown)
+        return
+    from stepscope.traces.captures.checks import check_trace
+
+    findings = check_trace(summary)
+    if perfetto is not None:
+        from stepscope.rendering.perfetto import Rank, write_perfetto
+
+        gaps = summary.occupation.gaps if summary.occupation else None
+        written = write_perfetto([Rank("", summary.attribution, gaps)], perfetto, sources=[place])
+        warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
+    view = _view(shown.only, top, sort, graph_capture)
+    if cut is not None:
+        from stepscope.rendering.cut import write_cut
+
+        warn(f"{write_cut(asked.attribution, cut, source=place)} rows of work in {cut}")
+    _show(asked, findings, place, view, save, shown)
+    if worst(findings) == "error":
+        raise typer.Exit(EXIT_CHECK_FAILED)
+
+
+def _show(
+    asked: "TraceSummary",
+    findings: tuple[Finding, ...],
+    place: Path,
+    view: "View",
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    from stepscope.traces.captures.answer import answer_trace
+    from stepscope.traces.captures.as_json import trace_as_json
+
+    def document() -> str:
+        return json_line(trace_as_json(asked, findings, view))
+
+    # The tables of an answer take as long as the figures; for --json alone only --sort needs them, to be checked.
+    if shown.json and not shown.brief and save is None and view.sort is None:
+        shown.show(document=document)
+        return
+    answer = answer_trace(asked, findings, str(place), view)
+    _check_only(answer, shown.only)
+    shown.show(answer, document=document)
+    draw(answer, save)
+
+
+def _part(summary: "TraceSummary", file: Path, asked: Selection) -> "TraceSummary":
+    from stepscope.traces.captures.part import part_of
+
+    return part_of(
+        summary, str(file), step=asked.step, phase=asked.phase, name=asked.range_, module=asked.module,
+        device=asked.device, stream=asked.stream, between=asked.between,
+    )  # fmt: skip
+
+
+def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
+    from stepscope.traces.captures.details.graph_replays import captured_graphs
+    from stepscope.traces.captures.details.tables import View
+    from stepscope.traces.read import read_trace
+
+    captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
+    if graph_capture is not None and not captures:
+        raise InputError(f"--graph-capture {graph_capture}: no CUDA graph is captured in this trace")
+    return View(only=only, top=top, sort=sort, captures=captures)
+
+
+def _check_only(answer: Answer, only: str | None) -> None:
+    """Raise InputError where --only names no table, with the names of those that are made when they are asked for."""
+    if only is None or answer.has(only):
+        return
+    from stepscope.traces.captures.details.tables import detail_heads
+
+    if any(only.casefold() in head for head in detail_heads()):
+        raise InputError(f"--only {only!r}: this capture, or this part of it, has nothing for such a table")
+    titles = ", ".join(dict.fromkeys(repr(name) for name in (*map(name_of, answer.tables), *detail_heads()) if name))
+    raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
+
+
+def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:
+    from stepscope.questions.compare.captures import answer_captures, compare_captures, comparison_as_json
+    from stepscope.traces.captures.as_json import part_as_json
+
+    comparison, part = compare_captures(before.attribution, after.attribution), after.part
+    shown.show(
+        answer_captures(comparison, str(old), str(new), part.words if part else ""),
+        document=lambda: json_line({**comparison_as_json(comparison), **(part_as_json(part) if part else {})}),
+    )
+
+
+def load_summary(path: Path) -> "TraceSummary":
+    """Read and attribute a capture, with the run it belongs to where one lies beside it."""
+    give_pages_back()
+    from stepscope.traces.captures.load import load_capture
+
+    return load_capture(path, say=warn)

@@ -1,0 +1,83 @@
+"""`stepscope tune`: find the fastest step that fits and stays right."""
+
+from pathlib import Path
+from typing import NoReturn
+
+import typer
+
+from stepscope.app.cli.captured_runs import type_of_device
+from stepscope.app.cli.given_options import refuse_beside
+from stepscope.app.cli.output import check_picture, draw, stdout_kept_clean, sweep_progress, warn
+from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.verb import verb
+from stepscope.app.cli.workloads import OneWorkload
+from stepscope.core.bounded_file import read_named
+from stepscope.core.document import json_document
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
+from stepscope.core.finding import worst
+from stepscope.core.strategies import shared_somehow
+from stepscope.core.tuned import Tuned, decode_tuned, fields_kept
+
+
+@verb(
+    "tune",
+    "stepscope tune --model large --dtype bf16 --memory 80GiB",
+    "stepscope tune --module train.py:make --budget 10min --keep dtype",
+    model="small on a GPU, tiny on a CPU",
+    seq_len="512 on a GPU, 128 on a CPU",
+)
+def tune(
+    *,
+    said: OneWorkload,
+    device: str,
+    budget: float,
+    keep: tuple[str, ...] = (),
+    memory: int | None,
+    fresh: bool,
+    from_: Path | None,
+    tag: str | None,
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.
+
+    Changes take turns with the best step until then; the losses of the fastest are compared, and it is confirmed in
+    processes of its own.
+    """
+    check_picture(save)
+    if from_ is not None:
+        refuse_beside("--from")
+        _leave_with(decode_tuned(read_named(from_), str(from_)), save, shown)
+    kept = fields_kept(keep)
+    said = OneWorkload(shared_somehow(said.said))
+    own = said.own
+    if own is None:
+        said.check()
+    on_gpu = type_of_device(device) == "cuda"
+    asked = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
+
+    from stepscope.questions.tuning.racing import Racing
+    from stepscope.questions.tuning.tune import tune as search
+
+    with (
+        stdout_kept_clean(),
+        sweep_progress() as tell,
+        Racing(
+            device=device, out=str(runs), budget_s=budget, memory_limit_bytes=memory, tag=tag, fresh=fresh, tell=tell
+        ) as racing,
+    ):
+        found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
+    _leave_with(found, save, shown)
+
+
+def _leave_with(found: Tuned, save: Path | None, shown: Presentation) -> NoReturn:
+    """Show what a search found, and leave with its exit code."""
+    from stepscope.questions.tuning.answer import answer_tuned
+
+    answer = answer_tuned(found)
+    shown.show(answer, document=lambda: json_document(found))
+    draw(answer, save)
+    if found.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
+    raise typer.Exit(EXIT_CHECK_FAILED if worst(answer.findings) == "error" else 0)

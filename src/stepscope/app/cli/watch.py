@@ -1,0 +1,202 @@
+"""`stepscope watch`: a training script that is not ours, run as it is."""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
+
+import typer
+
+from stepscope.app.cli.output import show, warn
+from stepscope.app.cli.recording import Recording
+from stepscope.app.cli.streams import give_back
+from stepscope.app.cli.verb import verb
+from stepscope.core import interrupts
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.leaving import HandedOver, die_of_interrupt
+from stepscope.engine.watch.command import Launch, Program, launch_command, program_of
+from stepscope.engine.watch.request import WatchRequest, settings_between, steps_between
+from stepscope.engine.watch.script import prepare, report, wait_for_threads, when_imported, without_our_frames
+
+if TYPE_CHECKING:
+    from stepscope.engine.watch.watched_run import WatchedRun
+
+_NSYS = (
+    "nsys watches a process from its start, and this one has started: write nsys profile -t cuda,nvtx "
+    "-c cudaProfilerApi --capture-range-end=stop stepscope watch -- train.py"
+)
+
+_ELSEWHERE = "choose another place with --runs"
+
+
+@verb(
+    "watch",
+    "stepscope watch -- train.py --batch-size 8",
+    "stepscope watch --steps 20:40 --record kineto -- -m package.train",
+    steps="until steady, then 10 to 100",
+)
+def watch(
+    script: Annotated[
+        list[str] | None,
+        typer.Argument(help="The script and its arguments; or -m and a module; or torchrun and all that follows."),
+    ] = None,
+    *,
+    steps: str | None,
+    step_of: str | None,
+    recording: Recording,
+    tag: str | None,
+    runs: Path,
+) -> None:
+    """Run a training script unchanged, and measure some of its steps: data, forward, backward, optimizer, the rest.
+
+    What the script prints, its exit code and its signals are its own. What was measured is shown on stderr at the end.
+    """
+    between = steps_between(steps) if steps is not None else None
+    if "nsys" in recording.trace.tools:
+        raise InputError(_NSYS)
+    program = program_of(script or [])
+    if isinstance(program, Launch):
+        options = _options(steps, step_of, recording, tag, runs)
+        command = launch_command(program, options)
+        raise HandedOver(lambda: _become(command))
+    request = WatchRequest(
+        runs=runs.absolute(), settings=settings_between(between), between=between, trace=recording.trace,
+        memory=recording.memory, step_of=step_of, tag=tag, program=program.title,
+    )  # fmt: skip
+    _check_writable(request.runs)
+    raise HandedOver(lambda: _run(program, request))
+
+
+def _options(steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path) -> list[str]:
+    """The options of this command, as each worker is given them."""
+    trace, memory = recording.trace, recording.memory
+    said = {
+        "--steps": steps, "--step-of": step_of, "--tag": tag, "--runs": str(runs.absolute()),
+        "--record": ",".join([*trace.tools, *(["memory"] if memory else [])]) or None,
+        "--trace-steps": str(trace.steps) if trace.tools else None,
+        "--memory-stacks": memory.stacks if memory else None,
+        "--memory-steps": str(memory.steps) if memory else None,
+    }  # fmt: skip
+    flags = ["--trace-stacks"] if trace.stacks else []
+    return [*flags, *(f"{option}={value}" for option, value in said.items() if value is not None)]
+
+
+def _check_writable(runs: Path) -> None:
+    try:
+        runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write runs to {runs}: {error.strerror or error}; {_ELSEWHERE}") from error
+    if not os.access(runs, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write runs to {runs}: permission denied; {_ELSEWHERE}")
+
+
+def _become(command: list[str]) -> NoReturn:
+    interrupts.uninstall()
+    os.environ.pop("KINETO_LOG_LEVEL", None)
+    os.execv(command[0], command)
+
+
+def _run(program: Program, request: WatchRequest) -> NoReturn:
+    """Run the script under watch, and end the process as the script ends."""
+    interrupts.uninstall()
+    if os.environ.get("KINETO_LOG_LEVEL") == "99":  # This command has put it in, for profilers of its own.
+        del os.environ["KINETO_LOG_LEVEL"]
+    sys.excepthook = getattr(typer.main, "_original_except_hook", sys.__excepthook__)  # Typer has put in its own.
+    try:
+        run = prepare(program)
+    except InputError as error:
+        warn(str(error))
+        sys.exit(error.exit_code)
+    watching = _Watching(request, give_back())
+    process = os.getpid()
+    ended: BaseException | None = None
+    when_imported("torch", watching.start)
+    try:
+        run()
+    except BaseException as error:
+        ended = error
+    if ended is not None:
+        without_our_frames(ended)
+    if os.getpid() != process:  # This is a forked child that has reached the script's end.
+        _end_as(ended)
+    if ended is not None and not isinstance(ended, SystemExit):
+        report(ended)
+    wait_for_threads()
+    _uninterrupted(lambda: watching.finish(ended))
+    _end_as(ended, reported=True)
+
+
+class _Watching:
+    """The watch of this process, which says what it has to say on a stream of its own."""
+
+    def __init__(self, request: WatchRequest, stream: TextIO | None) -> None:
+        self._request, self._stream = request, stream
+        self._watched: WatchedRun | None = None
+        self._failed = False
+
+    def start(self) -> None:
+        try:
+            from stepscope.engine.watch.watched_run import WatchedRun
+
+            self._watched = WatchedRun(self._request, self._say)
+            self._watched.start()
+        except Exception as error:  # The script must run even if the watch fails, in whatever way it does.
+            self._failed = True
+            self._say(f"nothing is measured: {one_line(error)}")
+
+    def finish(self, ended: BaseException | None) -> None:
+        """Show what was measured."""
+        watched = self._watched
+        if self._failed:
+            return
+        if watched is None:
+            self._say("nothing was measured: the script never imported torch in this process")
+            return
+        try:
+            run, directory = watched.end(ended), watched.directory
+            if run is None or directory is None:
+                if not watched.was_told:
+                    self._say(f"nothing was measured: {watched.why_not}")
+            elif os.environ.get("RANK", "0") != "0":
+                self._say(f"rank {os.environ['RANK']} was measured: {directory}")
+            elif self._stream is not None:
+                from stepscope.rendering.terminal import render_answer
+                from stepscope.runs.answer import answer_run
+
+                show(render_answer(answer_run(run, str(directory))), self._stream)
+        except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
+            self._say(f"what was measured cannot be shown: {one_line(error)}")
+
+    def _say(self, line: str) -> None:
+        if self._stream is not None:
+            warn(line, self._stream)
+
+
+def _uninterrupted(call: Callable[[], None]) -> None:
+    """Make a call during which Ctrl-C does nothing."""
+    before: Any = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        call()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
+    """End the process as Python does after this exception."""
+    if ended is None:
+        sys.exit(0)
+    if isinstance(ended, SystemExit):
+        raise ended.with_traceback(None)
+    if not reported:
+        report(ended)
+    if isinstance(ended, KeyboardInterrupt):
+        die_of_interrupt()
+    sys.excepthook = _silent  # The exception has been shown.
+    raise ended.with_traceback(None)
+
+
+def _silent(*_: object) -> None:
+    pass

@@ -1,0 +1,135 @@
+"""`stepscope writeup`: the questions of an assignment, answered from what was measured on this machine."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import typer
+
+from stepscope.app.cli import completion
+from stepscope.app.cli.output import emit, warn
+from stepscope.app.cli.verb import verb
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose
+from stepscope.core.units import counted
+
+if TYPE_CHECKING:
+    from stepscope.rendering.writeup.answered import WriteUp
+    from stepscope.rendering.writeup.document import Target
+    from stepscope.rendering.writeup.question import Measure, Scale
+
+
+@verb(
+    "writeup",
+    "stepscope writeup results/h200 -o writeup.md",
+    "stepscope writeup --run --scale small -o writeup.html",
+)
+def writeup(
+    sweeps: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Folders of runs, a sweep, a tag, or answers that --json wrote (default: --runs).",
+            metavar="[SWEEP]...",
+            autocompletion=completion.run_names,
+        ),
+    ] = None,
+    *,
+    assignment: str,
+    output: Path = Path("writeup.md"),
+    run: bool,
+    scale: str,
+    runs: Path,
+) -> None:
+    """Answer the questions of an assignment from stored runs; a question without data names its command."""
+    from stepscope.rendering.writeup.answered import write_up
+    from stepscope.rendering.writeup.assignments import assignment_named
+    from stepscope.rendering.writeup.document import Target
+    from stepscope.rendering.writeup.material import Material, gather
+    from stepscope.rendering.writeup.question import SCALES
+
+    asked = assignment_named(assignment)
+    choose(scale, SCALES, "scale")
+    size, target = cast("Scale", scale), Target(file=output)
+
+    def written() -> "WriteUp":
+        places = list(sweeps or ([str(runs)] if runs.is_dir() else []))
+        places += [str(target.store)] if target.store.is_dir() else []
+        try:
+            material = gather(places, runs)
+        except InputError:
+            if any(not _is_bare(Path(place)) for place in places):
+                raise
+            material = Material()  # everything is still to be measured, and the document says how
+        found = write_up(asked, material)
+        target.write(found, size)
+        return found
+
+    found = written()
+    for fault in found.faults:
+        warn(f"left out: {fault}")
+    failed: list[str] = []
+    todo = found.missing(target.store) if run else ()
+    for place, one in enumerate(todo, 1):
+        warn(f"measuring {place} of {len(todo)}: {one.command(size, target.store)}")
+        code = _measure(one, size, target)
+        if code in (EXIT_INTERRUPTED, -signal.SIGINT):
+            found = written()
+            _say(found, target, run=run, failed=failed)
+            raise typer.Exit(EXIT_INTERRUPTED)
+        if code not in (EXIT_DONE, EXIT_CHECK_FAILED):
+            failed.append(one.name)
+            warn(f"{one.name} could not be measured (exit code {code}): the other questions go on")
+        found = written()
+    _say(found, target, run=run, failed=failed)
+
+
+def _is_bare(place: Path) -> bool:
+    """Whether a place is a folder that holds no file yet."""
+    return place.is_dir() and not any(file.is_file() for file in place.rglob("*"))
+
+
+def _measure(one: "Measure", scale: "Scale", target: "Target") -> int:
+    """Run the command in a process of its own. Returns its exit code; an answer is kept only when it is whole."""
+    place = one.place(target.store)
+    words = [sys.executable, "-m", "stepscope", *one.words(scale)]
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if one.leaves == "runs":
+            mark = one.mark(target.store)
+            mark.touch()
+            code = _waited(subprocess.Popen([*words, "--runs", str(place)], stdout=subprocess.DEVNULL))
+            if code not in (EXIT_INTERRUPTED, -signal.SIGINT):
+                mark.unlink(missing_ok=True)
+            return code
+        part = place.with_suffix(".part")
+        with part.open("wb") as stream:
+            code = _waited(subprocess.Popen([*words, "--json"], stdout=stream))
+        if code in (EXIT_DONE, EXIT_CHECK_FAILED):
+            part.replace(place)
+        else:
+            part.unlink()
+    except OSError as error:
+        raise InputError(f"cannot write {place}: {error.strerror or error}") from error
+    return code
+
+
+def _waited(process: "subprocess.Popen[bytes]") -> int:
+    """The exit code; after Ctrl-C that of an interrupt, once the command has put away what it had."""
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGINT)  # a terminal has told it already, `kill` has not
+        process.wait()
+        return EXIT_INTERRUPTED
+
+
+def _say(found: "WriteUp", target: "Target", *, run: bool, failed: list[str]) -> None:
+    emit(f"{target.file}: {found.count} of {counted(len(found.answered), 'question')} answered\n")
+    if failed:
+        warn(f"not measured: {', '.join(failed)}")
+    elif found.missing(target.store) and not run:
+        warn("the document names a command for each question without data; --run measures them all")

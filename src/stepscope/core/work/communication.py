@@ -1,0 +1,311 @@
+"""What the ranks of a layout send one another in a step, and how long a collective takes on a network.
+
+With T = tokens of a micro-batch on a rank (b S / cp), d = d_model, e = bytes of an element in the compute dtype, and
+messages as nccl-tests counts them (of an all-gather, what each rank has in the end):
+
+tensor      a block: 2 all-gathers and 2 reduce-scatters of T d e in forward, the same in backward, and 2 all-gathers
+            more, since each rank keeps only its share of what was gathered (Korthikanti et al. 2022, section 4.2.2).
+            Embedding: one reduce-scatter; head: one all-gather; backward the other way. Loss: three numbers a token.
+context     a block: keys and values are gathered in forward and again in backward, where their gradients are reduced
+            and scattered: messages of T cp k/tp e (Grattafiori et al. 2024, section 3.3.2).
+expert      a block: tokens go to their experts and back, T/tp A d e each, in forward and in backward
+            (Lepikhin et al. 2020, section 3).
+pipeline    T/tp d e for each chunk, forward and backward (Narayanan et al. 2021, sections 2.2 and 4.1).
+data        by the kind of sharding (Rajbhandari et al. 2020, section 7): gradients once a step, or of each micro-batch;
+            parameters once a step, or in each forward and each backward.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+from stepscope.core.checkpointing import spans_of
+from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.network import Network
+from stepscope.core.work.collectives import named_kind
+from stepscope.core.work.planned_model import PlannedModel, largest_stage
+from stepscope.core.work.transformer import block_shapes, shapes_outside_blocks
+
+When = Literal["forward", "backward", "step"]
+Dimension = Literal["tensor", "context", "expert", "pipeline", "data"]
+
+
+class Group(NamedTuple):
+    """Ranks that communicate: how many, and how far apart their numbers are."""
+
+    ranks: int
+    stride: int
+
+
+class Transfer(NamedTuple):
+    """A collective that a rank takes part in: so many times in each micro-batch's forward or backward, or in a step."""
+
+    dimension: Dimension
+    what: str
+    kind: str
+    message_bytes: int
+    times: int
+    group: Group
+    when: When
+    overlaps: bool = False
+    """Whether it runs beside computation that does not need it."""
+
+    @property
+    def link_bytes(self) -> float:
+        """Bytes that a rank's link carries for all of them."""
+        return self.times * self.message_bytes * named_kind(self.kind).factor(self.group.ranks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bytes:
+    """Bytes of an element: of stored parameters, of gradients, of what products take, of the residual stream."""
+
+    parameters: int
+    gradients: int
+    compute: int
+    residual: int
+
+
+def tensor_transfers(
+    model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes, blocks: int
+) -> Iterator[Transfer]:
+    """What tensor parallelism with sequence parallelism sends for these blocks."""
+    if layout.tensor == 1:
+        return
+    group = Group(layout.tensor, 1)
+    message = _tokens(layout, seq_len) * model.config.d_model * sizes.compute
+    backward = blocks + _multiply_again(layout, blocks)
+    for kind in ("all-gather", "reduce-scatter"):
+        yield Transfer("tensor", "activations", kind, message, 2 * blocks, group, "forward")
+        yield Transfer("tensor", "activations", kind, message, 2 * backward, group, "backward")
+    yield Transfer("tensor", "kept shares", "all-gather", message, 2 * blocks, group, "backward", overlaps=True)
+
+
+def end_transfers(model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes) -> Iterator[Transfer]:
+    """What embedding, head and loss send, vocabulary shared out over tensor-parallel ranks."""
+    if layout.tensor == 1:
+        return
+    group, tokens = Group(layout.tensor, 1), _tokens(layout, seq_len)
+    message = tokens * model.config.d_model * sizes.compute
+    for what, first, second in (
+        ("embedding", "reduce-scatter", "all-gather"),
+        ("head", "all-gather", "reduce-scatter"),
+    ):
+        yield Transfer("tensor", what, first, message, 1, group, "forward")
+        yield Transfer("tensor", what, second, message, 1, group, "backward")
+    yield Transfer("tensor", "loss", "all-reduce", tokens * 4, 3, group, "forward")
+
+
+def context_transfers(
+    model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes, blocks: int
+) -> Iterator[Transfer]:
+    """What context parallelism sends for these blocks: keys and values, each in a collective of its own."""
+    if layout.context == 1:
+        return
+    group = Group(layout.context, layout.tensor)
+    message = layout.micro_batch * seq_len * model.local_keys(layout.tensor) * sizes.compute
+    # Attention that is kept does not run again, and asks for keys and values once, in its backward.
+    backward = blocks + sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.attends_again)
+    yield Transfer("context", "keys and values", "all-gather", message, 2 * blocks, group, "forward")
+    yield Transfer("context", "keys and values", "all-gather", message, 2 * backward, group, "backward")
+    yield Transfer("context", "their gradients", "reduce-scatter", message, 2 * blocks, group, "backward")
+
+
+def expert_transfers(
+    model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes, blocks: int
+) -> Iterator[Transfer]:
+    """What expert parallelism sends for these blocks: tokens to their experts, and back."""
+    if layout.expert == 1:
+        return
+    group = Group(layout.expert, layout.tensor)
+    message = _tokens(layout, seq_len) // layout.tensor * model.active * model.config.d_model * sizes.compute
+    backward = blocks + _multiply_again(layout, blocks)
+    yield Transfer("expert", "tokens", "all-to-all", message, 2 * blocks, group, "forward")
+    yield Transfer("expert", "tokens", "all-to-all", message, 2 * backward, group, "backward")
+
+
+def pipeline_transfers(model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes) -> Iterator[Transfer]:
+    """What a rank sends to the next stage of each of its chunks, and its gradient back."""
+    if layout.pipeline == 1:
+        return
+    group = Group(2, layout.tensor * layout.context * layout.data)
+    message = _tokens(layout, seq_len) // layout.tensor * model.config.d_model * sizes.residual
+    for when in ("forward", "backward"):
+        yield Transfer(
+            "pipeline", "activations" if when == "forward" else "their gradients", "send and receive", message,
+            layout.chunks, group, when,
+        )  # fmt: skip
+
+
+def data_transfers(model: PlannedModel, layout: Layout, sizes: Bytes) -> Iterator[Transfer]:
+    """What data parallelism sends, block by block, as one rank of the largest stage with embedding and head does."""
+    blocks = largest_stage(model.config.layers, layout.stages) * layout.chunks
+    tensor, width = layout.tensor, layout.data * layout.context
+    outside = model.outside_blocks // tensor
+    if layout.pipeline > 1 and not model.config.tied:
+        outside //= 2  # embedding and head are on different ranks
+    everywhere = _Holders(layout.shard, layout.replicas, tensor)
+    block = model.local_block(tensor)
+    if SHARDINGS[layout.sharding].one_message:
+        yield from _of_parameters(layout, sizes, blocks * block + outside, 1, everywhere)
+    else:
+        yield from _of_parameters(layout, sizes, block, blocks, everywhere, tensors=len(block_shapes(model.config)))
+        tensors = len(shapes_outside_blocks(model.config))
+        yield from _of_parameters(layout, sizes, outside, 1, everywhere, tensors=tensors)
+    experts = model.local_experts(tensor, layout.expert)
+    if experts:
+        holders = width // layout.expert
+        shard = min(layout.shard, holders)
+        of_experts = _Holders(shard, holders // shard, tensor * layout.expert)
+        yield from _of_parameters(layout, sizes, experts, blocks, of_experts)
+
+
+class _Holders(NamedTuple):
+    """Ranks that hold the same parameters: those of a shard group, the groups, and how far apart the ranks are."""
+
+    shard: int
+    replicas: int
+    stride: int
+
+
+def _of_parameters(
+    layout: Layout, sizes: Bytes, each: int, count: int, holders: _Holders, *, tensors: int = 1
+) -> Iterator[Transfer]:
+    """What so many pieces of `each` parameters send. tensors: those that a piece is made of."""
+    sharding, (shard, replicas, stride) = SHARDINGS[layout.sharding], holders
+    gradients = each * sizes.gradients
+    if not sharding.shares:
+        group = Group(shard * replicas, stride)
+        if group.ranks > 1:
+            messages = tensors if sharding.each_tensor else 1
+            yield Transfer(
+                "data", "gradients", "all-reduce", gradients // messages, count * messages, group, "step",
+                overlaps=not sharding.after,
+            )  # fmt: skip
+        return
+    group = Group(shard, stride)
+    if shard > 1:
+        copies = each * (sizes.compute if sharding.in_compute_dtype else sizes.parameters)
+        reduced: When = "backward" if sharding.gradients else "step"
+        # Who keeps whole parameters keeps whole gradients, and PyTorch reduces them for all (ZeroRedundancyOptimizer).
+        kind = "reduce-scatter" if sharding.parameters else "all-reduce"
+        yield Transfer("data", "gradients", kind, gradients, count, group, reduced, overlaps=True)
+        gathered: tuple[When, ...] = ("forward", "backward") if sharding.gathers == "each pass" else ("step",)
+        gather, messages = ("broadcast", tensors) if sharding.each_tensor else ("all-gather", 1)
+        for when in gathered:
+            yield Transfer(
+                "data", "parameters", gather, copies // messages, count * messages, group, when, overlaps=True
+            )
+    if replicas > 1:
+        across = Group(replicas, stride * shard)
+        yield Transfer("data", "gradients", "all-reduce", -(-gradients // shard), count, across, "step", overlaps=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """Bytes that a rank reads and writes on its own device to send and receive what data parallelism shares out."""
+
+    forward: float = 0.0
+    """Bytes in the forward of each micro-batch."""
+    backward: float = 0.0
+    """Bytes in the backward of each micro-batch."""
+    step: float = 0.0
+    """Bytes once a step."""
+
+
+def data_copies(model: PlannedModel, layout: Layout, sizes: Bytes) -> Copies:
+    """What PyTorch copies around data parallelism's collectives.
+
+    DDP copies each gradient into its bucket, and back where it is no view of it (torch/csrc/distributed/c10d/
+    reducer.cpp, `mark_variable_ready_dense` and `finalize_bucket_dense`). `fully_shard` copies a rank's shards to their
+    place in a buffer, what was gathered out of it into parameters, and gradients into the buffer that is reduced
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py).
+    """
+    sharding = SHARDINGS[layout.sharding]
+    if layout.data * layout.context == 1:
+        return Copies()
+    blocks = largest_stage(model.config.layers, layout.stages) * layout.chunks
+    each = model.local_block(layout.tensor) + model.local_experts(layout.tensor, layout.expert)
+    held = blocks * each + model.outside_blocks // layout.tensor
+    if not sharding.gradients:
+        return Copies(step=sharding.copied * held * sizes.gradients)
+    gathered = sizes.compute if sharding.in_compute_dtype else sizes.parameters
+    whole = held * (2 * gathered + (sizes.parameters + gathered) / layout.shard)
+    made = gathered  # gradients have the dtype of what backward used
+    reduced = held * (made + sizes.gradients)
+    if sharding.gathers == "each pass":
+        return Copies(forward=whole, backward=whole + reduced)
+    return Copies(backward=reduced, step=whole)
+
+
+def transfers_of(model: PlannedModel, layout: Layout, seq_len: int, sizes: Bytes) -> list[Transfer]:
+    """Everything that a rank of the largest stage sends, embedding and head with it."""
+    blocks = largest_stage(model.config.layers, layout.stages) * layout.chunks
+    return [
+        *tensor_transfers(model, layout, seq_len, sizes, blocks),
+        *end_transfers(model, layout, seq_len, sizes),
+        *context_transfers(model, layout, seq_len, sizes, blocks),
+        *expert_transfers(model, layout, seq_len, sizes, blocks),
+        *pipeline_transfers(model, layout, seq_len, sizes),
+        *data_transfers(model, layout, sizes),
+    ]
+
+
+@lru_cache(maxsize=65536)
+def bus_bytes_per_s(network: Network, group: Group) -> float:
+    """The rate at which a ring through this group moves bytes over each link.
+
+    Within a node it is that of the fast links. Between nodes each member has its own link out of the node, so that as
+    many of them work at once as the group has members there, up to the rate inside.
+    """
+    near = min(group.ranks, max(1, network.node // group.stride))
+    if near == group.ranks:
+        return network.inside_bytes_per_s * network.share
+    return min(network.inside_bytes_per_s, near * network.between_bytes_per_s) * network.share
+
+
+@lru_cache(maxsize=65536)
+def latency_s(network: Network, kind: str, group: Group) -> float:
+    """What a collective takes however short its message: NCCL's own model of a ring (src/graph/tuning.cc).
+
+    An all-reduce over several nodes goes up and down a tree of them instead, as NCCL does with short messages.
+    """
+    near = min(group.ranks, max(1, network.node // group.stride))
+    nodes = -(-group.ranks // near)
+    inside, between = network.inside_latency_s, network.between_latency_s
+    if kind in ("send and receive", "all-to-all"):
+        return network.call_s + (inside if nodes == 1 else between)
+    if kind == "all-reduce":
+        return network.call_s + 2 * ((near - 1) * inside + (nodes - 1).bit_length() * between)
+    return network.call_s + nodes * (near - 1) * inside + (nodes - 1) * between
+
+
+def transfer_s(network: Network, transfer: Transfer) -> float:
+    """Seconds of one such collective: latency, and its bytes at the bus's rate (alpha and beta of Hockney 1994).
+
+    Within a node they are the measured ones, where there are any. Those of other numbers of ranks have the same rate of
+    the bus, and differ in latency by as much as NCCL's model does.
+    """
+    factor = named_kind(transfer.kind).factor(transfer.group.ranks)
+    fit = network.fit_for(transfer.kind, transfer.group.ranks) if network.measured else None
+    if fit is not None and transfer.group.stride * (transfer.group.ranks - 1) < network.node:
+        hops_s = (
+            latency_s(network, transfer.kind, transfer.group) - latency_s(network, transfer.kind, Group(fit.ranks, 1))
+            if fit.ranks != transfer.group.ranks else 0.0
+        )  # fmt: skip
+        measured_factor = named_kind(transfer.kind).factor(fit.ranks)
+        moves_s = transfer.message_bytes / fit.bytes_per_s * factor / measured_factor if fit.bytes_per_s else 0.0
+        return max(0.0, fit.latency_s + hops_s) + moves_s
+    moved = transfer.message_bytes * factor / bus_bytes_per_s(network, transfer.group)
+    return latency_s(network, transfer.kind, transfer.group) + moved
+
+
+def _tokens(layout: Layout, seq_len: int) -> int:
+    """Tokens of a micro-batch for which a rank is in charge, before tensor parallelism shares them out."""
+    return layout.micro_batch * seq_len // layout.context
+
+
+def _multiply_again(layout: Layout, blocks: int) -> int:
+    """Of so many blocks those whose matrix products backward runs again, as checkpointing asks for."""
+    return sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.multiplies_again)

@@ -1,0 +1,152 @@
+"""Parameters and model FLOPs of the transformer in `training/transformer.py`.
+
+With d = d_model, f = d_ff, L = layers, V = vocabulary, B = batch_size, S = seq_len, and heads that share no keys:
+
+parameters   those of `block_shapes` and `shapes_outside_blocks`:
+             2 V d  (embedding, untied head)  +  L (4 d^2 + 3 d f + 2 d)  +  d (final norm)
+
+forward      products of activations with weights, 2 FLOPs a weight and token (Kaplan et al. 2020, table 1):
+             2 B S (L (4 d^2 + 3 d f) + d V)
+             attention scores and output, 2 products of 2 B S S d each: 4 B S^2 d L, full square;
+             half of it where causal attention is counted as what is needed (S^2 / 2 of the square).
+backward     every product has two in backward (dX and dW, or dQ and dK...): twice the forward.
+
+The embedding is a gather, not a product. Norms, RoPE, softmax, SwiGLU's gate and the optimizer are elementwise
+and not counted as model FLOPs (Chowdhery et al. 2022, appendix B, whose MFU this is). Nor is what checkpointing runs
+again in backward: that is `recomputed_flops`, and model FLOPs and it together are hardware FLOPs. Accumulation changes
+no FLOPs: the micro-batches are the batch.
+"""
+
+import math
+
+from stepscope.core.attentions import scores_of
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.precisions import PRECISIONS
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.core.work import CausalConvention, Convention, Work
+from stepscope.core.work.operations import adamw_work
+from stepscope.core.workload import StepChoices, Workload
+
+Shapes = dict[str, tuple[int, ...]]
+"""Shapes of parameters, (out, in), by name."""
+
+
+def block_shapes(config: ModelConfig) -> Shapes:
+    """Shapes of one block's parameters by their names inside it, in the order in which the model has them."""
+    d, f, k = config.d_model, config.d_ff, config.key_width
+    return {
+        "attention_norm.weight": (d,),
+        "attention.query.weight": (d, d),
+        "attention.key.weight": (k, d),
+        "attention.value.weight": (k, d),
+        "attention.output.weight": (d, d),
+        "feed_forward_norm.weight": (d,),
+        "feed_forward.gate.weight": (f, d),
+        "feed_forward.up.weight": (f, d),
+        "feed_forward.down.weight": (d, f),
+    }
+
+
+def shapes_outside_blocks(config: ModelConfig) -> Shapes:
+    """Shapes of the parameters that no block holds: embedding, head and final norm."""
+    d, words = config.d_model, config.vocabulary
+    head = {} if config.tied else {"head.weight": (words, d)}
+    return {"embedding.weight": (words, d), "norm.weight": (d,), **head}
+
+
+def count_of(shapes: Shapes) -> int:
+    """Number of elements of all these parameters."""
+    return sum(map(math.prod, shapes.values()))
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Number of parameters of the transformer."""
+    return count_of(shapes_outside_blocks(config)) + config.layers * count_of(block_shapes(config))
+
+
+def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+    """Model FLOPs of one forward pass, loss excluded."""
+    config = workload.model
+    matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
+    weights = config.layers * count_of(matrices) + config.d_model * config.vocabulary
+    return 2 * workload.tokens * weights + _attention_flops(workload, causal)
+
+
+def products_per_forward(workload: Workload) -> int:
+    """Number of matrix products in a forward pass: seven linear maps a layer (query, key, value, output, gate, up,
+    down), the two of attention unless it is one fused kernel, and the head.
+    """
+    return workload.model.layers * _products_per_block(workload) + 1
+
+
+def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+    """FLOPs of forward's products that a step's checkpointing runs again in backward, counted as model FLOPs are.
+
+    every-K: the forward of all blocks, but for one product in each group. Backward needs the input of the group's last
+    product (down), not its output, and PyTorch stops where nothing more is needed. attention: as every-1, but for
+    attention itself. selective: 0, since what it runs again is elementwise; none: 0.
+    """
+    config, attention = workload.model, _attention_flops(workload, causal)
+    layers, last = config.layers, 2 * workload.tokens * config.d_model * config.d_ff
+    blocks = forward_flops(workload, causal) - 2 * workload.tokens * config.d_model * config.vocabulary
+    again = 0
+    for span in filter(lambda span: span.multiplies_again, workload.spans):
+        of_span = blocks if span.attends_again else blocks - attention
+        again += of_span * span.blocks // layers - span.groups * last
+    return again
+
+
+def recomputed_products(workload: Workload) -> int:
+    """Number of matrix products that checkpointing runs again in one micro-batch's backward (`recomputed_flops`)."""
+    each = _products_per_block(workload)
+    return sum(span.blocks * each - span.groups for span in workload.spans if span.multiplies_again)
+
+
+def moment_bytes(workload: StepChoices) -> int:
+    """Bytes of an element of each of AdamW's two moments."""
+    return 2 if workload.optimizer == "adamw-bf16-state" else PRECISIONS[workload.dtype].moments
+
+
+def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[str, Work]:
+    """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
+    convention = Convention(causal=causal)
+    forward = forward_flops(workload, causal)
+    phases = {FORWARD: Work(flops=forward, convention=convention)}
+    if workload.phase != "forward":
+        phases[BACKWARD] = Work(flops=2 * forward, convention=convention)
+    if workload.phase == "train":
+        precision = PRECISIONS[workload.dtype]
+        count = parameter_count(workload.model)
+        optimizer = adamw_work(count, precision.weights, moment_bytes(workload), precision.masters)
+        # The norm that clips must be known before the first update: every gradient is read once more.
+        of_norm = count * precision.weights if workload.clip is not None else 0
+        phases[OPTIMIZER] = Work(
+            flops=0,
+            bytes_read=(optimizer.bytes_read or 0) + of_norm,
+            bytes_written=optimizer.bytes_written,
+            convention=convention,
+        )
+    return phases
+
+
+def known_work(workload: AnyWorkload) -> dict[str, Work]:
+    """Work of each phase, where it is known before anything runs: that of the textbook's model."""
+    return phase_work(workload) if isinstance(workload, Workload) else {}
+
+
+def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+    """Model FLOPs of one whole step."""
+    return sum(work.flops for work in phase_work(workload, causal).values())
+
+
+def _attention_flops(workload: Workload, causal: CausalConvention) -> int:
+    """FLOPs of the products of queries with keys, and of weights with values, in one forward pass."""
+    attention = 4 * workload.batch_size * workload.seq_len**2 * workload.model.d_model * workload.model.layers
+    if causal == "half":
+        attention //= 2
+    return attention
+
+
+def _products_per_block(workload: Workload) -> int:
+    return 9 if scores_of(workload.attention) == "whole" else 7

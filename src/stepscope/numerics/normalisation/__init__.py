@@ -1,1 +1,0 @@
-"""RMSNorm and LayerNorm in few bits."""

@@ -1,1 +1,0 @@
-"""Softmax, and attention with it, in few bits."""

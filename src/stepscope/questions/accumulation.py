@@ -1,0 +1,210 @@
+"""Sums of many small numbers: a sum in few bits stops growing long before its addends are used up.
+
+A sum s in a format takes an addend a only if s + a rounds to another number: a must be more than half a unit in the
+last place of s (at exactly half, ties go to the even neighbour). A sum of equal addends so stops at the first s whose
+unit in the last place is twice the addend or more. Kahan 1965 carries what was lost along in a second number; pairwise
+summation (Higham 1993) adds numbers of equal size, so that few meet a much larger one.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.errors import InputError
+from stepscope.core.finding import Finding, note
+from stepscope.core.float_format import FORMATS
+from stepscope.core.model_config import whole_number
+from stepscope.core.units import counted
+from stepscope.questions.against_float64 import DTYPES
+from stepscope.questions.answers import computed_answer, curves
+
+SUMS = ((1_000, 0.01), (10_000, 0.001))
+"""How many addends, and which one, in each sum that is made when no other is asked for."""
+LARGEST_COUNT = 100_000
+ADDENDS = (*DTYPES, "tf32", "fp8-e4m3", "fp8-e5m2")
+"""TF32 and the formats of 8 bits exist as what a matrix unit reads, not as what it adds in: they are addends, and no
+accumulators. PyTorch has no arithmetic in them; their number is rounded from its bits, and held in fp32, exactly."""
+
+_CURVE_POINTS = 200
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """How one sum came out."""
+
+    accumulator: str
+    addend: str
+    method: str
+    count: int
+    each: float
+    """The addend, before the format rounds it."""
+    result: float
+    stopped_after: int | None = None
+    """Addends after which the sum did not change any more; None if the last still changed it."""
+    running: tuple[float, ...] = ()
+    """The sum after each addend, where they are added in turn."""
+
+    @property
+    def exact(self) -> float:
+        return self.count * self.each
+
+    @property
+    def plain(self) -> bool:
+        """Whether addends of the accumulator's own format are added in turn."""
+        return self.method == "in turn" and self.addend == self.accumulator
+
+
+def study_accumulation(*, addend: float | None = None, count: int | None = None) -> Answer:
+    """Add up in every pair of accumulator and addend, and by each remedy: each of SUMS, or the sum that is asked for.
+
+    Raises InputError for an addend that is not a positive number, and for a count below 1 or above LARGEST_COUNT.
+    """
+    asked = SUMS
+    if addend is not None or count is not None:
+        asked = ((SUMS[0][0] if count is None else count, SUMS[0][1] if addend is None else addend),)
+    for number, each in asked:
+        whole_number(number, "--count", 1, LARGEST_COUNT)
+        if not (math.isfinite(each) and each > 0):
+            raise InputError(f"--addend is {each:g}: give a finite number above zero, as in 0.01")
+    sums = {(number, each): _sums(number, each) for number, each in asked}
+    return computed_answer(
+        torch.device("cpu"),
+        study="accumulation",
+        question="Where does a sum of many small numbers stop growing?",
+        settings={} if asked is SUMS else {"addend": asked[0][1], "count": asked[0][0]},
+        tables=(
+            *(_results(f"{number:,} x {each}", found) for (number, each), found in sums.items()),
+            *(_running(each, found) for (_, each), found in sums.items()),
+        ),
+        panels=tuple(_panel(f"sum of {number:,} x {each}", found) for (number, each), found in sums.items()),
+        findings=(
+            *(_stop(found) for found in itertools.chain(*sums.values()) if found.plain and _stops(found)),
+            *(finding for found in sums.values() for finding in _remedies(found)),
+        ),
+    )
+
+
+def _sums(count: int, each: float) -> list[_Sum]:
+    found = [_in_turn(accumulator, addend, count, each) for accumulator in DTYPES for addend in ADDENDS]
+    return found + [remedy(dtype, count, each) for dtype in DTYPES for remedy in (_kahan, _pairwise)]
+
+
+def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
+    total = torch.tensor(0.0, dtype=DTYPES[accumulator])
+    small = torch.tensor(FORMATS[addend].round(each), dtype=DTYPES.get(addend, torch.float32))
+    running, last, stopped = [], 0.0, 0
+    for i in range(1, count + 1):
+        # In place: PyTorch adds at the higher precision of the two, and rounds once to the accumulator's.
+        total += small
+        running.append(total.item())
+        if running[-1] != last:
+            last, stopped = running[-1], i
+    return _Sum(
+        accumulator, addend, "in turn", count, each, last, stopped if stopped < count else None, tuple(running)
+    )  # fmt: skip
+
+
+def _kahan(dtype: str, count: int, each: float) -> _Sum:
+    """The sum with Kahan's correction: a second number carries what the sum lost."""
+    small = torch.tensor(each, dtype=DTYPES[dtype])
+    total, lost = torch.zeros_like(small), torch.zeros_like(small)
+    for _ in range(count):
+        corrected = small - lost
+        longer = total + corrected
+        lost = (longer - total) - corrected
+        total = longer
+    return _Sum(dtype, dtype, "Kahan", count, each, total.item())
+
+
+def _pairwise(dtype: str, count: int, each: float) -> _Sum:
+    """The pairwise sum: neighbours are added, then the sums of neighbours, until one is left."""
+    values = torch.tensor(each, dtype=DTYPES[dtype]).repeat(count)
+    while len(values) > 1:
+        odd = values[-1:] if len(values) % 2 else values[:0]
+        values = torch.cat([values[0 : len(values) - len(odd) : 2] + values[1::2], odd])
+    return _Sum(dtype, dtype, "pairwise", count, each, values.item())
+
+
+def _results(title: str, sums: list[_Sum]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for found in sums:
+        stops = found.stopped_after is not None and math.isfinite(found.result)
+        unit = FORMATS[found.accumulator].spacing(found.result) if stops else None
+        error = found.result - found.exact
+        rows.append((found.accumulator, found.addend, found.method, found.result, error, found.stopped_after, unit))
+    columns = ("accumulator", "addend", "method", "result", "error", "stopped after", "unit in the last place there")
+    return Table(title=title, columns=columns, rows=tuple(rows))
+
+
+def _running(each: float, sums: list[_Sum]) -> Table:
+    """The sums in turn after 1, 2, 5, 10, 20 ... addends, and how far each is off."""
+    plain = [found for found in sums if found.plain]
+    rows: list[tuple[Cell, ...]] = []
+    for number in _places(plain[0].count):
+        exact = number * each
+        reached = [found.running[number - 1] for found in plain]
+        rows.append((number, exact, *reached, *(float(f"{100 * (value / exact - 1):.3g}") for value in reached)))
+    names = [found.accumulator for found in plain]
+    columns = ("addends", "exact sum", *(f"in {name}" for name in names), *(f"{name} off by, %" for name in names))
+    return Table(title=f"Running sum, addend {each}", columns=columns, rows=tuple(rows))
+
+
+def _places(count: int) -> list[int]:
+    """The numbers below `count` that are 1, 2 or 5 times a power of ten, and `count` itself."""
+    powers = (10**power for power in range(len(str(count))))
+    return [*(number for power in powers for number in (power, 2 * power, 5 * power) if number < count), count]
+
+
+def _panel(y_title: str, sums: list[_Sum]) -> Panel:
+    points = (
+        (f"{found.accumulator} + {found.addend}", float(i), found.running[i - 1])
+        for found in sums
+        if found.plain
+        for every in [max(1, found.count // _CURVE_POINTS)]
+        for i in range(every, found.count + 1, every)
+    )
+    return curves(points, x_title="addends", y_title=y_title)
+
+
+def _stops(found: _Sum) -> bool:
+    return found.stopped_after is not None or not math.isfinite(found.result)
+
+
+def _stop(found: _Sum) -> Finding:
+    """A finding that says why a sum does not reach its end: it stops, overflows, or never begins."""
+    small = FORMATS[found.addend].round(found.each)
+    evidence = {"result": found.result, "stopped_after": found.stopped_after, "addend": small}
+    what = f"In {found.accumulator} the sum of {found.count:,} x {found.each}"
+    if small == 0:
+        return note("addend-vanishes", f"{what} stays 0: the addend is zero in {found.addend}.", evidence)
+    if not math.isfinite(found.result):
+        after = next(i for i, value in enumerate(found.running, start=1) if not math.isfinite(value))
+        return note("sum-overflows", f"{what} overflows after {counted(after, 'addend')}.", evidence)
+    half = FORMATS[found.accumulator].spacing(found.result) / 2
+    return note(
+        "sum-stops",
+        f"{what} stops at {found.result!r} after {found.stopped_after:,} addends: half a unit in the last place "
+        f"there is {half:.6g}, and the addend, {small:.6g} in {found.addend}, is "
+        f"{'exactly that' if small == half else 'less'}.",
+        {**evidence, "half_unit": half},
+    )
+
+
+def _remedies(sums: list[_Sum]) -> Iterator[Finding]:
+    """A finding for each 16-bit accumulator: what each method of adding comes to."""
+    for dtype in ("fp16", "bf16"):
+        of = {found.method: found for found in sums if found.accumulator == dtype and found.addend == dtype}
+        wide = next(s for s in sums if s.accumulator == "fp32" and s.addend == dtype)
+        plain, kahan, pairwise = of["in turn"], of["Kahan"], of["pairwise"]
+        left = f", what is left of the error being the addend's own rounding to {dtype}"
+        yield note(
+            "sum-remedies",
+            f"{plain.count:,} x {plain.each} is {plain.exact:g}. In {dtype}, in turn, it comes to {plain.result!r}; "
+            f"pairwise to {pairwise.result!r}, with Kahan's correction to {kahan.result!r}; with an fp32 accumulator "
+            f"to {wide.result!r}{'' if wide.result == plain.exact else left}.",
+            {"in_turn": plain.result, "pairwise": pairwise.result, "kahan": kahan.result, "fp32": wide.result},
+        )

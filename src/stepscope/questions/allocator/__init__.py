@@ -1,0 +1,1 @@
+"""What a setting of PyTorch's caching allocator gives."""

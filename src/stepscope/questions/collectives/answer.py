@@ -1,0 +1,175 @@
+"""The answer of `study collectives`: times, bandwidths and fitted latencies of collectives."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import msgspec
+
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer, table_of
+from stepscope.core.collective_figures import CollectiveFit, CollectiveTime
+from stepscope.core.device_spec import find_device_spec
+from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.units import format_bytes, format_rate, format_seconds, format_share
+from stepscope.core.work.alpha_beta import fit_latency_and_bandwidth
+from stepscope.core.work.collectives import algorithm_bandwidth, bus_bandwidth
+
+_GOOD_FIT = 0.25
+"""The residual up to which latency and bandwidth describe the times."""
+
+
+def answer_collectives(
+    times: Sequence[CollectiveTime], where: Environment | None, date: str, threads: int | None = None
+) -> Answer:
+    """The answer from times of collectives that were measured on one device. threads: of each CPU rank."""
+    fits = fits_of(times)
+    spec = find_device_spec(where.device_name) if where else None
+    peak = spec.link_bytes_per_s if spec else None
+    settings: dict[str, Cell] = {"dtype": "fp32", "backends": ", ".join(dict.fromkeys(t.backend for t in times))}
+    if threads is not None:
+        settings["threads of a rank"] = threads
+    return measured_answer(
+        where, study="collectives", question="How fast do ranks communicate here?", date=date, settings=settings,
+        tables=(_times(times, peak), _fits(fits)), panels=tuple(_panels(times)),
+        findings=tuple(_findings(times, fits, peak)),
+    )  # fmt: skip
+
+
+def fits_of(times: Iterable[CollectiveTime]) -> list[CollectiveFit]:
+    """Latency and bandwidth of each kind, backend and number of ranks that has two sizes or more."""
+    groups: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    for time in times:
+        median_s = _median_s(time)
+        if median_s is not None:
+            groups.setdefault((time.kind, time.backend, time.ranks), []).append((time.message_bytes, median_s))
+    fits: list[CollectiveFit] = []
+    for (kind, backend, ranks), known in groups.items():
+        fit = fit_latency_and_bandwidth(known)
+        if fit is not None:
+            fits.append(
+                CollectiveFit(
+                    kind=kind, backend=backend, ranks=ranks, latency_s=fit.latency_s, bytes_per_s=fit.bytes_per_s,
+                    residual=fit.residual, count=fit.count,
+                )
+            )  # fmt: skip
+    return fits
+
+
+def fits_in(answer: Answer, source: str) -> list[CollectiveFit]:
+    """The latencies and bandwidths in an answer of this study that was stored. Raises InputError where it has none."""
+    table = next((table for table in answer.tables if table.title == _FITS), None)
+    if answer.study != "collectives" or table is None or not table.rows:
+        raise InputError(f"{source} has no latency and bandwidth: write one with `stepscope study collectives --json`")
+    columns = [table.columns.index(name) for name in _FIT_COLUMNS]
+    try:
+        return [
+            msgspec.convert(dict(zip(_FIT_FIELDS, (row[i] for i in columns), strict=True)), CollectiveFit)
+            for row in table.rows
+        ]
+    except msgspec.ValidationError as error:
+        raise InputError(f"{source} is damaged: its latencies and bandwidths are no figures ({error})") from None
+
+
+_FITS = "Latency and bandwidth"
+_FIT_COLUMNS = ("collective", "backend", "ranks", "latency", "bandwidth", "residual", "sizes")
+_FIT_FIELDS = ("kind", "backend", "ranks", "latency_s", "bytes_per_s", "residual", "count")
+
+
+def _median_s(time: CollectiveTime) -> float | None:
+    return time.samples.median_s if time.samples else None
+
+
+def _bus(time: CollectiveTime) -> float | None:
+    median_s = _median_s(time)
+    return bus_bandwidth(time.kind, time.message_bytes, time.ranks, median_s) if median_s else None
+
+
+def _times(times: Sequence[CollectiveTime], peak: float | None) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    rules: list[int] = []
+    for i, time in enumerate(times):
+        if i and (time.kind, time.backend, time.ranks) != (times[i - 1].kind, times[i - 1].backend, times[i - 1].ranks):
+            rules.append(i)
+        head = (time.kind, time.backend, time.ranks, time.message_bytes)
+        median_s, bus = _median_s(time), _bus(time)
+        if median_s is None or bus is None or time.samples is None:
+            rows.append((*head, time.failure, None, None, None, None))
+            continue
+        share = bus / peak if peak and time.backend == "nccl" else None
+        algorithm = algorithm_bandwidth(time.message_bytes, median_s)
+        rows.append((*head, median_s, algorithm, bus, share, time.samples.count))
+    return table_of(
+        "collective", "backend", "ranks", ("message", "B"), ("time", "s"), ("algorithm bandwidth", "B/s"),
+        ("bus bandwidth", "B/s"), ("of the link's peak", "%"), "samples",
+        title="Times", rows=rows, rules=tuple(rules),
+    )  # fmt: skip
+
+
+def _fits(fits: Sequence[CollectiveFit]) -> Table:
+    rows = [
+        (
+            fit.kind, fit.backend, fit.ranks, fit.latency_s, fit.bytes_per_s,
+            bus_bandwidth(fit.kind, 1, fit.ranks, 1 / fit.bytes_per_s) if fit.bytes_per_s else None,
+            fit.residual, fit.count,
+        )
+        for fit in fits
+    ]  # fmt: skip
+    return table_of(
+        "collective", "backend", "ranks", ("latency", "s"), ("bandwidth", "B/s"), ("bus bandwidth", "B/s"),
+        ("residual", "%"), "sizes", title=_FITS, rows=rows,
+    )  # fmt: skip
+
+
+def _panels(times: Sequence[CollectiveTime]) -> Iterator[Panel]:
+    """A panel for each backend and number of ranks: the lines of all of them are more than the eye tells apart."""
+    groups = list(dict.fromkeys((time.backend, time.ranks) for time in times))
+    for backend, ranks in groups:
+        points = tuple(
+            Point(line=time.kind, x=float(time.message_bytes), y=bus * 1e-9)
+            for time in times
+            if (time.backend, time.ranks) == (backend, ranks) and (bus := _bus(time)) is not None
+        )
+        of = f", {ranks} ranks over {backend}" if len(groups) > 1 else ""
+        if points:
+            yield Panel(
+                x_title="message (bytes)", y_title=f"bus bandwidth (GB/s){of}", points=points, x_log=True, y_log=True
+            )  # fmt: skip
+
+
+def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], peak: float | None) -> Iterator[Finding]:
+    for backend, ranks in dict.fromkeys((time.backend, time.ranks) for time in times):
+        own = [(bus, t) for t in times if (t.backend, t.ranks) == (backend, ranks) and (bus := _bus(t)) is not None]
+        if not own:
+            continue
+        bus, best = max(own, key=lambda pair: pair[0])
+        of_peak = f", {format_share(bus / peak)} of the link's peak" if peak and backend == "nccl" else ""
+        yield note(
+            "fastest-collective",
+            f"Over {backend}, {ranks} ranks reach {format_rate(bus, 'B/s')} of bus bandwidth at most{of_peak}: "
+            f"{best.kind} of {format_bytes(best.message_bytes)}.",
+            {"bytes_per_s": bus, "message_bytes": best.message_bytes},
+        )
+        mine = [fit for fit in fits if (fit.backend, fit.ranks) == (backend, ranks)]
+        reduce = next((fit for fit in mine if fit.kind == "all-reduce" and fit.bytes_per_s), None)
+        if reduce is not None and reduce.bytes_per_s:
+            half = reduce.latency_s * reduce.bytes_per_s
+            yield note(
+                "latency-bound",
+                f"An all-reduce over {backend} waits {format_seconds(reduce.latency_s)} before its bytes count: below "
+                f"{format_bytes(half)}, latency is more than half of its time.",
+                {"latency_s": reduce.latency_s, "half_bytes": half},
+            )
+        poor = [fit for fit in mine if fit.residual > _GOOD_FIT]
+        if poor:
+            worst = max(poor, key=lambda fit: fit.residual)
+            yield warning(
+                "poor-fit",
+                f"Latency and bandwidth alone describe {len(poor)} of {len(mine)} collectives over {backend} with "
+                f"{ranks} ranks badly: they miss the times of {worst.kind} by {format_share(worst.residual)}.",
+                {"residual": worst.residual, "poor": len(poor)},
+                "take the table of times where a size matters",
+            )
+    for failure, time in {time.failure: time for time in times if time.failure}.items():
+        yield warning(
+            "no-time", f"{time.kind} over {time.backend} of {format_bytes(time.message_bytes)} has no time: {failure}."
+        )

@@ -1,0 +1,1 @@
+"""What a device promises, and what it reaches."""

@@ -1,0 +1,212 @@
+"""Every floating format from its bits, and what each makes of a number (`core/float_format.py` has the arithmetic).
+
+Beyond the largest number of the formats of 8 bits there are two conventions. Both are shown, and PyTorch is asked which
+one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3, PyTorch 2.13 makes it 448).
+"""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import torch
+
+from stepscope.core.answer import Answer, Cell, Table
+from stepscope.core.errors import InputError
+from stepscope.core.finding import Finding, note
+from stepscope.core.float_format import FORMATS, FloatFormat
+from stepscope.questions.answers import computed_answer
+from stepscope.questions.setting import processor_name
+from stepscope.recording.device import resolve_device
+
+EIGHT_BITS = {"fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn}
+SATURATING, NOT_SATURATING, NEITHER = "saturating", "not saturating", "neither"
+CASTS = "PyTorch's casts to 8 bits"
+
+_PROPERTIES = (
+    "format", "bits", "exponent bits", "significand bits", "largest", "smallest normal", "smallest subnormal",
+    "epsilon", "decimal digits", "largest integer", "exp overflows above",
+)  # fmt: skip
+
+_LONGEST = 1_000
+"""The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
+
+
+def study_formats(value: str | None = None, device: str = "cpu") -> Answer:
+    """List every format and PyTorch's casts to 8 bits on this device; with `value`, also what each makes of it.
+
+    Raises InputError for what is no finite number.
+    """
+    chosen, number = resolve_device(device), None
+    conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
+    tables = [Table(title="Formats", columns=_PROPERTIES, rows=tuple(_row(f) for f in FORMATS.values()))]
+    findings = [_range_against_precision(), _which_convention(conventions, chosen)]
+    if value is not None:
+        number, exact = _number(value)
+        columns = ("format", "becomes", "error", "relative error", "spacing there", "what happened")
+        tables.append(
+            Table(
+                title=f"What becomes of {value}",
+                columns=columns,
+                rows=tuple(row for f in FORMATS.values() for row in _becomes(f, number, exact)),
+            )
+        )
+        findings += _lost(value, number, exact)
+    tables.append(_casts(number, conventions, chosen))
+    return computed_answer(
+        chosen,
+        study="formats",
+        question="What can each floating format hold?" if value is None else f"What does each format make of {value}?",
+        device=f"arithmetic; casts on {processor_name(chosen)}",
+        settings={} if value is None else {"value": value},
+        tables=tables,
+        findings=findings,
+    )
+
+
+def _row(f: FloatFormat) -> tuple[Cell, ...]:
+    return (
+        f.name, f.stored_bits, f.exponent_bits, f.significand_bits, f.largest, f.smallest_normal, f.smallest_subnormal,
+        f.epsilon, round(f.decimal_digits, 2), f.largest_integer, round(f.exp_overflows_above, 4),
+    )  # fmt: skip
+
+
+def _number(value: str) -> tuple[float, Fraction]:
+    """The number in fp64, and exactly as it is written: no binary format holds 0.1 exactly."""
+    if len(value) > _LONGEST:
+        raise InputError(f"--value has {len(value):,} characters: write at most {_LONGEST:,}, as in 1e-7")
+    try:
+        number = float(value)
+    except ValueError:
+        raise InputError(f"--value {value!r} is no number: write one as in 1e-7") from None
+    figures = [character for character in value.casefold().partition("e")[0] if character.isdigit()]
+    if not math.isfinite(number) and not figures:
+        raise InputError(f"--value {value!r} is not finite: every format with infinities keeps it as it is")
+    fp64 = FORMATS["fp64"]
+    if not math.isfinite(number):
+        raise InputError(
+            f"--value {value!r} is beyond the largest number of fp64, {fp64.largest:g}: write a smaller one"
+        )
+    if number == 0 and any(int(figure) for figure in figures):
+        raise InputError(
+            f"--value {value!r} is zero in fp64, whose smallest number is {fp64.smallest_subnormal:g}: "
+            "write a larger one"
+        )
+    return number, Fraction(value.strip()) if number else Fraction(0)
+
+
+def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell, ...]]:
+    """The row of a format, or its two rows where the conventions of formats of 8 bits differ."""
+    rounded, cut = f.round(number), f.round(number, saturates=True)
+    if f.stored_bits > 8 or rounded == cut:
+        return [_row_of(f, f.name, number, exact, rounded)]
+    return [
+        _row_of(f, f"{f.name}, {NOT_SATURATING}", number, exact, rounded),
+        _row_of(f, f"{f.name}, {SATURATING}", number, exact, cut),
+    ]
+
+
+def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded: float) -> tuple[Cell, ...]:
+    error = Fraction(rounded) - exact if math.isfinite(rounded) else None
+    return (
+        label, rounded, None if error is None else _figure(error),
+        float(abs(error / exact)) if error is not None and exact else None,
+        f.spacing(number), _what_happened(f, exact, rounded),
+    )  # fmt: skip
+
+
+def _figure(error: Fraction) -> float | str:
+    """An error as a float; in words of Decimal where fp64 itself has no number that small."""
+    return float(error) if float(error) or not error else f"{Decimal(error.numerator) / Decimal(error.denominator):.4g}"
+
+
+def _what_happened(f: FloatFormat, exact: Fraction, rounded: float) -> str:
+    if not math.isfinite(rounded):
+        return "overflows"
+    if rounded == exact:
+        return "exact"
+    if rounded == 0:
+        return "vanishes"
+    if not math.isfinite(f.round(float(exact))):
+        return "cut off at the largest"
+    return "subnormal: fewer digits" if abs(rounded) < f.smallest_normal else "rounded"
+
+
+def cast_convention(name: str, device: torch.device) -> str:
+    """Which convention PyTorch's cast to this format of 8 bits uses here: seen by casting, not known beforehand."""
+    f = FORMATS[name]
+    beyond = [sign * number for number in (2 * f.largest, 1e30, math.inf) for sign in (1, -1)]
+    became = cast(beyond, name, device)
+    for convention in (SATURATING, NOT_SATURATING):
+        right = [f.round(number, saturates=convention == SATURATING) for number in beyond]
+        if all(a == b or (math.isnan(a) and math.isnan(b)) for a, b in zip(became, right, strict=True)):
+            return convention
+    return NEITHER
+
+
+def cast(numbers: list[float], name: str, device: torch.device) -> list[float]:
+    """What PyTorch makes of numbers of fp32 in this format of 8 bits."""
+    return torch.tensor(numbers, dtype=torch.float32, device=device).to(EIGHT_BITS[name]).double().tolist()
+
+
+def _casts(number: float | None, conventions: dict[str, str], device: torch.device) -> Table:
+    """What the casts do beyond the largest number; and to the number as fp32 has it, which training casts from."""
+    columns, rows = ("format", "beyond the largest"), list(conventions.items())
+    if number is None:
+        return Table(title=CASTS, columns=columns, rows=tuple(rows))
+    fp32 = FORMATS["fp32"].round(number)
+    return Table(
+        title=CASTS,
+        columns=(*columns, "makes of the number"),
+        rows=tuple((*row, cast([fp32], row[0], device)[0]) for row in rows),
+    )
+
+
+def _which_convention(conventions: dict[str, str], device: torch.device) -> Finding:
+    clauses = []
+    for name, convention in conventions.items():
+        f = FORMATS[name]
+        if convention == NEITHER:
+            became = ", ".join(f"{number:g}" for number in cast([2 * f.largest, math.inf], name, device))
+            clauses.append(f"to {name} follows neither convention ({2 * f.largest:g} and infinity become {became})")
+        elif convention == SATURATING:
+            clauses.append(f"to {name} saturates (beyond {f.largest:g}, {f.largest:g})")
+        else:
+            clauses.append(f"to {name} does not saturate (beyond {f.largest:g}, {f.round(math.inf):g})")
+    where = "the CPU" if device.type == "cpu" else "the GPU"
+    return note(
+        "cast-convention",
+        f"On {where}, a cast of PyTorch {torch.__version__} {'; one '.join(clauses)}.",
+        dict(conventions),
+    )
+
+
+def _range_against_precision() -> Finding:
+    bf16, fp16 = FORMATS["bf16"], FORMATS["fp16"]
+    return note(
+        "range-against-precision",
+        f"Of the two formats of 16 bits bf16 reaches {bf16.largest:.4g} in steps of {bf16.epsilon:.3g} "
+        f"relative to the number, fp16 {fp16.largest:.5g} in steps of {fp16.epsilon:.3g}: "
+        f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is "
+        f"{bf16.smallest_subnormal:.3g} in bf16, {fp16.smallest_subnormal:.3g} in fp16.",
+        {
+            "bf16_largest": bf16.largest, "fp16_largest": fp16.largest,
+            "bf16_epsilon": bf16.epsilon, "fp16_epsilon": fp16.epsilon,
+        },
+    )  # fmt: skip
+
+
+def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
+    vanished = [f.name for f in FORMATS.values() if number and f.round(number) == 0]
+    overflowed = [
+        f.name if f.stored_bits > 8 else f"{f.name} (unless the cast saturates: {f.round(number, saturates=True):g})"
+        for f in FORMATS.values()
+        if not math.isfinite(f.round(number))
+    ]
+    kept = [f.name for f in FORMATS.values() if f.round(number) == exact]
+    said = []
+    if vanished:
+        said.append(f"vanishes in {', '.join(vanished)}")
+    if overflowed:
+        said.append(f"overflows in {', '.join(overflowed)}")
+    said.append(f"is exact in {', '.join(kept)}" if kept else "is exact in none")
+    return [note("value", f"{value.strip()} {', '.join(said)}.", {"value": number})]

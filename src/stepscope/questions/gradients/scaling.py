@@ -1,0 +1,276 @@
+"""Dynamic loss scaling, traced over a run that overflows on purpose: our scaler beside torch.amp.GradScaler."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.finding import Finding, error, note
+from stepscope.core.model_config import LARGEST, whole_number
+from stepscope.questions.answers import computed_answer, curves
+from stepscope.questions.gradients.loss_scaler import (
+    BACKOFF_FACTOR,
+    GROWTH_FACTOR,
+    INITIAL_SCALE,
+    DynamicLossScaler,
+)
+from stepscope.questions.setting import one_thread
+from stepscope.questions.steps import check_loss, own_workload, settings_of, step_of, trained_parameters
+from stepscope.recording.device import resolve_device
+from stepscope.training.training_step import AssembledStep
+
+PLANTED = (7, 8, 60, 90, 91, 92, 150)
+"""Steps whose batch is made to overflow: alone, in a row, and soon after the scale has grown."""
+
+_WIDTH, _BATCH = 32, 64
+_OUTLIER = 2.0**24
+"""Added to a planted batch's targets: the gradient of the squared error is then beyond fp16 at any scale above 1."""
+_MULTIPLIED = 2.0**40
+"""The factor of the loss of a planted batch of a user's own module: what reaches a product in fp16 is then infinite."""
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """What one scaler did in one step."""
+
+    scale: float
+    """What the step's loss was multiplied by."""
+    taken: bool
+    next_scale: float
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step of both runs."""
+
+    number: int
+    planted: bool
+    ours: _Turn
+    theirs: _Turn
+
+    @property
+    def same(self) -> bool:
+        return self.ours == self.theirs
+
+    @property
+    def grows(self) -> bool:
+        return self.ours.next_scale > self.ours.scale
+
+
+def study_scaling(
+    *, steps: int = 200, growth_interval: int = 20, planted: Sequence[int] | None = None, device: str = "auto",
+    seed: int = 0, own: str | None = None, arguments: Mapping[str, Any] | None = None,
+) -> Answer:  # fmt: skip
+    """Train under fp16 autocast twice, with our scaler and with PyTorch's, and set the two runs side by side.
+
+    planted: steps, counted from 1, that are made to overflow; None takes the steps of PLANTED up to `steps`.
+    own: the factory of a module of the user's own that is trained in place of a small network; `arguments`: what it is
+    called with.
+    """
+    whole_number(steps, "steps", 1, 100_000)
+    whole_number(seed, "seed", 0, LARGEST)
+    if planted is None:
+        planted = tuple(step for step in PLANTED if step <= steps)
+    for step in planted:
+        whole_number(step, "a planted overflow's step", 1, steps)
+    on = resolve_device(device)
+    workload = None if own is None else own_workload(own, arguments, dtype="fp16", phase="forward-backward", seed=seed)
+
+    def trainee() -> _Trainee:
+        return _Regression(seed, on) if workload is None else _OwnTrainee(step_of(workload, on), seed)
+
+    with one_thread() if workload is None else contextlib.nullcontext():
+        trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), (trainee(), trainee()), on)
+    return computed_answer(
+        on,
+        study="scaling",
+        question="How does a dynamic loss scale find its way, and is ours that of torch.amp.GradScaler?",
+        settings={
+            **({} if workload is None else settings_of(workload)),
+            "steps": steps, "growth_interval": growth_interval, "growth_factor": GROWTH_FACTOR,
+            "backoff_factor": BACKOFF_FACTOR, "initial_scale": INITIAL_SCALE, "seed": seed,
+            "planted": ", ".join(map(str, sorted(set(planted)))),
+        },
+        tables=(_changes(trace), _totals(trace, same_parameters)),
+        panels=(_panel(trace),),
+        findings=_findings(trace, growth_interval, same_parameters),
+    )  # fmt: skip
+
+
+class _Trainee(Protocol):
+    """What both scalers train, each a copy of its own."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    def loss(self, *, planted: bool) -> Tensor:
+        """The next batch's loss, its forward under fp16 autocast; made to overflow where that is planted."""
+        ...
+
+
+class _Regression:
+    """A small network that learns a linear function. A planted batch has targets that are far away."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._mixing = torch.randn(_WIDTH, 1, generator=self._generator)
+        self._device = device
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            layers = nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1)
+            self.model = nn.Sequential(*layers).to(device)
+
+    def loss(self, *, planted: bool) -> Tensor:
+        inputs = torch.randn(_BATCH, _WIDTH, generator=self._generator)
+        targets = inputs @ self._mixing + (_OUTLIER if planted else 0.0)
+        inputs, targets = inputs.to(self._device), targets.to(self._device)
+        with torch.autocast(self._device.type, dtype=torch.float16):
+            outputs = self.model(inputs)
+        return F.mse_loss(outputs.float(), targets)
+
+
+class _OwnTrainee:
+    """A module of the user's own. A planted batch has its loss multiplied."""
+
+    def __init__(self, step: AssembledStep, seed: int) -> None:
+        self.model = step.model
+        self._step, self._seed = step, seed
+        self._checked = False
+
+    def loss(self, *, planted: bool) -> Tensor:
+        self._step.prepare()
+        # Dropout then leaves out the same of both copies.
+        torch.manual_seed(self._seed)
+        self._seed += 1
+        self._step.phases[0].run()
+        assert self._step.loss is not None
+        if not self._checked:
+            check_loss(self._step.loss.item())
+            self._checked = True
+        return self._step.loss.float() * (_MULTIPLIED if planted else 1.0)
+
+
+def _trace(
+    steps: int, growth_interval: int, planted: frozenset[int], trainees: tuple[_Trainee, _Trainee], device: torch.device
+) -> tuple[list[_Step], bool]:
+    """Every step, and whether both runs end with the same parameters, bit for bit."""
+    scaler = DynamicLossScaler(growth_interval=growth_interval)
+    grad_scaler = torch.amp.GradScaler(
+        device.type, init_scale=INITIAL_SCALE, growth_factor=GROWTH_FACTOR, backoff_factor=BACKOFF_FACTOR,
+        growth_interval=growth_interval,
+    )  # fmt: skip
+    parameters = [list(trained_parameters(trainee.model).values()) for trainee in trainees]
+    our_optimizer, their_optimizer = (torch.optim.SGD(each, lr=1e-3) for each in parameters)
+    trace: list[_Step] = []
+    moves: list[torch.optim.Optimizer] = []
+    # GradScaler does not say whether it stepped.
+    their_optimizer.register_step_post_hook(lambda optimizer, _args, _kwargs: moves.append(optimizer))
+    for number in range(1, steps + 1):
+        scale, their_scale = scaler.scale, grad_scaler.get_scale()
+        for trainee, scaled in zip(trainees, (scaler.scaled, grad_scaler.scale), strict=True):
+            trainee.model.zero_grad(set_to_none=True)
+            scaled(trainee.loss(planted=number in planted)).backward()
+        taken = scaler.step(our_optimizer)
+        scaler.update()
+        moves.clear()
+        grad_scaler.step(their_optimizer)
+        grad_scaler.update()
+        ours_now = _Turn(scale, taken, scaler.scale)
+        theirs_now = _Turn(their_scale, bool(moves), grad_scaler.get_scale())
+        trace.append(_Step(number, number in planted, ours_now, theirs_now))
+    same = all(torch.equal(a, b) for a, b in zip(*parameters, strict=True))
+    return trace, same
+
+
+def _what_happened(step: _Step) -> str:
+    if not step.ours.taken:
+        return "planted overflow, skipped" if step.planted else "overflow of its own, skipped"
+    return "scale grows" if step.grows else "planted, but nothing overflowed"
+
+
+def _changes(trace: list[_Step]) -> Table:
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (
+            step.number, _what_happened(step), step.ours.scale, step.ours.next_scale, step.theirs.next_scale,
+            not step.theirs.taken, step.same,
+        )
+        for step in trace
+        if step.planted or not step.ours.taken or step.ours.next_scale != step.ours.scale or not step.same
+    )  # fmt: skip
+    columns = ("step", "what happened", "scale", "scale after", "GradScaler after", "GradScaler skipped", "same")
+    return Table(title="Steps at which something happened", columns=columns, rows=rows)
+
+
+def _totals(trace: list[_Step], same_parameters: bool) -> Table:
+    ours, theirs = [step.ours for step in trace], [step.theirs for step in trace]
+    figures: dict[str, Callable[[list[_Turn]], Cell]] = {
+        "steps": len,
+        "skipped steps": lambda turns: sum(not turn.taken for turn in turns),
+        "last scale": lambda turns: turns[-1].next_scale,
+        "highest scale": lambda turns: max(turn.scale for turn in turns),
+    }
+    rows: list[tuple[Cell, ...]] = [(name, figure(ours), figure(theirs)) for name, figure in figures.items()]
+    rows.append(("parameters at the end", "the same" if same_parameters else "different", ""))
+    return Table(title="Both runs", columns=("", "ours", "GradScaler"), rows=tuple(rows))
+
+
+def _panel(trace: list[_Step]) -> Panel:
+    """Curves of the scale in both runs. Where they are the same, one line lies on the other."""
+    lines = {"GradScaler": [step.theirs for step in trace], "ours": [step.ours for step in trace]}
+    points = ((line, float(i), turn.scale) for line, turns in lines.items() for i, turn in enumerate(turns, start=1))
+    return curves(points, x_title="step", y_title="loss scale", y_log=True)
+
+
+def _scales(scales: list[float]) -> str:
+    return f"a scale of {scales[0]:g}" if len(scales) == 1 else f"scales from {scales[0]:g} to {scales[-1]:g}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -> Iterator[Finding]:
+    skipped = [step for step in trace if not step.ours.taken]
+    own = [step for step in skipped if not step.planted]
+    grown = sum(step.grows for step in trace)
+    planted = len(skipped) - len(own)
+    grew = "The scale never grew"
+    if grown:
+        grew = f"The scale grew {_times(grown)}, after {growth_interval} steps without an overflow each time"
+    yield note(
+        "loss-scale-trace",
+        f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(own)} "
+        f"because the scale itself was too large. {grew}, and ends at {trace[-1].ours.next_scale:g}.",
+        {
+            "skipped": len(skipped), "planted": planted, "own": len(own), "grown": grown,
+            "last_scale": trace[-1].ours.next_scale,
+        },
+    )  # fmt: skip
+    if own:
+        scales = sorted({step.ours.scale for step in own})
+        yield note(
+            "loss-scale-ceiling",
+            f"Where nothing was planted the gradients overflowed fp16 at {_scales(scales)}, "
+            f"{_times(len(own))} in {len(trace) - planted} steps: that is the price of finding the scale by trying.",
+            {"lowest_overflowing_scale": scales[0], "highest_overflowing_scale": scales[-1]},
+        )
+    different = [step.number for step in trace if not step.same]
+    if different or not same_parameters:
+        said = f"differ first at step {different[0]}" if different else "agree, but the parameters do not"
+        yield error(
+            "loss-scale-agreement",
+            f"Our scaler and torch.amp.GradScaler {said}.",
+            {"first_different_step": different[0] if different else None, "different": len(different)},
+        )
+        return
+    yield note(
+        "loss-scale-agreement",
+        f"Our scaler and torch.amp.GradScaler had the same scale and the same skipped steps in all "
+        f"{len(trace)} steps, and the parameters at the end are the same, bit for bit.",
+        {"steps": len(trace), "different": 0},
+    )

@@ -1,0 +1,389 @@
+"""Training with parameters in bf16: updates that round to nothing, and what each way of keeping the rest saves.
+
+A parameter p in bf16 takes an update u only if p + u rounds to another number: |u| must be more than half a unit in the
+last place of p (less where p is a power of two and moves towards zero). bf16 has 8 bits of significand, so that half a
+unit is between |p| / 512 and |p| / 256; an update of AdamW is about as large as the learning rate, whatever the
+gradient. Moments and arithmetic are fp32 here: what differs between the runs is how the new parameter is stored.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.errors import InputError
+from stepscope.core.figures import digits
+from stepscope.core.finding import Finding, note
+from stepscope.core.float_format import FORMATS
+from stepscope.core.model_config import ModelConfig, configure, whole_number
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.workload import Workload
+from stepscope.questions.answers import computed_answer, curves, pivot
+from stepscope.questions.setting import threads_for
+from stepscope.questions.steps import (
+    check_loss,
+    elements_of,
+    in_fp32,
+    layers_folded,
+    own_workload,
+    settings_of,
+    step_of,
+    trained_parameters,
+)
+from stepscope.recording.device import resolve_device
+from stepscope.recording.step import drive
+from stepscope.training.bf16_parameters import AdamWBf16Parameters, Keeping
+from stepscope.training.own.own_step import OwnStep
+from stepscope.training.training_step import TrainingStep
+
+LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
+REMEDIES_AT = 1e-4
+"""The learning rate at which remedies are compared: usual at the end of pretraining, and in fine-tuning."""
+
+_NEAREST = "bf16, to nearest"
+
+_RUNS: dict[str, tuple[Keeping | None, int]] = {
+    "fp32": (None, 12),
+    "bf16, fp32 master": ("master", 14),
+    "bf16, Kahan": ("kahan", 12),
+    "bf16, stochastic": ("stochastic", 10),
+    _NEAREST: ("nearest", 10),
+    "bf16, moments too": (None, 6),
+}
+"""How each run keeps its parameters, and the bytes of a parameter with both moments. The first is the reference; the
+last is torch.optim.AdamW as it comes, given bf16 parameters."""
+
+
+@dataclass
+class Tally:
+    """Counts and norms of the updates of some parameters over some steps."""
+
+    wanted: int = 0
+    """Updates that were not zero."""
+    swallowed: int = 0
+    """Updates that were not zero but changed nothing."""
+    square: float = 0.0
+    """Sum of squares of the wanted updates."""
+    square_swallowed: float = 0.0
+    along: float = 0.0
+    """Sum of products of the wanted and the made updates."""
+    last_updates: list[Tensor] = field(default_factory=list)
+    last_half_units: list[Tensor] = field(default_factory=list)
+    """Two lists for the last step, by parameter tensor: magnitudes of the wanted updates, and half a unit in the last
+    place of the parameters."""
+
+    def add(self, wanted: Tensor, made: Tensor) -> None:
+        nothing = (made == 0) & (wanted != 0)
+        self.wanted += int((wanted != 0).sum())
+        self.swallowed += int(nothing.sum())
+        exact = wanted.double()
+        self.square += float(exact.square().sum())
+        self.square_swallowed += float(exact[nothing].square().sum())
+        self.along += float((exact * made.double()).sum())
+
+    def keep_sizes(self, before: Tensor, wanted: Tensor) -> None:
+        self.last_updates.append(wanted.abs().flatten())
+        self.last_half_units.append(half_unit(before).flatten())
+
+    @property
+    def median_update(self) -> float:
+        return float(torch.cat(self.last_updates).median())
+
+    @property
+    def median_half_unit(self) -> float:
+        return float(torch.cat(self.last_half_units).median())
+
+    @property
+    def share(self) -> float:
+        return self.swallowed / self.wanted if self.wanted else 0.0
+
+    @property
+    def norm_share(self) -> float:
+        """Norm of the swallowed updates as a share of the norm of all wanted ones."""
+        return math.sqrt(self.square_swallowed / self.square) if self.square else 0.0
+
+    @property
+    def progress(self) -> float:
+        """How far the made update goes along the wanted one: 1 where nothing is lost on average."""
+        return self.along / self.square if self.square else 1.0
+
+
+@dataclass
+class _Trained:
+    """The results of one training run."""
+
+    losses: list[float] = field(default_factory=list)
+    """The loss of each step before its update, in the run's own arithmetic."""
+    by_layer: dict[str, Tally] = field(default_factory=dict)
+    by_step: list[Tally] = field(default_factory=list)
+    used: list[Tensor] = field(default_factory=list)
+    """Parameters as forward uses them, in fp32."""
+    held: list[Tensor] = field(default_factory=list)
+    """Parameters as the optimizer knows them, in fp32."""
+
+    total: Tally = field(default_factory=Tally)
+
+
+def study_swallowed(
+    *, model: ModelConfig | None = None, steps: int = 40, learning_rates: Sequence[float] = LEARNING_RATES,
+    remedies_at: float = REMEDIES_AT, batch_size: int = 4, seq_len: int = 32, device: str = "auto", seed: int = 0,
+    own: str | None = None, arguments: Mapping[str, Any] | None = None,
+) -> Answer:  # fmt: skip
+    """Count swallowed updates by layer and learning rate; at one learning rate, compare the remedies.
+
+    Every run has the same seed, batches and start: the fp32 one begins at the bf16 ones' rounded parameters.
+    own: the factory of a module of the user's own, in place of a model and its sizes; `arguments`: what it is called
+    with. AdamW trains it, whatever optimizer comes with it.
+    """
+    whole_number(steps, "steps", 1, 100_000)
+    if not learning_rates:
+        raise InputError("no learning rate is given: write one or more, as in 1e-4,1e-3")
+    for rate in (*learning_rates, remedies_at):
+        if not (math.isfinite(rate) and rate > 0):
+            raise InputError(f"the learning rate {rate!r} is not a positive number: choose one as 1e-4")
+    on = resolve_device(device)
+    workload: DrivenWorkload
+    if own is not None:
+        workload = own_workload(own, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
+    else:
+        workload = Workload(
+            model=model or configure("tiny", d_model=64, d_ff=256, layers=2, vocabulary=256),
+            batch_size=batch_size, seq_len=seq_len, dtype="bf16-pure", optimizer="adamw-loop", seed=seed,
+        )  # fmt: skip
+    with threads_for(*elements_of(step_of(workload, on))):
+        runs = {name: _train(workload, name, remedies_at, steps, on) for name in _RUNS}
+        nearest = {
+            rate: runs[_NEAREST] if rate == remedies_at else _train(workload, _NEAREST, rate, steps, on)
+            for rate in dict.fromkeys(learning_rates)
+        }
+        outcomes = _outcomes(workload, runs, on)
+    return computed_answer(
+        on,
+        study="swallowed",
+        question="Which updates do parameters in bf16 swallow, and what keeps them?",
+        settings={**settings_of(workload), "steps": steps, "remedies_at": remedies_at, "seed": seed},
+        tables=(
+            *(_by_layer(title, nearest, figure) for title, figure in _FIGURES.items()),
+            _sizes(nearest),
+            _remedies(outcomes, remedies_at),
+        ),
+        panels=_panels(runs),
+        findings=(*(_swallowed(rate, run) for rate, run in nearest.items()), *_compared(outcomes, remedies_at)),
+    )  # fmt: skip
+
+
+_FIGURES: dict[str, Callable[[Tally], float]] = {
+    "Updates that round to nothing, %, to nearest": lambda tally: tally.share,
+    "Their norm, % of all updates' norm": lambda tally: tally.norm_share,
+    "Update made along the one wanted, %": lambda tally: tally.progress,
+}
+
+
+def _train(workload: DrivenWorkload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
+    keeping, _ = _RUNS[name]
+    step = step_of(workload, device)
+    if name == "fp32":
+        in_fp32(step)
+    names = {parameter: of for of, parameter in trained_parameters(step.model).items()}
+    trained = _Trained()
+    module_of = layers_folded(step.model)
+
+    def layer(parameter: str) -> str:
+        return layer_of(parameter) if isinstance(workload, Workload) else module_of(parameter.rpartition(".")[0])
+
+    def watch(parameter: Tensor, before: Tensor, wanted: Tensor, made: Tensor) -> None:
+        of_layer = trained.by_layer.setdefault(layer(names[parameter]), Tally())
+        for tally in (of_layer, trained.by_step[-1], trained.total):
+            tally.add(wanted, made)
+        if len(trained.by_step) == steps:
+            for tally in (of_layer, trained.total):
+                tally.keep_sizes(before, wanted)
+
+    if keeping is None:
+        own, step.optimizer = None, torch.optim.AdamW(names, lr=rate, foreach=False)
+    else:
+        own = step.optimizer = AdamWBf16Parameters(names, keeping=keeping, lr=rate, watch=watch)
+    # So that rounding at random is the same whatever ran before.
+    torch.manual_seed(workload.seed)
+    for _ in range(steps):
+        trained.by_step.append(Tally())
+        step.prepare()
+        drive(step)
+        assert step.loss is not None
+        trained.losses.append(float(step.loss))
+    trained.used = [parameter.detach().float().clone() for parameter in names]
+    trained.held = trained.used if own is None else [own.held(parameter) for parameter in names]
+    return trained
+
+
+def half_unit(values: Tensor) -> Tensor:
+    """Half a unit in the last place of bf16 at each of these numbers of fp32."""
+    bf16 = FORMATS["bf16"]
+    _, exponent = torch.frexp(values.double())
+    exponent = (exponent - 1).clamp(min=bf16.smallest_exponent)
+    exponent = torch.where(values == 0, bf16.smallest_exponent, exponent)
+    return torch.ldexp(torch.ones_like(values, dtype=torch.float64), exponent - bf16.significand_bits - 1)
+
+
+def layer_of(parameter: str) -> str:
+    """The part of the model that a parameter belongs to: in a block its attention, feed-forward or one of its norms."""
+    parts = parameter.split(".")
+    return ".".join(parts[:3]) if parts[0] == "blocks" else parts[0]
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One run, compared with the fp32 run."""
+
+    name: str
+    bytes_per_parameter: int
+    last_loss: float
+    """The loss of the last training step, in the run's own arithmetic."""
+    loss_in_fp32: float
+    """Mean over the batches after the last step, of the parameters that forward uses, in fp32 arithmetic."""
+    distance: float
+    """Distance of the optimizer's parameters from those of the fp32 run, over the distance that the fp32 run moved."""
+    swallowed: float | None
+    progress: float | None
+
+
+def _outcomes(workload: DrivenWorkload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
+    judge = step_of(workload, device)
+    in_fp32(judge)
+    judge.model.eval()
+    parameters = trained_parameters(judge.model).values()
+    start = [parameter.detach().clone() for parameter in parameters]
+    check_loss(runs["fp32"].losses[0])
+    exact = runs["fp32"].held
+    way = _distance(exact, start)
+    if not way:
+        raise InputError("no parameter moves in fp32: every gradient of these steps is zero; give another batch")
+    found = []
+    for name, run in runs.items():
+        for parameter, value in zip(parameters, run.used, strict=True):
+            parameter.data.copy_(value)
+        total = run.total if run.total.wanted else None
+        found.append(
+            _Outcome(
+                name=name,
+                bytes_per_parameter=_RUNS[name][1],
+                last_loss=run.losses[-1],
+                loss_in_fp32=_mean_loss(judge),
+                distance=_distance(run.held, exact) / way,
+                swallowed=None if total is None else total.share,
+                progress=None if total is None else total.progress,
+            )
+        )
+    return found
+
+
+@torch.no_grad()
+def _mean_loss(step: TrainingStep | OwnStep) -> float:
+    return float(torch.stack([step.forward_module(*batch) for batch in step.batches]).mean())
+
+
+def _distance(one: list[Tensor], other: list[Tensor]) -> float:
+    return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in zip(one, other, strict=True)))
+
+
+def _by_layer(title: str, nearest: dict[float, _Trained], figure: Callable[[Tally], float]) -> Table:
+    """A row for each layer and one for all, a column for each learning rate."""
+    layers = list(next(iter(nearest.values())).by_layer)
+    cells = [
+        ((layer,), f"lr {rate:g}", digits(100 * figure(run.by_layer[layer])))
+        for layer in layers
+        for rate, run in nearest.items()
+    ]
+    cells += [(("all",), f"lr {rate:g}", digits(100 * figure(run.total))) for rate, run in nearest.items()]
+    return pivot(title, ("layer",), cells)
+
+
+def _sizes(nearest: dict[float, _Trained]) -> Table:
+    """Median updates by layer beside half a unit in the last place of the parameter: smaller ones are swallowed."""
+    first = next(iter(nearest.values()))
+    rows: list[tuple[Cell, ...]] = [
+        (layer, tally.median_half_unit, *(digits(run.by_layer[layer].median_update) for run in nearest.values()))
+        for layer, tally in first.by_layer.items()
+    ]
+    columns = ("layer", "half a unit in the last place", *(f"update, lr {rate:g}" for rate in nearest))
+    return Table(title="Medians in the last step", columns=columns, rows=tuple(rows))
+
+
+def _remedies(outcomes: list[_Outcome], rate: float) -> Table:
+    rows = tuple(
+        (
+            each.name, each.bytes_per_parameter, digits(each.last_loss), float(f"{each.loss_in_fp32:.6g}"),
+            float(f"{each.loss_in_fp32 - outcomes[0].loss_in_fp32:.3g}"), digits(100 * each.distance),
+            None if each.swallowed is None else digits(100 * each.swallowed),
+            None if each.progress is None else digits(100 * each.progress),
+        )
+        for each in outcomes
+    )  # fmt: skip
+    columns = (
+        "parameters", "bytes a parameter, with moments", "loss of the last step", "loss after it, in fp32",
+        "more than fp32", "distance to fp32, % of its way", "updates lost, %", "made along the wanted, %",
+    )  # fmt: skip
+    return Table(title=f"The same training at lr {rate:g}", columns=columns, rows=rows)
+
+
+def _panels(runs: dict[str, _Trained]) -> Iterator[Panel]:
+    exact = runs["fp32"].losses
+    figures: dict[str, Callable[[_Trained], Iterable[float]]] = {
+        "loss above that of the fp32 run": lambda run: map(operator.sub, run.losses, exact),
+        "share of updates that round to nothing": lambda run: (t.share for t in run.by_step if t.wanted),
+    }
+    for y_title, of in figures.items():
+        points = ((name, float(i), y) for name, run in runs.items() for i, y in enumerate(of(run), start=1))
+        yield curves(points, x_title="step", y_title=y_title)
+
+
+def _swallowed(rate: float, run: _Trained) -> Finding:
+    total = run.total
+    worst, most = max(run.by_layer.items(), key=lambda item: item[1].share)
+    least, fewest = min(run.by_layer.items(), key=lambda item: item[1].share)
+    return note(
+        "updates-swallowed",
+        f"At lr {rate:g} {100 * total.share:.3g} % of the updates of bf16 parameters round to nothing, and "
+        f"with them {100 * total.norm_share:.3g} % of the updates' norm: most in {worst} ({100 * most.share:.3g} %), "
+        f"where the median update is {most.median_update:.2g} and half a unit in the last place of the median "
+        f"parameter {most.median_half_unit:.2g}, fewest in {least} ({100 * fewest.share:.3g} %), with "
+        f"{fewest.median_update:.2g} against {fewest.median_half_unit:.2g}. What was made goes "
+        f"{100 * total.progress:.3g} % of the way along what was wanted.",
+        {
+            "learning_rate": rate, "swallowed": total.share, "norm_share": total.norm_share,
+            "progress": total.progress, "worst_layer": worst, "worst_share": most.share,
+        },
+    )  # fmt: skip
+
+
+def _compared(outcomes: list[_Outcome], rate: float) -> Iterator[Finding]:
+    reference, *others = outcomes
+    for each in others:
+        difference = each.loss_in_fp32 - reference.loss_in_fp32
+        yield note(
+            "updates-kept",
+            f"{each.name}, {each.bytes_per_parameter} bytes a parameter where fp32 takes "
+            f"{reference.bytes_per_parameter}: at lr {rate:g} the loss ends at {each.loss_in_fp32:.5g}, "
+            f"{abs(difference):.2g} {'above' if difference > 0 else 'below'} fp32's; the parameters are "
+            f"{100 * each.distance:.3g} % of the fp32 run's way from where it ended.",
+            {"loss": each.loss_in_fp32, "distance": each.distance, "bytes": each.bytes_per_parameter},
+        )
+    near, far = (pick(others, key=lambda each: each.distance) for pick in (min, max))
+    ahead, behind = (
+        pick(others, key=lambda each: abs(each.loss_in_fp32 - reference.loss_in_fp32)) for pick in (min, max)
+    )
+    random = next(each for each in others if "stochastic" in each.name)
+    assert random.swallowed is not None and random.progress is not None
+    yield note(
+        "updates-ranked",
+        f'By the parameters "{near.name}" ends nearest to the fp32 run and "{far.name}" farthest; by the loss '
+        f'"{ahead.name}" nearest and "{behind.name}" farthest. Of the updates rounded at random '
+        f"{100 * random.swallowed:.3g} % change nothing, and all together go {100 * random.progress:.4g} % of the way "
+        "along what was wanted: what takes the parameters away from the fp32 run is noise.",
+        {each.name: each.distance for each in others},
+    )

@@ -1,0 +1,67 @@
+"""A study of the user's own module, which runs with the user's rights in a process of its own."""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from stepscope.core import interrupts
+from stepscope.core.answer import Answer, decode_answer, encode_answer
+from stepscope.core.own_arguments import is_configuration
+from stepscope.core.shown_text import warn
+from stepscope.engine.own_code import answer_apart, ask_apart
+
+_FUNCTIONS = {
+    "autocast": "stepscope.questions.autocast.study:study_autocast",
+    "underflow": "stepscope.questions.gradients.underflow:study_underflow",
+    "scaling": "stepscope.questions.gradients.scaling:study_scaling",
+    "swallowed": "stepscope.questions.gradients.swallowed:study_swallowed",
+    "normalisation": "stepscope.questions.normalisation.of_own:study_own_normalisation",
+    "quality": "stepscope.questions.quality.of_own:study_own_quality",
+    "parity": "stepscope.questions.parity.study:study_parity",
+    "shadow": "stepscope.questions.shadow.study:study_shadow",
+}
+"""The place of each study's function."""
+
+_KEEPING = ("quality",)
+"""Studies that answer from what is done already when they are interrupted."""
+
+
+def answer_of_own(study: str, named: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
+    """What a study answers, with these options, of the module that a factory or a configuration makes of these
+    arguments."""
+    what = f"--model {named}" if is_configuration(named) else f"--module {named}"
+    said = json.dumps({"own": named, "arguments": arguments, **options})
+    return decode_answer(ask_apart(__name__, named, study, said, what=what, keeps=study in _KEEPING), what)
+
+
+def study_function(study: str) -> Callable[..., Answer]:
+    """The function of a study. PyTorch comes with it."""
+    place, _, name = _FUNCTIONS[study].partition(":")
+    return getattr(importlib.import_module(place), name)
+
+
+def main(_named: str, study: str, said: str) -> str:
+    """The answer as JSON, for `answer_of_own`."""
+    answer = study_function(study)
+    told = {"tell": _teller()} if "tell" in inspect.signature(answer).parameters else {}
+    return encode_answer(answer(**json.loads(said), **told))
+
+
+def _teller() -> Callable[[str, float], None]:
+    """A function that says on stderr how far a study is that takes a while, each part of it once."""
+    said: list[str] = []
+
+    def tell(name: str, _share: float) -> None:
+        if name not in said[-1:]:
+            said.append(name)
+            warn(name)
+
+    return tell
+
+
+if __name__ == "__main__":
+    interrupts.install()
+    with interrupts.keeping():  # until the answer is written
+        answer_apart(main)

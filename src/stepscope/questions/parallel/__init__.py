@@ -1,0 +1,1 @@
+"""What ranks gain that share a step."""

@@ -1,0 +1,184 @@
+"""The plain step, against which other ways to run it are held, and how far rounding alone moves its result.
+
+Rounding is measured in four ways: the step again, which shows what is not repeatable; the step in float64, which shows
+how far all its roundings carry it; and the step with every weight moved by a rounding, three times.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.attention import sdpa_kernel
+
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.questions.replays.results import Distance, StepResult, distance, run_step
+from stepscope.questions.replays.subject import Subject, without_dropout
+from stepscope.training.attention.pytorch import BACKENDS
+from stepscope.training.own.own_step import OwnStep
+
+FACTOR = 8.0
+"""How many times as far as rounding moves the plain step another may be. What moves a step by rounding differs from
+variant to variant, in the order of sums above all; a mistake is off by thousands."""
+FACTOR_OF_ONE = 64.0
+"""How many times its own rounding a single parameter may be off. With many small ones, one is far off by chance."""
+MOVED = 3
+"""How often the weights are moved by a rounding."""
+
+_COMPUTED_IN: dict[Dtype, torch.dtype] = {
+    name: torch.float8_e4m3fn if precision.scaled else torch.bfloat16 if precision.tensors == "bf16" else torch.float16
+    for name, precision in PRECISIONS.items()
+    if precision.products == 2
+}
+_TF32_ROUNDING = 2.0**-11
+_SMALLEST = 1e-30
+"""What rounding does to a gradient that is exactly zero, so that anything else is far from it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepVariant:
+    """Another way to run the step."""
+
+    name: str
+    accumulation: int = 1
+    compile: str = "eager"
+    checkpointing: str = "none"
+    attention: str | None = None
+
+
+PLAIN = StepVariant(name="plain step")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What all runs that are compared have in common."""
+
+    subject: Subject
+    dtype: Dtype
+    quiet: bool = False
+    """Whether dropout is off."""
+
+    def step(self, variant: StepVariant = PLAIN, *, double: bool = False) -> OwnStep:
+        """The step of a variant, made anew from the same state."""
+        backend = self.subject.is_own  # there the attention is a backend of PyTorch's, which a context sets
+        step = self.subject.step(
+            dtype=self.dtype, accumulation=variant.accumulation, compile=variant.compile, double=double,
+            checkpointing=variant.checkpointing, attention=None if backend else variant.attention,
+        )  # fmt: skip
+        if self.quiet:
+            without_dropout(step.model)
+        return step
+
+    @contextlib.contextmanager
+    def around(self, variant: StepVariant) -> Iterator[None]:
+        """The context in which a variant's step runs: its attention, and in compiled code PyTorch's random numbers."""
+        with contextlib.ExitStack() as stack:
+            if self.subject.is_own and variant.attention:
+                stack.enter_context(sdpa_kernel(BACKENDS[variant.attention]))
+            if variant.compile != "eager":
+                from torch._inductor import config  # noqa: PLC0415  (half a second)
+
+                torch.compiler.reset()
+                stack.enter_context(config.patch(fallback_random=True))
+            yield
+
+    def run(self, variant: StepVariant, weights: tuple[float, ...] = ()) -> StepResult:
+        """What a variant gives."""
+        with self.around(variant):
+            return run_step(self.step(variant), self.subject.seed, weights=weights)
+
+    @property
+    def rounding(self) -> float:
+        """The unit roundoff of the arithmetic, relative."""
+        if self.dtype == "tf32":
+            return _TF32_ROUNDING
+        return torch.finfo(_COMPUTED_IN.get(self.dtype, torch.float32)).eps / 2
+
+    def roundings(self) -> "Iterator[tuple[str, Callable[[], OwnStep]]]":
+        """What moves the plain step's result as rounding does: the name of each, and what makes its step."""
+        yield "the step again", self.step
+        yield "in float64", lambda: self.step(double=True)
+        for i in range(MOVED):
+            yield f"weights moved by a rounding, {i + 1}", lambda i=i: self._moved(i)
+
+    def _moved(self, number: int) -> OwnStep:
+        step = self.step()
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for parameter in step.model.parameters():
+                if parameter.is_floating_point():
+                    _move(parameter, self.rounding, generator)
+        return step
+
+
+class Plain:
+    """What the plain step gives, and how far rounding moves it."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.result = setting.run(PLAIN)
+        if not self.result.is_finite:
+            raise InputError(
+                f"{self.result.not_finite} of the plain step of {setting.subject.name} in {setting.dtype} is not "
+                "finite: there is nothing to compare with; choose another --dtype, or a batch"
+            )
+        self.moved: dict[str, Distance] = {}
+        self.refused: dict[str, str] = {}
+        """Why a way to measure rounding does not run, by its name."""
+        for name, make in setting.roundings():
+            try:
+                found = run_step(make(), setting.subject.seed)
+            except StepscopeError as error:
+                self.refused[name] = str(error)
+                continue
+            if found.is_finite:
+                self.moved[name] = distance(found, self.result)
+            else:
+                self.refused[name] = "its result is not finite"
+        # A step in another random state: where it differs from the step again, forward draws random numbers.
+        other = distance(run_step(setting.step(), setting.subject.seed + 1), self.result)
+        self.draws = other.gradients > FACTOR * max(self.moved["the step again"].gradients, 2.0**-23)
+
+    @functools.cached_property
+    def loss(self) -> float:
+        """How far rounding moves the loss, relative."""
+        return max(self.result.loss_rounding, *(each.loss for each in self.moved.values()))
+
+    @functools.cached_property
+    def gradients(self) -> float:
+        """How far rounding moves the gradients, relative to their norm."""
+        return max(self.setting.rounding, *(each.gradients for each in self.moved.values()))
+
+    def of_parameter(self, name: str) -> float:
+        """How far rounding moves one parameter's gradient, relative to the norm of all."""
+        size = self.norms.get(name, 0.0) / (math.hypot(*self.norms.values()) or 1.0)
+        return max(self.setting.rounding * size, *(each.parameters.get(name, 0.0) for each in self.moved.values()))
+
+    @functools.cached_property
+    def norms(self) -> dict[str, float]:
+        """The norm of each parameter's gradient."""
+        return {name: float(each.double().norm()) for name, each in self.result.gradients.items()}
+
+    def times(self, off: Distance) -> float:
+        """How many times as far as rounding the loss or the gradients are, whichever is farther."""
+        return max(off.loss / self.loss, off.gradients / self.gradients)
+
+    def alone(self, off: Distance) -> tuple[str, float]:
+        """The parameter that is farthest for its own rounding, and how many times; ("", 0.0) where none differs."""
+        found = {name: each / (self.of_parameter(name) or _SMALLEST) for name, each in off.parameters.items() if each}
+        worst = max(found, key=found.__getitem__, default="")
+        return worst, found.get(worst, 0.0)
+
+    def agrees(self, off: Distance) -> bool:
+        """Whether a result so far away is within rounding."""
+        return self.times(off) <= FACTOR and self.alone(off)[1] <= FACTOR_OF_ONE
+
+
+def _move(parameter: nn.Parameter, rounding: float, generator: torch.Generator) -> None:
+    signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+    own = torch.finfo(parameter.dtype).eps / 2
+    parameter.add_(parameter.abs() * signs.to(parameter.dtype), alpha=max(rounding, own))

@@ -1,0 +1,296 @@
+"""Training in every precision from the same initial parameters, with the same batches and the same learning rates.
+
+`train` is of the textbook's model; `of_own.py` gives the same loop a module of the user's own.
+
+fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
+DynamicLossScaler; fp16-unscaled's is not. fp8 and fp8-row are as bf16, with products of 8 bits in the blocks. bf16-pure
+has everything that forward and backward see in bf16, from the rounded fp32 parameters on; its moments and its
+optimizer's arithmetic are fp32 (`training/bf16_parameters.py`).
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.questions.gradients.loss_scaler import DynamicLossScaler
+from stepscope.questions.quality.bundled_text import BundledText
+from stepscope.recording.precision import matmul_precision
+from stepscope.training.bf16_parameters import AdamWBf16Parameters, Keeping
+from stepscope.training.scaled_products import plain_products, scale_products
+from stepscope.training.training_step import ForwardLoss
+from stepscope.training.transformer import Transformer
+
+WATCHED_STEPS = 10
+"""The last steps of a run, in which zero gradients and swallowed updates are counted."""
+_FETCHED_EVERY = 50
+"""Steps between two readings of the losses, as on a GPU each reading waits for the device."""
+_JUDGED_AT_ONCE = 64
+"""Held-out sequences in one forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """A way to train: its dtypes, its loss scale, and how it keeps its parameters."""
+
+    dtype: Dtype
+    autocast: torch.dtype | None = None
+    scaled: bool = False
+    keeping: Keeping | None = None
+    """How parameters in bf16 are kept; None for parameters in fp32."""
+
+
+REFERENCE = "fp32"
+VARIANTS: dict[str, Variant] = {
+    REFERENCE: Variant(dtype="fp32"),
+    "tf32": Variant(dtype="tf32"),
+    "bf16": Variant(dtype="bf16", autocast=torch.bfloat16),
+    "fp16": Variant(dtype="fp16", autocast=torch.float16, scaled=True),
+    "fp16-unscaled": Variant(dtype="fp16", autocast=torch.float16),
+    "fp8": Variant(dtype="fp8", autocast=torch.bfloat16),
+    "fp8-row": Variant(dtype="fp8-row", autocast=torch.bfloat16),
+    "bf16-pure": Variant(dtype="bf16-pure", keeping="nearest"),
+    "bf16-pure-stochastic": Variant(dtype="bf16-pure", keeping="stochastic"),
+    "bf16-pure-kahan": Variant(dtype="bf16-pure", keeping="kahan"),
+    "bf16-pure-master": Variant(dtype="bf16-pure", keeping="master"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSize:
+    """The model, the batch, and the length of a training run."""
+
+    model: ModelConfig
+    batch_size: int
+    seq_len: int
+    steps: int
+    learning_rate: float
+    """The highest learning rate of the run; `rate_at` gives that of a step."""
+
+
+@dataclass
+class Trained:
+    """The results of one training run."""
+
+    losses: list[float] = field(default_factory=list)
+    """The loss of each step before its update, in the run's own arithmetic; ends early if nothing is finite then."""
+    final_loss: float = math.nan
+    """The loss by which the run is judged after its last step, of the parameters that forward uses, in fp32 arithmetic:
+    of the textbook's model in nats a byte over the whole held-out text."""
+    skipped_steps: int | None = None
+    """How many steps the loss scaler skipped; None without a loss scale."""
+    zero_gradients: float | None = None
+    """Share of the elements of gradients, embeddings' left out, that are zero, over the last WATCHED_STEPS."""
+    swallowed: float | None = None
+    """Share of the updates of bf16 parameters that changed nothing, over the same steps."""
+    parameters: list[Tensor] = field(default_factory=list)
+    """The parameters that forward uses, in fp32."""
+
+
+def rate_at(step: int, steps: int, highest: float) -> float:
+    """The learning rate of a step: linear warm-up over a tenth of the steps, then half a cosine down to a tenth."""
+    warmup = max(1, steps // 10)
+    if step <= warmup:
+        return highest * step / warmup
+    share = (step - warmup) / max(1, steps - warmup)
+    return highest * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+
+def initial_model(size: TrainingSize, seed: int) -> Transformer:
+    """The model at the start, on the CPU and in fp32: the same for every variant and every device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Transformer(size.model, max_seq_len=size.seq_len)
+        model.initialise()
+    return model
+
+
+@dataclass(frozen=True)
+class Batches:
+    """The order of data: where in a text each sequence of each step begins."""
+
+    text: Tensor
+    """Bytes, on the device."""
+    places: Tensor
+    """(steps, batch_size)"""
+    positions: Tensor
+    """0 to seq_len, on the device."""
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Tokens and targets (B, S) of a step, counted from 1."""
+        sequences = self.text[self.places[step - 1, :, None] + self.positions].long()
+        return sequences[:, :-1], sequences[:, 1:]
+
+
+def batches(size: TrainingSize, text: bytes, device: torch.device, seed: int) -> Batches:
+    """Batches from random places of the text, the same for every variant and every device."""
+    places = torch.randint(
+        len(text) - size.seq_len, (size.steps, size.batch_size), generator=torch.Generator().manual_seed(seed)
+    )
+    return Batches(_on(device, text), places.to(device), torch.arange(size.seq_len + 1, device=device))
+
+
+def _on(device: torch.device, text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+
+
+def train(
+    variant: Variant,
+    size: TrainingSize,
+    text: BundledText,
+    *,
+    device: torch.device,
+    seed: int,
+    start_seed: int | None = None,
+    tell_step: Callable[[int], None] = lambda _step: None,
+) -> Trained:
+    """Train on the seed's batches, and judge what came out by the held-out text.
+
+    start_seed: of the parameters at the start; the same if None.
+    """
+    model = initial_model(size, seed if start_seed is None else start_seed).to(device)
+    if variant.keeping is not None:
+        model = model.to(torch.bfloat16)
+    if scaled := PRECISIONS[variant.dtype].scaled:
+        scale_products(tuple(model.blocks), scaled, variant.dtype)
+    data = batches(size, text.train, device, seed)
+    # So that rounding at random is the same whatever ran before, and leaves no trace.
+    with own_randomness(device), matmul_precision(variant.dtype):
+        torch.manual_seed(seed)
+        trained = train_steps(_trainee(variant, size, model, data), size.steps, variant.scaled, tell_step)
+    trained.parameters = [parameter.detach().float().clone() for parameter in model.parameters()]
+    plain_products(model)
+    with matmul_precision("fp32"):
+        trained.final_loss = held_out_loss(model.float(), text, size.seq_len)
+    return trained
+
+
+def own_randomness(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """While open, random numbers of the CPU and of the device are drawn apart from those of the caller."""
+    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainee:
+    """What one run trains, on its device and in its dtype."""
+
+    loss: Callable[[int], Tensor]
+    """The loss of a step's batch. Forward runs in the variant's precision; steps count from 1."""
+    optimizer: torch.optim.Optimizer
+    rate: Callable[[int], float] | None
+    """The learning rate of a step; None where the optimizer has its own."""
+    counted: Sequence[Tensor]
+    """The parameters of which gradients of zero are counted."""
+
+
+def train_steps(trainee: Trainee, steps: int, scaled: bool, tell_step: Callable[[int], None]) -> Trained:
+    """Train for so many steps, fewer if nothing is finite any more. scaled: whether a DynamicLossScaler scales the
+    loss."""
+    trained = Trained(skipped_steps=0 if scaled else None)
+    optimizer = trainee.optimizer
+    scaler = DynamicLossScaler() if scaled else None
+    zeros: list[Tensor] = []
+    lost_updates: list[tuple[Tensor, Tensor]] = []
+
+    def watch(_parameter: Tensor, _before: Tensor, wanted: Tensor, made: Tensor) -> None:
+        lost_updates.append((((made == 0) & (wanted != 0)).sum(), (wanted != 0).sum()))
+
+    def take(step: int) -> Tensor:
+        if trainee.rate is not None:
+            for group in optimizer.param_groups:
+                group["lr"] = trainee.rate(step)
+        loss = trainee.loss(step)
+        (loss if scaler is None else scaler.scaled(loss)).backward()
+        if step > steps - WATCHED_STEPS:
+            zeros.extend(_share_of_zeros(trainee.counted))
+            if isinstance(optimizer, AdamWBf16Parameters):
+                optimizer.watch = watch
+        if scaler is None:
+            optimizer.step()
+        else:
+            trained.skipped_steps = (trained.skipped_steps or 0) + (not scaler.step(optimizer))
+            scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    trained.losses = losses_in_turn(take, steps, tell_step)
+    if zeros:
+        trained.zero_gradients = float(torch.stack(zeros).mean())
+    if lost_updates:
+        lost, wanted = (float(torch.stack(counts).sum()) for counts in zip(*lost_updates, strict=True))
+        trained.swallowed = lost / wanted if wanted else 0.0
+    return trained
+
+
+def losses_in_turn(take: Callable[[int], Tensor], steps: int, tell_step: Callable[[int], None]) -> list[float]:
+    """The losses of so many steps, counted from 1, taken one after another; of fewer, if nothing is finite any more."""
+    losses: list[float] = []
+    waiting: list[Tensor] = []
+    for step in range(1, steps + 1):
+        waiting.append(take(step))
+        if step % _FETCHED_EVERY == 0 or step == steps:
+            fetched = torch.stack(waiting).tolist()
+            waiting.clear()
+            losses += fetched
+            tell_step(step)
+            if not any(map(math.isfinite, fetched)):
+                break
+    return losses
+
+
+def adamw(parameters: Sequence[Tensor], variant: Variant, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW with PyTorch's defaults, which keeps parameters as the variant says. Each step sets its learning rate."""
+    if variant.keeping is not None:
+        return AdamWBf16Parameters(parameters, keeping=variant.keeping)
+    return torch.optim.AdamW(parameters, fused=device.type == "cuda")
+
+
+def _trainee(variant: Variant, size: TrainingSize, model: Transformer, data: Batches) -> Trainee:
+    forward, device = ForwardLoss(model), data.text.device
+
+    def loss(step: int) -> Tensor:
+        with _autocast(variant, device):
+            return forward(*data.at(step))
+
+    return Trainee(
+        loss=loss,
+        optimizer=adamw(list(model.parameters()), variant, device),
+        rate=lambda step: rate_at(step, size.steps, size.learning_rate),
+        # Bytes that a batch lacks have rows of zeros in the embedding's gradient.
+        counted=[parameter for parameter in model.parameters() if parameter is not model.embedding.weight],
+    )
+
+
+def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractContextManager[object]:
+    if variant.autocast is None:
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=variant.autocast)
+
+
+def _share_of_zeros(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """The share of gradient elements that are zero, as a list of one; an empty list where there are none."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    elements = sum(gradient.numel() for gradient in gradients)
+    return [torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() / elements] if elements else []
+
+
+@torch.no_grad()
+def held_out_loss(model: Transformer, text: BundledText, seq_len: int) -> float:
+    """The mean loss over the held-out text in sequences of seq_len predictions; a rest at its end is not counted."""
+    held_out = _on(next(model.parameters()).device, text.held_out)
+    forward = ForwardLoss(model)
+    count = len(held_out) // (seq_len + 1)
+    sequences = held_out[: count * (seq_len + 1)].view(count, seq_len + 1)
+    total = sum(
+        (
+            forward(part[:, :-1].long(), part[:, 1:].long()).double() * len(part)
+            for part in sequences.split(_JUDGED_AT_ONCE)
+        ),
+        start=torch.zeros((), dtype=torch.float64, device=held_out.device),
+    )
+    return float(total) / count

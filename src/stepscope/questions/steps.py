@@ -1,0 +1,99 @@
+"""The steps that a study of training runs: the textbook's, or those of a module of the user's own."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.answer import Cell
+from stepscope.core.errors import InputError
+from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.workload import Workload
+from stepscope.training.own.batches import moved
+from stepscope.training.own.loading import make_own_step
+from stepscope.training.own.own_step import OwnStep
+from stepscope.training.training_step import TrainingStep
+
+
+def own_workload(factory: str, arguments: Mapping[str, Any] | None, **choices: Any) -> OwnWorkload:
+    """The workload of a module that a factory, or a configuration, makes of these arguments."""
+    return OwnWorkload(factory=factory, arguments=dict(arguments or {}), model=OwnModel(name=""), **choices)
+
+
+def one_step_of(
+    own: str | None, arguments: Mapping[str, Any] | None, *, model: ModelConfig | None, batch_size: int, seq_len: int,
+    seed: int,
+) -> DrivenWorkload:  # fmt: skip
+    """The workload of one forward and backward: of a module of the user's own, or of the textbook's in these sizes."""
+    if own is not None:
+        return own_workload(own, arguments, phase="forward-backward", seed=seed)
+    sizes = model or configure("tiny")
+    return Workload(model=sizes, batch_size=batch_size, seq_len=seq_len, phase="forward-backward", seed=seed)
+
+
+def step_of(workload: DrivenWorkload, device: torch.device) -> TrainingStep | OwnStep:
+    """The workload's step. Raises InputError for a factory that gives a step in place of a module."""
+    if isinstance(workload, Workload):
+        return TrainingStep(workload, device)
+    step, _ = make_own_step(workload, device)
+    if not isinstance(step, OwnStep):
+        raise InputError(f"--module {workload.factory} gave a step of its own: give its module and a batch")
+    return step
+
+
+def in_fp32(step: TrainingStep | OwnStep) -> None:
+    """Turn a step of bf16 into fp32. Parameters and inputs keep the values to which bf16 has rounded them."""
+    step.model.float()
+    step.batches = [moved(batch, step.device, torch.float32, "the step") for batch in step.batches]
+
+
+def check_loss(loss: float, remedy: str = "give another batch") -> None:
+    """Raise InputError where the loss of a step is not finite, since its gradients then mean nothing."""
+    if not math.isfinite(loss):
+        raise InputError(f"the loss of this step is {loss}, which is not finite: {remedy}")
+
+
+def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters that require a gradient, by name."""
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def settings_of(workload: DrivenWorkload) -> dict[str, Cell]:
+    """What names the model and its batch among the settings of an answer."""
+    if isinstance(workload, Workload):
+        return {"model": workload.model.name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
+    return {"model": workload.factory, **{name: str(value) for name, value in workload.arguments.items()}}
+
+
+def folded(module: str) -> str:
+    """The path of a module of the user's own, with one name for those that differ in a number alone."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module) or "the model itself"
+
+
+def layers_folded(model: nn.Module) -> Callable[[str], str]:
+    """A function from a module's path to one name for it and its like: modules of one class whose paths differ in a
+    number alone. Of a Sequential, whose modules are of several classes, each keeps its path."""
+    alike: dict[str, list[nn.Module]] = {}
+    for path, module in model.named_modules():
+        alike.setdefault(folded(path), []).append(module)
+
+    def name(path: str) -> str:
+        like = alike.get(folded(path), [])
+        are_layers = len(like) > 1 and len({type(module) for module in like}) == 1
+        return folded(path) if are_layers or not path else path
+
+    return name
+
+
+def elements_of(step: TrainingStep | OwnStep) -> tuple[int, int]:
+    """How many parameters the model has, and how many elements the input that it reads first."""
+    named = step.named_tensors(step.batch)
+    return _elements(step.model.parameters()), _elements(tensor for _, tensor in named[:1])
+
+
+def _elements(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() for tensor in tensors)

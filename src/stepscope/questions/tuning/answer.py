@@ -1,0 +1,199 @@
+"""A search for the fastest step as an answer: what each change gave, what its end gave, and the words that use it."""
+
+from collections.abc import Iterator
+
+import msgspec
+
+from stepscope.core.answer import INTERVALS, PROSE, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
+from stepscope.core.tuned import Tuned, change_words
+from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
+from stepscope.core.work.described import cell_name, describe_workload
+from stepscope.core.work.spelled import run_call, run_command
+from stepscope.runs.against_answer import interval_text
+
+STUDY = "tune"
+GAVE, SIDES, LOSSES = "What each change gave", "The end, in processes of their own", "Losses"
+_SHOWN_STEPS = (1, 2, 5, 10, 20, 30, 40, 50)
+_TONES = {"taken": "good", "not right": "bad", "failed": "bad", "doubted": "bad"}
+
+
+def answer_tuned(found: Tuned) -> Answer:
+    """What the search tried and found, as far as it came."""
+    return Answer(
+        study=STUDY,
+        question=f"Which choices make the step of {cell_name(found.asked)} fastest?",
+        device=found.device,
+        versions=found.versions,
+        settings={"intervals": INTERVALS},
+        lead=tuple(_lead(found)),
+        tables=tuple(table for table in (_gave(found), _sides(found), _losses(found)) if table.rows),
+        panels=tuple(_panels(found)),
+        findings=tuple(_findings(found)),
+        checked=True,
+        asides=tuple(_words(found)),
+        origin=(f"Runs in {found.folder}",) if found.folder else (),
+    )
+
+
+def _lead(found: Tuned) -> Iterator[Line]:
+    yield Line(f"Asked for: {_said(found, found.asked)}.")
+    if found.baseline != found.asked:
+        yield Line(f"It does not fit, so the search began with: {_said(found, found.baseline)}.")
+    if found.best == found.baseline:
+        until = ", until it was interrupted" if found.interrupted else ": it stays as it is"
+        raced = any(tried.ratio is not None for tried in found.tried)
+        yield Line(f"No change {'made it surely faster' if raced else 'was raced'}{until}.", "strong")
+        return
+    yield Line(f"Fastest: {_said(found, found.best)}.")
+    change = found.confirmed
+    if change is None or found.baseline_s is None or found.best_s is None:
+        yield Line("It was not confirmed in processes of its own, so how much faster it is stays open.", "strong")
+        return
+    times = f"{format_milliseconds(found.baseline_s)} to {format_milliseconds(found.best_s)} ms a step"
+    if change.interval is not None:
+        low, high = 1 / change.interval.high, 1 / change.interval.low
+        sure = f"interval {low:.2f} to {high:.2f}" if change.decided else f"undecided, interval {low:.2f} to {high:.2f}"
+    else:
+        sure = "too few processes for an interval"
+    yield Line(
+        f"{times}: {1 / change.ratio:.2f} times as fast ({sure}; {counted(change.processes[1], 'process')} a side).",
+        "strong",
+    )
+
+
+def _said(found: Tuned, workload: DrivenWorkload) -> str:
+    """The workload in words; of a model that is yet to be made, the batch is not known."""
+    if found.own_optimizer and isinstance(workload, OwnWorkload):
+        given = {"optimizer": found.own_optimizer, "by_factory": ("optimizer",)}
+        workload = msgspec.structs.replace(workload, **given)
+    return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"
+
+
+def _gave(found: Tuned) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    tones: dict[int, str] = {}
+    for number, tried in enumerate(found.tried):
+        why = "" if tried.verdict == "not reached" else tried.why  # which a finding says once
+        rows.append((
+            tried.round, change_words(tried.change), tried.step_s, tried.ratio, interval_text(tried.interval),
+            tried.verdict, why,
+        ))  # fmt: skip
+        if tried.verdict in _TONES:
+            tones[number] = _TONES[tried.verdict]
+    how = "the two steps took turns in one process, and each step is set beside its neighbour of the best until then"
+    if found.asked.ranks > 1:
+        how = "each step ran in a process for each rank, and its median is set beside that of the best until then"
+    reached = sum(1 for tried in found.tried if tried.ratio is not None)
+    return table_of(
+        "round", ("change", PROSE), ("step", "s"), ("of the best", "{:.3f} x"), ("95 % interval", TEXT),
+        ("verdict", TEXT), ("why", PROSE),
+        title=GAVE, rows=rows, tones=tones,
+        notes=as_lines(
+            f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). The whole search "
+            f"took {format_seconds(found.seconds)}."
+        ),
+    )  # fmt: skip
+
+
+def _sides(found: Tuned) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    if found.confirmed is not None:
+        rows = [
+            ("baseline", found.baseline_s, found.baseline_peak_bytes), ("fastest", found.best_s, found.best_peak_bytes)
+        ]  # fmt: skip
+    return table_of("step", ("typical time", "s"), ("peak of tensors", "B"), title=SIDES, rows=rows)
+
+
+def _losses(found: Tuned) -> Table:
+    length = max((len(curve.losses) for curve in found.curves), default=0)
+    rows = [
+        (str(step), *(curve.losses[step - 1] if step <= len(curve.losses) else None for curve in found.curves))
+        for step in (*(shown for shown in _SHOWN_STEPS if shown < length), *((length,) if length else ()))
+    ]
+    said = ": those of the fastest stay as near to the baseline's as other starts of it do"
+    if found.departs_at is not None:
+        said = ": those of the fastest depart"
+    elif found.why_no_losses:
+        said = ""
+    return table_of(
+        "step", *((curve.name, "{:.4f}") for curve in found.curves), title=LOSSES, rows=rows,
+        notes=as_lines(
+            f"Before each step's update, in {counted(length, 'step')} of training{said}."
+        ),
+    )  # fmt: skip
+
+
+def _panels(found: Tuned) -> Iterator[Panel]:
+    points = [
+        Point(line=curve.name, x=float(step), y=loss)
+        for curve in found.curves
+        for step, loss in enumerate(curve.losses, start=1)
+    ]
+    if points:
+        yield Panel(x_title="step", y_title="loss", points=tuple(points), x_log=False, y_log=False)
+
+
+def _findings(found: Tuned) -> Iterator[Finding]:
+    if found.interrupted:
+        yield warning(
+            "interrupted", "The search was interrupted: what it had not reached is not in it.",
+            remedy="the same command goes on where this one stopped", evidence={},
+        )  # fmt: skip
+    if found.doubt:
+        yield error(
+            "baseline-doubted", f"In the run of the step by itself a check found an error: {found.doubt}",
+            remedy="mend it first: a race in which it shows again is not taken", evidence={},
+        )  # fmt: skip
+    late = sum(1 for tried in found.tried if tried.verdict == "not reached")
+    if late:
+        yield note(
+            "not-reached", f"{counted(late, 'change')} had to be left out: of {format_seconds(found.budget_s)}, the "
+            "end in processes of its own needs a part.",
+            remedy=f"a --budget of over {format_seconds(found.needed_s)} has time for one more; what is measured "
+            "already is not measured again",
+            evidence={"not_reached": late, "needed_s": found.needed_s},
+        )  # fmt: skip
+    wrong = [tried for tried in found.tried if tried.verdict == "not right"]
+    if wrong:
+        yield warning(
+            "losses-depart", f"{counted(len(wrong), 'change')} made the step faster and its losses wrong: "
+            f"{wrong[0].why}. It was taken back.",
+            remedy="study quality and study parity say where the precision is lost",
+            evidence={"taken_back": len(wrong)},
+        )  # fmt: skip
+    if found.best != found.baseline and found.why_no_losses:
+        yield warning(
+            "losses-not-compared", f"Losses could not be compared: {found.why_no_losses}.",
+            remedy="train both, and compare their losses", evidence={},
+        )  # fmt: skip
+    change = found.confirmed
+    if change is not None and change.decided and change.share > 0:
+        yield error(
+            "slower-when-confirmed", f"In processes of their own the fastest step was {format_share(change.share)} "
+            "slower than the baseline.",
+            remedy="keep the step that you asked for; tune again on a quiet machine", evidence={"ratio": change.ratio},
+        )  # fmt: skip
+    if change is not None and not change.decided:
+        yield warning(
+            "undecided-when-confirmed", "In processes of their own neither step was surely faster.",
+            remedy="the same command with --fresh, on a quiet machine", evidence={"ratio": change.ratio},
+        )  # fmt: skip
+    more = (found.best_peak_bytes or 0) - (found.baseline_peak_bytes or 0)
+    if found.best_peak_bytes and found.baseline_peak_bytes and more > found.baseline_peak_bytes // 50:
+        yield note(
+            "more-memory", f"The fastest step takes {format_bytes(more)} more memory.",
+            remedy="--memory SIZE leaves out what needs more", evidence={"more_bytes": more},
+        )  # fmt: skip
+
+
+def _words(found: Tuned) -> Iterator[str]:
+    """The command line, and the line of Python, that use what was found."""
+    if found.best == found.baseline:
+        return
+    command, call = run_command(found.best), run_call(found.best)
+    if command is not None:
+        yield f"Measure it: {command}"
+    if call is not None:
+        yield f"In Python: {call}"

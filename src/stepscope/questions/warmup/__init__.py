@@ -1,0 +1,1 @@
+"""How many warm-up steps a measurement needs."""

@@ -1,0 +1,163 @@
+"""Contexts round steps in which a profiler traces them, and the file that a trace becomes."""
+
+import contextlib
+import gzip
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from stepscope.core import interrupts
+from stepscope.core.profiler_json import with_texts_escaped
+from stepscope.core.range_names import BACKWARD, MARKING
+from stepscope.recording import ranges
+from stepscope.recording.backward_ranges import BackwardRanges, SequenceNotes
+from stepscope.recording.device import Device, Mark
+from stepscope.recording.profile import profiler_for
+from stepscope.recording.step import Recorder, Step
+
+AFTER_CAPTURE_S = 1.0
+_QUOTES_OF_A_FIELD = 4
+_COMPRESSION = 6  # gzip's own default; Python's 9 takes twice as long for one per cent
+
+
+@contextlib.contextmanager
+def kineto_session(step: Step, device: torch.device, *, stacks: bool = False) -> Iterator[torch.profiler.profile]:
+    """A context in which torch.profiler records operators with shapes and sequence numbers, kernels, and the ranges of
+    the step, its phases, modules and the parts of attention."""
+    profiler = profiler_for(device, record_shapes=True, with_stack=stacks)
+    with ranges.emitted_to(ranges.ProfilerEmitter()), details(step), profiler:
+        yield profiler
+
+
+@contextlib.contextmanager
+def capture_range(device: torch.device) -> Iterator[None]:
+    """A context that a tool records if it was told to wait for the CUDA profiler's API (nsys: `-c cudaProfilerApi`)."""
+    if device.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(device)
+    torch.cuda.profiler.start()
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize(device)
+        # `--capture-range-end=stop-shutdown` sends SIGTERM when the range ends. Elsewhere that is a request to end;
+        # here it only says that the tool is done. Without the sleep, the tool loses kernels.
+        with interrupts.expected():
+            torch.cuda.profiler.stop()
+            time.sleep(AFTER_CAPTURE_S)
+
+
+class Unmarked:
+    """A device without marks: it only synchronises.
+
+    Reading an event calls cudaEventElapsedTime_v2, new in CUDA 12.8. An older importer of Nsight Systems does not know
+    that name, and drops all kernels of a buffer that holds such a call.
+    """
+
+    clock_name = "none"
+
+    def __init__(self, device: Device) -> None:
+        self.synchronize = device.synchronize
+
+    def mark(self) -> Mark:
+        return None
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return 0.0
+
+
+class BackwardMarks(Recorder):
+    """Emits to a watching NVTX tool the ranges of a Kineto trace, and those of modules in backward.
+
+    Before each backward the nodes of the graph get their ranges. This has a range of its own, so that its time counts
+    neither to forward nor to backward.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        self._notes = SequenceNotes(path for path, _ in step.model.named_modules() if path)
+        self._backward = BackwardRanges(ranges.current_emitters())
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """A context in which steps emit every range."""
+        try:
+            with ranges.emitted_to(self._notes), details(self._step):
+                yield self
+        finally:
+            self._backward.release()
+
+    def step_begins(self) -> None:
+        self._backward.release()
+        self._notes.clear()
+
+    def phase_begins(self, name: str) -> None:
+        if name != BACKWARD:
+            return
+        with ranges.named_range(MARKING):
+            self._notes.closed = True  # what checkpointing runs again during backward made none of these nodes
+            loss = self._step.loss
+            if loss is not None and loss.grad_fn is not None:
+                self._backward.attach(loss.grad_fn, self._notes)
+
+    def phase_ends(self, name: str) -> None:
+        if name == BACKWARD:
+            self._backward.close()
+            # A step of several micro-batches builds a graph for each: the next forward is marked anew.
+            self.step_begins()
+
+    def phase_failed(self, name: str) -> None:
+        self.phase_ends(name)
+
+
+def details(step: Step) -> contextlib.AbstractContextManager[None]:
+    """A context in which ranges inside the model are emitted. A compiled step has phases alone: hooks inside the
+    compiled module would make it compile anew, and the traced step would not be the timed one."""
+    return ranges.detailed(step.model) if not step.compiled else contextlib.nullcontext()
+
+
+def export_kineto(profiler: torch.profiler.profile, target: Path) -> None:
+    """Write the Chrome trace compressed; the name appears when the file is whole."""
+    plain, compressed = (target.with_name(f".{target.name}.{os.getpid()}.{part}") for part in ("json", "tmp"))
+    with _removed(plain, compressed):
+        profiler.export_chrome_trace(str(plain))
+        _check_whole(plain)
+        with plain.open("rb") as source, gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as packed:
+            packed.writelines(_portable(line, target.name) for line in source)
+        compressed.replace(target)
+
+
+def _portable(line: bytes, name: str) -> bytes:
+    """A line of the trace as JSON, and without the machine's name or the file's place, so that others may read it.
+
+    The profiler does not escape the quotes in names of ranges and modules.
+    """
+    if line.count(b'"') > _QUOTES_OF_A_FIELD or b"\\" in line:
+        line, _ = with_texts_escaped(line)
+    if b'"host_name"' in line or b'"traceName"' in line:
+        line = re.sub(rb'"host_name": *"[^"]*"', b'"host_name": ""', line)
+        line = re.sub(rb'"traceName": *"[^"]*"', b'"traceName": "' + name.encode() + b'"', line)
+    return line
+
+
+def _check_whole(file: Path) -> None:
+    # The profiler writes from C++ and does not say when the disk is full: the file then just ends.
+    with file.open("rb") as source:
+        source.seek(max(0, file.stat().st_size - 64))
+        if not source.read().rstrip().endswith(b"}"):
+            raise OSError(f"the trace was cut short after {file.stat().st_size} bytes: is the disk full?")
+
+
+@contextlib.contextmanager
+def _removed(*files: Path) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for file in files:
+            file.unlink(missing_ok=True)

@@ -1,0 +1,176 @@
+"""Measures the rates that this device really reaches: matrix products by dtype, and a copy."""
+
+import re
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+
+from stepscope.core.bounded_file import read_document
+from stepscope.core.cache_directory import cache_directory, replace_file
+from stepscope.core.device_spec import Ceiling, Ceilings
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.precisions import Dtype
+from stepscope.core.run import Settings
+from stepscope.core.work.operations import copy_work, matmul_work
+from stepscope.recording.device import timing_device
+from stepscope.recording.environment import cpu_name
+from stepscope.recording.lead import LedCall
+from stepscope.recording.precision import matmul_precision
+from stepscope.recording.scaled_mm import scaled_mm
+from stepscope.recording.timer import measure_one
+
+CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
+_TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+                "fp8": torch.float8_e4m3fn}  # fmt: skip
+_MATMUL_SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
+_COPY_BYTES = {"cuda": 2**32, "cpu": 2**28}
+_TRIAL = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=3, steps_cap=200, seconds=0.2)
+"""How every size is tried first."""
+_SUSTAINED = {
+    "cuda": Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=10_000, seconds=2.0),
+    "cpu": Settings(warmup_floor=2, warmup_cap=10, warmup_seconds=0.3, steps_floor=5, steps_cap=1000, seconds=0.5),
+}
+"""How the best size is measured: as long as a step is, since power and heat lower the rate."""
+_Tell = Callable[[str], object]
+_IN_SILENCE: _Tell = lambda _: None  # noqa: E731
+_PATIENCE_S = 0.1
+"""Seconds. The first size whose product takes longer is the last that is tried."""
+
+
+def supported_dtypes(device: torch.device) -> tuple[Dtype, ...]:
+    """dtypes whose matrix products this device runs: TF32 on NVIDIA GPUs from Ampere (8.0) on, fp8 from Ada (8.9)."""
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        return (*CEILING_DTYPES, "fp8")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return CEILING_DTYPES
+    if device.type == "cuda":
+        return ("fp32", "fp16")
+    return ("fp32", "bf16", "fp16")
+
+
+def measure_ceilings(
+    device: torch.device, dtypes: Iterable[Dtype], tell: _Tell = _IN_SILENCE, *, copy: bool = True
+) -> Ceilings:
+    """Measure each dtype's best square matrix product, and a copy. Random data, medians, sustained."""
+    matmul = {dtype: _matmul_ceiling(device, dtype, tell) for dtype in dtypes}
+    if copy:
+        tell("copy")
+    return Ceilings(
+        device_name=_device_name(device),
+        torch_version=str(torch.__version__),
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        matmul=matmul,
+        copy=_copy_ceiling(device) if copy else None,
+    )
+
+
+def ceilings_for(
+    device: torch.device, dtypes: Iterable[Dtype], tell: _Tell = _IN_SILENCE, *, keep: bool = True, again: bool = False
+) -> Ceilings:
+    """The stored ceilings of this device and build, after measuring what is missing, or all of them `again`.
+
+    With `keep`, what is measured is stored.
+    """
+    stored = None if again else load_ceilings(device)
+    matmul, copy = (stored.matmul, stored.copy) if stored else ({}, None)
+    missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in matmul]
+    if stored and copy and not missing:
+        return stored
+    fresh = measure_ceilings(device, missing, tell, copy=copy is None)
+    fresh = msgspec.structs.replace(fresh, matmul={**matmul, **fresh.matmul}, copy=copy or fresh.copy)
+    if keep:
+        store_ceilings(fresh)
+    return fresh
+
+
+def load_ceilings(device: torch.device) -> Ceilings | None:
+    """The stored ceilings of this device under this build of PyTorch; None where there is nothing readable."""
+    path = _store_path(_device_name(device))
+    if path is None:
+        return None
+    try:
+        stored = msgspec.json.decode(read_document(path), type=Ceilings)
+    except (InputError, OSError, ValueError, RecursionError):
+        return None  # nothing stored, or nothing that can be read: it is measured again
+    entries = [*stored.matmul.values(), *([stored.copy] if stored.copy else [])]
+    return stored if all(0 < entry.rate < float("inf") for entry in entries) else None
+
+
+def store_ceilings(ceilings: Ceilings) -> Path | None:
+    """Keep the ceilings for later runs; None where there is no place to keep them."""
+    path = _store_path(ceilings.device_name)
+    return path if replace_file(path, msgspec.json.encode(ceilings)) else None
+
+
+def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: _Tell) -> Ceiling:
+    """The ceiling of matrix products: every size is tried, and the best is measured for longer."""
+    rates: dict[int, float] = {}
+    for n in _MATMUL_SIZES[device.type]:
+        tell(f"matrix product {n} x {n} x {n}, {dtype}")
+        trial_s, _ = _time_matmul(device, dtype, n, _TRIAL)
+        rates[n] = matmul_work(n, n, n, 1).flops / trial_s
+        if trial_s > _PATIENCE_S:
+            break
+    best = max(rates, key=lambda n: rates[n])
+    tell(f"matrix product {best} x {best} x {best}, {dtype}, sustained")
+    median_s, samples = _time_matmul(device, dtype, best, _SUSTAINED[device.type])
+    element = torch.empty(0, dtype=_TORCH_DTYPE[dtype]).element_size()
+    work = matmul_work(best, best, best, element)
+    cached = device.type == "cuda" and (work.bytes_moved or 0) < _l2_bytes(device)
+    return Ceiling(
+        rate=work.flops / median_s,
+        operation=f"{best} x {best} x {best} {dtype}{', operands in L2' if cached else ''}",
+        median_s=median_s,
+        samples=samples,
+    )
+
+
+def _time_matmul(device: torch.device, dtype: Dtype, n: int, settings: Settings) -> tuple[float, int]:
+    torch_dtype = _TORCH_DTYPE[dtype]
+    if dtype == "fp8":
+        one = torch.ones((), device=device)
+        a, b = (torch.randn(n, n, device=device).to(torch_dtype) for _ in range(2))
+        return _time(device, lambda: scaled_mm(a, b.t(), one, one, fast=True), settings)
+    a, b = (torch.randn(n, n, device=device, dtype=torch_dtype) for _ in range(2))
+    out = torch.empty(n, n, device=device, dtype=torch_dtype)
+    with matmul_precision(dtype):
+        return _time(device, lambda: torch.mm(a, b, out=out), settings)
+
+
+def _l2_bytes(device: torch.device) -> int:
+    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
+
+
+def _copy_ceiling(device: torch.device) -> Ceiling | None:
+    count = _COPY_BYTES[device.type]
+    try:
+        source = torch.randint(256, (count,), dtype=torch.uint8, device=device)
+        target = torch.empty_like(source)
+    except torch.OutOfMemoryError:
+        return None
+    median_s, samples = _time(device, lambda: target.copy_(source), _SUSTAINED[device.type])
+    moved = copy_work(count).bytes_moved or 0
+    return Ceiling(rate=moved / median_s, operation=f"copy of {count // 2**20} MiB", median_s=median_s, samples=samples)
+
+
+def _time(device: torch.device, operation: Callable[[], object], settings: Settings) -> tuple[float, int]:
+    try:
+        samples = measure_one(LedCall(operation), device=timing_device(device), settings=settings)["call"]
+    except Exception as error:
+        raise RuntimeError(one_line(error)) from error
+    return samples.median_s or float("nan"), samples.count
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def _store_path(device_name: str) -> Path | None:
+    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{device_name}-torch{torch.__version__}")
+    caches = cache_directory()
+    return caches / f"ceilings-{slug}.json" if caches else None

@@ -1,0 +1,158 @@
+"""The device a step runs on, as far as timing needs it: marks in its stream of work, and waiting for it."""
+
+import re
+from typing import Any, Protocol
+
+import torch
+
+from stepscope.core.errors import DeviceError, InputError, message_of, one_line
+from stepscope.core.ranks import RankPlace
+from stepscope.core.units import format_bytes
+from stepscope.recording.clock import Clock, HostClock
+
+Mark = Any
+"""A point in the device's stream of work; only the device that made it can read it."""
+
+
+class Device(Protocol):
+    """What `measure()` asks of a device."""
+
+    clock_name: str
+    """Name of the clock that times the marks; stored with every sample."""
+
+    def synchronize(self) -> None:
+        """Return when all work given to the device so far is finished."""
+        ...
+
+    def mark(self) -> Mark:
+        """Put a mark at this point of the stream of work, without waiting for the device to reach it."""
+        ...
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        """Seconds of device time between two marks: after the next `synchronize`, until the next mark after that."""
+        ...
+
+
+class HostDevice:
+    """A CPU as the device: work is done when its call returns, so a mark reads the host's clock."""
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        self._clock = clock or HostClock()
+        self.clock_name = self._clock.name
+
+    def synchronize(self) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        return self._clock.now_ns()
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return (end - start) * 1e-9
+
+
+class CudaDevice:
+    """A GPU as the device: a mark is an event that the GPU itself times (resolution about 0.5 us).
+
+    Marks go to the stream that is current when the device is made.
+    """
+
+    clock_name = "cuda events"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.current_stream(device)  # kept: asking for it costs more than recording an event
+        # Events are used again step by step: making and destroying them costs the host time too.
+        self._events: list[torch.cuda.Event] = []
+        self._used = 0
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._used = 0
+
+    def mark(self) -> Mark:
+        if self._used == len(self._events):
+            self._events.append(torch.cuda.Event(enable_timing=True))
+        event = self._events[self._used]
+        self._used += 1
+        event.record(self._stream)
+        return event
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        return start.elapsed_time(end) * 1e-3
+
+
+def resolve_device(name: str, place: RankPlace | None = None) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there.
+
+    place: of a rank among several, which has a GPU of its own.
+    """
+    if place is not None:
+        return _device_of_rank(name, place)
+    if name == "auto":
+        return torch.device("cuda", torch.cuda.current_device()) if _gpu_count() else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if not match:
+        raise InputError(f"unknown device {name!r}: write auto, cpu, cuda or cuda:N")
+    count = _gpu_count()
+    if count == 0:
+        built = "" if torch.backends.cuda.is_built() else "; this PyTorch is built without CUDA"
+        raise InputError(f"no GPU for --device {name}: PyTorch sees none on this machine{built}")
+    index = int(match[1] or 0)
+    if index >= count:
+        last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise InputError(f"no GPU for --device {name}: this machine has {count} ({last})")
+    return torch.device("cuda", index)
+
+
+def _device_of_rank(name: str, place: RankPlace) -> torch.device:
+    """The CPU, or the GPU with the rank's number on its host."""
+    if name == "cpu" or (name == "auto" and not _gpu_count()):
+        return torch.device("cpu")
+    if name.startswith("cuda:"):
+        raise InputError(f"--device {name} is one GPU, and each of {place.ranks} ranks has its own: say cuda or auto")
+    count = _gpu_count() if resolve_device(name).type == "cuda" else 0
+    if max(place.local_rank + 1, place.local_ranks) > count:
+        raise InputError(
+            f"{place.local_ranks} ranks need a GPU each, and this machine has {count}: ask for --ranks {count}, or for "
+            "--device cpu"
+        )
+    return torch.device("cuda", place.local_rank)
+
+
+def timing_device(device: torch.device) -> Device:
+    """The Device that times a torch device. A GPU becomes the current one, so that marks land on its stream."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return CudaDevice(device)
+    return HostDevice()
+
+
+def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
+    """Limit how much of the GPU's memory this process may allocate."""
+    if limit_bytes is None:
+        return
+    if device.type != "cuda":
+        raise InputError("--memory stands for a smaller GPU; it does not apply to a CPU")
+    total = torch.cuda.get_device_properties(device).total_memory
+    if limit_bytes > total:
+        raise InputError(f"--memory {format_bytes(limit_bytes)} is more than the GPU has ({format_bytes(total)})")
+    try:
+        torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
+    except RuntimeError as error:
+        raise DeviceError(f"cannot limit the GPU's memory: {one_line(error)}") from error
+
+
+def _gpu_count() -> int:
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception is some allocator's way of saying that memory ran out."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    text = message_of(error)
+    return isinstance(error, RuntimeError) and (
+        "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
+    )

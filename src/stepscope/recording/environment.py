@@ -1,0 +1,153 @@
+"""Reads the machine and its software: everything beside the workload that a figure depends on."""
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+
+import stepscope
+from stepscope.core.environment import Environment, HostReading
+from stepscope.recording.nvml import driver_version
+
+_PROC_STAT = Path("/proc/stat")
+
+
+def read_environment(
+    device: torch.device, memory_limit_bytes: int | None = None, *, own_code: bool = False
+) -> Environment:
+    """The parts of the environment that do not change during a run; `own_code`: a user's code is measured."""
+    commit, dirty = _git_state()
+    own_commit, own_dirty = _own_state() if own_code else (None, None)
+    host = Environment(
+        device_type="cpu",
+        device_name=cpu_name(),
+        memory_bytes=_host_memory(),
+        cpu_name=cpu_name(),
+        cpu_cores=os.cpu_count() or 1,
+        threads=torch.get_num_threads(),
+        system=f"{platform.system()} {platform.machine()}",
+        versions=_versions(),
+        git_commit=commit,
+        git_dirty=dirty,
+        own_commit=own_commit,
+        own_dirty=own_dirty,
+    )
+    if device.type != "cuda":
+        return host
+    properties = torch.cuda.get_device_properties(device)
+    return msgspec.structs.replace(
+        host,
+        device_type="cuda",
+        device_name=properties.name,
+        device_index=device.index,
+        memory_bytes=properties.total_memory,
+        memory_limit_bytes=memory_limit_bytes,
+        multiprocessors=properties.multi_processor_count,
+        l2_bytes=getattr(properties, "L2_cache_size", None),
+        compute_capability=f"{properties.major}.{properties.minor}",
+        driver=driver_version(),
+        allocator=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None,
+    )
+
+
+class HostLoad:
+    """Measures how busy the host is between construction and `read()`; known only on Linux."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def read(self) -> HostReading | None:
+        end = self._now()
+        if self._start is None or end is None:
+            return None
+        wall_s, own_s, busy_s = (b - a for a, b in zip(self._start, end, strict=True))
+        if wall_s < 0.1:
+            return None  # /proc/stat counts in ticks of 10 ms, and tells nothing of a shorter time
+        return HostReading(own_cores=own_s / wall_s, other_cores=max(0.0, busy_s - own_s) / wall_s)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        try:
+            fields = _PROC_STAT.read_text().splitlines()[0].split()[1:]
+        except OSError:
+            return None
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+        ticks = os.sysconf("SC_CLK_TCK")
+        busy_s = (user + nice + system + irq + softirq + steal) / ticks
+        times = os.times()
+        return time.monotonic(), times.user + times.system, busy_s
+
+
+def _versions() -> dict[str, str]:
+    versions = {
+        "stepscope": stepscope.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
+    if torch.version.cuda:
+        versions["cuda"] = torch.version.cuda
+        cudnn = torch.backends.cudnn.version()
+        if cudnn:
+            versions["cudnn"] = str(cudnn)
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a CPU build comes without Triton
+        versions["triton"] = importlib.metadata.version("triton")
+    return versions
+
+
+def _git_state() -> tuple[str | None, bool | None]:
+    """Commit of the checkout this package runs from, and whether it was changed since.
+
+    Where the tree was copied without its history, STEPSCOPE_COMMIT may state it (`abc123` or `abc123-dirty`).
+    """
+    stated = os.environ.get("STEPSCOPE_COMMIT")
+    if stated:
+        return stated.removesuffix("-dirty"), stated.endswith("-dirty")
+    package = Path(stepscope.__file__).parent
+    # A package installed into a project's environment lies inside that project's checkout, whose commit is not ours.
+    if _git(package, "ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
+        return None, None
+    commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--", ".")
+    return commit, None if changes is None else bool(changes)
+
+
+def _own_state() -> tuple[str | None, bool | None]:
+    """Commit of the checkout that the command was started in, and whether its tracked files were changed since. Others
+    are not looked at: measuring itself leaves new files."""
+    here = Path.cwd()
+    commit, changes = _git(here, "rev-parse", "HEAD"), _git(here, "status", "--porcelain", "--untracked-files=no")
+    return commit, None if commit is None or changes is None else bool(changes)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git prints in this folder; None where it fails, or is not there."""
+    try:
+        answer = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return answer.stdout.strip()
+
+
+def cpu_name() -> str:
+    """The processor's name, as precise as the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _host_memory() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError, AttributeError):
+        return None

@@ -1,0 +1,220 @@
+"""FLOPs of a step of any model, counted while the step runs by the rules that read traces, and what no rule covers.
+
+A multiply-add counts two, attention as the full square also where it is causal, and what backward runs again counts
+too. Operators that the rules do not know, flex attention and those of libraries, count by their formulas in
+`torch.utils.flop_counter`. An operator that multiplies and has no formula, and a kernel that
+a program launches through Triton itself, has unknown FLOPs: it is named, and never taken for zero.
+"""
+
+import contextlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from stepscope.core.parts import PARTS
+from stepscope.core.work import Convention, Work
+from stepscope.core.work.operators.calls import Operand, OperatorCall, TensorList, Unknown, Value
+from stepscope.core.work.operators.count import call_work, is_product
+from stepscope.recording import scaled_mm
+from stepscope.recording.step import Recorder
+
+CONVENTION = Convention(causal="full", recompute=True)
+
+_PRODUCT = re.compile(
+    r"mm(?![ai])|matmul|mv$|dot|conv|attention|transformer|rnn|lstm|gru|bilinear|linear|einsum|fft|outer|cdist|"
+    r"euclidean_dist|scan"
+)
+"""Names of ATen's operators that multiply, or may; cummax and lgamma do not."""
+_NO_PRODUCT = re.compile(r"^_?(convert|upsample|linspace)")
+_ELEMENTWISE = re.compile(
+    "|".join(way.signs for part in ("norm", "rope", "mlp") for way in PARTS[part].values() if way.signs)
+)
+"""Names of the operators and kernels of parts that multiply no matrices, as norms in PyTorch's operators do not."""
+_NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional", "fsdp", "debugprims", "rngprims")
+"""Namespaces of operators that do no arithmetic of the model's own."""
+
+
+def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int | None:
+    """FLOPs of an operator that multiplies; None where nothing says that it does.
+
+    By the rules that also read traces (`work/operators`), with attention as the full square; where they do not know the
+    operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where no formula knows them, and
+    what such a formula raises.
+    """
+    multiplies = not isinstance(func, HigherOrderOperator) and is_product(func._schema.name)
+    work = call_work(_call(func, args, kwargs), "full") if multiplies else None
+    if work is not None:
+        return work.flops
+    packet = getattr(func, "_overloadpacket", func)
+    if packet in flop_registry:
+        return int(flop_registry[packet](*args, **kwargs, out_val=out))
+    if multiplies:
+        raise Unknown
+    return None
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
+    """The arguments as a trace would record them, in the schema's order, with the defaults of those left out."""
+    left_out = func._schema.arguments[len(args) :]
+    given = [*args, *(kwargs.get(each.name, each.default_value) for each in left_out)]
+    return OperatorCall(func._schema.name, tuple(map(_argument, given)), tuple(map(_value, given)))
+
+
+def _argument(given: Any) -> Operand | TensorList | None:
+    if isinstance(given, torch.Tensor):
+        if given.layout in _SPARSE:
+            raise Unknown  # its shape does not say how many numbers multiply
+        return Operand(tuple(map(int, given.shape)), _NAMES.get(given.dtype), given.element_size())
+    if isinstance(given, (list, tuple)) and given and all(isinstance(each, torch.Tensor) for each in given):
+        return TensorList(tuple(operand for each in given if isinstance(operand := _argument(each), Operand)))
+    return None
+
+
+def _value(given: Any) -> Value:
+    if isinstance(given, (bool, int)):
+        return given
+    if isinstance(given, (list, tuple)) and all(isinstance(each, int) for each in given):
+        return tuple(map(int, given))
+    return None
+
+
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+_NAMES = {
+    torch.int32: "int", torch.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2", torch.complex32: "c10::complex<c10::Half>",
+    torch.complex64: "c10::complex<float>", torch.complex128: "c10::complex<double>",
+}  # fmt: skip
+"""The names, in traces, of dtypes by which a rule counts: those of offsets, and of two numbers in one element."""
+
+
+class FlopCounts(Recorder):
+    """Counts the FLOPs of the next step by phase. It must run eagerly: a compiled region calls no operators."""
+
+    def __init__(self) -> None:
+        self.unknown: Counter[str] = Counter()
+        """Calls of what may multiply and has no formula, by the operator's or the kernel's name."""
+        self._flops: dict[str, int] = {}
+        self._phase = ""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["FlopCounts"]:
+        """A context in which operators are counted, and compiled modules run eagerly."""
+        with torch.compiler.set_stance("force_eager"), self.counting():
+            yield self
+
+    @contextlib.contextmanager
+    def counting(self) -> Iterator["FlopCounts"]:
+        """A context in which operators are counted, for a program in which nothing is compiled."""
+        with self._triton_launches(), _Operators(self._count):
+            yield self
+
+    def phase_begins(self, name: str) -> None:
+        self._phase = name
+        self._flops.setdefault(name, 0)
+
+    @property
+    def work(self) -> dict[str, Work]:
+        """The work of each phase."""
+        return {phase: Work(flops=flops, convention=CONVENTION) for phase, flops in self._flops.items()}
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, inside: bool) -> bool:
+        """Whether the operator has FLOPs. `inside`: whether one that it calls had some, and it needs none."""
+        try:
+            flops = product_flops(func, args, kwargs, out)
+        except Exception:
+            self.unknown[func.name().partition(".")[0]] += 1
+            return False
+        if flops is not None:
+            self._flops[self._phase] = self._flops.get(self._phase, 0) + flops
+        elif not inside and func.namespace not in _NO_WORK and self._may_multiply(func):
+            self.unknown[func.name().partition(".")[0]] += 1
+        return flops is not None
+
+    @staticmethod
+    def _may_multiply(func: Any) -> bool:
+        if isinstance(func, HigherOrderOperator):
+            return _PRODUCT.search(func.name()) is not None
+        if func._schema.name in scaled_mm.CASTS or _ELEMENTWISE.search(func._schema.name):
+            return False
+        if func.namespace != "aten":
+            return True  # an operator of the user's own, or of a library: nobody knows
+        name = func._schema.name.removeprefix("aten::")
+        return _PRODUCT.search(name) is not None and _NO_PRODUCT.search(name) is None
+
+    @contextlib.contextmanager
+    def _triton_launches(self) -> Iterator[None]:
+        """While open, launches of Triton kernels are counted as unknown."""
+        # Only where the program has imported Triton itself.
+        knobs = getattr(sys.modules.get("triton"), "knobs", None)
+        if knobs is None:
+            yield
+            return
+
+        def launched(metadata: Any) -> None:
+            name = metadata.get()["name"]
+            if name not in scaled_mm.CAST_KERNELS and not _ELEMENTWISE.search(name):
+                self.unknown[f"Triton kernel {name}"] += 1
+
+        hooks: Any = knobs.runtime.launch_enter_hook
+        hooks.add(launched)
+        try:
+            yield
+        finally:
+            hooks.remove(launched)
+
+
+class _Operators(TorchDispatchMode):
+    """A mode that tells of every operator below autograd and autocast."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tell: Callable[..., bool]) -> None:
+        """`tell`: takes the operator, its arguments by place and by name, what it returned, and `inside`: whether one
+        of the operators that it calls multiplied. Returns whether this one does."""
+        super().__init__()
+        self._tell = tell
+        self._products = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # A composite operator shows what it is made of, as PyTorch's counter has it.
+        if not isinstance(func, HigherOrderOperator) and func is not torch.ops.prim.device.default:
+            with self:
+                made_of = func.decompose(*args, **kwargs)
+            if made_of is not NotImplemented:
+                return made_of
+        before = self._products
+        with self._inside(func):
+            out = func(*args, **kwargs)
+        self._products += self._tell(func, args, kwargs, out, inside=self._products > before)
+        return out
+
+    @contextlib.contextmanager
+    def _inside(self, func: Any) -> Iterator[None]:
+        """A context in which what an operator that is written in Python calls is told of too, as a trace shows it."""
+        made = OPDEFS.get(func.name().partition(".")[0])
+        if made is None or is_product(func._schema.name) or func._overloadpacket in flop_registry:
+            yield
+            return
+        written = dict(made._backend_fns)
+        made._backend_fns.update({device: self._under(function) for device, function in written.items()})
+        try:
+            yield
+        finally:
+            made._backend_fns.update(written)
+
+    def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        return run

@@ -1,0 +1,149 @@
+"""The tensors that a model and an optimizer hold between steps, wherever they keep them.
+
+Not all lie where PyTorch's own lie. A hand-written optimizer may keep its state in attributes, a library nests it in
+lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
+(bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from stepscope.core.memory_notes import MemoryCategory
+from stepscope.recording.local_part import local_part
+
+_DEEPEST = 4
+"""Objects between an owner and its tensor; containers are followed to their end."""
+_ELSEWHERE = {"state", "param_groups", "defaults"}
+_OF_MODULES = {"_parameters", "_buffers", "_modules"}
+_PACKED = {"qweight", "weight_packed", "W_q"}
+"""What libraries call weights of which several lie in one integer."""
+_WEIGHT = re.compile(r"(?:\w+_)?weight(?:_q\w*|_int\w*)?")
+"""A buffer of this name is a weight where its numbers have 8 bits; others are masks or codes."""
+
+
+def plain_parts(tensor: Tensor) -> list[Tensor]:
+    """The tensors with memory of which one consists: this rank's part, or the inner ones of one made of others, whose
+    own storage has a size and no memory."""
+    part = local_part(tensor)
+    if not is_traceable_wrapper_subclass(part):
+        return [part]
+    inner, _ = part.__tensor_flatten__()
+    return [each for name in inner for each in plain_parts(getattr(part, name))]
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[MemoryCategory, str, Tensor]]:
+    """Parameters and buffers by name; those of modules with quantised weights apart, with all that goes with them."""
+    for path, module in model.named_modules(remove_duplicate=True):
+        own = [*module.named_parameters(path, recurse=False), *module.named_buffers(path, recurse=False)]
+        quantised = {name for name, tensor in own if _is_quantised(name, tensor)}
+        for name, tensor in own:
+            frozen = name in quantised or (quantised and not isinstance(tensor, nn.Parameter))
+            yield "frozen quantised weights" if frozen else "parameters", name, tensor
+        if quantised:
+            attributes = {key: value for key, value in vars(module).items() if key not in _OF_MODULES}
+            # One made of others has them as attributes, and as its parts already.
+            plain = [
+                (name, vars(tensor)) for name, tensor in own if name in quantised and len(plain_parts(tensor)) == 1
+            ]
+            for owner, within in [*plain, (path, attributes)]:
+                for name, tensor in tensors_within(within):
+                    yield "frozen quantised weights", f"{owner}.{name}".strip("."), tensor
+
+
+def _is_quantised(name: str, tensor: Tensor) -> bool:
+    """Whether a tensor of a module holds weights in 8 bits or fewer, none of which is trained."""
+    if tensor.requires_grad:
+        return False
+    last = name.rpartition(".")[2]
+    if last in _PACKED:
+        return True
+    small = any(part.dtype.itemsize == 1 and part.dtype != torch.bool for part in plain_parts(tensor))
+    return small and (isinstance(tensor, nn.Parameter) or bool(_WEIGHT.fullmatch(last)))
+
+
+def optimizer_tensors(
+    optimizer: torch.optim.Optimizer | None, model: nn.Module, names: Mapping[int, str]
+) -> Iterator[tuple[str, Tensor]]:
+    """What an optimizer keeps, named after its parameters: its state, wherever it is, and that of optimizers and copies
+    of the model that it holds; weights of its own that stand for the model's 16-bit ones. names: those of the model's
+    parameters, by id."""
+    halves = {parameter.shape for parameter in model.parameters() if parameter.dtype.itemsize == 2}
+    seen: set[int] = set()
+    waiting = [] if optimizer is None else [optimizer]
+    while waiting:
+        held = waiting.pop()
+        if id(held) in seen:
+            continue
+        seen.add(id(held))
+        state, groups = getattr(held, "state", {}), getattr(held, "param_groups", ())
+        for parameter, its in state.items() if isinstance(state, Mapping) else [(None, state)]:
+            for path, tensor in tensors_within(its):
+                yield f"{names.get(id(parameter), '?')}.{path}", tensor
+        attributes = {key: value for key, value in vars(held).items() if key not in _ELSEWHERE}
+        more = {key: value for group in groups for key, value in group.items() if key != "params"}
+        for path, tensor in tensors_within([attributes, more], objects=1, others=waiting):
+            if id(tensor) not in names:
+                yield path.partition(".")[2], tensor
+        for tensor in (each for group in groups for each in group["params"]):
+            if id(tensor) in names:
+                yield from ((f"{names[id(tensor)]}.{path}", kept) for path, kept in _beside(tensor))
+            elif tensor.dtype == torch.float32 and tensor.shape in halves:
+                yield "master weights", tensor
+
+
+def _beside(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """What an optimizer keeps in attributes of a parameter. One made of others has its parts there, and a library its
+    own under names with an underscore."""
+    if not is_traceable_wrapper_subclass(parameter):
+        for key, value in vars(parameter).items():
+            if isinstance(value, Tensor) and "grad" not in key and not key.startswith("_"):
+                yield key, value
+
+
+def tensors_within(
+    root: Any, *, objects: int = _DEEPEST, others: list[torch.optim.Optimizer] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in an object's containers, each with its path, and in what these hold, so many objects deep: not in
+    functions and classes, nor in what holds a module, as a trainer does.
+
+    others: where given, the optimizers found are put here, and modules are entered, too.
+    """
+    seen: set[int] = set()
+    waiting: list[tuple[str, Any, int]] = [("", root, objects)]
+    while waiting:
+        path, held, left = waiting.pop()
+        if isinstance(held, Tensor):
+            yield path, held
+        elif others is not None and isinstance(held, torch.optim.Optimizer):
+            others.append(held)
+        elif others is not None and isinstance(held, nn.Module):
+            own = [*held.named_parameters(), *held.named_buffers()]
+            yield from ((f"{path}.{name}", tensor) for name, tensor in own)
+        elif id(held) not in seen:
+            seen.add(id(held))
+            inside = _items(held)
+            if inside is None and left:
+                inside, left = _attributes(held), left - 1
+            waiting += [(f"{path}.{key}".strip("."), value, left) for key, value in inside or ()]
+
+
+def _items(held: Any) -> Iterable[tuple[Any, Any]] | None:
+    """What a container holds; None for any other object."""
+    if isinstance(held, Mapping):
+        found = list(held.items())
+        return [(key if isinstance(key, (str, int)) else place, value) for place, (key, value) in enumerate(found)]
+    return enumerate(held) if isinstance(held, (list, tuple, set, frozenset)) else None
+
+
+def _attributes(held: Any) -> Iterable[tuple[str, Any]]:
+    if isinstance(held, (nn.Module, ModuleType, type)) or callable(held):
+        return []
+    found = {name: getattr(held, name, None) for kind in type(held).__mro__ for name in vars(kind).get("__slots__", ())}
+    found |= getattr(held, "__dict__", {})
+    return [] if any(isinstance(value, nn.Module) for value in found.values()) else list(found.items())

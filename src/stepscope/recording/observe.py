@@ -1,0 +1,324 @@
+"""Observing a step with hooks, untimed: what ran in which phase, under which autocast, and what stayed alive.
+
+The timed steps carry no hooks; these steps run after them.
+"""
+
+import contextlib
+import hashlib
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Self
+
+import msgspec
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from stepscope.core.evidence import PhaseMemory, StepObservation
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
+from stepscope.recording import scaled_mm
+from stepscope.recording.held_tensors import model_tensors, optimizer_tensors, plain_parts
+from stepscope.recording.local_part import local_part
+from stepscope.recording.nvml import read_gpu
+from stepscope.recording.step import Recorder, Step, optimizers_of
+
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
+
+
+class _Saved:
+    """A tensor that autograd keeps for backward, in an object whose end can be watched."""
+
+    __slots__ = ("__weakref__", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class _Held:
+    """How many bytes of storages autograd keeps at a time, and the most that it did."""
+
+    def __init__(self) -> None:
+        self._boxes: Counter[int] = Counter()
+        self.bytes = self.most = 0
+
+    def take(self, box: _Saved, storage: torch.UntypedStorage) -> None:
+        """Count this storage until its last box is gone."""
+        key, size = storage.data_ptr(), storage.nbytes()
+        self._boxes[key] += 1
+        if self._boxes[key] == 1:
+            self.bytes += size
+            self.most = max(self.most, self.bytes)
+        weakref.finalize(box, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._boxes[key] -= 1
+        if not self._boxes[key]:
+            self.bytes -= size
+
+
+class _ProductDtypes(TorchDispatchMode):
+    """A mode below autocast that collects the dtypes of matrix products' operands."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not isinstance(func, HigherOrderOperator) and func._schema.name in _PRODUCTS:
+            # Of a scaled product the first two are the operands, and the others their scales.
+            count = 2 if func._schema.name in scaled_mm.OPERATORS else len(args)
+            operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]
+            # A product over one element adds nothing up: so Hugging Face's models multiply positions and frequencies,
+            # in fp32 whatever autocast says.
+            if operands[-1].shape[-2] > 1:
+                self.found |= {str(operand.dtype).removeprefix("torch.") for operand in operands}
+        return func(*args, **(kwargs or {}))
+
+
+class Observer(Recorder):
+    """Hooks on the next step: what runs in which phase, under which autocast, and what autograd keeps."""
+
+    def __init__(self, step: Step, device: torch.device) -> None:
+        self._step, self._device = step, device
+        self._batch = next((tensor for _, tensor in step.named_tensors(step.batch)), None)
+        self._autocast_outside = torch.is_autocast_enabled(device.type)
+        self._autocast: dict[str, bool] = {}
+        # Saved-tensor hooks and dispatch modes make a compiled region compile anew, or refuse to run.
+        self._hooked = not (step.compiled or step.compiles_parts)
+        self._products = _ProductDtypes()
+        self._watching = contextlib.ExitStack()
+        self._phase = ""
+        self._forwards: dict[str, int] = {}
+        self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
+        self._taken: list[torch.Tensor] = []
+        self._owned = _storages(_resident_tensors(step, device)).keys()
+        self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
+        self._saved_storages: dict[int, int] = {}
+        self._saved_bytes = 0
+        self._held = _Held()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Self]:
+        """A context in which the hooks are on."""
+        step = self._step
+        with contextlib.ExitStack() as stack:
+            # A hook inside the compiled module would make it compile anew.
+            counted = step.forward_module if step.compiled else step.model
+            stack.callback(counted.register_forward_pre_hook(self._count_forward, with_kwargs=True).remove)
+            if step.optimizer is not None:
+                stack.callback(step.optimizer.register_step_pre_hook(lambda *_: self._pass(OPTIMIZER)).remove)
+            for block in () if step.compiled else step.blocks:
+                stack.callback(block.register_forward_pre_hook(self._count_block).remove)
+            stack.enter_context(self._watching)
+            yield self
+
+    def phase_begins(self, name: str) -> None:
+        self._phase = name
+        self._forwards.setdefault(name, 0)
+        self._saved_storages.clear()  # each forward counts alone, since the graphs of several do not live together
+        if name in (FORWARD, FORWARD_BACKWARD) and self._hooked:
+            self._watching.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, lambda box: box.tensor))
+            self._watching.enter_context(self._products)
+
+    def phase_ends(self, name: str) -> None:
+        self._watching.close()
+        kept = self._held.most if name == FORWARD_BACKWARD else sum(self._saved_storages.values())
+        self._saved_bytes = max(self._saved_bytes, kept)
+        loss = self._step.loss
+        if name == FORWARD and loss is not None and loss.requires_grad:
+            loss.register_hook(lambda _gradient: self._pass(BACKWARD))
+
+    @property
+    def graphs_alive(self) -> bool | None:
+        """Whether anything that autograd kept in this step is still alive; None where that cannot be known."""
+        return len(self._saved) > 0 if self._hooked and self._step.loss is not None else None
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes that a forward kept for its backward; None where they cannot be known, or there was no backward."""
+        return self._saved_bytes if self._hooked and self._phase != FORWARD else None
+
+    def observation(self, batches: "Batches", graphs_alive: bool | None) -> StepObservation:
+        """The StepObservation of this step. graphs_alive is as it was just before the next step."""
+        return StepObservation(
+            model_forwards=self._forwards,
+            autocast_outside=self._autocast_outside,
+            autocast_in_backward=self._autocast.get(BACKWARD),
+            autocast_in_optimizer=self._autocast.get(OPTIMIZER),
+            distinct_tokens=batches.fewest_tokens,
+            distinct_batches=batches.distinct,
+            graphs_alive_before=graphs_alive,
+            product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
+            forward_tokens=self._forward_tokens(),
+            covers_batch=self._covers_batch(),
+            backward_passes=self._passes[BACKWARD],
+            optimizer_steps=self._passes[OPTIMIZER],
+            blocks_again=None if self._step.compiled else self._passes["block again"],
+        )
+
+    def _pack(self, tensor: torch.Tensor) -> _Saved:
+        box = _Saved(tensor)
+        self._saved.add(box)
+        storage = local_part(tensor).untyped_storage()
+        if storage.data_ptr() not in self._owned:
+            self._saved_storages[storage.data_ptr()] = storage.nbytes()
+            if self._phase == FORWARD_BACKWARD:
+                self._held.take(box, storage)
+        return box
+
+    def _count_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forwards[self._phase] += 1
+        if self._phase == FORWARD:
+            self._taken += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]
+
+    def _forward_tokens(self) -> int | None:
+        if self._batch is None or self._batch.is_floating_point():
+            return None
+        return sum(tokens.numel() for tokens in self._taken)
+
+    def _covers_batch(self) -> bool | None:
+        if self._batch is None or not self._batch.dim():
+            return None
+        alike = all(taken.shape[1:] == self._batch.shape[1:] for taken in self._taken)
+        return bool(self._taken) and alike and torch.equal(torch.cat(self._taken), self._batch)
+
+    def _count_block(self, *_: object) -> None:
+        self._passes["block again"] += self._phase == BACKWARD
+
+    def _pass(self, phase: str) -> None:
+        self._passes[phase] += 1
+        self._autocast[phase] = torch.is_autocast_enabled(self._device.type)
+
+
+class Batches(NamedTuple):
+    """The batches that the steps rotate through. None where they hold no tensor."""
+
+    fewest_tokens: int | None
+    """The fewest distinct tokens in a batch; of another input than tokens, the fewest distinct numbers."""
+    distinct: int | None
+    """Number of different batches."""
+
+
+def look_at_batches(step: Step) -> Batches:
+    """Prepare a round of steps, without running them, and look at the batch that each would get."""
+    fewest: list[int] = []
+    seen: set[bytes] = set()
+    for _ in step.batches:
+        step.prepare()
+        for _, tensor in list(step.named_tensors(step.batch))[:1]:
+            values = tensor.detach().cpu().contiguous().flatten()
+            fewest.append(int(values.unique().numel()))
+            seen.add(hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).digest())
+    return Batches(min(fewest), len(seen)) if fewest else Batches(None, None)
+
+
+class PhasePeaks(Recorder):
+    """Records a GPU allocator's counters around the phases of one step; of phases of one name, the largest figure.
+
+    Make it just before the step: what is allocated then counts as what was there before.
+    """
+
+    def __init__(self, step: Step, device: torch.device, held_before_bytes: int = 0) -> None:
+        self._step, self._device = step, device
+        torch.cuda.synchronize(device)
+        self._before = torch.cuda.memory_allocated(device)
+        self._requested_before = torch.cuda.memory_stats(device).get("requested_bytes.all.current")
+        self._reserved_before = torch.cuda.memory_reserved(device)
+        self._expected = _unique_bytes(_resident_tensors(step, device)) + held_before_bytes
+        self._peaks: dict[str, int] = {}
+        self._reserved = self._at_start = 0
+        self._saved: int | None = None
+        self._gradients: int | None = None
+
+    def phase_begins(self, name: str) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+        self._at_start = torch.cuda.memory_allocated(self._device)
+
+    def phase_ends(self, name: str) -> None:
+        self._read_peaks(name)
+        if name == FORWARD:
+            self._saved = max(torch.cuda.memory_allocated(self._device) - self._at_start, self._saved or 0)
+        elif name in (BACKWARD, FORWARD_BACKWARD):
+            self._gradients = gradient_bytes(self._step)
+
+    def phase_failed(self, name: str) -> None:
+        self._read_peaks(name)  # a phase that ran out of memory also had a peak
+
+    def _read_peaks(self, name: str) -> None:
+        peak = torch.cuda.max_memory_allocated(self._device)
+        self._peaks[name] = max(peak, self._peaks.get(name, 0))
+        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
+
+    def memory(self) -> PhaseMemory:
+        """The memory of each phase. A step that replays CUDA graphs has no peaks: a replayed graph's tensors live in
+        its private pool, which is reserved but never counted as allocated, so the peaks would be too low.
+        """
+        torch.cuda.synchronize(self._device)
+        memory = PhaseMemory(
+            parameter_bytes=parameter_bytes(self._step),
+            after_parameters=self._before,
+            requested_before=self._requested_before,
+            reserved_before=self._reserved_before,
+            reserved_peak=self._reserved,
+            outside_allocator=_outside_allocator(self._device),
+        )
+        if self._step.cuda_graphs:
+            return memory
+        return msgspec.structs.replace(
+            memory,
+            resident_expected=self._expected,
+            forward_peak=self._peaks.get(FORWARD),
+            turns_peak=self._peaks.get(FORWARD_BACKWARD),
+            saved_for_backward=self._saved if BACKWARD in self._peaks else None,
+            backward_peak=self._peaks.get(BACKWARD),
+            gradient_bytes=self._gradients,
+            optimizer_peak=self._peaks.get(OPTIMIZER),
+        )
+
+
+def gradient_bytes(step: Step) -> int:
+    """Bytes of the gradients on the parameters, as tensors."""
+    return _unique_bytes([p.grad for p in step.model.parameters() if p.grad is not None])
+
+
+def parameter_bytes(step: Step) -> int:
+    """Bytes of the parameters, as tensors."""
+    return _unique_bytes(list(step.model.parameters()))
+
+
+def _outside_allocator(device: torch.device) -> int | None:
+    """Bytes that this process holds on the GPU beyond its allocator: the driver's context, the libraries' kernels and
+    workspaces. The driver counts all processes together, so this is None where there are, or may be, others."""
+    reading = read_gpu(device)
+    if reading is None or reading.other_processes != 0:
+        return None
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
+    """Every tensor on the device that should be alive between steps: parameters, gradients kept, buffers, state,
+    batches."""
+    tensors = [tensor for _, _, tensor in model_tensors(step.model)]
+    tensors += [p.grad for p in step.model.parameters() if p.grad is not None]
+    for optimizer in optimizers_of(step):
+        tensors += [tensor for _, tensor in optimizer_tensors(optimizer, step.model, {})]
+    tensors += [tensor for batch in step.batches for _, tensor in step.named_tensors(batch)]
+    return [tensor for tensor in tensors if tensor.device == device]
+
+
+def _unique_bytes(tensors: list[torch.Tensor]) -> int:
+    return sum(_storages(tensors).values())
+
+
+def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+    """Address and bytes of every storage of the tensors, once."""
+    storages = (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor))
+    return {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -1,0 +1,380 @@
+"""Decides what a step of the loop is, from what one whole step called: which module's forward, which optimizer's step.
+
+It does not guess. Where two modules could be meant, or optimizers step in no order, the answer is a sentence that says
+so.
+"""
+
+import gc
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from stepscope.core.units import counted
+from stepscope.recording.updates import held_by
+from stepscope.recording.watch.seen import CallSeen, LoopSeen, ModuleSeen, UpdateSeen
+from stepscope.recording.watch.several import Loose, Several
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """What a step is: from one end of the optimizer's step to the next."""
+
+    roots: tuple[ModuleSeen, ...]
+    """The modules whose calls are forward. Empty where the loop calls none that trains."""
+    optimizers: tuple[torch.optim.Optimizer, ...]
+    """First the optimizer that ends a step, then others that step in between. Empty where the loop itself says where a
+    step ends."""
+    backwards: int
+    why: str
+    in_backward: int = 0
+    """Optimizers that step inside backward, whose end then ends a step."""
+    turns: tuple[torch.optim.Optimizer, ...] = ()
+    """The optimizer of each update in the step that was looked at."""
+    update: UpdateSeen | None = None
+    """The update that ends a step. None where the loop itself says where a step ends."""
+    given: nn.Module | None = None
+    """The whole model, where it is not the module that the loop calls: the one given, or one that holds all that
+    trains."""
+    quiet: tuple[nn.Module, ...] = ()
+    """Other modules that the loop calls with gradients off: a teacher, a frozen encoder."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        return self.optimizers[0] if self.optimizers else None
+
+    @property
+    def model(self) -> nn.Module:
+        return self.given if self.given is not None else bare(self.roots[0].module)
+
+    @property
+    def name(self) -> str:
+        """The model's name; where it is several, theirs."""
+        if isinstance(self.model, Several):
+            return " and ".join(dict.fromkeys(class_name(root.module) for root in self.roots))
+        return class_name(self.model)
+
+    @property
+    def forward_module(self) -> nn.Module:
+        """The module that the loop calls, with what wraps the model."""
+        return self.roots[0].module if self.roots else self.model
+
+    @property
+    def forwards(self) -> int:
+        return sum(root.calls for root in self.roots)
+
+    @property
+    def evaluations(self) -> int:
+        """How often the optimizer's step evaluated a closure."""
+        return self.update.evaluations_of(self.forward_module) if self.update is not None else 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Batches whose gradients add up before the update that ends a step."""
+        if self.update is None:
+            return max(1, min(self.backwards, self.roots[0].calls if self.roots else 0))
+        return self.update.micro_batches_of(self.forward_module)
+
+    @property
+    def batches(self) -> Sequence[CallSeen]:
+        """Calls of the first module in a step, each with other samples."""
+        if self.update is not None:
+            return self.update.batches_of(self.forward_module)
+        return self.roots[0].made if self.roots else ()
+
+    def steps_of(self, optimizer: torch.optim.Optimizer) -> int:
+        """How often this optimizer steps in a step."""
+        return sum(each is optimizer for each in self.turns)
+
+    @property
+    def compiled(self) -> bool:
+        return any(is_compiled(root.module) for root in self.roots)
+
+    @property
+    def trainable(self) -> int:
+        """Numbers in the model's parameters that train: those that an optimizer holds and that require a gradient."""
+        held = held_by(self.optimizers)
+        trains = [p for p in self.model.parameters() if p.requires_grad and (not held or id(p) in held)]
+        return sum(parameter.numel() for parameter in trains)
+
+
+@dataclass(frozen=True)
+class Unclear:
+    """The reason why it cannot be told what a step is."""
+
+    reason: str
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The model inside what wraps it whole: torch.compile, DistributedDataParallel, DataParallel, FSDP."""
+    while True:
+        inner, parts = None, dict(module._modules.items())  # A scripted module's are no dictionary.
+        for name in ("_orig_mod", "_fsdp_wrapped_module", "module"):
+            candidate = parts.get(name)
+            wraps = name != "module" or isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel))
+            if candidate is not None and wraps:
+                inner = candidate
+        if inner is None:
+            return module
+        module = inner
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether torch.compile made this module, or compiled it in place, or what it wraps."""
+    while True:
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None:
+            return True
+        inner = module._modules["module"] if module is not bare(module) and "module" in module._modules else None
+        if inner is None:
+            return False
+        module = inner
+
+
+def bare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that really steps: Accelerate and Lightning wrap it."""
+    inner = getattr(optimizer, "optimizer", None)
+    return bare_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def class_name(thing: object) -> str:
+    """The name of a thing's class, or of the class that it wraps."""
+    return type(bare(thing) if isinstance(thing, nn.Module) else thing).__name__
+
+
+def whole_round(turns: Sequence[object], *, at_once: bool = False) -> int | None:
+    """The number of last updates that make up a round of a loop, in which each optimizer steps as often as in the round
+    before; None while that does not show. A round ends with an optimizer that steps least often.
+
+    turns: what stands for the optimizer of each update so far, in order.
+    at_once: whether one update of one optimizer is a round.
+    """
+    ids = [id(optimizer) for optimizer in turns]
+    counts = Counter(ids)
+    if len(counts) == 1:
+        return 1 if at_once or len(ids) > 1 else None
+    places = [i for i, each in enumerate(ids) if each == ids[-1]]
+    if len(places) < 2 or len(places) > min(counts.values()):
+        return None
+    begins = places[-3] + 1 if len(places) > 2 else 0
+    before, latest = ids[begins : places[-2] + 1], ids[places[-2] + 1 :]
+    return len(latest) if latest == before else None
+
+
+def others_to_come(seen: LoopSeen) -> bool:
+    """Whether an optimizer that has not stepped so far holds what the loop calls and what no other updates, as that of
+    a generator does while its critic takes the first steps."""
+    held = held_by(seen.optimizers)
+    called = [*(each.module for each in seen.modules), *seen.quiet]
+    left = {id(p) for module in called for p in module.parameters() if p.requires_grad} - held
+    if not left:
+        return False
+    return any(
+        issubclass(type(thing), torch.optim.Optimizer) and not left.isdisjoint(held_by([thing]))
+        for thing in gc.get_objects()
+    )
+
+
+def decide(
+    seen: LoopSeen,
+    *,
+    step_of: str | None = None,
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    said: bool = False,
+    in_backward: int = 0,
+) -> Found | Unclear:
+    """Decide what a step is from what one step called. `step_of` names a class of module or optimizer.
+
+    said: whether the loop says itself where a step ends, so that no optimizer is needed. in_backward: how many
+    optimizers step inside backward, whose end says it then.
+    """
+    if in_backward:
+        found = decide(seen, model=model, said=True)
+        why = "the optimizers step inside it"
+        return found if isinstance(found, Unclear) else replace(found, in_backward=in_backward, why=why)
+    if model is None:
+        return _decide(seen, seen.modules, step_of, optimizer, said=said, apart=False)
+    whole = _holding(seen.modules, model)
+    modules = whole or _inside(seen.modules, model)
+    if not modules and not said and optimizer is None and not seen.optimizers:
+        return Unclear(f"the loop never called {class_name(model)}, which was given, with gradients on")
+    if not modules:
+        return _without_forward(seen, [optimizer] if optimizer else seen.optimizers, "the model was given", model)
+    found = _decide(seen, modules, step_of, optimizer, said=said, apart=not whole)
+    return found if whole or isinstance(found, Unclear) else replace(found, given=model)
+
+
+def _decide(
+    seen: LoopSeen,
+    modules: Sequence[ModuleSeen],
+    step_of: str | None,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    said: bool,
+    apart: bool,
+) -> Found | Unclear:
+    """Decide what a step is from the modules that count. apart: whether several of them may be parts of one model."""
+    if said:
+        return _as_said(seen, modules)
+    if optimizer is not None:
+        return _of_optimizer(optimizer, seen, modules, "the one that was given")
+    if step_of is not None:
+        return _named(step_of, seen, modules)
+    if not seen.optimizers:
+        return Unclear("no optimizer stepped")
+    return _of_round(seen, modules, apart=apart)
+
+
+def _of_round(seen: LoopSeen, modules: Sequence[ModuleSeen], *, apart: bool) -> Found | Unclear:
+    """The step of a loop whose optimizers step in turn. The last one ends it."""
+    if len(seen.optimizers) == 1:
+        return _of_optimizer(seen.optimizers[0], seen, modules, "the only one that steps", alone=not apart)
+    found = _of_optimizer(seen.optimizers[-1], seen, modules, f"a round of {len(seen.optimizers)} optimizers")
+    if isinstance(found, Found) and len(found.roots) > 1:
+        return replace(found, given=_together(found.roots))
+    return found
+
+
+def _as_said(seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:
+    """The step of a loop that says itself where one ends."""
+    why, roots = "the loop says where", _outermost(modules)
+    if not roots:
+        return _without_forward(seen, [], why)
+    given = _together(roots) if len(roots) > 1 else None
+    return Found(
+        roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=given, quiet=_quiet(seen, roots)
+    )
+
+
+def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:
+    by_optimizer = [each for each in seen.optimizers if class_name(each) == name]
+    if len(by_optimizer) > 1:
+        return Unclear(f"{len(by_optimizer)} optimizers are of class {name}: name the class of the model")
+    if by_optimizer:
+        return _of_optimizer(by_optimizer[0], seen, modules, f"--step-of {name}")
+    by_module = [each for each in modules if name in (class_name(each.module), type(each.module).__name__)]
+    if not by_module:
+        there = _names([*(each.module for each in modules), *seen.optimizers])
+        return Unclear(f"nothing of class {name} was called: there are {there or 'none'}")
+    if len(by_module) > 1:
+        return Unclear(f"{len(by_module)} modules of class {name} were called: name the class of the optimizer")
+    holding = [each for each in seen.optimizers if _owned(by_module, [each])]
+    if len(holding) != 1:
+        of = f"{counted(len(holding), 'optimizer')} ({_names(holding)})" if holding else "no optimizer"
+        return Unclear(f"the parameters of {name} are in {of}: name the class of the optimizer")
+    return _of_optimizer(holding[0], seen, modules, f"--step-of {name}", first=by_module)
+
+
+def _of_optimizer(
+    optimizer: torch.optim.Optimizer,
+    seen: LoopSeen,
+    modules: Sequence[ModuleSeen],
+    why: str,
+    *,
+    alone: bool = False,
+    first: Sequence[ModuleSeen] = (),
+) -> Found | Unclear:
+    """The step that this optimizer ends. `first` are its models, where they are known; those of other optimizers that
+    step in it count as forward too. alone: whether its models must be one, or parts of one."""
+    others = [each for each in seen.optimizers if each is not optimizer]
+    mine = _outermost(first or _owned(modules, [optimizer]) or _trained(modules))
+    if not mine:
+        return _without_forward(seen, [optimizer, *others], why)
+    whole = _smallest_that_holds([root.module for root in mine]) if alone and len(mine) > 1 else None
+    if alone and len(mine) > 1 and whole is None:
+        names = _names(root.module for root in mine)
+        return Unclear(f"{len(mine)} modules with parameters of {class_name(optimizer)} are called ({names})")
+    roots = _outermost([*mine, *(each for each in _owned(modules, others) if each not in mine)])
+    return Found(
+        roots=tuple(roots), optimizers=(optimizer, *others), backwards=seen.backwards, why=why,
+        update=seen.update_by(optimizer), given=whole, quiet=_quiet(seen, roots), turns=seen.turns,
+    )  # fmt: skip
+
+
+def _without_forward(
+    seen: LoopSeen, optimizers: Sequence[torch.optim.Optimizer], why: str, model: nn.Module | None = None
+) -> Found | Unclear:
+    """A step without a forward, since the loop calls no module that trains: it computes by functions, or by the
+    module's method. Its model is the smallest module of this process that holds what trains."""
+    tensors = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    tensors = tensors or list(seen.leaves.values())
+    if model is None and not tensors:
+        return Unclear("no module was called and no backward ran")
+    given = model or _smallest_with(tensors) or Loose(tensors)
+    update = seen.update_by(optimizers[0]) if optimizers else None
+    return Found(
+        roots=(), optimizers=tuple(optimizers), backwards=seen.backwards, why=why, update=update, given=given,
+        quiet=_quiet(seen, ()), turns=seen.turns,
+    )  # fmt: skip
+
+
+def _quiet(seen: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]:
+    """The modules that are called with gradients off, except for these and what they hold."""
+    inside = {id(part) for root in roots for part in root.module.modules()}
+    return tuple(module for module in seen.quiet if id(module) not in inside)
+
+
+def _trained(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
+    """The modules that a backward came to and that have parameters, of which an optimizer may hold copies."""
+    return [each for each in modules if each.made[0].reached and next(each.module.parameters(), None) is not None]
+
+
+def models_of(optimizer: torch.optim.Optimizer, found: Found) -> list[str]:
+    """The classes of the models whose parameters this optimizer holds."""
+    return list(dict.fromkeys(class_name(each.module) for each in _owned(found.roots, [optimizer])))
+
+
+def _owned(modules: Sequence[ModuleSeen], optimizers: Sequence[torch.optim.Optimizer]) -> list[ModuleSeen]:
+    """The modules that hold parameters of these optimizers."""
+    held = held_by(optimizers)
+    return [each for each in modules if any(id(parameter) in held for parameter in each.module.parameters())]
+
+
+def _outermost(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
+    """The modules that are not inside another one of these modules."""
+    inside = {id(part) for each in modules for part in each.module.modules() if part is not each.module}
+    return [each for each in modules if id(each.module) not in inside]
+
+
+def _holding(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]:
+    """The modules that are the model, or hold all of it."""
+    return [each for each in modules if any(part is model for part in each.module.modules())]
+
+
+def _inside(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]:
+    """The modules that are parts of the model and have parameters."""
+    parts = {id(part) for part in model.modules()}
+    return [each for each in modules if id(each.module) in parts and next(each.module.parameters(), None) is not None]
+
+
+def _together(roots: Sequence[ModuleSeen]) -> nn.Module:
+    """A module that holds all of these: one of the loop's own, or else one made here."""
+    modules = [root.module for root in roots]
+    return _smallest_that_holds(modules) or Several({
+        f"{class_name(module)}{i if i and class_name(module) in map(class_name, modules[:i]) else ''}": bare(module)
+        for i, module in enumerate(modules)
+    })  # fmt: skip
+
+
+def _smallest_that_holds(modules: Sequence[nn.Module]) -> nn.Module | None:
+    """The smallest module of this process that holds all of these, such as a LightningModule; None without
+    one."""
+    wanted = {id(module) for module in modules}
+    return _smallest(lambda module: wanted < {id(part) for part in module.modules()})
+
+
+def _smallest_with(tensors: Sequence[torch.Tensor]) -> nn.Module | None:
+    """The smallest module of this process that holds all of these as parameters; None without one."""
+    wanted = {id(tensor) for tensor in tensors}
+    return _smallest(lambda module: wanted <= {id(parameter) for parameter in module.parameters()})
+
+
+def _smallest(holds: Callable[[nn.Module], bool]) -> nn.Module | None:
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and holds(thing)]
+    return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+
+
+def _names(things: Iterable[object]) -> str:
+    return ", ".join(class_name(thing) for thing in things)

@@ -1,0 +1,381 @@
+"""The Watch finds out what a step of a loop is, tells recorders of the steps, stage by stage, and takes itself off."""
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+
+from stepscope.recording.step import Recorder
+from stepscope.recording.watch.entry_points import (
+    OptimizerWatch,
+    Undo,
+    end_with_backward,
+    uncompiled,
+    watch_backward,
+    watch_data,
+    watch_forward,
+    watch_quiet,
+)
+from stepscope.recording.watch.finder import Finder
+from stepscope.recording.watch.found import Found, Unclear
+from stepscope.recording.watch.neighbours import Neighbours
+from stepscope.recording.watch.phases import Phases
+from stepscope.recording.watch.saves import Saves
+
+_MOST_HELD = 16
+"""Steps that are recorded beyond those wanted while a range of the script stays open."""
+
+
+class Stage(Protocol):
+    """A stage does something with some of a loop's steps. Its methods run between two steps, and are no part of
+    either."""
+
+    name: str
+
+    @property
+    def recorders(self) -> tuple[Recorder, ...]:
+        """The recorders that are told of the stage's steps."""
+        ...
+
+    def begins(self, step: int) -> None:
+        """Begin the stage, whose first step has this number."""
+        ...
+
+    def is_over(self, step: int) -> bool:
+        """Whether the step of this number, which has just ended, was its last."""
+        ...
+
+    def ends(self) -> None:
+        """Keep what was recorded. This is called once, also if the loop has ended in the middle."""
+        ...
+
+
+class Recording(Stage, Protocol):
+    """A stage in which a profiler or the allocator records. It begins and stops only where the script has no range
+    open, and gives way to what the script itself starts."""
+
+    gave_way: bool
+    """Whether it has kept nothing, since the script started a profiler of its own: it may begin again."""
+
+    def blocked(self) -> str | None:
+        """Why it cannot begin now; None if it can."""
+        ...
+
+    def give_way(self) -> None:
+        """Stop at once, and keep nothing."""
+        ...
+
+
+class Told(Protocol):
+    """The owner of a Watch, who is told what becomes of it."""
+
+    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+        """Take note of what a step is. Returns the stages for the steps from this number on."""
+        ...
+
+    def unclear_step(self, reason: str) -> None:
+        """Take note that it cannot be told what a step is, and that the Watch has ended."""
+        ...
+
+    def stages_over(self) -> None:
+        """Take note that every stage is over. The loop goes on without the Watch."""
+        ...
+
+    def stage_failed(self, stage: str, error: Exception) -> None:
+        """Take note that a stage has raised this error. The next stage follows."""
+        ...
+
+    def loop_gone(self) -> None:
+        """Take note that the model or the optimizer is no more, so that the loop has ended."""
+        ...
+
+
+class Watch:
+    """Watches the loop of the thread in which an optimizer steps first, from `start` until its stages are over.
+
+    An error of the watch itself never reaches the loop.
+    """
+
+    def __init__(
+        self,
+        told: Told,
+        *,
+        step_of: str | None = None,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        """neighbours: what the script itself profiles; needed where a stage records."""
+        self.phases = Phases()
+        self.saves = Saves()
+        self.steps = 0
+        """Steps that have ended."""
+        self.left_out: dict[str, str | None] = {}
+        """The names of the stages that are not over, and why they could not begin; None where the loop had ended."""
+        self._told, self._neighbours = told, neighbours
+        self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
+        self._stages: list[Stage] = []
+        self._stage: Stage | None = None
+        self._records = False
+        """Whether the stage that is under way records."""
+        self._blocked: dict[str, str] = {}
+        """Why stages could not begin when that was looked at last, by their names."""
+        self._held = 0
+        """Steps by which the stage has outlasted its own, since a range was open."""
+        self._lives: list[weakref.ref[Any]] = []
+        self._undo: list[Undo] = []
+        self._knows = self._said = False
+        self.running = False
+
+    @property
+    def stage(self) -> str:
+        """The stage that is under way."""
+        return self._stage.name if self._stage is not None else "start"
+
+    @property
+    def optimizer_stepped(self) -> bool:
+        """Whether any optimizer has stepped yet."""
+        return self._finder.stepped
+
+    def start(self) -> None:
+        self.running = True
+        _watches.add(self)
+        if self._neighbours is not None:
+            self._neighbours.start()
+        self._finder.start()
+
+    def stop(self) -> None:
+        """Take everything off. The stage that is under way keeps what it has."""
+        if not self.running:
+            return
+        self.running = False
+        stage, self._stage = self._stage, None
+        self.left_out = {each.name: self._blocked.get(each.name) for each in (stage, *self._stages) if each is not None}
+        self._stages.clear()
+        self._take_off()
+        if stage is not None:
+            self._guarded(stage.name, stage.ends)
+
+    def step(self) -> None:
+        """Note that the loop itself says that a step has ended. From then on no other end counts."""
+        if not self.running:
+            return
+        if not self._knows:
+            self._said = True
+            self._finder.step()
+            return
+        self._said = True
+        self._step_ended()
+
+    def leave_alone(self) -> None:
+        """Stop counting, as in a child that was forked."""
+        self.running = False
+        self.phases.pause()
+        self._stages.clear()
+        self._stage = None
+        if self._neighbours is not None:
+            self._neighbours.stop()
+
+    def _take_off(self) -> None:
+        self.phases.recorders = ()
+        self.phases.pause()
+        self._finder.stop()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+        if self._neighbours is not None:
+            self._neighbours.stop()
+
+    def _looked(self, answer: Found | Unclear | None) -> None:
+        """Take the finder's answer at the end of a step that it looked at."""
+        if not self.running:
+            return
+        self.steps = self._finder.steps(answer if isinstance(answer, Found) else None)
+        if isinstance(answer, Unclear):
+            self._give_up(answer.reason)
+        elif answer is not None:
+            self._guarded("start", lambda: self._begin(answer))
+
+    def _give_up(self, reason: str) -> None:
+        self.running = False
+        self._take_off()
+        self._told.unclear_step(reason)
+
+    def _begin(self, found: Found) -> None:
+        """Begin the stages. From here on nothing of the loop is kept alive."""
+        self._finder.stop()
+        self._knows = True
+        self._stages = list(self._told.found(found, self.steps))
+        phases = self.phases
+        for root in found.roots:
+            self._undo.append(watch_forward(root.module, phases, training=root.training))
+        self._undo += [watch_quiet(module, phases) for module in found.quiet]
+        self._undo += [watch_backward(phases), watch_data(phases), self.saves.watch(phases, lambda: self.steps)]
+        if found.in_backward:
+            self._undo.append(end_with_backward(self._backward_ended))
+        if found.optimizers:
+            self._undo.append(OptimizerWatch(found.optimizers, phases, self._optimizer_ended).install())
+        vital = (found.forward_module, *found.optimizers[:1])
+        self._lives = [weakref.ref(each, self._died) for each in vital]
+        phases.listen()
+        self._next_stage()
+
+    def _backward_ended(self) -> None:
+        if threading.get_ident() == self.phases.thread and not self._said:
+            self._step_ended()
+
+    def _died(self, _: object) -> None:
+        # This may run anywhere, in any thread. A profiler stops only where the loop enters something.
+        if self.running:
+            self.phases.before_the_next = self._loop_is_gone
+
+    def _loop_is_gone(self) -> None:
+        if self.running:
+            self._guarded("finish", self._told.loop_gone)
+            self.stop()
+
+    def _optimizer_ended(self) -> None:
+        if not self._said:
+            self._step_ended()
+
+    def _step_ended(self) -> None:
+        phases, stage = self.phases, self._stage
+        if not phases.at_rest:
+            return
+        if stage is None:
+            if self._stages:
+                self.steps += 1
+                self._next_stage()
+        elif not (self._records and self._once_closed(self._step_ended, self._step_is_held)):
+            self._end_step(stage)
+
+    def _once_closed(self, call: Callable[[], None], otherwise: Callable[[], None]) -> bool:
+        """Make a call as soon as the script has no range open, or the other where the loop enters something before.
+        Returns whether a range is open."""
+        neighbours, phases = self._neighbours, self.phases
+        if neighbours is None or neighbours.open_range() is None:
+            return False
+
+        def closed() -> None:
+            phases.before_the_next = None
+            call()
+
+        def entered() -> None:
+            neighbours.when_closed = None
+            otherwise()
+
+        neighbours.when_closed, phases.before_the_next = closed, entered
+        return True
+
+    def _step_is_held(self) -> None:
+        """A step has ended inside a range of the script, so what records goes on recording."""
+        stage = self._stage
+        if stage is None:
+            return
+        self._held += 1
+        if _records(stage) and self._held > _MOST_HELD:
+            stage.give_way()
+            self._end_step(stage)
+            return
+        self.phases.step_ends()
+        self.steps += 1
+        self.phases.step_begins()
+
+    def _end_step(self, stage: Stage) -> None:
+        phases = self.phases
+        before = set_eval_frame(None)  # As `uncompiled` does, which takes longer: this runs once a step.
+        try:
+            phases.step_ends()
+            self.steps += 1
+            over = stage.is_over(self.steps - 1)
+        except Exception as error:  # An error of the watch must not end the loop that is watched.
+            self._told.stage_failed(stage.name, error)
+            over = True
+        finally:
+            set_eval_frame(before)
+        if not over:
+            phases.step_begins()
+            if self._stages and not self._records and all(map(_records, self._stages)):
+                self._offer_turn()
+            return
+        self._blocked.pop(stage.name, None)
+        self._guarded(stage.name, stage.ends)
+        if _records(stage) and stage.gave_way:
+            self._stages.insert(0, stage)
+        self._next_stage()
+
+    def _offer_turn(self) -> None:
+        """Pause the stage, if another one can begin now, or once the script has closed its range."""
+        stage = self._stage
+        if stage is None:
+            return
+        if all(self._is_blocked(each) for each in self._stages):
+            self._once_closed(self._offer_turn, lambda: None)
+            return
+        self._guarded(stage.name, stage.ends)
+        self._stages.append(stage)
+        self._next_stage()
+
+    def _is_blocked(self, stage: Stage) -> bool:
+        reason = stage.blocked() if _records(stage) else None
+        if reason is not None:
+            self._blocked[stage.name] = reason
+        return reason is not None
+
+    def _next_stage(self) -> None:
+        """Begin the first stage that can begin."""
+        self._stage = None
+        self.phases.recorders = ()
+        for stage in tuple(self._stages):
+            if self._is_blocked(stage):
+                continue
+            self._stages.remove(stage)
+            self._stage, self._records, self._held = stage, _records(stage), 0
+            if self._guarded(stage.name, lambda stage=stage: stage.begins(self.steps)):
+                self.phases.recorders = stage.recorders
+                self.phases.step_begins()
+                return
+        self._stage = None
+        if self._stages:
+            self._once_closed(self._next_stage, lambda: None)
+            return
+        self.stop()
+        self._guarded("finish", self._told.stages_over)
+
+    def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
+        try:
+            with uncompiled():
+                call()
+        except Exception as error:  # An error of the watch must not end the loop that is watched.
+            self._told.stage_failed(stage, error)
+            if stage == "start":
+                self._take_off()
+                self.running = False
+            return False
+        return True
+
+
+def _records(stage: Stage) -> TypeGuard[Recording]:
+    return hasattr(stage, "give_way")
+
+
+_watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()
+
+
+def watching() -> bool:
+    """Whether a loop of this process is watched now."""
+    return any(watch.running for watch in _watches)
+
+
+def _leave_alone_in_a_child() -> None:
+    for watch in list(_watches):
+        watch.leave_alone()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_leave_alone_in_a_child)

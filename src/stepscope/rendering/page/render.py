@@ -1,0 +1,213 @@
+"""The template filled in: tables with their figures as text and as numbers to sort by, plots as inline SVG."""
+
+import base64
+import hashlib
+import html
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+
+import msgspec
+
+from stepscope.core.answer import Answer, Line, Panel, Table, name_of
+from stepscope.core.finding import Finding
+from stepscope.core.page import GENERATOR, Page, Section
+from stepscope.core.shown_text import middle_cut, printable
+from stepscope.rendering.cells import bare_row, is_figures, row_texts, sentences_of, where_of
+from stepscope.rendering.page.shapes import heat, lanes, tiles
+
+OWN = ("icicle", "timeline", "heat")
+"""Kinds of panel that the template draws itself, so that they can be opened, zoomed and read aloud."""
+_LONGEST_SENTENCE = 4000
+_FILTERED_FROM = 8
+"""Rows from which a table has a field to filter by."""
+_MOST_ROWS = 5_000
+"""Rows of a table that a page holds: more make it slow to open, and the verb's --json has them all."""
+_SUM = re.compile(r"all|together|total|the step|step|\d[\d,]* (?:more|others?)\b.*")
+"""Names of rows that are no parts."""
+_SYMBOLS = {"error": "✕", "warning": "!", "note": "i"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Head:
+    text: str
+    number: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cell:
+    text: str
+    value: str
+    """The bare figure, which the page sorts by; empty where there is none."""
+    number: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    cells: list[_Cell]
+    tone: str
+    rule: bool
+    last: bool
+    """Whether it is no part but a sum or a rest, which stays at the end however the parts are sorted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    title: str
+    heads: list[_Head]
+    rows: list[_Row]
+    notes: list[Line]
+    filtered: bool
+    left_out: int
+
+
+def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None = None) -> str:
+    """The page as HTML. Every text in it is data: markup in a name is shown as it is written.
+
+    draw: what makes an SVG of each of several answers, where it is not this process.
+    """
+    import jinja2  # noqa: PLC0415  (only where a page is written)
+
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_file), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    environment.filters["cut"] = lambda text: middle_cut(printable(text), _LONGEST_SENTENCE)
+    asked = [_to_draw(one.answer) for one in page.sections]
+    drawn = iter((draw or _draw_here)(pictures_of(page)))
+    pictures = ["" if one is None else next(drawn) for one in asked]
+    script = _file("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return environment.get_template("page.html").render(
+        page=page,
+        generator=GENERATOR,
+        sections=[
+            _section(one, place, svg) for place, (one, svg) in enumerate(zip(page.sections, pictures, strict=True))
+        ],
+        findings=_findings(page),
+        symbols=_SYMBOLS,
+        css=_file("page.css"),
+        script=script,
+        script_digest=digest,
+    )
+
+
+def _file(name: str) -> str:
+    return (resources.files("stepscope.rendering.page") / name).read_text(encoding="utf-8")
+
+
+def _findings(page: Page) -> list[Finding]:
+    """The gravest first; those of one severity as they come."""
+    return sorted(page.findings, key=lambda one: ("error", "warning", "note").index(one.severity))
+
+
+def _section(section: Section, place: int, svg: str) -> dict[str, object]:
+    title, answer = section.title, section.answer
+    where = where_of(answer) if answer.device or answer.versions else ""
+    lead = [*answer.lead, *([Line(where)] if where and not answer.lead else [])]
+    sentences = sentences_of(answer) if answer.findings else []
+    return {
+        "id": f"s{place}-{re.sub('[^a-z0-9]+', '-', title.casefold()).strip('-')}",
+        "title": title,
+        "part": section.part,
+        "commands": section.commands,
+        "lead": lead,
+        "pictures": _pictures(svg, place, title),
+        "own": [_own(panel) for panel in answer.panels if panel.kind in OWN],
+        "tables": [
+            _table(table, alone=sum(bool(one.columns) for one in answer.tables) == 1) for table in answer.tables
+        ],
+        "sentences": sentences,
+        "asides": answer.asides,
+        "origin": answer.origin,
+    }
+
+
+def _own(panel: Panel) -> dict[str, object]:
+    about: dict[str, object] = {
+        "kind": panel.kind, "heading": panel.frame.heading, "note": panel.frame.note, "across": panel.x_title,
+        "down": panel.frame.line_title,
+    }  # fmt: skip
+    if panel.kind == "icicle":
+        found = tiles(panel)
+        return {**about, "tiles": found, "depth": max((tile.depth for tile in found), default=0) + 1}
+    if panel.kind == "timeline":
+        found_lanes, hues = lanes(panel)
+        return {**about, "lanes": found_lanes, "hues": hues, "ends": panel.frame.x_ends or (0.0, 1.0)}
+    return {**about, "heat": heat(panel)}
+
+
+def _table(table: Table, *, alone: bool) -> _Table:
+    """A table with a title over it, where the section has others or the table names itself."""
+    texts = row_texts(table)
+    numbers = [is_figures(table, column) for column in range(len(table.columns))]
+    plain = msgspec.structs.replace(table, rows=tuple(tuple(_undoubted(cell) for cell in row) for row in table.rows))
+    sums = _first_sum(table)
+    rows = [
+        _Row(
+            cells=[
+                _Cell(text=text, value="" if value is None or not number else str(value), number=number)
+                for text, value, number in zip(shown, bare_row(plain, row), numbers, strict=True)
+            ],
+            tone=table.tones.get(place, ""),
+            rule=place in table.rules,
+            last=place >= sums,
+        )
+        for place, (shown, row) in enumerate(zip(texts, plain.rows, strict=True))
+    ]
+    return _Table(
+        title=table.title if alone else name_of(table),
+        heads=[_Head(text=printable(name), number=number) for name, number in zip(table.columns, numbers, strict=True)],
+        rows=rows[:_MOST_ROWS],
+        notes=list(table.notes),
+        filtered=len(rows) >= _FILTERED_FROM,
+        left_out=max(0, len(rows) - _MOST_ROWS),
+    )  # fmt: skip
+
+
+def _first_sum(table: Table) -> int:
+    """The place of the first of the rows that end the table with sums and rests."""
+    place = len(table.rows)
+    if len(table.rules) == 1:
+        return table.rules[0]
+    while place and _SUM.fullmatch(str(table.rows[place - 1][0])):
+        place -= 1
+    return place
+
+
+def _undoubted(cell: object) -> object:
+    return getattr(cell, "value", cell)
+
+
+def pictures_of(page: Page) -> list[Answer]:
+    """What report/picture is to draw for a page, in order."""
+    return [wanted for one in page.sections if (wanted := _to_draw(one.answer)) is not None]
+
+
+def _to_draw(answer: Answer) -> Answer | None:
+    """The panels that report/picture draws, and nothing else of the answer; None where there are none."""
+    panels = tuple(panel for panel in answer.panels if panel.kind not in OWN)
+    if not any(panel.points for panel in panels):
+        return None
+    return msgspec.structs.replace(
+        answer, panels=panels, question="", device="", date="", versions={}, settings={}, tables=(), lead=(),
+        findings=(),
+    )  # fmt: skip
+
+
+def _draw_here(answers: Sequence[Answer]) -> list[str]:
+    from stepscope.rendering.picture import draw_svg  # noqa: PLC0415
+
+    return [draw_svg(answer) for answer in answers]
+
+
+def _pictures(svg: str, place: int, title: str) -> list[str]:
+    """A picture as it stands in the page; nothing where there is none."""
+    if not svg:
+        return []
+    # Two pictures of one page must not share the names of their clips.
+    svg = re.sub(r'(\bid="|url\(#)((?:clip|gradient_)\d+)', rf"\1p{place}-\2", svg)
+    # The picture is one thing with one name: the tables beside it hold its figures.
+    svg = re.sub(r' (?:role|aria-[a-z]+)="[^"]*"', "", svg)
+    return [svg.replace("<svg ", f'<svg role="img" aria-label="Plot: {html.escape(printable(title))[:200]}" ', 1)]

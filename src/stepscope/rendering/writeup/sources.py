@@ -1,0 +1,309 @@
+"""Where the Answer of a question comes from. Each function makes a Source: Material -> Answer or None."""
+
+import contextlib
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+
+from stepscope.allocations.answer import answer_memory
+from stepscope.allocations.at_moment import moment_at
+from stepscope.allocations.explain import explain
+from stepscope.allocations.prediction.answer import answer_peak, answer_tensors
+from stepscope.allocations.prediction.estimate import estimate
+from stepscope.allocations.prediction.kept_tensors import kept_by_block
+from stepscope.allocations.snapshot import read_snapshot
+from stepscope.core.answer import Answer, Line, Panel, as_lines
+from stepscope.core.doubts import doubting_kinds
+from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.range_names import PHASES
+from stepscope.core.run import Run
+from stepscope.core.units import format_bytes, format_share
+from stepscope.core.work.described import cell_name
+from stepscope.core.workload import DTYPES, Workload
+from stepscope.questions.attention_step.answer import answer_steps
+from stepscope.questions.attention_step.cells import StepCell
+from stepscope.questions.compile.answer import answer_compile
+from stepscope.questions.compile.cells import CompileCell
+from stepscope.questions.compile.cells import pair_up as compiled_pairs
+from stepscope.questions.kernels.answer import answer_kernels
+from stepscope.questions.kernels.cells import CapturedCell
+from stepscope.questions.parallel.answer import SharedCell, answer_parallel, part_of
+from stepscope.questions.speed.answer import answer_speed
+from stepscope.questions.speed.cells import TimedCell
+from stepscope.questions.speed.cells import pair_up as speed_pairs
+from stepscope.questions.warmup.answer import answer_warmup
+from stepscope.rendering.writeup.material import Found, Material
+from stepscope.rendering.writeup.question import Source
+from stepscope.runs.metrics import samples_of
+from stepscope.runs.table_panels import table_panels
+from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records
+
+PLAIN = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
+"""The choices of a step of which the first questions ask."""
+
+
+def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool = True) -> Source:
+    """The last stored answer of a study, or those of its tables whose titles hold one of these words.
+
+    like: a word in its question or among its settings, where one answer of several is meant. plot: whether its plot
+    belongs to the question.
+    """
+
+    def source(material: Material) -> Answer | None:
+        found = [answer for answer, _ in material.answers if answer.study == study]
+        meant = [answer for answer in found if like in answer.question or like in answer.settings.values()]
+        if not found:
+            return None
+        part = _part(max(meant or found, key=lambda answer: answer.date), only)
+        return part if plot else msgspec.structs.replace(part, panels=())
+
+    return source
+
+
+def table(
+    rows: str, columns: str = "", value: str = "step", statistic: Statistic = "median", speedup: str | None = None, *,
+    where: Mapping[str, str], says: Callable[[list[Run]], str] | None = None,
+) -> Source:  # fmt: skip
+    """The table of the largest sweep with such runs, its plot, and what it `says` in a sentence."""
+    query = TableQuery(
+        rows=_names(rows), columns=_names(columns), values=_names(value), statistic=statistic, speedup=speedup
+    )
+
+    def source(material: Material) -> Answer | None:
+        for found in material.folders(**where):
+            runs = [run for run, _ in found]
+            compared = {getattr(run.workload, name, None) for run in runs for name in query.columns[:1]}
+            if (query.columns and len(compared) < 2) or (speedup is not None and speedup not in compared):
+                continue
+            try:
+                if not any(_has_figures(record, query) for record in build_records(runs, query)):
+                    continue
+                answer = _where_measured(answer_table(runs, query, bare=False), runs, _panels(runs, query))
+                return answer if says is None else _saying(answer, says(runs))
+            except InputError:  # the folder mixes experiments: a smaller one may not
+                continue
+        return None
+
+    return source
+
+
+def how_much_they_vary(runs: list[Run]) -> str:
+    """The largest deviation of a phase over its cells, in a sentence."""
+    shares = [
+        (samples.stdev_s / samples.mean_s, name, run)
+        for run in runs if run.status == "done"
+        for name in PHASES if (samples := samples_of(run, name)) is not None
+        if samples.stdev_s is not None and samples.mean_s
+    ]  # fmt: skip
+    if not shares:
+        return "Too few steps were measured to say how much they vary."
+    share, name, run = max(shares, key=lambda one: one[0])
+    middle = statistics.median(share for share, _, _ in shares)
+    return (
+        f"Over the steps of one process the standard deviation of a phase is {format_share(middle)} of "
+        f"its mean in the middle of all cells, and at most {format_share(share)} ({name} of {cell_name(run.workload)})."
+    )
+
+
+def which_run_out(runs: list[Run]) -> str:
+    """Which cells ran out of memory, in a sentence."""
+    out = [cell_name(run.workload) for run in runs if run.status == "out-of-memory"]
+    return f"Out of memory: {', '.join(out)}." if out else f"None of these {len(runs)} cells runs out of memory."
+
+
+def _saying(answer: Answer, sentence: str) -> Answer:
+    first, *others = answer.tables
+    first = msgspec.structs.replace(first, notes=(*as_lines(sentence), *first.notes))
+    return msgspec.structs.replace(answer, tables=(first, *others))
+
+
+def _has_figures(record: Mapping[str, object], query: TableQuery) -> bool:
+    """Whether a run has a figure of what is asked."""
+    return any(record.get(name) is not None or record.get(f"{name}_median_s") is not None for name in query.values)
+
+
+def warmup(material: Material) -> Answer | None:
+    """The steps of one workload after different numbers of warm-up steps."""
+    for found in material.folders(phase="train"):
+        by_key: dict[str, dict[int, Found]] = {}
+        for run, directory in found:
+            if run.settings.warmup_floor == run.settings.warmup_cap:
+                by_key.setdefault(run.workload.key, {})[run.settings.warmup_floor] = (run, directory)
+        best = max(by_key.values(), key=len, default={})
+        if len(best) > 1:
+            return answer_warmup([best[count][0] for count in sorted(best)])
+    return None
+
+
+def kernels(letters: str) -> Source:
+    """Questions of the study of kernels, of the sweep with most captures."""
+
+    def source(material: Material) -> Answer | None:
+        folders: list[list[CapturedCell]] = []
+        for found in material.folders(dtype="fp32", **PLAIN):
+            cells: list[CapturedCell] = []
+            for run, directory in found:
+                digests = [material.digest(run, directory, tool) for tool in TRACE_TOOLS]
+                wanted = next((digest for digest in digests if digest is not None), None)
+                if wanted is not None:
+                    other = next((digest for digest in digests if digest not in (None, wanted)), None)
+                    cells.append(CapturedCell(run=run, digest=wanted, other=other))
+            folders.append(cells)
+        best = max(folders, key=_breadth, default=[])
+        answer = answer_kernels(best, letters) if best else None
+        return answer if answer is not None and answer.tables else None
+
+    return source
+
+
+def _breadth(cells: list[CapturedCell]) -> tuple[int, int]:
+    return len({cell.run.workload.phase for cell in cells}), len(cells)
+
+
+def speed(material: Material) -> Answer | None:
+    """Precision: the same step in fp32 and fewer bits."""
+    for found in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
+        if len({run.workload.dtype for run, _ in found if isinstance(run.workload, Workload)}) > 1:
+            cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
+            return answer_speed(speed_pairs(cells, DTYPES))
+    return None
+
+
+def compiled(material: Material) -> Answer | None:
+    """The model, eager beside compiled."""
+    for found in _both(material, "compile", "eager"):
+        cells = [CompileCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
+        return answer_compile(compiled_pairs(cells))
+    return None
+
+
+def attention_steps(material: Material) -> Answer | None:
+    """A training step with one attention beside another."""
+    for found in _both(material, "attention", "reference", phase="train", compile="eager"):
+        cells = [StepCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
+        return answer_steps(cells)
+    return None
+
+
+def parallel(kinds: Sequence[str], *titles: str) -> Source:
+    """What the study of strategies found of these kinds, with these tables, in the largest folder with ranks."""
+
+    def source(material: Material) -> Answer | None:
+        for found in material.folders(phase="train"):
+            runs = [run for run, _ in found]
+            if any(run.shared is not None for run in runs) and any(run.workload.ranks == 1 for run in runs):
+                with contextlib.suppress(InputError):  # no batch was measured both ways
+                    return part_of(answer_parallel(SharedCell(run=run) for run in runs), kinds, titles)
+        return None
+
+    return source
+
+
+def recorded_memory(material: Material) -> Answer | None:
+    """What the largest recorded step of training held at its peak, and its timeline."""
+    recorded = [
+        (run, directory / run.artifacts["memory"])
+        for run, directory in material.runs
+        if "memory" in run.artifacts and run.status == "done" and run.workload.phase == "train"
+    ]
+    recorded = [(run, file) for run, file in recorded if file.is_file()]
+    if not recorded:
+        return None
+    _, file = max(recorded, key=lambda pair: pair[1].stat().st_size)
+    explained = explain(read_snapshot(file))
+    return answer_memory(explained, moment_at(explained, None))
+
+
+def kept_tensors(material: Material) -> Answer | None:
+    """The sizes of what the largest measured step keeps for backward, by arithmetic."""
+    run = _largest(material)
+    if run is None or run.textbook is None:
+        return None
+    return _predicted(answer_tensors(run.textbook, kept_by_block(run.textbook)), run)
+
+
+def arithmetic_of_peak(material: Material) -> Answer | None:
+    """The bytes of parameters, gradients, optimizer and activations of that step, by arithmetic."""
+    run = _largest(material)
+    if run is None or run.textbook is None:
+        return None
+    on_cpu = run.environment is not None and run.environment.device_type == "cpu"
+    answer = answer_peak(estimate(run.textbook, "cpu" if on_cpu else "cuda"), run.textbook)
+    return _predicted(answer, run)
+
+
+def _predicted(answer: Answer, run: Run) -> Answer:
+    """A prediction, which says that it is one and of which step, without what it says to the command line."""
+    said = Line(f"Predicted by arithmetic for {cell_name(run.workload)}; nothing here was measured.", "strong")
+    tables = [table for table in answer.tables if table.rows]
+    first = msgspec.structs.replace(tables[0], notes=(said, *tables[0].notes))
+    return msgspec.structs.replace(answer, tables=(first, *tables[1:]))
+
+
+def _largest(material: Material) -> Run | None:
+    steps = [
+        run for found in material.folders(phase="train", **PLAIN) for run, _ in found
+        if run.status == "done" and isinstance(run.workload, Workload)
+    ]  # fmt: skip
+    return max(steps, key=lambda run: _size(run.workload), default=None)
+
+
+def _size(workload: AnyWorkload) -> tuple[int, int, str]:
+    assert isinstance(workload, Workload)
+    return workload.model.d_model * workload.model.layers, workload.seq_len, workload.dtype
+
+
+def _both(material: Material, field: str, base: str, **wanted: str) -> list[list[Found]]:
+    """The folders in which some runs have the base's value of a field, and others another; most values first."""
+    found = [(runs, {getattr(run.workload, field) for run, _ in runs}) for runs in material.folders(**wanted)]
+    kept = [(runs, values) for runs, values in found if {base} < values and _pairs(runs, field, base)]
+    return [runs for runs, _ in sorted(kept, key=lambda pair: -_pairs(pair[0], field, base))]
+
+
+_UNDOUBTED = 1_000
+"""How many doubted pairs a pair that nothing doubts is worth."""
+
+
+def _pairs(found: list[Found], field: str, base: str) -> int:
+    """How many runs that no finding doubts have such a counterpart of the base's value; a doubted one counts little."""
+    alike = [run.workload.words(field) for run, _ in found if getattr(run.workload, field) == base]
+    others = [run for run, _ in found if getattr(run.workload, field) != base and run.workload.words(field) in alike]
+    return sum(1 if doubting_kinds(run) else _UNDOUBTED for run in others)
+
+
+def _panels(runs: list[Run], query: TableQuery) -> tuple[Panel, ...]:
+    try:
+        return table_panels(runs, query)
+    except InputError:  # the fields make no axis
+        return ()
+
+
+def _where_measured(answer: Answer, runs: list[Run], panels: tuple[Panel, ...]) -> Answer:
+    """The table of runs with its plot, and with what the lead of another study says."""
+    where = [run.environment for run in runs if run.environment is not None]
+    devices = ", ".join(dict.fromkeys(_device(one) for one in where))
+    versions = where[-1].versions if where else {}
+    return msgspec.structs.replace(
+        answer, panels=panels, device=devices, versions=dict(versions), date=max(run.day for run in runs)
+    )
+
+
+def _device(where: Environment) -> str:
+    """The device's name, with how much of its memory was allowed, where that is not all."""
+    limit = where.memory_limit_bytes
+    return f"{where.device_name} ({format_bytes(limit)} of its memory allowed)" if limit else where.device_name
+
+
+def _part(answer: Answer, only: tuple[str, ...]) -> Answer:
+    if not only:
+        return answer
+    kept = tuple(one for one in answer.tables if any(word.casefold() in one.title.casefold() for word in only))
+    return msgspec.structs.replace(answer, tables=kept)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()

@@ -1,0 +1,74 @@
+"""The mistakes that published measurements carry, looked for in a run's evidence. One check a function.
+
+A check reads a Run and returns a Finding or None. It judges stored evidence only, so a run can be judged again from
+disk, by later checks too.
+"""
+
+from collections.abc import Callable
+
+from stepscope.core.finding import SEVERITIES, Finding
+from stepscope.core.run import Run
+from stepscope.runs.checks import computation, conditions, execution, loops, timing
+
+Check = Callable[[Run], Finding | None]
+
+CHECKS: tuple[Check, ...] = (
+    timing.timer_stopped_early,
+    timing.impossible_rate,
+    timing.compiled_while_measured,
+    computation.precision_mismatch,
+    computation.attention_in_fp32,
+    computation.compile_not_used,
+    execution.compile_mode_mismatch,
+    computation.compile_fallback,
+    execution.attention_mismatch,
+    execution.part_mismatch,
+    execution.part_left,
+    execution.optimizer_mismatch,
+    execution.clip_mismatch,
+    execution.optimizer_skipped,
+    execution.parameters_not_finite,
+    execution.accumulation_mismatch,
+    execution.checkpointing_mismatch,
+    computation.phase_includes_forward,
+    computation.autocast_scope,
+    computation.graph_kept_alive,
+    loops.graphs_pile_up,
+    loops.memory_grows,
+    loops.no_gradient,
+    loops.parameters_unchanged,
+    loops.eval_while_training,
+    loops.waiting_for_data,
+    loops.rest_is_large,
+    loops.host_reads,
+    loops.fp32_beside_half,
+    loops.synchronises_micro_batches,
+    conditions.unvaried_input,
+    timing.beyond_the_ceiling,
+    timing.not_steady,
+    timing.few_samples,
+    timing.correlated_samples,
+    timing.warm_up_unsettled,
+    timing.wide_spread,
+    conditions.cache_given_back,
+    conditions.clocks_held_down,
+    conditions.gpu_shared,
+    conditions.host_busy,
+    conditions.preset_changed,
+    conditions.config_not_followed,
+    execution.update_after_backward,
+    timing.launch_bound,
+    timing.profiler_overhead,
+    loops.unpinned_batch,
+    loops.gradients_zeroed,
+    loops.optimizer_loops,
+    loops.shapes_change,
+    conditions.cache_resident,
+    conditions.peak_unknown,
+)
+
+
+def check_run(run: Run) -> tuple[Finding, ...]:
+    """Every finding on this run, the gravest first."""
+    found = [finding for check in CHECKS if (finding := check(run)) is not None]
+    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

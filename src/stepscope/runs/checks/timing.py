@@ -1,0 +1,273 @@
+"""Checks of the times themselves: do they mean what they say?
+
+The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
+"""
+
+import statistics
+
+from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.range_names import PHASES, STEP
+from stepscope.core.run import Run
+from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples
+from stepscope.core.units import counted, format_rate, format_seconds, format_share
+from stepscope.runs import metrics
+
+_FEW = 5
+"""Below so many steps, the first is a large part of any median."""
+
+
+def timer_stopped_early(run: Run) -> Finding | None:
+    """[1] The device's own time of a step's phases cannot exceed the synchronised time of that step."""
+    step = run.samples.get(STEP)
+    phases = [run.samples[name].values_s for name in PHASES if name in run.samples]
+    if step is None or not step.count or not phases:
+        return None
+    sums = [sum(values) for values in zip(*phases, strict=False)]
+    # 5 % and 50 us: the resolution of two clocks. Half of the steps must be over, so that no hiccup is a verdict.
+    over = [total > 1.05 * whole + 50e-6 for total, whole in zip(sums, step.values_s, strict=False)]
+    if sum(over) <= len(over) / 2:
+        return None
+    step_s, phases_s = statistics.median(step.values_s), statistics.median(sums)
+    return error(
+        "timer-stopped-early",
+        f"The step's timer stopped after {format_seconds(step_s)}, but its phases kept the device busy for "
+        f"{format_seconds(phases_s)}: it did not wait for the device.",
+        remedy="synchronise the device before reading the host's clock",
+        evidence={"step_s": step_s, "phases_s": phases_s},
+    )
+
+
+def impossible_rate(run: Run) -> Finding | None:
+    """[1, 17] No phase can run faster than the peak of the devices that share it."""
+    peak, devices = metrics.peak_flops_per_s(run), metrics.devices(run)
+    for name, work in run.work.items():
+        phase_s = metrics.median_s(run, name)
+        if peak and run.device_spec and phase_s and work.flops / phase_s > 1.02 * peak:
+            rate = work.flops / phase_s
+            whose = f"the {devices} devices' peak" if devices > 1 else "the peak"
+            return error(
+                "impossible-rate",
+                f"{name} at {format_seconds(phase_s)} would be {format_rate(rate, 'FLOP/s')}, above {whose} "
+                f"of {format_rate(peak, 'FLOP/s')} ({run.device_spec.source}).",
+                remedy="the time, the FLOP convention or the stated peak is wrong",
+                evidence={"phase": name, "flops_per_s": rate, "peak_flops_per_s": peak},
+            )
+    return None
+
+
+def beyond_the_ceiling(run: Run) -> Finding | None:
+    """[17] A utilisation above one says that the denominator is wrong."""
+    utilisation = metrics.mfu_measured(run)
+    ceiling = run.ceilings.matmul_for(run.workload.dtype) if run.ceilings else None
+    if utilisation is None or ceiling is None or utilisation <= 1.05:
+        return None
+    return warning(
+        "beyond-the-ceiling",
+        f"The step runs at {utilisation:.1f} times the best matrix product measured on this device "
+        f"({format_rate(ceiling.rate, 'FLOP/s')}, {ceiling.operation}): that ceiling is too low.",
+        remedy="measure it again on a quiet machine: stepscope device --again",
+        evidence={"utilisation": utilisation, "ceiling_flops_per_s": ceiling.rate},
+    )
+
+
+def not_steady(run: Run) -> Finding | None:
+    """[2] Samples that drift, or first ones far from the rest, are no sample of one quantity."""
+    samples = run.samples.get(STEP)
+    if samples is None or not samples.median_s:
+        return None
+    slow = _slow_step(samples, _warm_up_more(run))
+    if slow is not None:
+        return slow
+    trend = samples.trend()
+    if trend and trend.p_value < 0.01 and abs(trend.relative_change) > 0.05:
+        direction = "slower" if trend.relative_change > 0 else "faster"
+        return warning(
+            "not-steady",
+            f"The steps became {direction}, by {format_share(abs(trend.relative_change))} over "
+            f"{samples.count} steps (Mann-Kendall p = {trend.p_value:.2g}, autocorrelation allowed for).",
+            remedy="warm up longer, and look at clocks and temperature",
+            evidence={"relative_change": trend.relative_change, "p_value": trend.p_value},
+        )
+    return None
+
+
+def _slow_step(samples: Samples, remedy: str) -> Finding | None:
+    """Steps that take far longer than the rest: the first ones, or any of so few that there is no telling which."""
+    found = _slow_start(samples) if samples.count >= _FEW else _slow_among_few(samples)
+    if found is None:
+        return None
+    which, slow_s, rest, rest_s = found
+    return warning(
+        "not-steady",
+        f"{which} took {format_seconds(slow_s)}, {slow_s / rest_s:,.1f} times {rest} of "
+        f"{format_seconds(rest_s)}, after {counted(len(samples.warmup_s), 'warm-up step')}.",
+        remedy=remedy,
+        evidence={"first_s": slow_s, "median_s": rest_s, "warmup_steps": len(samples.warmup_s)},
+    )
+
+
+def _warm_up_more(run: Run) -> str:
+    """How steps are measured later: a watched loop has no option for its warm-up."""
+    if run.evidence.loop is not None:
+        return "measure later steps: --steps FIRST:END"
+    return "warm up more: leave --warmup out, or raise it"
+
+
+def _spread_less(run: Run) -> str:
+    """What narrows the spread: first what the steps themselves differ in, as the last micro-batches of an epoch do."""
+    loop = run.evidence.loop
+    fewest, most = (loop and loop.backwards_between) or (0, 0)
+    if loop and fewest != most and not loop.evaluations:  # how often a closure is evaluated is the optimizer's choice
+        return (
+            f"time steps of one length: they ran {fewest} to {most} backwards; drop_last, or --steps FIRST:END, helps"
+        )
+    return "measure more steps (--steps), on a quieter machine"
+
+
+def _slow_start(samples: Samples) -> tuple[str, float, str, float] | None:
+    """What was slow at the start, its time, what it is compared with, and that time; None if nothing was slow."""
+    first, head_s, median_s = samples.values_s[0], statistics.median(samples.values_s[:3]), samples.median_s or 0.0
+    if first > 1.5 * median_s:
+        return "The first step", first, "the median", median_s
+    if head_s > 1.2 * median_s:
+        return "The first three steps, by their median,", head_s, "the median", median_s
+    return None
+
+
+def _slow_among_few(samples: Samples) -> tuple[str, float, str, float] | None:
+    """The slowest of a few steps, if it took over twice the median of the others. Noise does not double a step. It is
+    left out of the median, of which it would otherwise be a large part."""
+    if samples.count < 2:
+        return None
+    at = samples.values_s.index(max(samples.values_s))
+    slow_s, rest_s = samples.values_s[at], statistics.median(samples.values_s[:at] + samples.values_s[at + 1 :])
+    if not slow_s > 2 * rest_s > 0:
+        return None
+    which = "The first step" if at == 0 else f"Step {at + 1} of {samples.count}"
+    return which, slow_s, "the median of the others" if samples.count > 2 else "the other", rest_s
+
+
+def compiled_while_measured(run: Run) -> Finding | None:
+    """[26] What is compiled during a measured step is in its time."""
+    found = run.evidence.compiled_while_measured
+    step = run.samples.get(STEP)
+    if found is None or not found.count or step is None or not step.count:
+        return None
+    what = [
+        f"{count} {name}{'s' if count > 1 else ''}"
+        for count, name in (
+            (found.frames, "frame"),
+            (found.graphs, "graph"),
+            (found.recordings, "CUDA graph recording"),
+            (found.kernels, "Triton kernel"),
+            (found.tunings, "kernel tuning"),
+        )
+        if count
+    ]
+    spent = f" (dynamo: {format_seconds(found.compile_s)})" if found.compile_s else ""
+    return error(
+        "compiled-while-measured",
+        f"While the {step.count} measured steps ran, this was compiled: {', '.join(what)}{spent}. It is in "
+        f"their times; the longest took {format_seconds(max(step.values_s))}.",
+        remedy=_warm_up_more(run),
+        evidence={
+            "frames": found.frames,
+            "graphs": found.graphs,
+            "recordings": found.recordings,
+            "kernels": found.kernels,
+            "tunings": found.tunings,
+            "compile_s": found.compile_s,
+        },
+    )
+
+
+def warm_up_unsettled(run: Run) -> Finding | None:
+    """[2] Warm-up that reached its cap before two windows of steps agreed."""
+    samples = run.samples.get(STEP)
+    if run.warmup_steady is not False or samples is None or not samples.count:
+        return None
+    if run.settings.warmup_floor == run.settings.warmup_cap:
+        return None  # so many steps were asked for, whatever they showed
+    return note(
+        "warm-up-unsettled",
+        f"Warm-up ended after {counted(len(samples.warmup_s), 'step')}, at its cap, "
+        "before two windows of steps had the same median within 3 %.",
+        remedy="the interval of the median says how much it matters",
+        evidence={"warmup_steps": len(samples.warmup_s)},
+    )
+
+
+def few_samples(run: Run) -> Finding | None:
+    """[2] With so few samples, neither drift nor spread can be judged."""
+    samples = run.samples.get(STEP)
+    if samples is None or not samples.count or samples.count >= 8:
+        return None
+    return note(
+        "few-samples",
+        f"{counted(samples.count, 'step')} {'is' if samples.count == 1 else 'are'} too few to test for drift.",
+        remedy="measure at least 8: raise --steps",
+        evidence={"samples": samples.count},
+    )
+
+
+def correlated_samples(run: Run) -> Finding | None:
+    """[25] Steps so much like their neighbours that few of them are worth an independent one."""
+    samples = run.samples.get(STEP)
+    if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.why_no_interval is None:
+        return None
+    # A watched loop goes on for as long as its script does.
+    how = "--steps FIRST:END" if run.evidence.loop is not None else "raise --steps, or leave it out and raise --seconds"
+    return note(
+        "correlated-samples",
+        f"How exact the median is cannot be told: {samples.why_no_interval}.",
+        remedy=f"measure more steps: {how}",
+        evidence={
+            "samples": samples.count,
+            "effective_samples": samples.effective_count,
+            "autocorrelation": samples.autocorrelation,
+        },
+    )
+
+
+def wide_spread(run: Run) -> Finding | None:
+    """[20] Samples that scatter. The middle half of a few is one or two of them."""
+    samples = run.samples.get(STEP)
+    if samples is None or samples.count < MINIMUM_FOR_INTERVAL or samples.spread is None:
+        return None
+    if samples.spread <= 0.1:
+        return None
+    return warning(
+        "wide-spread",
+        f"The middle half of the steps spreads over {format_share(samples.spread)} of the median, "
+        f"{samples.outliers} of {samples.count} are outliers.",
+        remedy=_spread_less(run),
+        evidence={"spread": samples.spread, "outliers": samples.outliers, "samples": samples.count},
+    )
+
+
+def launch_bound(run: Run) -> Finding | None:
+    """[20] A step that waits for the host is a measurement of the host."""
+    share = metrics.launch_bound_share(run)
+    if share is None or share < 0.2 or run.evidence.profile is None:
+        return None
+    return note(
+        "launch-bound",
+        f"The GPU had nothing to run for {format_share(share)} of the step: {run.evidence.profile.kernel_launches} "
+        f"kernels in {format_seconds(metrics.median_s(run, STEP) or 0)}, so the host's speed sets the time.",
+        remedy="fewer, larger launches: --compile reduce-overhead, --optimizer adamw-fused, a larger batch",
+        evidence={"share": share, "kernel_launches": run.evidence.profile.kernel_launches},
+    )
+
+
+def profiler_overhead(run: Run) -> Finding | None:
+    """[22] A profiled step is not the step."""
+    slowdown, profile = metrics.profiler_slowdown(run), run.evidence.profile
+    if slowdown is None or profile is None or slowdown < 1.2:
+        return None
+    return note(
+        "profiler-overhead",
+        f"Under the profiler the step takes {format_seconds(profile.step_s)}, {slowdown:.1f} times the "
+        f"unprofiled {format_seconds(metrics.median_s(run, STEP) or 0)}.",
+        remedy="take times from the unprofiled samples, shares from the profile",
+        evidence={"slowdown": slowdown, "profiled_s": profile.step_s},
+    )

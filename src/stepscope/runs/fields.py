@@ -1,0 +1,248 @@
+"""What a table of runs may be arranged by, and what it may show. Names are those of the command line."""
+
+import functools
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.allocations.prediction.estimate import estimate
+from stepscope.core.attention_support import is_predicted
+from stepscope.core.attentions import attention_names
+from stepscope.core.checkpointing import OFFLOAD
+from stepscope.core.errors import InputError, choose, printable
+from stepscope.core.model_config import PRESETS
+from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.parts import PARTS, kernels_of
+from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
+from stepscope.core.run import Run
+from stepscope.core.samples import Samples
+from stepscope.core.strategies import NOT_PARALLEL, strategy_names
+from stepscope.core.units import GIB, MIB
+from stepscope.core.work.described import parameters_of
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
+from stepscope.runs import communication, metrics
+
+Scalar = str | int | float | None
+
+MISSING = "-"
+"""What is shown of a field or a figure that a run has not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Field:
+    """A property of a run that rows or columns go by. `order` lists known values in their natural order."""
+
+    read: Callable[[Run], Scalar]
+    order: tuple[str, ...] = ()
+
+    def rank(self, value: Scalar) -> tuple[int, float, str]:
+        """Sort key: numbers by size, known words in their order, other words by the alphabet. What follows a colon are
+        options of the word before it: they come behind the word alone."""
+        if isinstance(value, (int, float)):
+            return (0, float(value), "")
+        word, _, options = str(value).partition(":")
+        if word in self.order:
+            return (1, float(self.order.index(word)), options)
+        return (2, 0.0, str(value))
+
+
+def _environment(name: str) -> Callable[[Run], Scalar]:
+    return lambda run: getattr(run.environment, name, None)
+
+
+def _workload(name: str) -> Callable[[Run], Scalar]:
+    return lambda run: getattr(run.workload, name, None)
+
+
+def _model(name: str) -> Callable[[Run], Scalar]:
+    """A size of the model; None where the model is not ours."""
+    return lambda run: getattr(run.workload.model, name, None)
+
+
+def _fixed_warmup(run: Run) -> Scalar:
+    settings = run.settings
+    return settings.warmup_floor if settings.warmup_floor == settings.warmup_cap else "until steady"
+
+
+def _arguments(run: Run) -> dict[str, Any]:
+    """What the factory of a model of the user's own was called with."""
+    return run.workload.arguments if isinstance(run.workload, OwnWorkload) else {}
+
+
+def _argument(run: Run, name: str) -> Scalar:
+    """An argument of the factory as it was written; None where none was given."""
+    value = _arguments(run).get(name)
+    plain = not isinstance(value, bool) and (value is None or isinstance(value, (str, int, float)))
+    return value if plain else json.dumps(value)
+
+
+_CHECKPOINTINGS = (
+    "none", "selective", *(f"{OFFLOAD}-{blocks}" for blocks in range(1, 257)),
+    *(f"selective-{last}" for last in range(256, 0, -1)), "attention",
+    *(f"every-{group}" for group in range(1, 257)),
+)  # fmt: skip
+"""Choices of checkpointing in order of how much they keep, the most first."""
+
+_TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}
+
+FIELDS: dict[str, Field] = {
+    "model": Field(read=lambda run: run.workload.name, order=tuple(PRESETS)),
+    "factory": Field(read=_workload("factory")),
+    "code": Field(read=_workload("code")),
+    "parameters": Field(read=lambda run: parameters_of(run.workload)),
+    "d_model": Field(read=_model("d_model")),
+    "d_ff": Field(read=_model("d_ff")),
+    "layers": Field(read=_model("layers")),
+    "heads": Field(read=_model("heads")),
+    "kv_heads": Field(read=_model("key_heads")),
+    "tied": Field(read=lambda run: _TIED[getattr(run.workload.model, "tied", None)]),
+    "head_dim": Field(read=_model("head_dim")),
+    "vocabulary": Field(read=_model("vocabulary")),
+    "batch_size": Field(read=_workload("batch_size")),
+    "seq_len": Field(read=_workload("seq_len")),
+    "dtype": Field(read=_workload("dtype"), order=DTYPES),
+    "phase": Field(read=_workload("phase"), order=PHASES),
+    "attention": Field(read=_workload("attention"), order=attention_names()),
+    **{part: Field(read=_workload(part), order=kernels_of(part)) for part in PARTS},
+    "projections": Field(read=_workload("projections"), order=PROJECTIONS),
+    "compile": Field(read=_workload("compile"), order=COMPILES),
+    "graph": Field(read=_workload("graph"), order=GRAPHS),
+    "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
+    "clip": Field(read=_workload("clip")),
+    "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
+    "accumulation": Field(read=_workload("accumulation")),
+    "parallel": Field(read=_workload("parallel"), order=(NOT_PARALLEL, *strategy_names())),
+    "ranks": Field(read=_workload("ranks")),
+    "micro_batch_size": Field(read=_workload("micro_batch_size")),
+    "seed": Field(read=_workload("seed")),
+    "warmup": Field(read=_fixed_warmup),
+    "device": Field(read=_environment("device_name")),
+    "memory_limit": Field(read=_environment("memory_limit_bytes")),
+    "torch": Field(read=lambda run: run.environment.versions.get("torch") if run.environment else None),
+    "tag": Field(read=lambda run: run.tag),
+    "status": Field(read=lambda run: run.status),
+}
+
+_ARGUMENT = "arg."
+"""How a field begins that is an argument of a factory, as in `arg.width`."""
+
+
+def field_named(name: str) -> Field:
+    """The field of this name. Raises InputError where there is none."""
+    if name.startswith(_ARGUMENT) and name != _ARGUMENT:
+        return Field(read=functools.partial(_argument, name=name.removeprefix(_ARGUMENT)))
+    return FIELDS[choose(name, list(FIELDS), "field")]
+
+
+def field_text(value: Scalar) -> str:
+    """A field's value as tables show it."""
+    if value is None:
+        return MISSING
+    return f"{value:,}" if isinstance(value, int) and value >= 100_000 else printable(str(value))
+
+
+def check_arguments(runs: Iterable[Run], names: Iterable[str]) -> None:
+    """Raise InputError for a name of an argument that no run has."""
+    there = argument_fields(runs)
+    for name in names:
+        if name.startswith(_ARGUMENT) and name not in there:
+            known = f"they have {', '.join(there)}" if there else "they have no arguments"
+            raise InputError(f"no run has the argument {name.removeprefix(_ARGUMENT)!r}: {known}")
+
+
+def argument_fields(runs: Iterable[Run]) -> list[str]:
+    """The names of the fields that are arguments of these runs' factories."""
+    return [f"{_ARGUMENT}{name}" for name in dict.fromkeys(name for run in runs for name in _arguments(run))]
+
+
+IDENTIFYING = (
+    "model", "factory", "code", "batch_size", "seq_len", "dtype", "phase", "attention", *PARTS, "projections",
+    "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "parallel", "ranks", "seed",
+    "warmup", "device", "memory_limit", "torch", "tag",
+)  # fmt: skip
+"""Fields that make two runs different experiments, as every argument does: a cell that holds runs which differ in one
+would mix them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A figure of a run: either samples (whose statistic is chosen) or one number."""
+
+    unit: str
+    scale: float = 1.0
+    """What the stored figure is multiplied by for show."""
+    digits: int = 2
+    samples: Callable[[Run], Samples | None] | None = None
+    number: Callable[[Run], float | int | None] | None = None
+
+
+def _time(name: str) -> Value:
+    return Value(unit="ms", scale=1e3, samples=lambda run: metrics.samples_of(run, name))
+
+
+def _while_measured(quantity: str, unit: str) -> Value:
+    return Value(unit=unit, digits=0, number=lambda run: metrics.while_measured(run, quantity))
+
+
+def _first_step(run: Run) -> float | None:
+    samples = run.samples.get(STEP)
+    return samples.first_s if samples else None
+
+
+def _largest_step(run: Run) -> float | None:
+    samples = run.samples.get(STEP)
+    return samples.largest_s if samples else None
+
+
+def _predicted_peak(run: Run) -> int | None:
+    """Predicted peak bytes of a run's step on the type of device that it ran on; None if it is not predicted."""
+    if not is_predicted(run.workload):
+        return None
+    on_cpu = run.environment is not None and run.environment.device_type == "cpu"
+    return estimate(run.workload, "cpu" if on_cpu else "cuda").peak_bytes
+
+
+def _prediction_error(run: Run) -> float | None:
+    measured = metrics.peak_bytes(run)
+    predicted = _predicted_peak(run)
+    return predicted / measured - 1 if measured and predicted is not None else None
+
+
+VALUES: dict[str, Value] = {
+    **{name: _time(name) for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, FORWARD_BACKWARD, STEP, "host")},
+    "first_step": Value(unit="ms", scale=1e3, number=_first_step),
+    "largest_step": Value(unit="ms", scale=1e3, number=_largest_step),
+    "steps": Value(unit="", digits=0, number=lambda run: run.samples[STEP].count if STEP in run.samples else None),
+    "tokens_per_s": Value(unit="tokens/s", digits=0, number=metrics.tokens_per_s),
+    "samples_per_s": Value(unit="samples/s", digits=0, number=metrics.samples_per_s),
+    "model_flops_per_s": Value(unit="TFLOP/s", scale=1e-12, digits=1, number=metrics.model_flops_per_s),
+    "mfu_datasheet": Value(unit="%", scale=100, digits=1, number=metrics.mfu_datasheet),
+    "mfu_measured": Value(unit="%", scale=100, digits=1, number=metrics.mfu_measured),
+    "launch_bound_share": Value(unit="%", scale=100, digits=1, number=metrics.launch_bound_share),
+    "profiler_slowdown": Value(unit="x", digits=2, number=metrics.profiler_slowdown),
+    "joules_per_step": Value(unit="J", digits=2, number=metrics.joules_per_step),
+    "joules_per_token": Value(unit="mJ", scale=1e3, digits=2, number=metrics.joules_per_token),
+    "sm_clock": _while_measured("sm_clock_mhz", "MHz"),
+    "power": _while_measured("power_w", "W"),
+    "temperature": _while_measured("temperature_c", "°C"),
+    "peak_memory": Value(unit="GiB", scale=1 / GIB, number=metrics.peak_bytes),
+    "saved_for_backward": Value(
+        unit="GiB",
+        scale=1 / GIB,
+        number=lambda run: run.evidence.memory.saved_for_backward if run.evidence.memory else None,
+    ),
+    "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=_predicted_peak),
+    "prediction_error": Value(unit="%", scale=100, number=_prediction_error),
+    "sent": Value(unit="MiB", scale=1 / MIB, number=communication.sent_bytes),
+    "sent_by_formula": Value(unit="MiB", scale=1 / MIB, number=communication.sent_by_formula),
+    "communication": Value(unit="ms", scale=1e3, number=communication.communication_s),
+    "exposed": Value(unit="ms", scale=1e3, number=communication.exposed_s),
+    "overlap": Value(unit="%", scale=100, digits=1, number=communication.overlap_share),
+    "kept": Value(unit="MiB", scale=1 / MIB, number=communication.kept_bytes),
+    "compile_time": Value(
+        unit="s",
+        digits=1,
+        number=lambda run: run.evidence.compilation.compile_s if run.evidence.compilation else None,
+    ),
+}

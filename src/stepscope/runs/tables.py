@@ -1,0 +1,307 @@
+"""Tables of any set of runs: rows and columns by the fields of the workload, any figure in the cells.
+
+A cell never mixes experiments: runs that would share a cell but differ in some other field are an error that names
+the field. Of several runs of one experiment the newest stands, and a note says so.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from stepscope.core.answer import TEXT, Answer, Table, as_lines
+from stepscope.core.doubts import doubting_kinds, doubts_sentence, marked
+from stepscope.core.errors import InputError, choose, printable
+from stepscope.core.run import REPEATED, Run
+from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
+from stepscope.core.units import counted
+from stepscope.runs.conditions import Condition, in_words, meeting
+from stepscope.runs.disagreement import Disagreement, disagreeing, disagreement
+from stepscope.runs.fields import (
+    IDENTIFYING,
+    MISSING,
+    VALUES,
+    Scalar,
+    Value,
+    argument_fields,
+    check_arguments,
+    field_named,
+    field_text,
+)
+from stepscope.runs.run_sets import sets_of
+from stepscope.runs.words import status_word
+
+Statistic = Literal["median", "median-interval", "mean-std", "p95", "p99"]
+STATISTICS: tuple[str, ...] = get_args(Statistic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableQuery:
+    """What to show. `where` keeps runs whose field has one of the values (compared as text)."""
+
+    rows: tuple[str, ...]
+    columns: tuple[str, ...] = ()
+    values: tuple[str, ...] = ("step",)
+    statistic: Statistic = "median"
+    speedup: str | None = None
+    """A label of the columns: the others also show how many times faster they are."""
+    where: tuple[Condition, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in (*self.rows, *self.columns, *(field for field, _ in self.where)):
+            field_named(name)
+        for name in self.values:
+            choose(name, list(VALUES), "value")
+        choose(self.statistic, STATISTICS, "statistic")
+        for names, option in ((self.rows, "--rows"), (self.columns, "--columns"), (self.values, "--value")):
+            if len(set(names)) < len(names):
+                raise InputError(f"{option} names something twice: {', '.join(names)}")
+        if not self.rows:
+            raise InputError("a table needs rows: --rows model,seq_len for one")
+        if not self.values:
+            raise InputError("a table needs a value: --value step for one")
+        if self.speedup is not None and not self.columns:
+            raise InputError("--speedup compares columns: name them with --columns")
+        twice = set(self.rows) & set(self.columns)
+        if twice:
+            raise InputError(f"{', '.join(sorted(twice))} cannot be both in --rows and in --columns")
+
+
+def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list[str]]:
+    """A run for each cell, in the order of the fields, and notes. Raises InputError if a cell would mix experiments."""
+    kept, notes = meeting(runs, query.where)
+    if not kept:
+        raise InputError(f"no runs to show{f' with {in_words(query.where)}' if runs and query.where else ''}")
+    axes = (*query.rows, *query.columns)
+    check_arguments(kept, axes)
+    cells: dict[tuple[Scalar, ...], list[Run]] = {}
+    for run in kept:
+        cells.setdefault(_labels(run, axes), []).append(run)
+    chosen: list[Run] = []
+    older = sets = 0
+    apart: list[Disagreement | None] = []
+    for labels, candidates in cells.items():
+        finished = [run for run in candidates if run.status not in REPEATED] or candidates
+        _refuse_mixture(labels, finished)
+        newest = sets_of(finished)[-1]
+        chosen.append(newest.representative)
+        shown = set(map(id, newest.runs))
+        left_out = [run for run in finished if id(run) not in shown]
+        apart += [disagreement(newest.representative, left_out, name) for name in query.values if VALUES[name].samples]
+        older += len(finished) - len(newest.runs)
+        sets += len(newest.runs) > 1
+    chosen.sort(key=lambda run: _ranks(run, axes))
+    notes += [f"{older} older run{'s' if older > 1 else ''} of the same cells left out."] if older else []
+    if sets:
+        which = "Every cell is" if sets == len(chosen) else f"{counted(sets, 'cell')} {'is' if sets == 1 else 'are'}"
+        notes.append(
+            f"{which} of several processes: the one in the middle by its step is shown; `stepscope compare` takes all."
+        )
+    return chosen, [*notes, *(finding.sentence for finding in disagreeing(apart))]
+
+
+def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
+    """The pivot of the runs as text, in the units that the heads name.
+
+    A figure of a run that its own findings doubt is marked: * for a warning, ! for an error, and the notes say why.
+    """
+    chosen, notes = select_runs(runs, query)
+    at = {(_labels(run, query.rows), _label(run, query.columns)): run for run in chosen}
+    rows = list(dict.fromkeys(row for row, _ in at))
+    by_rank = sorted(chosen, key=lambda run: _ranks(run, query.columns))
+    labels = list(dict.fromkeys(_label(run, query.columns) for run in by_rank))
+    if query.speedup is not None and query.speedup not in labels:
+        raise InputError(f"--speedup {query.speedup} is no column: choose one of {'; '.join(labels)}")
+    heads = [*query.rows]
+    for label in labels:
+        heads += [_head(label, name, query) for name in query.values]
+        heads += [_speedup_head(label, name, query) for name in _compared(label, query)]
+    lines = []
+    for row in rows:
+        line = [field_text(value) for value in row]
+        base = at.get((row, query.speedup or ""))
+        for label in labels:
+            run = at.get((row, label))
+            line += [_figure(run, name, query.statistic) for name in query.values]
+            line += [_speedup(run, base, name) for name in _compared(label, query)]
+        lines.append(tuple(line))
+    notes += _about_percentiles(chosen, query)
+    notes += _about_intervals(chosen, query)
+    doubts = doubts_sentence(chosen)
+    notes += [doubts] if doubts else []
+    labels_end = len(query.rows)
+    return Table(
+        title="", columns=tuple(heads), rows=tuple(lines), notes=as_lines(*notes),
+        units=tuple("" if i < labels_end else TEXT for i in range(len(heads))),
+    )  # fmt: skip
+
+
+def answer_table(runs: Sequence[Run], query: TableQuery, *, bare: bool) -> Answer:
+    """The pivot of the runs; or, for programs, one row a run with bare figures as they are stored."""
+    return Answer(
+        study="table", question="", tables=(_records_table(runs, query) if bare else build_table(runs, query),)
+    )
+
+
+def _records_table(runs: Sequence[Run], query: TableQuery) -> Table:
+    records = build_records(runs, query)
+    columns = tuple(dict.fromkeys(name for record in records for name in record))
+    return Table(title="", columns=columns, rows=tuple(tuple(map(record.get, columns)) for record in records))
+
+
+def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scalar]]:
+    """One record a run, figures as stored (seconds, bytes, shares): for CSV and JSON lines."""
+    chosen, _ = select_runs(runs, query)
+    records: list[dict[str, Scalar]] = []
+    for run in chosen:
+        record: dict[str, Scalar] = {"run": run.id, "status": run.status}
+        record |= {name: field_named(name).read(run) for name in (*query.rows, *query.columns)}
+        for name in query.values:
+            value = VALUES[name]
+            if value.samples is None:
+                record[name] = value.number(run) if value.number else None
+            else:
+                record |= {f"{name}_{key}": figure for key, figure in _statistics(value.samples(run)).items()}
+        record["findings"] = " ".join(doubting_kinds(run))
+        records.append(record)
+    return records
+
+
+def _labels(run: Run, names: tuple[str, ...]) -> tuple[Scalar, ...]:
+    return tuple(field_named(name).read(run) for name in names)
+
+
+def _ranks(run: Run, names: tuple[str, ...]) -> tuple[tuple[int, float, str], ...]:
+    """What cells are sorted by."""
+    fields = [field_named(name) for name in names]
+    return tuple(field.rank(field.read(run)) for field in fields)
+
+
+def _compared(label: str, query: TableQuery) -> list[str]:
+    """The values of this column that are compared with the baseline's."""
+    if query.speedup is None or label == query.speedup:
+        return []
+    return [name for name in query.values if VALUES[name].samples is not None]
+
+
+def _about_percentiles(runs: list[Run], query: TableQuery) -> list[str]:
+    """Why percentiles are missing, and that speed-ups are none of percentiles."""
+    fewest = FEWEST_FOR_PERCENTILE.get(query.statistic)
+    if fewest is None:
+        return []
+    shown = _shown_samples(runs, query)
+    without = sum(samples.count < fewest for samples in shown)
+    notes = [f"{without} of {len(shown)} have no {query.statistic}: it needs {fewest} samples."] if without else []
+    return notes if query.speedup is None else [*notes, "Speed-ups are of medians."]
+
+
+def _shown_samples(runs: list[Run], query: TableQuery) -> list[Samples]:
+    """The samples behind the table's figures, without those that hold none."""
+    sampled = [VALUES[name].samples for name in query.values]
+    return [samples for read in sampled if read for run in runs if (samples := read(run)) and samples.count]
+
+
+def _about_intervals(runs: list[Run], query: TableQuery) -> list[str]:
+    """What the intervals are of, and how many figures have none."""
+    if query.statistic != "median-interval" and query.speedup is None:
+        return []
+    shown = _shown_samples(runs, query)
+    without = sum(samples.why_no_interval is not None for samples in shown)
+    if not shown:
+        return []
+    which = "Intervals" if query.statistic == "median-interval" else "The ± of a speed-up"
+    notes = [f"{which}: {CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each; other processes may differ by more."]
+    if without:
+        notes.append(
+            f"How exact {without} of {len(shown)} medians are cannot be told: their samples are too few, or too much "
+            "like their neighbours, for an interval."
+        )
+    return notes
+
+
+def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
+    for name in (*IDENTIFYING, *argument_fields(candidates)):
+        # A run that ended before it could look round knows no device: it contradicts none.
+        values = {field_named(name).read(run) for run in candidates if run.environment is not None}
+        found = [field_text(value) for value in sorted(values, key=field_named(name).rank)]
+        if len(found) > 1:
+            cell = " ".join(field_text(label) for label in labels)
+            raise InputError(
+                f"{len(candidates)} different runs share the cell '{cell}': they differ in {name} "
+                f"({', '.join(found)}); add {name} to --rows or --columns, or choose with --where {name}={found[0]}"
+            )
+
+
+def _label(run: Run, columns: tuple[str, ...]) -> str:
+    return " ".join(MISSING if value is None else printable(str(value)) for value in _labels(run, columns))
+
+
+def _head(label: str, value_name: str, query: TableQuery) -> str:
+    value = VALUES[value_name]
+    name = value_name if len(query.values) > 1 or not label else ""
+    percentile = query.statistic if value.samples and query.statistic in FEWEST_FOR_PERCENTILE else ""
+    return " ".join(part for part in (label, name, percentile, f"({value.unit})" if value.unit else "") if part)
+
+
+def _speedup_head(label: str, value_name: str, query: TableQuery) -> str:
+    name = f"{value_name} " if len(query.values) > 1 else ""
+    return f"{label} {name}speed-up over {query.speedup}"
+
+
+def _figure(run: Run | None, value_name: str, statistic: Statistic) -> str:
+    if run is None:
+        return MISSING
+    if run.status != "done" and not (run.status == "interrupted" and run.samples):
+        return status_word(run)
+    value = VALUES[value_name]
+    if value.samples is None:
+        number = value.number(run) if value.number else None
+        return MISSING if number is None else marked(f"{number * value.scale:,.{value.digits}f}", run)
+    samples = value.samples(run)
+    return MISSING if samples is None else marked(_sampled(samples, value, statistic), run)
+
+
+def _sampled(samples: Samples, value: Value, statistic: Statistic) -> str:
+    def number(seconds: float) -> str:
+        return f"{seconds * value.scale:.{value.digits}f}"
+
+    if samples.median_s is None or samples.mean_s is None:
+        return MISSING
+    if statistic in FEWEST_FOR_PERCENTILE:
+        percentile = samples.percentile_s(statistic)
+        return MISSING if percentile is None else number(percentile)
+    if statistic == "mean-std":
+        deviation = f" ± {number(samples.stdev_s)}" if samples.stdev_s is not None else ""
+        return f"{number(samples.mean_s)}{deviation}"
+    interval = samples.interval() if statistic == "median-interval" else None
+    bounds = f" [{number(interval.low)}, {number(interval.high)}]" if interval else ""
+    return f"{number(samples.median_s)}{bounds}"
+
+
+def _speedup(run: Run | None, base: Run | None, value_name: str) -> str:
+    value = VALUES[value_name]
+    if run is None or base is None or value.samples is None:
+        return MISSING
+    samples, base_samples = value.samples(run), value.samples(base)
+    ratio = samples.speedup_over(base_samples) if samples and base_samples else None
+    if ratio is None:
+        return MISSING
+    if ratio.interval is None:
+        return marked(f"{ratio.value:.2f}x", run, base)
+    # Below a hundredth it would claim more than processes repeat.
+    half_width = ratio.interval.half_width
+    return marked(f"{ratio.value:.2f}x ± {f'{half_width:.2f}' if half_width >= 0.01 else '<0.01'}", run, base)
+
+
+def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
+    interval = samples.interval() if samples else None
+    return {
+        "median_s": samples.median_s if samples else None,
+        "low_s": interval.low if interval else None,
+        "high_s": interval.high if interval else None,
+        "mean_s": samples.mean_s if samples else None,
+        "stdev_s": samples.stdev_s if samples else None,
+        "p95_s": samples.p95_s if samples else None,
+        "p99_s": samples.p99_s if samples else None,
+        "samples": samples.count if samples else None,
+        "effective_samples": samples.effective_count if samples else None,
+    }

@@ -1,1 +1,0 @@
-"""One question a file: which steps, and which answer."""

@@ -1,1 +1,0 @@
-"""Calls of attention: judged, measured, and run by several processes."""

@@ -1,0 +1,450 @@
+"""The attribution of every nanosecond of device work to a phase, module and family. Unattributed time stays visible.
+
+Phase: the phase range open at the launch, on the launching thread or else on any thread of that process (autograd
+launches backward from its own thread). Module: the innermost module range open on the launching thread. In backward,
+only the forward thread has ranges, so it is the module of the forward operator with the same (forward thread, sequence
+number).
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import polars as pl
+
+from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_ACCUMULATION, OPTIMIZER, PHASES, RECOMPUTATION, STEP
+from stepscope.traces.captures.places import Places, gather
+from stepscope.traces.captures.range_names import (
+    RANGE_KINDS,
+    RangeKind,
+    phase_of,
+    range_kind,
+)
+from stepscope.traces.captures.unmarked_phases import with_found_phases
+from stepscope.traces.kernels.families import FAMILIES, classify
+from stepscope.traces.launches import operator_order
+from stepscope.traces.nesting import Nest, numbered, union
+from stepscope.traces.table import COPIES, KIND, TraceTable
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+ROOT = ""
+"""The module path of work in a phase but in no module's range: the model itself, the loss, a compiled graph."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attribution:
+    """A TraceTable with each row's place.
+
+    `work` is the table's `work` with columns step, phase, found_by, module, part, role, operator, operator_row, family,
+    ranged. `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named
+    range, or in a phase. `found_by`: how the phase of a row was found (unmarked_phases.FOUND_BY).
+    `forwards`: those that were found without ranges, of all processes; a backward follows each.
+    `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
+    own arrow. `links_agree`: those where both are the same operator.
+    `instances`: the steps and phases of the first process that has any (what, start_ns, end_ns, again). Overlapping
+    ranges of one phase (a user's range around PyTorch's own) are one instance. `again`: the run of a second optimizer
+    in the same step.
+    """
+
+    table: TraceTable
+    work: pl.DataFrame
+    instances: pl.DataFrame
+    links_checked: int
+    links_agree: int
+    forwards: pl.DataFrame
+
+    @cached_property
+    def kernels(self) -> pl.DataFrame:
+        """The rows that are computation: kernels, whole graphs, or CPU operators; no copies or fills."""
+        computes = ~self.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
+        first = computes.head(int(computes.sum()))
+        # Readers put these rows first. A slice then avoids a second copy of a million rows.
+        return self.work.head(len(first)) if first.all() else self.work.filter(computes)
+
+    @cached_property
+    def with_free_ns(self) -> pl.DataFrame:
+        """`work` with `free_ns`: the time when all earlier work on its stream had ended; null for the first row."""
+        if "free_ns" in self.work.columns:
+            return self.work
+        stream = ["process", "device", "stream"]
+        ended = (pl.col("start_ns") + pl.col("duration_ns")).cum_max().shift(1)
+        return self.work.with_columns(ended.over(stream, order_by="start_ns").alias("free_ns"))
+
+    @cached_property
+    def rows(self) -> pl.DataFrame:
+        """Device time by (phase, role, module, family): calls and busy_ns. Rows in no range have `ranged` false."""
+        return (
+            self.work.group_by("ranged", "phase", "role", "module", "family")
+            .agg(pl.len().alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"))
+            .sort("busy_ns", descending=True)
+        )
+
+    @property
+    def busy_ns(self) -> int:
+        """Sum of the durations of all device work."""
+        return int(self.work["duration_ns"].sum())
+
+    @property
+    def attributed_ns(self) -> int:
+        """Busy time of the work launched inside some named range."""
+        return int(self.rows.filter("ranged")["busy_ns"].sum())
+
+    @property
+    def unattributed_ns(self) -> int:
+        """Busy time of the work launched outside all ranges, or by no recorded call."""
+        return int(self.rows.filter(~pl.col("ranged"))["busy_ns"].sum())
+
+    @property
+    def passes(self) -> int:
+        """The number of backward passes that were found without ranges, of the first process."""
+        return self.forwards.filter(pl.col("process") == pl.col("process").min()).height
+
+    @cached_property
+    def steps(self) -> int:
+        """The number of traced steps, at least 1.
+
+        It is the number of step ranges or, without any, the smaller of the numbers of forwards and of runs of the
+        optimizer that runs most often. A step may have several forwards (micro-batches) for one optimizer, or several
+        optimizers for one forward. Forwards that no range marks are counted by their backward passes.
+        """
+        once = self.instances.filter(~pl.col("again"))
+        counts = {what: once.filter(pl.col("what") == what).height for what in (STEP, *PHASES)}
+        forwards = counts[FORWARD] or self.passes
+        return counts[STEP] or min((n for n in (forwards, counts[OPTIMIZER]) if n), default=1)
+
+    def self_check(self) -> None:
+        """Raise AssertionError unless the parts sum to the whole exactly and no row was lost or doubled."""
+        assert self.work.height == self.table.work.height, "rows were lost or doubled"
+        assert self.attributed_ns + self.unattributed_ns == self.busy_ns, "attributed + unattributed is not busy"
+        assert self.busy_ns == int(self.table.work["duration_ns"].sum()), "busy time changed on the way"
+
+
+def _instances(few: pl.DataFrame) -> pl.DataFrame:
+    chosen = few.with_columns(pl.coalesce(pl.col("phase").cast(pl.String), "what").alias("what"))
+    first = chosen.filter(pl.col("process") == pl.col("process").min())
+    merged = union(first, ["what"], touching=False)  # a step may begin in the nanosecond in which the last one ends
+    names = first.filter(pl.col("what") == OPTIMIZER).group_by("name").agg(pl.len(), pl.col("start_ns").sort())
+    if not names.height:
+        return merged.with_columns(pl.lit(False).alias("again"))
+    most = names.sort(pl.col("len"), pl.col("start_ns").list.first(), descending=[True, False])["start_ns"][0]
+    before = most.search_sorted(merged["start_ns"], side="left")
+    within = most.search_sorted(merged["end_ns"], side="right")
+    return merged.with_columns(((pl.col("what") == OPTIMIZER) & (within <= before)).alias("again"))
+
+
+def attribute(table: TraceTable) -> Attribution:
+    """Attribute every row of the table's work."""
+    work = table.work.with_columns(numbered(table.work, ["process", "launch_thread"]).alias("track"))
+    threads = work.select("track", "process", pl.col("launch_thread").alias("thread")).unique("track")
+    kinds = _kinds(table.ranges)
+    few = _steps_and_phases(table.ranges, kinds)
+    modules = _modules(_named(table.ranges, kinds["module"], threads), few, threads)
+    parts = Places(_named(table.ranges, kinds["part"], threads))
+    work = work.with_columns(
+        modules.name_at(work["track"], work["launch_ns"], "module"),
+        parts.name_at(work["track"], work["launch_ns"], "part"),
+        _phase(work, few, threads),
+        _step(work, few),
+    )
+    operators = _on_threads(table.operators.with_row_index("row"), threads)
+    work, forwards = with_found_phases(work, operators, table, threads)
+    work = work.with_columns(_ranged(work, table.ranges))
+    work = work.with_columns(_operator_row(work, operators, table))
+    work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
+    work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
+    if RECOMPUTATION in kinds["module"]:
+        # An NVTX tool records no operators. Recomputed work is known by the range around it.
+        named = Places(_named(table.ranges, [RECOMPUTATION], threads))
+        again = named.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
+        work = work.with_columns(pl.col("_recomputes") | again)
+    work = work.with_columns(_family(work)).with_columns(_role())
+    in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
+    work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
+    return Attribution(
+        table=table,
+        work=work.drop("track", "_accumulates", "_recomputes"),
+        instances=_instances(few),
+        links_checked=checked,
+        links_agree=agree,
+        forwards=forwards,
+    )
+
+
+def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
+    """The names of the ranges, by kind."""
+    kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
+    for name in ranges["name"].unique().to_list():
+        kinds[range_kind(name)].append(name)
+    return kinds
+
+
+def _steps_and_phases(ranges: pl.DataFrame, kinds: dict[RangeKind, list[str]]) -> pl.DataFrame:
+    """The ranges of steps and phases, with `what` ("step" or "phase") and, for phases, `phase`."""
+    names = [*kinds["step"], *kinds["phase"]]
+    known = pl.DataFrame(
+        {
+            "name": pl.Series(names, dtype=pl.Categorical()),
+            "what": ["step"] * len(kinds["step"]) + ["phase"] * len(kinds["phase"]),
+            "phase": pl.Series([phase_of(name) for name in names], dtype=pl.Enum(PHASES)),
+        },
+        schema_overrides={"what": pl.String},
+    )
+    few = ranges.filter(_is_named(names)).join(known, on="name", how="left", maintain_order="left")
+    return few.filter(~_recomputed(few))
+
+
+def _recomputed(few: pl.DataFrame) -> pl.Series:
+    """Whether each range is a forward inside a backward: a checkpointed model that runs again, as part of backward.
+
+    The backward range is on the same thread. If that thread has none (autograd's thread), it is on any thread of the
+    process. A thread with its own backward may run forward at any time.
+    """
+    forward = few["phase"].cast(pl.String).eq_missing(FORWARD)
+    backward = few.filter(pl.col("phase") == BACKWARD)
+    trains = numbered(few, ["process", "thread"])
+    return forward & (
+        _inside(few, backward, ["process", "thread"])
+        | (_inside(few, backward, ["process"]) & ~trains.is_in(trains.filter(few["phase"] == BACKWARD).implode()))
+    )
+
+
+def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Series:
+    """Whether each range lies inside a range of `around` with equal `by`, or inside several that overlap or touch."""
+    merged = union(around, by)
+    track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
+    outer = lasting(merged).with_columns(track.tail(merged.height).alias("track"))
+    row = Nest(outer, "track").innermost(track.head(ranges.height), ranges["start_ns"])
+    return (gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
+
+
+def _is_named(names: list[str]) -> pl.Expr:
+    return pl.col("name").is_in(pl.Series(names, dtype=pl.Categorical()).implode())
+
+
+def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.DataFrame:
+    """The nested ranges of these names on threads that launch work: start_ns, duration_ns, name, track."""
+    found = []
+    for part in ranges.iter_slices(1 << 18):  # a million ranges are filtered piece by piece, to save memory
+        chosen = part.filter(pl.col("nested") & _is_named(names))
+        found.append(_on_threads(chosen, threads).select("start_ns", "duration_ns", "name", "track"))
+    nothing = {"start_ns": pl.Int64, "duration_ns": pl.Int64, "name": pl.Categorical(), "track": pl.Int64}
+    return pl.concat([pl.DataFrame(schema=nothing), *found])
+
+
+def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> Places:
+    """The module ranges: those that enclose no step or phase, unlike "epoch" and "train"."""
+    outer: set[str] = set()
+    for (track, _, _), inner in _on_threads(few, threads).group_by("track", "what", "phase"):
+        outer |= _enclosing(candidates, candidates["track"] == track, inner.sort("start_ns", "duration_ns"))
+    if not outer:
+        return Places(candidates)
+    return Places(candidates.filter(~_is_named(sorted(outer))))
+
+
+def _enclosing(candidates: pl.DataFrame, chosen: pl.Series, inner: pl.DataFrame) -> set[str]:
+    """The names of the chosen candidates that enclose a range of `inner` and are longer than it.
+
+    `inner` has ranges of one kind, sorted by start and length. On a clock of microseconds a phase's first module may
+    begin together with the phase, and does not enclose it.
+    """
+    start_ns, end_ns = candidates["start_ns"], candidates["start_ns"] + candidates["duration_ns"]
+    begins, ends = inner["start_ns"], inner["start_ns"] + inner["duration_ns"]
+    # Ranges that begin with the candidate: the first is the shortest. Later ranges: the one that ends first counts.
+    together = begins.search_sorted(start_ns, side="left")
+    later = begins.search_sorted(start_ns, side="right")
+    last = inner.height - 1
+    shortest = ends.gather(together.clip(upper_bound=last))
+    soonest = ends.reverse().cum_min().reverse().gather(later.clip(upper_bound=last))
+    holds = ((together < later) & (shortest < end_ns)) | ((later <= last) & (soonest <= end_ns))
+    return set(candidates["name"].filter(chosen & holds).unique().to_list())
+
+
+def _on_threads(frame: pl.DataFrame, threads: pl.DataFrame) -> pl.DataFrame:
+    """The rows on threads that launch work, with the thread's `track`."""
+    if threads["thread"].is_duplicated().any():  # the same thread number in two processes
+        return frame.join(threads, on=["process", "thread"], how="inner", maintain_order="left")
+    tracks = dict(zip(threads["thread"].to_list(), threads["track"].to_list(), strict=True))
+    processes = dict(zip(threads["thread"].to_list(), threads["process"].to_list(), strict=True))
+    tracks.pop(None, None)
+    processes.pop(None, None)
+    thread = pl.col("thread")
+    return frame.with_columns(thread.replace_strict(tracks, default=None, return_dtype=pl.Int64).alias("track")).filter(
+        pl.col("track").is_not_null()
+        & (pl.col("process") == thread.replace_strict(processes, default=None, return_dtype=pl.Int64))
+    )
+
+
+def _phase(work: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> pl.Series:
+    """The phase open on the launching thread or, if none is, the phase open on any thread of its process."""
+    phases = few.filter(pl.col("what") == "phase")
+    own_phases = _on_threads(phases.filter("nested"), threads)
+    own = gather(own_phases["phase"], Nest(own_phases, "track").innermost(work["track"], work["launch_ns"]))
+    merged = lasting(union(phases, ["process", "phase"]))
+    anywhere = gather(merged["phase"], Nest(merged, "process").innermost(work["process"], work["launch_ns"]))
+    both = pl.DataFrame({"own": own, "anywhere": anywhere})
+    return both.select(pl.coalesce("own", "anywhere").alias("phase")).to_series()
+
+
+def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
+    """The number, from 0, of the step open at each launch in its process, or null.
+
+    Overlapping ranges of steps, such as a user's inside the profiler's own, are one step.
+    """
+    steps = lasting(union(few.filter(pl.col("what") == "step"), ["process"], touching=False)).sort("start_ns")
+    steps = steps.with_columns(pl.int_range(pl.len()).over("process").alias("step"))
+    rows = Nest(steps, "process").innermost(work["process"], work["launch_ns"])
+    return gather(steps["step"], rows).cast(pl.Int64).alias("step")
+
+
+def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
+    """Whether each launch lies in any range of its process, or has a place without one."""
+    placed = pl.col("phase").is_not_null() | pl.col("module").is_not_null() | pl.col("step").is_not_null()
+    certain = work.select(placed.alias("ranged")).to_series()
+    if certain.all():
+        return certain
+    merged = lasting(union(ranges, ["process"]))
+    inside = Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
+    return (certain | inside).alias("ranged")
+
+
+def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
+    """The intervals with a column duration_ns."""
+    return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
+
+
+def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable) -> pl.Series:
+    """The row in `table.operators` of the innermost operator open at each launch. On the CPU, the operator itself."""
+    if table.on_cpu:
+        return operator_order(table.operators).alias("operator_row")
+    rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
+    return gather(operators["row"], rows).alias("operator_row")
+
+
+def _through_forward(
+    work: pl.DataFrame,
+    operators: pl.DataFrame,
+    table: TraceTable,
+    places: "tuple[Places, Places]",
+    threads: pl.DataFrame,
+) -> tuple[pl.DataFrame, int, int]:
+    """Fill in module and part of backward from the forward operator of the same (forward thread, sequence number)."""
+    if not operators.height:
+        return work.with_columns(pl.lit(False).alias("_accumulates"), pl.lit(False).alias("_recomputes")), 0, 0
+    has_sequence = pl.col("sequence").is_not_null() & (pl.col("sequence") >= 0)
+    in_backward = has_sequence & (pl.col("forward_thread").fill_null(0) > 0)
+    names = operators["name"].unique().cast(pl.String).drop_nulls()
+    accumulates = _is_named(names.filter(names.str.starts_with(_ACCUMULATE)).to_list())
+    backward = operators.filter(in_backward | accumulates)
+    nest = Nest(backward, "track")
+    row = nest.innermost(work["track"], work["launch_ns"])
+    work = work.with_columns(
+        gather(backward["process"], row).alias("_process"),
+        gather(backward["forward_thread"], row).alias("_forward_thread"),
+        gather(backward["sequence"], row).alias("_sequence"),
+        gather(backward["start_ns"], row).alias("_node_ns"),
+        gather(backward.select(accumulates).to_series(), row).fill_null(False).alias("_accumulates"),
+    )
+    forward = table.operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
+    made = _forward_operators(backward.filter(in_backward), forward)
+    checked, agree = _check_links(made, table.links)
+    placed = _placed(made, places, threads)
+    work = work.join(
+        placed,
+        left_on=["_process", "_forward_thread", "_sequence"],
+        right_on=["process", "forward_thread", "sequence"],
+        how="left",
+        maintain_order="left",
+    )
+    # A forward operator recomputed inside a backward node has its own sequence number and no forward thread.
+    anew = operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
+    inner = gather(anew["start_ns"], Nest(anew, "track").innermost(work["track"], work["launch_ns"]))
+    recomputes = (inner > work["_node_ns"]).fill_null(False)
+    own = pl.col("module").is_not_null()
+    return (
+        work.with_columns(
+            pl.when(own).then("module").otherwise(pl.col("_module")).alias("module"),
+            pl.when(own).then("part").otherwise(pl.coalesce("part", "_part")).alias("part"),
+            recomputes.alias("_recomputes"),
+        ).drop("_process", "_forward_thread", "_sequence", "_module", "_part", "_node_ns"),
+        checked,
+        agree,
+    )
+
+
+def _forward_operators(backward: pl.DataFrame, forward: pl.DataFrame) -> pl.DataFrame:
+    """The operator that made the node of each backward (process, forward_thread, sequence), and the backward's start.
+
+    Several operators have the same number, which counts the nodes made so far: a composite operator, then the operators
+    inside it. The last of them to begin makes the node. PyTorch's number of the forward thread is not the system's. The
+    forward thread is the one whose operators match most of the sequence numbers.
+    """
+    latest = (
+        forward.select("process", "thread", "sequence", pl.col("start_ns").alias("forward_ns"))
+        .group_by("process", "thread", "sequence")
+        .agg(pl.col("forward_ns").max())
+    )
+    wanted = backward.group_by("process", "forward_thread", "sequence").agg(
+        pl.col("start_ns").unique().alias("backward_ns"), pl.col("thread").first().alias("backward_thread")
+    )
+    matched = wanted.join(latest, on=["process", "sequence"], how="inner")
+    threads = (
+        matched.group_by("process", "forward_thread", "thread")
+        .len("matches")
+        .sort("matches", "thread", descending=[True, False])
+        .unique(["process", "forward_thread"], keep="first", maintain_order=True)
+        .drop("matches")
+    )
+    return matched.join(threads, on=["process", "forward_thread", "thread"], how="semi")
+
+
+def _check_links(made: pl.DataFrame, links: pl.DataFrame) -> tuple[int, int]:
+    """The number of nodes that have an arrow of the profiler, and the number of arrows that lead to our operator."""
+    begin = links.filter("begins").select("id", pl.col("start_ns").alias("from_ns"), "process")
+    finish = links.filter(~pl.col("begins")).select("id", pl.col("start_ns").alias("to_ns"), "process")
+    arrows = begin.join(finish, on=["process", "id"], how="inner")
+    both = made.explode("backward_ns").join(
+        arrows, left_on=["process", "backward_ns"], right_on=["process", "to_ns"], how="inner"
+    )
+    if not both.height:
+        return 0, 0
+    return both.height, int((both["forward_ns"] == both["from_ns"]).sum())
+
+
+def _placed(made: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataFrame) -> pl.DataFrame:
+    """The module and part whose ranges were open when each forward operator began."""
+    modules, parts = places
+    made = made.join(threads, on=["process", "thread"], how="left", maintain_order="left")
+    return made.select(
+        "process",
+        "forward_thread",
+        "sequence",
+        modules.name_at(made["track"], made["forward_ns"], "_module"),
+        parts.name_at(made["track"], made["forward_ns"], "_part"),
+    ).unique(["process", "forward_thread", "sequence"])
+
+
+def _family(work: pl.DataFrame) -> pl.Series:
+    keys = ["name", "operator", "part", "phase"]
+    places = work.select(pl.col("name", "operator", "part").cast(pl.Categorical), "phase")
+    distinct = places.unique()
+    families = [
+        classify(n, operator=operator, part=part, phase=phase) for n, operator, part, phase in distinct.iter_rows()
+    ]
+    named = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
+    return places.join(named, on=keys, how="left", maintain_order="left", nulls_equal=True)["family"]
+
+
+def _role() -> pl.Expr:
+    """The purpose of the work: communication, gradient accumulation, recomputation, or its phase."""
+    return (
+        pl.when(pl.col("family") == "communication")
+        .then(pl.lit("communication"))
+        .when(pl.col("_accumulates") | (pl.col("module").cast(pl.String) == GRADIENT_ACCUMULATION))
+        .then(pl.lit(GRADIENT_ACCUMULATION))
+        .when(
+            (pl.col("phase") == BACKWARD)
+            & (pl.col("_recomputes") | (pl.col("module").cast(pl.String) == RECOMPUTATION))
+        )
+        .then(pl.lit(RECOMPUTATION))
+        .otherwise(pl.col("phase").cast(pl.String))
+        .alias("role")
+    )

@@ -1,0 +1,158 @@
+"""The digest of a capture, stored beside its run: its tables, in kilobytes instead of megabytes.
+
+Captures of many cells are too large to keep with the results. Their digests are small, and every table over cells is
+made from them.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from stepscope.core.bounded_file import read_named
+from stepscope.core.document import decode_document
+from stepscope.core.errors import StepscopeError
+from stepscope.core.finding import Finding
+from stepscope.core.run_directory import write_atomically
+from stepscope.core.run_files import DIGEST_FILE
+from stepscope.traces.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
+
+_TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
+KEPT_ROWS = 8
+"""The number of kernels kept of each ranking."""
+
+
+class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel family within one phase, per step."""
+
+    family: str
+    phase: str
+    calls: float
+    busy_ns: float
+
+
+class PlaceRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel family within one module, per step. All layers count as one module (`blocks.*.attention`)."""
+
+    module: str
+    family: str
+    busy_ns: float
+
+
+class RoofRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One kernel family against the device's peaks, per step. A field is None if work or peak is unknown.
+
+    `verdict` holds for more than half of the family's time.
+    """
+
+    family: str
+    device_ns: float
+    intensity: float | None
+    bound_ns: float | None
+    over_bound: float | None
+    verdict: str | None
+
+
+class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
+    """The tables of one capture. Totals are in nanoseconds over the whole capture; rows are per step."""
+
+    profiler: str
+    steps: int
+    kernels: int
+    busy_ns: int
+    union_ns: int
+    unattributed_ns: int
+    copies: int
+    copies_ns: int
+    gemm_fraction: float
+    phases: tuple[PhaseSummary, ...]
+    families: tuple[FamilyRow, ...]
+    top: tuple[KernelRow, ...]
+    """The longest kernels of each phase."""
+    top_without_products: tuple[KernelRow, ...]
+    attention: tuple[AttentionRow, ...]
+    findings: tuple[Finding, ...]
+    roofs: tuple[RoofRow, ...] = ()
+    """Families against the device's peaks; empty if the capture has no operators with shapes."""
+    places: tuple[PlaceRow, ...] = ()
+    """Families by module; empty in older digests, and if no kernel has a module."""
+    top_together: tuple[KernelRow, ...] = ()
+    """The longest kernels of forward and backward together. Older digests have none."""
+    softmax_kernels: tuple[KernelRow, ...] = ()
+    """The kernels of softmax in forward. Older digests have none."""
+    generated: tuple[FamilyRow, ...] = ()
+    """The part of `families` that a compiler generated. Older digests have none: to them it is a family of its own."""
+
+    @property
+    def tool(self) -> str:
+        """The profiler's name, as in `--tool` and file names."""
+        return _TOOLS[self.profiler]
+
+    def phase(self, name: str) -> PhaseSummary | None:
+        """The phase of that name, or None."""
+        return next((phase for phase in self.phases if phase.phase == name), None)
+
+
+def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDigest:
+    """The digest of a capture."""
+    copies, copies_ns = summary.copies
+    return TraceDigest(
+        profiler=summary.attribution.table.profiler,
+        steps=summary.steps,
+        kernels=summary.kernel_count,
+        busy_ns=summary.busy_ns,
+        union_ns=summary.union_ns,
+        unattributed_ns=summary.unattributed_ns,
+        copies=copies,
+        copies_ns=copies_ns,
+        gemm_fraction=summary.gemm_fraction,
+        phases=summary.phases,
+        families=tuple(FamilyRow(**row) for row in summary.families.iter_rows(named=True)),
+        top=tuple(row for phase in summary.phase_names for row in summary.top_kernels(phase, KEPT_ROWS)),
+        top_without_products=tuple(
+            row for phase in summary.phase_names for row in summary.top_kernels(phase, KEPT_ROWS, without_products=True)
+        ),
+        attention=summary.attention,
+        findings=findings,
+        roofs=_roofs(summary),
+        places=tuple(PlaceRow(**row) for row in summary.places.iter_rows(named=True)) if summary.has_modules else (),
+        top_together=tuple(summary.top_together(KEPT_ROWS)),
+        softmax_kernels=tuple(summary.softmax_kernels(KEPT_ROWS)),
+        generated=tuple(FamilyRow(**row) for row in summary.generated.iter_rows(named=True)),
+    )
+
+
+def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
+    if summary.roofline is None:
+        return ()
+    return tuple(
+        RoofRow(
+            family=roof.family,
+            device_ns=roof.device_ns / summary.steps,
+            intensity=roof.intensity,
+            bound_ns=roof.bound_ns / summary.steps if roof.bounded_ns else None,
+            over_bound=roof.over_bound,
+            verdict=roof.mostly,
+        )
+        for roof in summary.roofline.families
+        if roof.device_ns
+    )
+
+
+def save_digest(digest: TraceDigest, directory: Path) -> Path:
+    """Write the digest into a run directory. Raises StepscopeError if it cannot be written."""
+    target = directory / DIGEST_FILE.format(tool=digest.tool)
+    try:
+        write_atomically(msgspec.json.format(msgspec.json.encode(digest), indent=1) + b"\n", target)
+    except OSError as error:
+        raise StepscopeError(f"cannot write {target}: {error.strerror or error}") from None
+    return target
+
+
+def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
+    """The digest in a run directory, or None if there is none. Raises InputError if it cannot be read."""
+    file = directory / DIGEST_FILE.format(tool=tool)
+    if not file.is_file():
+        return None
+    return decode_document(
+        read_named(file), TraceDigest, str(file), holds="digest of a capture", again="with --keep-digests"
+    )

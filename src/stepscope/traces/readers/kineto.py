@@ -1,0 +1,447 @@
+"""Reads a trace of torch.profiler (Kineto): Chrome-trace JSON, plain or gzip, of any version and vendor.
+
+Device events do not say their process, and name their device as `pid` and stream as `tid`; `args` repeats both.
+How its times are written is told in event_times.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import polars as pl
+
+from stepscope.core.errors import InputError, printable
+from stepscope.traces.assemble import assemble
+from stepscope.traces.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
+from stepscope.traces.readers.event_times import nanoseconds, ns_per_unit
+from stepscope.traces.readers.json_events import read_events
+from stepscope.traces.readers.kineto_events import (
+    NO_ARGUMENTS,
+    Arguments,
+    Event,
+    decode_block,
+    either,
+    needs_values,
+    operator_shapes,
+    whole_number,
+)
+from stepscope.traces.table import (
+    CALL_SCHEMA,
+    CALLS,
+    COLLECTIVE_SCHEMA,
+    DETAIL_SCHEMA,
+    KIND,
+    LINK_SCHEMA,
+    OPERATOR_SCHEMA,
+    OPERATORS,
+    RANGE_SCHEMA,
+    RANGES,
+    WORK,
+    WORK_SCHEMA,
+    Damage,
+    TraceTable,
+    add_count,
+    empty,
+)
+
+_CATEGORIES = {
+    "kernel": "kernel",
+    "concurrent_kernel": "kernel",
+    "gpu_memcpy": "memcpy",
+    "memcpy": "memcpy",
+    "gpu_memset": "memset",
+    "memset": "memset",
+    "cuda_runtime": "call",
+    "cuda_driver": "call",
+    "hip_runtime": "call",
+    "hip_driver": "call",
+    "xpu_runtime": "call",
+    "xpu_driver": "call",
+    "privateuse1_runtime": "call",
+    "privateuse1_driver": "call",
+    "runtime": "call",
+    "driver": "call",
+    "cpu_op": "operator",
+    "operator": "operator",
+    "user_annotation": "range",
+    "fwdbwd": "link",
+    "forward_backward": "link",
+}
+"""Categories of events in all versions of Kineto, in lower case."""
+
+_ARROWS = ("ac2g", "async", "async_gpu", "async_cpu_to_gpu")
+"""Categories of the arrows from calls to the work that they launched, in all versions of Kineto."""
+_INSTANT, _MEMORY = "cpu_instant_event", "[memory]"
+"""The allocator's events, of a capture with `profile_memory`."""
+
+_COLLECTIVE = "record_param_comms"
+"""The operator that says what its collective is."""
+_ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "DistributedDataParallel.forward")
+"""Names of ranges that older versions list among the operators."""
+
+
+def read_kineto(path: Path) -> TraceTable:
+    """The TraceTable of a Kineto trace. Raises InputError where it is broken or holds no events of a profiler."""
+    reader = _Reader(path)
+    for block in read_events(path, decode_block, reader.damage.mended):
+        if isinstance(block, dict):
+            reader.note_fields(block)
+        else:
+            reader.take(block)
+    return reader.table()
+
+
+class _Reader:
+    """Collects frames block by block; text is stored once for each distinct value."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._parts: dict[str, list[pl.DataFrame]] = defaultdict(list)
+        self._texts: dict[str, int] = {}
+        self._other: dict[str, int] = defaultdict(int)
+        self._names: dict[str, int] = {}
+        self._fields: dict[str, Any] = {}
+        self._threads: dict[tuple[int, int], str] = {}
+        self._events = 0
+        self._ns_per_unit: int | None = None
+        self.damage = Damage()
+        self._counters: list[pl.DataFrame] = []
+        self._copies = [empty(COPY_SCHEMA)]
+        self._takers: dict[str, Callable[[list[Event]], None]] = {
+            **{kind: partial(self._take_work, kind) for kind in ("kernel", "memcpy", "memset")},
+            "call": self._take_calls,
+            "operator": self._take_operators,
+            "range": self._take_ranges,
+        }
+
+    def note_fields(self, fields: dict[str, Any]) -> None:
+        self._fields.update(fields)
+
+    def take(self, events: list[Event]) -> None:
+        self._events += len(events)
+        if self._ns_per_unit is None:
+            self._ns_per_unit = ns_per_unit([event.ts for event in events])
+        sorted_events: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
+        for event in events:
+            sorted_events[event.ph, event.cat].append(event)
+        known = {kind: len(self._parts[kind]) for kind in ("work", "calls")}
+        for (ph, cat), group in sorted_events.items():
+            place = _CATEGORIES.get((cat or "").lower(), "other")
+            if ph == "X" and place in self._takers:
+                self._takers[place](group)
+            elif ph == "i" and cat == _INSTANT:
+                self._take_counters(group)
+            elif place == "link" and ph in ("s", "f"):
+                self._take_links("links", group, begins=ph == "s")
+            elif ph:
+                self._other[cat or f"phase {ph}"] += len(group)
+                if ph == "M":
+                    self._name_threads(group)
+        if not self._says_launches(known):
+            for (ph, cat), group in sorted_events.items():
+                if ph in ("s", "f") and (cat or "").lower() in _ARROWS:
+                    self._take_links("arrows", group, begins=ph == "s")
+
+    def _take_counters(self, group: list[Event]) -> None:
+        """Keep how much memory was allocated and reserved, and count the instants that say something else."""
+        memory = [event for event in group if event.name == _MEMORY]
+        if memory:
+            start, _ = self._times(memory, "memory events")
+            process, _ = self._host(memory)
+            said = [(given.memory_of, given.allocated, given.reserved) for given in map(_arguments, memory)]
+            self._counters.append(memory_counters(start, process, said))
+        if len(memory) < len(group):
+            self._other[_INSTANT] += len(group) - len(memory)
+
+    def _name_threads(self, group: list[Event]) -> None:
+        """Keep the names of threads. One may have several: of the process, then its own; all are kept in one text."""
+        for event in group:
+            if event.name == "thread_name" and event.args is not None and event.args.name:
+                thread = self._identity(event.pid), self._identity(event.tid)
+                name = _readable(bytes(event.args.name))
+                self._threads[thread] = f"{before}, {name}" if (before := self._threads.get(thread)) else name
+
+    def _take_work(self, kind: str, group: list[Event]) -> None:
+        arguments = [event.args or NO_ARGUMENTS for event in group]
+        work = pl.DataFrame(
+            [
+                *self._times(group, WORK),
+                _integers("device", (given.device for given in arguments), group, "pid"),
+                _integers("stream", (given.stream for given in arguments), group, "tid"),
+                pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
+                self._text("name", (event.name for event in group)),
+                pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
+                self._column("correlation", [given.correlation for given in arguments]),
+                self._column("external", either(arguments, "external")),
+                self._column("graph_node", [given.graph_node for given in arguments]),
+                *self._details(kind, arguments),
+            ]
+        )
+        self._parts["work"].append(work)
+        if kind == "memcpy":
+            self._copies.append(copies_of(work, [given.copied for given in arguments]))
+        self._take_collectives(group)
+
+    def _take_collectives(self, group: list[Event]) -> None:
+        """Keep what the events say of collectives: kernels of NCCL, and the operators that launch them."""
+        told = [event for event in group if event.args is not None and event.args.collective]
+        if not told:
+            return
+        arguments = [event.args or NO_ARGUMENTS for event in told]
+        start, _ = self._times(told, "collectives")
+        whole = ("correlation", "group_size", "elements_in", "elements_out")
+        texts = {
+            name: [_word(getattr(given, name)) for given in arguments] for name in ("collective", "group", "dtype")
+        }
+        self._parts["collectives"].append(
+            pl.DataFrame(
+                [
+                    start,
+                    *self._host(told),
+                    *(self._column(name, [getattr(given, name) for given in arguments]) for name in whole),
+                    *(self._text(name, values) for name, values in texts.items()),
+                    self._column("sequence", [given.collective_sequence for given in arguments]),
+                ]
+            )
+        )
+
+    def _details(self, kind: str, arguments: list[Arguments]) -> Iterator[pl.Series]:
+        """The columns of DETAIL_SCHEMA: a kernel has no bytes, and a copy nothing else."""
+        kernel, nothing = kind == "kernel", [None] * len(arguments)
+        untold = self._text("memory", [b""]).new_from_index(0, len(arguments))
+        yield pl.Series(
+            "bytes", nothing if kernel else [_within(given.copied, 2**62) for given in arguments], dtype=pl.Int64
+        )
+        yield untold
+        yield self._text("grid", (bytes(given.grid) for given in arguments)) if kernel else untold.alias("grid")
+        yield self._text("block", (bytes(given.block) for given in arguments)) if kernel else untold.alias("block")
+        registers = [_within(given.registers, 2**31) for given in arguments] if kernel else nothing
+        yield pl.Series("registers", registers, dtype=pl.Int32)
+        occupancy = [_within(given.occupancy, 2**31) for given in arguments] if kernel else nothing
+        yield pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False)
+
+    def _take_calls(self, group: list[Event]) -> None:
+        arguments = [event.args or NO_ARGUMENTS for event in group]
+        self._parts["calls"].append(
+            pl.DataFrame(
+                [
+                    *self._times(group, CALLS),
+                    *self._host(group),
+                    self._text("name", (event.name for event in group)),
+                    self._column("correlation", [given.correlation for given in arguments]),
+                    self._column("external", either(arguments, "external")),
+                ]
+            )
+        )
+
+    def _take_operators(self, group: list[Event]) -> None:
+        old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
+        if old:
+            self._take_ranges([event for event in group if event.name in old])
+            group = [event for event in group if event.name not in old]
+        arguments = [event.args or NO_ARGUMENTS for event in group]
+        self._parts["operators"].append(
+            pl.DataFrame(
+                [
+                    *self._times(group, OPERATORS),
+                    *self._host(group),
+                    self._text("name", (event.name for event in group)),
+                    self._column("external", either(arguments, "external")),
+                    self._column("sequence", [given.sequence for given in arguments]),
+                    self._column("forward_thread", either(arguments, "forward_thread")),
+                    self._text("shapes", _texts(operator_shapes, arguments)),
+                    self._text("dtypes", _texts(lambda given: bytes(given.dtypes), arguments)),
+                    self._values(group, arguments),
+                ]
+            )
+        )
+        if any(event.name == _COLLECTIVE for event in group):
+            self._take_collectives(group)
+
+    def _values(self, group: list[Event], arguments: list[Arguments]) -> pl.Series:
+        """The values of each event's arguments, of operators whose work depends on them."""
+        column = self._text("values", [b""]).new_from_index(0, len(group))
+        wanted = {name for name in {event.name for event in group} if needs_values(name)}
+        if not wanted:
+            return column
+        # Few events are of such operators: to look at each one's values took as long as its shapes.
+        places = [at for at, event in enumerate(group) if event.name in wanted and arguments[at].values]
+        return column.scatter(places, self._text("values", (bytes(arguments[at].values) for at in places)))
+
+    def _take_ranges(self, group: list[Event]) -> None:
+        self._parts["ranges"].append(
+            pl.DataFrame(
+                [
+                    *self._times(group, RANGES),
+                    *self._host(group),
+                    self._text("name", (event.name for event in group)),
+                    pl.Series("nested", [True], dtype=pl.Boolean).new_from_index(0, len(group)),
+                ]
+            )
+        )
+
+    def _says_launches(self, known: dict[str, int]) -> bool:
+        """Whether all device work and calls of a block, whose parts follow the `known` ones, have a correlation id."""
+        rows = [frame["correlation"] for kind in ("work", "calls") for frame in self._parts[kind][known[kind] :]]
+        return bool(rows) and not any(ids.null_count() or (ids == 0).any() for ids in rows)
+
+    def _take_links(self, kind: str, group: list[Event], *, begins: bool) -> None:
+        start, _ = self._times(group, "arrows")
+        self._parts[kind].append(
+            pl.DataFrame(
+                [
+                    self._column("id", self._identities([event.id for event in group])),
+                    start,
+                    *self._host(group),
+                    pl.Series("begins", [begins], dtype=pl.Boolean).new_from_index(0, len(group)),
+                ]
+            )
+        )
+
+    def _times(self, group: list[Event], what: str) -> tuple[pl.Series, pl.Series]:
+        """The columns start_ns and duration_ns; a start that is none is null."""
+        per_unit = self._ns_per_unit or 1000
+        start = nanoseconds("start_ns", [event.ts for event in group], per_unit)
+        duration = nanoseconds("duration_ns", [event.dur or 0 for event in group], per_unit)
+        if duration.null_count():
+            add_count(self.damage.endless, what, duration.null_count())
+            duration = duration.fill_null(0)
+        if group and cast("int", duration.min()) < 0:
+            add_count(self.damage.backwards, what, int((duration < 0).sum()))
+            duration = duration.clip(lower_bound=0)
+        return start, duration
+
+    def _host(self, group: list[Event]) -> tuple[pl.Series, pl.Series]:
+        return (
+            self._column("process", self._identities([event.pid for event in group])),
+            self._column("thread", self._identities([event.tid for event in group])),
+        )
+
+    def _identities(self, values: list[Any]) -> list[Any]:
+        return values if set(map(type, values)) == {int} else [self._identity(value) for value in values]
+
+    def _identity(self, value: object) -> int:
+        """The number of a process, thread or arrow, as a number or as text; words get negative numbers of their own."""
+        number = whole_number(value)
+        return -2 - self._number(str(value)) if number is None else number
+
+    def _number(self, text: str) -> int:
+        return self._names.setdefault(text, len(self._names))
+
+    def _column(self, name: str, values: list[Any]) -> pl.Series:
+        """A column of ids and counts. Those of more than 63 bits wrap, so that equal ones stay equal."""
+        try:
+            return pl.Series(name, values, dtype=pl.Int64)
+        except (TypeError, OverflowError, pl.exceptions.PolarsError):
+            wrapped = [value if value is None else (value + 2**63) % 2**64 - 2**63 for value in values]
+            return pl.Series(name, wrapped, dtype=pl.Int64)
+
+    def _text(self, name: str, values: Iterable[object]) -> pl.Series:
+        """Numbers that stand for texts until `table` looks each text up once, so that it is stored once."""
+        texts = self._texts
+        return pl.Series(name, [texts.setdefault(value, len(texts)) for value in values], dtype=pl.UInt32)  # type: ignore[arg-type]
+
+    def table(self) -> TraceTable:
+        if not any(self._parts[kind] for kind in ("work", "operators", "calls")):
+            raise InputError(
+                f"{self._path}: {self._events} events, but none of kernels or operators: "
+                "capture it with torch.profiler (activities CPU and CUDA) or nsys"
+            )
+        texts = pl.Series([_readable(text) for text in self._texts], dtype=pl.String)
+        rank, ranks = _rank(self._fields)
+        return assemble(
+            path=self._path,
+            profiler="Kineto",
+            work=self._frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA}), texts),
+            calls=self._frame("calls", CALL_SCHEMA, texts),
+            ranges=self._frame("ranges", RANGE_SCHEMA, texts),
+            operators=self._frame("operators", OPERATOR_SCHEMA, texts),
+            links=self._frame("links", LINK_SCHEMA, texts),
+            arrows=self._frame("arrows", LINK_SCHEMA, texts),
+            devices={
+                device["id"]: str(device.get("name", ""))
+                for device in _dicts(self._fields.get("deviceProperties"))
+                if isinstance(device.get("id"), int)
+            },
+            other=dict(self._other),
+            recorder=_recorder(self._fields),
+            threads=self._threads,
+            collectives=self._frame("collectives", COLLECTIVE_SCHEMA, texts),
+            rank=rank,
+            ranks=ranks,
+            damage=self.damage,
+            counters=pl.concat([empty(COUNTER_SCHEMA), *self._counters, copy_bandwidth(pl.concat(self._copies))]),
+        )
+
+    def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:
+        parts = self._parts.pop(name, None)
+        if not parts:
+            return empty(schema)
+        frame = pl.concat(parts, rechunk=True)
+        named = [column for column, dtype in schema.items() if dtype in (pl.String, pl.Categorical())]
+        looked_up = [texts.cast(schema[column]).gather(frame[column]).alias(column) for column in named]
+        optional = [column for column in named if column != "name"]
+        return (
+            frame.with_columns(looked_up)
+            .with_columns(pl.when(pl.col(optional) != pl.lit("", pl.Categorical())).then(pl.col(optional)))
+            .select(list(schema))
+        )
+
+
+def _arguments(event: Event) -> Arguments:
+    return event.args or NO_ARGUMENTS
+
+
+def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:
+    """The dicts among a list's items; an empty list where the value is no list."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def _integers(name: str, values: Iterable[int | None], group: list[Event], otherwise: str) -> pl.Series:
+    """A number from the arguments, or from where the event itself holds it; -1 where neither does."""
+    found: list[int] = []
+    for value, event in zip(values, group, strict=True):
+        given = whole_number(getattr(event, otherwise)) if value is None else value
+        found.append(given if given is not None and abs(given) < 2**63 else -1)
+    return pl.Series(name, found, dtype=pl.Int64)
+
+
+def _within(value: float | None, limit: int) -> float | None:
+    """A count from the arguments; null where it is damaged: no time depends on it."""
+    return value if value is not None and 0 <= value < limit else None
+
+
+def _texts(of: Callable[[Arguments], bytes], arguments: list[Arguments]) -> Iterable[bytes]:
+    """A text of each event; in a trace without shapes none has any, which is seen at once."""
+    has_shapes = any(given.shapes or given.shapes_old or given.dtypes for given in arguments)
+    return map(of, arguments) if has_shapes else [b""] * len(arguments)
+
+
+def _readable(text: object) -> str:
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "replace")
+    return str(text).encode("utf-8", "replace").decode()
+
+
+def _word(raw: msgspec.Raw) -> str:
+    """A text without its quotes."""
+    return bytes(raw).decode("utf-8", "replace").strip('"')
+
+
+def _rank(fields: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The rank of the process and the number of ranks, as PyTorch writes them where torch.distributed is in use."""
+    given = fields.get("distributedInfo")
+    told = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    rank, ranks = told.get("rank"), told.get("world_size")
+    both = type(rank) is int and type(ranks) is int and 0 <= rank < ranks
+    return (rank, ranks) if both else (None, None)
+
+
+def _recorder(fields: dict[str, Any]) -> str | None:
+    for key in ("pytorch_version", "torch_version", "cupti_version"):
+        if key in fields:
+            return printable(f"{key.removesuffix('_version')} {fields[key]}"[:80])
+    return None

@@ -1,0 +1,117 @@
+"""Attention written out in PyTorch's operators: with all scores at once, or for a chunk of queries at a time."""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from stepscope.core.range_names import OUTPUT, SCORES, SOFTMAX
+from stepscope.recording.ranges import detail_range
+from stepscope.training.attention.masks import (
+    for_all_heads,
+    fully_masked_queries,
+    hidden_keys,
+    outside_documents,
+    with_zeros,
+)
+
+CHUNK = 256
+"""Queries per chunk."""
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
+    bounds: Tensor | None = None, subtract_maximum: bool = True, first_query: int = 0,
+) -> Tensor:  # fmt: skip
+    """Attention written out: scores, mask, softmax with the maximum subtracted, weighted sum.
+
+    bounds: those of documents. first_query: the position of the first query, where queries are the later part of a
+    sequence; without a window.
+    """
+    masked = fully_masked_queries(q, k, window)
+    if masked:
+        function = partial(reference, subtract_maximum=subtract_maximum)
+        return with_zeros(function, masked, q, k, v, causal=causal, scale=scale, window=window)
+    k, v = for_all_heads(q, k, v)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    with detail_range(SCORES):
+        scores_BHST = q @ k.transpose(-2, -1) * scale
+        if causal or window is not None:
+            # The mask has no name: a name would keep it alive beside the softmax where no graph needs it.
+            query_S1 = torch.arange(first_query, first_query + q.shape[-2], device=q.device)[:, None]
+            key_1T = torch.arange(k.shape[-2], device=q.device)[None, :]
+            scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
+        if bounds is not None:
+            scores_BHST = scores_BHST.masked_fill(outside_documents(k, bounds), float("-inf"))
+    with detail_range(SOFTMAX):
+        if subtract_maximum:
+            # exp overflows in fp16 above ln(65504) = 11.09: with the row's maximum subtracted, no exponent is above 0.
+            # Softmax does not change when a row is shifted, so the maximum's gradient is zero: detached, the scores
+            # need not be saved for backward (one S x T tensor in three).
+            maximum_BHS1 = scores_BHST.detach().amax(dim=-1, keepdim=True)
+            exponentials_BHST = torch.exp(scores_BHST - maximum_BHS1)
+        else:
+            exponentials_BHST = torch.exp(scores_BHST)
+        weights_BHST = exponentials_BHST / exponentials_BHST.sum(dim=-1, keepdim=True)
+    with detail_range(OUTPUT):
+        return weights_BHST @ v
+
+
+def unsafe(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Attention written out without subtracting the row's maximum: exp overflows to infinity for a score above 11.09 in
+    fp16, 88.7 in fp32; a row whose scores all lie far below zero gives 0 / 0.
+    """
+    return reference(q, k, v, causal=causal, scale=scale, window=window, subtract_maximum=False)
+
+
+def chunked(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None
+) -> Tensor:
+    """Attention written out for CHUNK queries at a time, over the keys that any of them sees (Rabe & Staats 2021,
+    arXiv:2112.05682, without their chunks of keys).
+
+    At most CHUNK x T scores are alive. Backward computes each chunk's scores once more (`torch.utils.checkpoint`), and
+    keeps queries, keys and values alone: kept by autograd, the chunks would make up the whole S x T again.
+    """
+    masked = fully_masked_queries(q, k, window)
+    if masked:
+        return with_zeros(chunked, masked, q, k, v, causal=causal, scale=scale, window=window)
+    queries, keys = q.shape[-2], k.shape[-2]
+    recomputes = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (q, k, v))
+    outs: list[Tensor] = []
+    for first in range(0, queries, CHUNK):
+        after = min(first + CHUNK, queries)
+        first_key = max(0, first - window + 1) if window is not None else 0
+        after_key = min(after if causal else after + window - 1 if window is not None else keys, keys)
+        rows = _rows(first, first_key, causal=causal, scale=scale, window=window)
+        inputs = q[:, :, first:after], k[:, :, first_key:after_key], v[:, :, first_key:after_key]
+        if recomputes:
+            # Nothing here is random, so no state of a generator is kept.
+            out = checkpoint(rows, *inputs, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(out, Tensor)
+            outs.append(out)
+        else:
+            outs.append(rows(*inputs))
+    return torch.cat(outs, dim=-2)
+
+
+def _rows(
+    first: int, first_key: int, *, causal: bool, scale: float | None, window: int | None
+) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Attention written out, for the queries from position `first` on over the keys from `first_key` on."""
+
+    def rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = for_all_heads(q, k, v)
+        scores_BHST = q @ k.transpose(-2, -1) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+        if causal or window is not None:
+            query_S1 = torch.arange(first, first + q.shape[-2], device=q.device)[:, None]
+            key_1T = torch.arange(first_key, first_key + k.shape[-2], device=q.device)[None, :]
+            scores_BHST = scores_BHST.masked_fill(hidden_keys(query_S1, key_1T, causal, window), float("-inf"))
+        return scores_BHST.softmax(dim=-1) @ v
+
+    return rows

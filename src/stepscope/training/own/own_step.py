@@ -1,0 +1,253 @@
+"""Makes a step like the textbook's of a user's own module, or takes the step that a user's factory made."""
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.errors import InputError, StepscopeError, message_of, named_line
+from stepscope.core.parts import Kernels, Part, PartFound, compiles
+from stepscope.core.precisions import PRECISIONS
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.recording.step import Phase
+from stepscope.training.checkpointing import KeptCalls
+from stepscope.training.own.batches import input_names, named_tensors, split
+from stepscope.training.own.blocks import checkpoint_blocks
+from stepscope.training.own.own_module import OwnModule, check_gradient
+from stepscope.training.training_step import (
+    AssembledStep,
+    Batch,
+    Choices,
+    Share,
+    StepParts,
+    check_choices,
+    in_16_bits,
+)
+
+
+class OwnChoices(Choices, Protocol):
+    """The choices for a step of a user's own module."""
+
+    @property
+    def checkpointing(self) -> str: ...
+    @property
+    def parts(self) -> Mapping[Part, Kernels]: ...
+
+
+class ModuleWithLoss(nn.Module):
+    """A user's module and its loss: all that `forward` means in a training step."""
+
+    def __init__(self, own: OwnModule) -> None:
+        super().__init__()
+        self.module = own.module
+        self._arguments, self._loss_of = own.call.arguments, own.loss_of
+
+    def forward(self, batch: Any) -> Tensor:
+        args, kwargs = self._arguments(batch)
+        return self._loss_of(self.module(*args, **kwargs), batch)
+
+
+class ModuleAlone(nn.Module):
+    """A user's module without its loss, as inference runs it."""
+
+    def __init__(self, own: OwnModule) -> None:
+        super().__init__()
+        self.module = own.module
+        self._arguments = own.call.arguments
+
+    def forward(self, batch: Any) -> Any:
+        args, kwargs = self._arguments(batch)
+        return self.module(*args, **kwargs)
+
+
+class OwnStep(AssembledStep):
+    """A step of a user's module. If the first run of one of its phases fails, one line says what is wrong."""
+
+    def __init__(
+        self, own: OwnModule, choices: OwnChoices, device: torch.device, share: Share | None = None
+    ) -> None:  # fmt: skip
+        """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
+        check_choices(choices, device)
+        check_trained(own, choices)
+        own = placed(own, choices, device)
+        if PRECISIONS[choices.dtype].masters and own.optimizer is not None:
+            raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
+        blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
+        self.own, self._checkpointing = own, choices.checkpointing
+        self._first = _FirstRuns(own.name)
+        super().__init__(parts_of(own, choices, blocks), choices, device, share)
+
+    @property
+    def found(self) -> tuple[PartFound, ...]:
+        """Which modules other kernels compute, and which were left, where any were asked for."""
+        return self.own.found
+
+    def _forward(self, micro: int) -> None:
+        if FORWARD in self._first.done:
+            super()._forward(micro)
+            return
+        self._first.run(FORWARD, lambda: self._first_forward(micro))
+        assert self.loss is not None
+        check_gradient(self.loss, self.own.name)
+
+    def _first_forward(self, micro: int) -> None:
+        if self._checkpointing != "attention" or self.compiled:
+            super()._forward(micro)
+            return
+        with KeptCalls("attention") as kept:
+            super()._forward(micro)
+        if not kept.count:
+            raise InputError(
+                f"checkpointing attention keeps what a fused operator returns, and {self.own.name} calls none: let it "
+                "call scaled_dot_product_attention where a fused kernel runs, or choose --checkpointing selective or "
+                "every-1"
+            )
+
+    def _infer(self, micro: int) -> None:
+        self._first.run(FORWARD, lambda: super(OwnStep, self)._infer(micro))
+
+    def _backward(self) -> None:
+        self._first.run(BACKWARD, super()._backward)
+
+    def _optimize(self) -> None:
+        self._first.run(OPTIMIZER, super()._optimize)
+
+
+class _FirstRuns:
+    """Runs the phases of a user's step. What a phase raises in its first run is a mistake in the user's code; later, it
+    is a failure of the run, which keeps the steps before it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self.done: set[str] = set()
+
+    def run(self, phase: str, run: Callable[[], object]) -> None:
+        """Run a phase. Raises InputError if its first run fails, unless the device failed: that is not the user's
+        mistake."""
+        if phase in self.done:
+            run()
+            return
+        try:
+            run()
+        except (StepscopeError, torch.OutOfMemoryError, torch.AcceleratorError, MemoryError):
+            raise
+        except (Exception, SystemExit) as error:  # The user's own code may raise anything.
+            if isinstance(error, RuntimeError) and "memory" in message_of(error):
+                raise
+            called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
+            where = f"{phase}, in its loss function" if OwnModule.loss_of.__code__ in called else phase
+            raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
+        self.done.add(phase)
+
+    def of(self, given: Phase) -> Phase:
+        """The phase, to be run by this where a step runs it."""
+        return Phase(name=given.name, run=lambda: self.run(given.name, given.run))
+
+
+class DrivenStep:
+    """A step that a user made: an object with `phases`, and perhaps with other attributes of a Step."""
+
+    def __init__(self, given: Any, name: str, device: torch.device) -> None:
+        self.given, self.device = given, device
+        self._first = _FirstRuns(name)
+        self.phases = tuple(self._first.of(_phase(phase, name)) for phase in _list_of(given.phases, name))
+        self.model: nn.Module = _module_of(given, name)
+        self.forward_module: nn.Module = getattr(given, "forward_module", self.model)
+        self.blocks: Sequence[nn.Module] = tuple(getattr(given, "blocks", ()))
+        self.optimizer: torch.optim.Optimizer | None = getattr(given, "optimizer", None)
+        self.scaler = getattr(given, "scaler", None) or torch.amp.GradScaler(device.type, enabled=False)
+        self.batches: Sequence[Any] = list(getattr(given, "batches", ()))
+        self.compiled = bool(getattr(given, "compiled", False))
+        self.compiles_parts = bool(getattr(given, "compiles_parts", False))
+        self.cuda_graphs = bool(getattr(given, "cuda_graphs", False))
+        self._names = input_names(self.model)
+
+    @property
+    def batch(self) -> Any:
+        """The batch of the next step; () where the step does not say."""
+        return getattr(self.given, "batch", self.batches[0] if self.batches else ())
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss of the last forward; None where the step does not say."""
+        loss = getattr(self.given, "loss", None)
+        return loss if isinstance(loss, Tensor) else None
+
+    @loss.setter
+    def loss(self, loss: Tensor | None) -> None:
+        if hasattr(self.given, "loss"):
+            self.given.loss = loss
+
+    def named_tensors(self, batch: Any) -> list[tuple[str, Tensor]]:
+        """The tensors of a batch with their names."""
+        return named_tensors(batch, self._names)
+
+    def prepare(self) -> None:
+        """Run what the user's step prepares before each step. It is not timed."""
+        prepare = getattr(self.given, "prepare", None)
+        if prepare is not None:
+            self._first.run("prepare", prepare)
+
+
+def check_trained(own: OwnModule, choices: OwnChoices) -> None:
+    """Raise InputError for a training step of a module without parameters that are trained."""
+    if choices.phase != "forward" and not any(parameter.requires_grad for parameter in own.module.parameters()):
+        remedy = "give it some, or measure forward alone with stepscope run --phase forward"
+        raise InputError(f"{own.name} has no parameters to train: {remedy}")
+
+
+def placed(own: OwnModule, choices: OwnChoices, device: torch.device) -> OwnModule:
+    """The module on its device and in its dtype, with the parts that other kernels compute.
+
+    They come first of all that changes a module: a replacement is held against the module's own forward and its own
+    linear layers, before blocks run again in backward, weights are halved, and products take eight bits. All of these
+    keep the replacement, which calls the layers as modules and reads their dtypes when it runs.
+    """
+    there = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
+    return there.computed_by(choices.parts)
+
+
+def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:
+    """What the step of a user's module is assembled of; its blocks, where they are known."""
+    names = input_names(own.module)
+
+    def cut(batch: Batch, parts: int) -> list[Batch]:
+        return [(micro_batch,) for micro_batch in split(batch[0], parts, own.name)]
+
+    return StepParts(
+        model=own.module,
+        masters=in_16_bits(own.module, choices, blocks),
+        forward=ModuleAlone(own) if choices.phase == "forward" else ModuleWithLoss(own),
+        batches=[(batch,) for batch in own.batches],
+        named_tensors=lambda batch: named_tensors(batch[0], names),
+        split=cut,
+        blocks=blocks,
+        optimizer=own.optimizer,
+        compiles_parts=compiles(choices.parts),
+    )
+
+
+def _list_of(phases: Any, name: str) -> list[Any]:
+    if not isinstance(phases, (list, tuple)) or not phases:
+        raise InputError(
+            f"{name} gave a step whose phases are {type(phases).__name__}: give a list of (name, function)"
+        )
+    return list(phases)
+
+
+def _phase(given: Any, name: str) -> Phase:
+    pair = (given.name, given.run) if hasattr(given, "run") and hasattr(given, "name") else given
+    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0] and callable(pair[1])):
+        raise InputError(f"{name} gave a step with the phase {given!r:.60}: each is a name and a function")
+    return Phase(name=pair[0], run=pair[1])
+
+
+def _module_of(given: Any, name: str) -> nn.Module:
+    model = getattr(given, "model", getattr(given, "module", None))
+    if model is None:
+        return nn.Module()
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{name} gave a step whose model is {type(model).__name__}, and no nn.Module")
+    return model

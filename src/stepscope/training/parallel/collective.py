@@ -1,0 +1,108 @@
+"""The few things that the lessons ask of torch.distributed, over tensors that are there already."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from stepscope.training.clipping import global_norm
+
+
+@torch.no_grad()
+def broadcast_from_first(module: nn.Module) -> None:
+    """Give every rank the first one's parameters and buffers: ranks that begin apart stay apart."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        broadcast(tensor, 0)()
+
+
+@torch.no_grad()
+def broadcast(tensor: Tensor, rank: int) -> Callable[[], None]:
+    """Begin to give every rank this one's numbers, whatever their dtype and strides; returns what waits for them.
+
+    A backend takes a tensor's memory as if it were contiguous, and would write beside one that is not; and gloo lacks
+    dtypes, though a broadcast needs bytes alone.
+    """
+    for dim, stride in enumerate(tensor.stride()):
+        if not stride and tensor.shape[dim]:  # what is expanded has its numbers once
+            tensor = tensor.narrow(dim, 0, 1)
+    message = tensor.data.contiguous()
+    its_bytes = message.as_strided((message.numel(),), (1,)).view(torch.uint8)
+    handle = dist.broadcast(its_bytes, rank, async_op=True)
+
+    def wait() -> None:
+        if handle is not None:
+            handle.wait()
+        if not tensor.is_contiguous():
+            tensor.data.copy_(message)
+
+    return wait
+
+
+def average(tensor: Tensor) -> None:
+    """Replace a tensor by its mean over the ranks."""
+    begin_average(tensor)()
+
+
+def begin_average(tensor: Tensor) -> Callable[[], None]:
+    """Begin to replace a tensor by its mean over the ranks. Returns what waits for it, to be called once.
+
+    NCCL finds the mean itself. gloo adds up alone, so the sum is divided after it: one more pass over the tensor.
+    """
+    operation = dist.ReduceOp.AVG if tensor.is_cuda else dist.ReduceOp.SUM
+    handle: Any = dist.all_reduce(tensor, operation, async_op=True)
+
+    @torch.no_grad()
+    def finish() -> None:
+        handle.wait()
+        if not tensor.is_cuda:
+            tensor.div_(dist.get_world_size())
+
+    return finish
+
+
+def trained(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that get a gradient, each once."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def with_gradient(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients of these parameters, zero where a step had no use for one: another rank's may have had."""
+    gradients: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    return gradients
+
+
+@torch.no_grad()
+def norm_over_ranks(
+    parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32, *, but_for: Tensor | None = None
+) -> Tensor:  # fmt: skip
+    """The global norm of gradients of which each rank has some that no other has. but_for: a parameter that another
+    rank has, too, and counts."""
+    square = global_norm([parameter for parameter in parameters if parameter is not but_for], dtype).square()
+    dist.all_reduce(square)
+    return square.sqrt_()
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    """A copy of the tensors' elements, one after the other."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def parts_of(flat_tensor: Tensor, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The views of `flat`'s tensor that have the shapes of these tensors, one after the other."""
+    begin = 0
+    for tensor in tensors:
+        yield flat_tensor[begin : begin + tensor.numel()].view(tensor.shape)
+        begin += tensor.numel()
+
+
+def unflatten_into(flat_tensor: Tensor, tensors: Iterable[Tensor]) -> None:
+    """Copy the elements of `flat` back."""
+    tensors = list(tensors)
+    for tensor, part in zip(tensors, parts_of(flat_tensor, tensors), strict=True):
+        tensor.copy_(part)

@@ -1,0 +1,80 @@
+"""The parts of the textbook's transformer that others than its own code can compute: norm, rope, mlp and loss, and the
+projections of one input as one product.
+
+`core/parts.py` has a record of each. `parts_for` makes of a workload what its model is given: a function for each part,
+or None where the code of training/transformer.py and training/training_step.py is taken.
+"""
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from stepscope.core.attention_support import tensor_dtype
+from stepscope.core.parts import PARTS, Kernels, Part, check_parts
+from stepscope.core.workload import Workload
+from stepscope.kernels.parts.projections import joint_projections
+
+
+class Norm(Protocol):
+    """x + branch, or x without a branch, and its RMSNorm."""
+
+    def __call__(
+        self, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+class Rope(Protocol):
+    """Queries and keys (B, H, S, D) turned by tables (S or more, D)."""
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+class Mlp(Protocol):
+    """silu(gate) * up."""
+
+    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
+
+
+class Loss(Protocol):
+    """The mean cross-entropy of the head's logits of x (..., M) with targets (...)."""
+
+    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor: ...
+
+
+class Projections(Protocol):
+    """x (..., M) times each of several weights (N_i, M), as views of one tensor."""
+
+    def __call__(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The functions that compute the parts; None for the textbook's own code."""
+
+    norm: Norm | None = None
+    rope: Rope | None = None
+    mlp: Mlp | None = None
+    loss: Loss | None = None
+    projections: Projections | None = None
+
+
+REFERENCE_PARTS = Parts()
+
+
+def part_function(part: Part, name: Kernels) -> Any:
+    """The function that computes a part; None for the reference."""
+    module, _, function = PARTS[part][name].function.partition(":")
+    # Imported only when it is called: the kernels need Triton.
+    return getattr(importlib.import_module(module), function) if module else None
+
+
+def parts_for(workload: Workload, device_type: str) -> Parts:
+    """The functions that the workload's model runs here. Raises an InputError that names the part which cannot."""
+    config = workload.model
+    widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim, "loss": config.vocabulary}
+    check_parts(workload.parts, device_type, tensor_dtype(workload.dtype), widths)
+    chosen = {part: part_function(part, name) for part, name in workload.parts.items()}
+    return Parts(**chosen, projections=joint_projections if workload.projections == "joint" else None)

@@ -1,0 +1,300 @@
+"""The gate of the parts: an implementation is held against float64 before any of its times is shown.
+
+Results and gradients of a call are set beside the same formula in float64. Their error may be twice what PyTorch's
+operators make of that formula in the tensors' dtype, and at least one unit roundoff of that dtype and four of fp32, in
+which sums are made. That of the worst row may be four times PyTorch's, and 16 unit roundoffs, since it is the extreme
+of many. In Triton's interpreter bf16 may be off twice as far: it cuts numbers off where a GPU rounds them. Shapes and
+dtypes are checked too, that the inputs are left alone, and that the same call gives the same bits. The call is made
+again with every subset of its inputs frozen, as in a model that is trained in part: the others keep their gradients.
+
+Inputs lie in memory that is NaN around them, and memory of the results' sizes is filled with NaN before the call: who
+reads beside its input is seen, and who leaves a number unwritten.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from stepscope.core.attentions import TensorDtype
+from stepscope.core.parts import PARTS, Kernels, Part
+from stepscope.training.attention.inputs import TORCH_DTYPES
+from stepscope.training.parts import formulas, part_function
+
+FACTOR = 2.0
+"""The error that is allowed to a whole tensor, as a multiple of PyTorch's."""
+ROW_FACTOR = 4.0
+"""The error that is allowed to the worst row, as a multiple of that of PyTorch's worst row."""
+ROW_UNITS = 16.0
+"""The error that is allowed to the worst row in any case, in unit roundoffs."""
+SUM_UNITS = 4.0
+"""Unit roundoffs of fp32 that are allowed to a whole tensor, where PyTorch happens to be exact."""
+EPSILON = 1e-5
+IGNORED = -100
+
+Function = Callable[..., Tensor | tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class PartCase:
+    """A call of a part: sizes in the order of `sizes_of`, and how its tensors lie."""
+
+    part: Part
+    sizes: tuple[int, ...]
+    strided: bool = False
+    """Whether tensors are views of larger ones; of rope, as heads of a projection lie."""
+
+    @property
+    def width(self) -> int:
+        """The length of a row: d_model of a norm, head_dim of rope, d_ff of mlp, vocabulary of a loss."""
+        return self.sizes[SIZES[self.part].index(_WIDTHS[self.part])]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in zip(SIZES[self.part], self.sizes, strict=True))
+        return f"{self.part} {sizes}{', strided' if self.strided else ''}"
+
+
+SIZES: dict[Part, tuple[str, ...]] = {
+    "norm": ("rows", "d_model", "branch"),
+    "rope": ("batch", "heads", "kv_heads", "positions", "head_dim"),
+    "mlp": ("rows", "d_ff"),
+    "loss": ("rows", "d_model", "vocabulary"),
+}
+"""What the sizes of a case are. The branch of a norm is 1 or 0."""
+_WIDTHS: dict[Part, str] = {"norm": "d_model", "rope": "head_dim", "mlp": "d_ff", "loss": "vocabulary"}
+
+SMALL_CASES = (
+    PartCase("norm", (5, 33, 0)),
+    PartCase("norm", (6, 20, 1), strided=True),
+    PartCase("norm", (1, 1, 1)),
+    PartCase("rope", (2, 3, 1, 3, 6), strided=True),
+    PartCase("rope", (1, 2, 2, 2, 10)),
+    PartCase("mlp", (3, 37)),
+    PartCase("mlp", (3, 21), strided=True),
+    PartCase("loss", (5, 12, 37)),
+    PartCase("loss", (4, 7, 3), strided=True),
+)
+"""Odd sizes and layouts that Triton's interpreter runs in a moment."""
+
+LARGE_CASES = (
+    PartCase("norm", (2048, 1280, 1)),
+    PartCase("norm", (2051, 2560, 0), strided=True),
+    PartCase("norm", (17, 20000, 1)),
+    PartCase("rope", (4, 20, 20, 512, 64), strided=True),
+    PartCase("rope", (2, 32, 4, 129, 80)),
+    PartCase("rope", (1, 5, 1, 77, 6), strided=True),
+    PartCase("mlp", (2048, 5120)),
+    PartCase("mlp", (333, 10001), strided=True),
+    PartCase("loss", (2048, 1280, 10000)),
+    PartCase("loss", (1025, 640, 50257)),
+    PartCase("loss", (130, 96, 151), strided=True),
+)
+"""Sizes of real models, and odd ones, for a GPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartVerdict:
+    """What the gate found of an implementation in one call."""
+
+    name: Kernels
+    case: PartCase
+    dtype: TensorDtype
+    passed: bool
+    reason: str = ""
+    """What is wrong; or why it was not run."""
+    errors: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By result: its relative error, and the one that is allowed."""
+    repeats: bool | None = None
+    """Whether a second call gave the same bits; None where it was not run."""
+
+
+def check_part(
+    name: Kernels, cases: Sequence[PartCase], dtypes: Sequence[TensorDtype], device: torch.device,
+    function: Function | None = None,
+) -> list[PartVerdict]:  # fmt: skip
+    """Run the gate. function: judged in place of the implementation of this name."""
+    return [_judge(name, case, dtype, device, function) for dtype in dtypes for case in cases]
+
+
+def _judge(
+    name: Kernels, case: PartCase, dtype: TensorDtype, device: torch.device, function: Function | None
+) -> PartVerdict:
+    fault = PARTS[case.part][name].fault(device.type, dtype, case.width)
+    if function is None and fault is not None:
+        return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=f"not run: {fault}")
+    called = function or part_function(case.part, name) or _WRITTEN_OUT[case.part]
+    inputs = _Inputs(case, TORCH_DTYPES[dtype], device)
+    exact = inputs.run(_WRITTEN_OUT[case.part], torch.float64)
+    plain = inputs.run(_WRITTEN_OUT[case.part])
+    inputs.poison(plain)
+    overwrites = PARTS[case.part][name].overwrites
+    found = inputs.run(called, copied=overwrites)
+    again = inputs.run(called, copied=overwrites)
+    reason = inputs.changed() or next(
+        (
+            f"{result} is {tuple(found[result].shape)} in {found[result].dtype}, not {tuple(right.shape)} in "
+            f"{right.dtype}"
+            if result in found
+            else f"{result} is missing"
+            for result, right in plain.items()
+            if result not in found or found[result].shape != right.shape or found[result].dtype != right.dtype
+        ),
+        "",
+    )
+    if reason:
+        return PartVerdict(name=name, case=case, dtype=dtype, passed=False, reason=reason)
+    unit = torch.finfo(TORCH_DTYPES[dtype]).eps / 2
+    slack = interpreter_slack(TORCH_DTYPES[dtype], device.type)
+    errors, reason = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
+    for frozen in () if reason else inputs.subsets():
+        of_rest = inputs.run(called, copied=overwrites, frozen=frozen)
+        due = {result: right for result, right in exact.items() if result not in {f"gradient {i}" for i in frozen}}
+        why = next((f"{result} is missing" for result in due if result not in of_rest), "")
+        why = why or compare(due, plain, of_rest, dict.fromkeys(due, unit), slack)[1]
+        reason = reason or (f"with input {' and '.join(map(str, frozen))} frozen, {why}" if why else "")
+    repeats = all(torch.equal(found[result], again[result]) for result in found)
+    if not repeats and PARTS[case.part][name].repeats:
+        reason = reason or "a second call gave other bits"
+    return PartVerdict(
+        name=name, case=case, dtype=dtype, passed=not reason, reason=reason, errors=errors, repeats=repeats
+    )
+
+
+def interpreter_slack(dtype: torch.dtype, device_type: str) -> float:
+    """How much further a kernel may be off on this device: Triton's interpreter cuts bf16 off."""
+    return 2.0 if dtype == torch.bfloat16 and device_type == "cpu" else 1.0
+
+
+def compare(
+    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], units: Mapping[str, float],
+    slack: float,
+) -> tuple[dict[str, tuple[float, float]], str]:  # fmt: skip
+    """By result its relative error and the one that is allowed, and what is wrong, "" where nothing is.
+
+    exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result.
+    """
+    errors: dict[str, tuple[float, float]] = {}
+    reason = ""
+    for result, right in exact.items():
+        unit = units[result]
+        error, row_error = _errors(found[result], right)
+        of_pytorch, row_of_pytorch = _errors(plain[result], right)
+        allowed = slack * max(FACTOR * of_pytorch, unit + SUM_UNITS * torch.finfo(torch.float32).eps / 2)
+        row_allowed = slack * max(ROW_FACTOR * row_of_pytorch, ROW_UNITS * unit)
+        errors[result] = error, allowed
+        if reason:
+            continue
+        if not error <= allowed:
+            reason = f"{result} is off by {error:.2g}, {allowed:.2g} are allowed"
+        elif not row_error <= row_allowed:
+            reason = f"the worst row of {result} is off by {row_error:.2g}, {row_allowed:.2g} are allowed"
+    return errors, reason
+
+
+class _Inputs:
+    """The tensors of a call in memory that is NaN around them, and the gradients of its results."""
+
+    def __init__(self, case: PartCase, dtype: torch.dtype, device: torch.device) -> None:
+        generator = torch.Generator(device=device).manual_seed(sum(case.sizes))
+
+        def normal(*shape: int, strided: bool = case.strided) -> Tensor:
+            values = torch.randn(shape, generator=generator, device=device).to(dtype)
+            return _placed(values, strided)
+
+        self.rest: tuple[object, ...] = ()
+        if case.part == "norm":
+            rows, width, branch = case.sizes
+            self.tensors = [normal(rows, width), *([normal(rows, width)] if branch else []), normal(width)]
+            gradients = [(rows, width)] * (2 if branch else 1)
+        elif case.part == "rope":
+            batch, heads, kv_heads, positions, head_dim = case.sizes
+            shapes = [(batch, each, positions, head_dim) for each in (heads, kv_heads)]
+            if case.strided:
+                self.tensors = [normal(b, s, h, d).transpose(1, 2) for b, h, s, d in shapes]
+            else:
+                self.tensors = [normal(*shape) for shape in shapes]
+            angles = torch.rand(positions + 2, head_dim // 2, generator=generator, device=device).repeat(1, 2) * 6
+            self.rest = angles.cos(), angles.sin()
+            gradients = shapes
+        elif case.part == "mlp":
+            self.tensors = [normal(*case.sizes), normal(*case.sizes)]
+            gradients = [case.sizes]
+        else:
+            rows, width, vocabulary = case.sizes
+            self.tensors = [normal(rows, width), normal(vocabulary, width, strided=False)]
+            targets = torch.randint(vocabulary, (rows,), generator=generator, device=device)
+            targets[rows // 2] = IGNORED
+            self.rest = (targets,)
+            gradients = [()]
+        self.gradients = [torch.randn(shape, generator=generator, device=device) for shape in gradients]
+        self._before = [tensor.clone() for tensor in self.tensors]
+
+    def subsets(self) -> Iterator[tuple[int, ...]]:
+        """The inputs to freeze together, by number: each proper subset but the empty one."""
+        numbers = range(len(self.tensors))
+        return itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:])
+
+    def run(
+        self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False, frozen: Sequence[int] = ()
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """Results and gradients by name; with a dtype, of the same numbers in it; copied: of copies, which the call may
+        write to; frozen: of these inputs there are no gradients, nor of one that the call forgets."""
+        leaves = [t.to(dtype or t.dtype, copy=copied).detach() for t in self.tensors]
+        trained = {f"gradient {i}": leaf.requires_grad_() for i, leaf in enumerate(leaves) if i not in frozen}
+        rest = [t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in self.rest]
+        made = self._call(function, leaves, rest)
+        upstream = [(out, g.to(out.dtype)) for out, g in zip(made, self.gradients, strict=True) if out.requires_grad]
+        outs, of_outs = zip(*upstream, strict=True) if upstream else ((), ())
+        gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
+        found = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
+        return {f"result {i}": out.detach() for i, out in enumerate(made)} | found
+
+    def _call(self, function: Function, leaves: list[Tensor], rest: list[object]) -> tuple[Tensor, ...]:
+        if len(self.gradients) == 1 and len(leaves) == 2 and not rest and leaves[1].dim() == 1:
+            made = function(leaves[0], None, leaves[1], EPSILON)
+            return (made[1],)
+        if len(leaves) == 3:
+            return tuple(function(*leaves, EPSILON))
+        out = function(*leaves, *rest)
+        return out if isinstance(out, tuple) else (out,)
+
+    def poison(self, results: dict[str, Tensor]) -> None:
+        """Fill memory of the results' sizes with NaN and free it, so that the next allocations may get it."""
+        blocks = [torch.full_like(tensor, math.nan) for tensor in results.values() for _ in range(2)]
+        del blocks
+
+    def changed(self) -> str:
+        """A sentence if an input was written to, or "" where none was."""
+        same = all(torch.equal(now, before) for now, before in zip(self.tensors, self._before, strict=True))
+        return "" if same else "it writes to its inputs"
+
+
+def _placed(values: Tensor, strided: bool) -> Tensor:
+    """The values in memory that is NaN before and behind them; strided: between rows, too."""
+    if strided and values.dim() > 1:
+        base = torch.full(
+            (*values.shape[:-1], values.shape[-1] + 5), math.nan, dtype=values.dtype, device=values.device
+        )
+        view = base[..., 2:-3]
+    else:
+        base = torch.full((values.numel() + 32,), math.nan, dtype=values.dtype, device=values.device)
+        view = base[16 : 16 + values.numel()].view(values.shape)
+    view.copy_(values)
+    return view
+
+
+def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
+    """Relative errors of the whole tensor and of its worst row; not finite if any number is not finite."""
+    size = float(exact.norm()) or 1.0
+    off = (found.double() - exact).reshape(-1, exact.shape[-1] if exact.dim() else 1).norm(dim=-1)
+    return float(off.norm()) / size, float(off.max()) / (size / math.sqrt(off.numel()))
+
+
+_WRITTEN_OUT: dict[Part, Function] = {
+    "norm": formulas.rms_norm, "rope": formulas.rotated, "mlp": formulas.silu_product,
+    "loss": formulas.linear_cross_entropy,
+}  # fmt: skip
+"""Each part in PyTorch's operators: the judge in float64, and the measure of what a dtype can."""

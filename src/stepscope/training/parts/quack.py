@@ -1,0 +1,77 @@
+"""The parts by QuACK (github.com/Dao-AILab/quack), where it is installed: its kernels are written in CuTe.
+
+It has no product of silu(gate) and up by itself, only inside its own matrix products. Its loss multiplies by its own
+products, where all sizes divide by 8: it tries several of them at the first call of a shape, which takes its time, and
+elsewhere it makes the logits. Each function imports what it calls, since no other may be needed: not by importlib,
+whose functions PyTorch's compiler does not follow.
+"""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from stepscope.core.errors import InputError
+from stepscope.core.parts import PARTS, Part
+from stepscope.kernels.autocast_inputs import autocast_dtype
+from stepscope.kernels.parts.targets import check_targets
+from stepscope.training.attention.inputs import DTYPES
+
+_DIVISOR = 8
+"""What the rows, d_model and the vocabulary of its own products divide by."""
+
+
+def _check(part: Part, x: Tensor, dtype: torch.dtype, width: int) -> None:
+    """Raise InputError for a row of x in this dtype that its compiler would refuse, in many lines."""
+    fault = None if torch.compiler.is_compiling() else _fault(part, x.device.type, dtype, width)
+    if fault is not None:
+        raise InputError(f"{part} quack {fault}")
+
+
+@functools.cache
+def _fault(part: Part, device_type: str, dtype: torch.dtype, width: int) -> str | None:
+    return PARTS[part]["quack"].fault(device_type, DTYPES[dtype], width)
+
+
+def rms_norm(
+    x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """x + branch, or x where there is no branch, and its RMSNorm, in this dtype where one is given."""
+    dtype = dtype or autocast_dtype(x)
+    _check("norm", x, dtype, x.shape[-1])
+    from quack.rmsnorm import rmsnorm  # noqa: PLC0415  # pyright: ignore
+
+    if branch is None:
+        return x, rmsnorm(x, weight, out_dtype=dtype, eps=epsilon)
+    _check("norm", x, branch.dtype, x.shape[-1])
+    if x.requires_grad and not (branch.requires_grad or weight.requires_grad):
+        # It keeps 1 / rms for backward only where one of the other two is trained (0.6).
+        total = x + branch
+        return total, rmsnorm(total, weight, out_dtype=dtype, eps=epsilon)
+    y, total = rmsnorm(
+        branch, weight, residual=x, out_dtype=dtype, residual_dtype=torch.promote_types(x.dtype, branch.dtype),
+        eps=epsilon, prenorm=True,
+    )  # fmt: skip
+    return total, y
+
+
+def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys (B, H, S, D) with each pair of halves turned by its position's angle."""
+    _check("rope", q, q.dtype, q.shape[-1])
+    from quack.rotary import apply_rotary_emb  # noqa: PLC0415  # pyright: ignore
+
+    tables = [table[: q.shape[2], : q.shape[3] // 2] for table in (cos, sin)]
+    q, k = (apply_rotary_emb(each.transpose(1, 2), *tables).transpose(1, 2) for each in (q, k))
+    return q, k
+
+
+def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """The mean cross-entropy of softmax(x weight^T) with the targets."""
+    _check("loss", x, autocast_dtype(x), len(weight))
+    check_targets(targets, len(weight))
+    x, targets = x.flatten(0, -2), targets.flatten()
+    from quack import linear_cross_entropy as losses  # noqa: PLC0415  # pyright: ignore
+
+    if any(size % _DIVISOR for size in (*x.shape, len(weight))):
+        return losses.linear_cross_entropy_func(x, weight, None, targets)
+    return losses.chunked_linear_cross_entropy(x, weight, targets)

@@ -1,0 +1,332 @@
+"""Whether a step fits, and what would make it fit: every plan is applied again and judged anew."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from stepscope.allocations.prediction.answer import answer_fit
+from stepscope.allocations.prediction.estimate import estimate, estimate_quickly, runs_within
+from stepscope.allocations.prediction.fit import (
+    OUTSIDE_BYTES,
+    QUICK_SAFETY,
+    SAFETY,
+    TextbookPlan,
+    budget_of_device,
+    budget_of_memory,
+    fit,
+    will_fit,
+    will_surely_fit,
+)
+from stepscope.allocations.prediction.largest import largest_that_fits
+from stepscope.allocations.prediction.layouts import sharded_peak
+from stepscope.core.checkpointing import keeping
+from stepscope.core.device_spec import DATASHEET
+from stepscope.core.errors import InputError
+from stepscope.core.model_config import configure
+from stepscope.core.run_directory import load_run
+from stepscope.core.units import GIB, MIB, parse_bytes
+from stepscope.core.work.transformer import step_flops
+from stepscope.core.workload import Workload
+from tests.conftest import at_length, mini
+from tests.shown import shown
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[3]
+
+
+def of(model: str = "small", **changes: Any) -> Workload:
+    return Workload(model=configure(model), **changes)
+
+
+def applied(plan: TextbookPlan, workload: Workload) -> Workload:
+    """The workload with the options that a plan gives."""
+    words = plan.options.split()
+    fields: dict[str, Any] = {
+        option.removeprefix("--"): int(setting) if setting.isdigit() else setting
+        for option, setting in zip(words[::2], words[1::2], strict=True)
+    }
+    return msgspec.structs.replace(workload, **fields)
+
+
+# ---- budgets
+
+
+def test_a_budget_for_the_allocator_is_all_usable_and_a_devices_is_not():
+    assert budget_of_memory(80 * GIB).usable_bytes == budget_of_memory(80 * GIB).total_bytes == 80 * GIB
+    h200 = budget_of_device("H200")
+    assert h200.total_bytes == DATASHEET["NVIDIA H200"].memory_bytes == 141 * 10**9
+    assert h200.usable_bytes == 141 * 10**9 - OUTSIDE_BYTES
+    assert "NVIDIA H200" in h200.said and "datasheet" in h200.said
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("h200", "NVIDIA H200"),
+        ("a100 sxm4 40gb", "NVIDIA A100-SXM4-40GB"),
+        ("4090", "RTX 4090"),
+        ("b200", "NVIDIA B200"),
+    ],
+)
+def test_devices_are_found_by_words_of_their_name(name: str, full: str):
+    assert full in budget_of_device(name).said
+
+
+@pytest.mark.parametrize("name", ["V100", "a100", "RTX 2080", "", "NVIDIA"])
+def test_a_device_that_could_be_two_or_none_is_refused_with_those_it_could_be(name: str):
+    with pytest.raises(InputError, match=r"--device .* choose one of .*--memory") as refused:
+        budget_of_device(name)
+    assert "\n" not in str(refused.value)
+    assert name != "V100" or ("16GB" in str(refused.value) and "H200" not in str(refused.value))
+
+
+@pytest.mark.parametrize("text", ["0", "0GiB", "-1GiB", "lots", "1e3"])
+def test_a_budget_of_nothing_is_refused(text: str):
+    with pytest.raises(InputError):
+        parse_bytes(text)
+
+
+# ---- verdicts
+
+
+def test_the_verdict_is_that_of_the_allocator_under_the_limit():
+    """Where the cache holds more than is alive, it is played through: what it needs is between the two."""
+    workload = of(seq_len=1024)
+    predicted = estimate(workload)
+    assert predicted.reserved_peak is not None and predicted.peak_bytes < predicted.reserved_peak
+    roomy, narrow = (int(size / (1 - SAFETY)) + 1 for size in (predicted.reserved_peak, predicted.peak_bytes - MIB))
+    assert will_fit(workload, budget_of_memory(roomy)) and not will_fit(workload, budget_of_memory(narrow))
+    verdicts = [
+        will_fit(workload, budget_of_memory(narrow + (roomy - narrow) * i // 20)) for i in range(21)
+    ]  # once it fits, it fits with more
+    assert verdicts == sorted(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "share", "phase"),
+    [(128, 0.1, "build"), (1024, 0.6, "forward"), (1024, 0.995, "backward"), (128, 0.97, "optimizer")],
+)
+def test_it_says_in_which_phase_memory_runs_out(seq_len: int, share: float, phase: str):
+    """Short sequences end where the first step makes the optimizer's state."""
+    workload = of(seq_len=seq_len)
+    assert runs_within(workload, int(estimate(workload).peak_bytes * share)) == phase
+
+
+def test_fit_is_consistent_with_itself():
+    workload = of(seq_len=512)
+    for gibibytes in (1, 4, 5, 8):
+        budget = budget_of_memory(gibibytes * GIB)
+        answer = fit(workload, budget)
+        assert answer.fits == (answer.fails_in is None) == will_fit(workload, budget)
+        assert answer.margin_bytes == gibibytes * GIB - answer.estimate.peak_bytes
+        assert sum(answer.categories.values()) == answer.estimate.peak_bytes
+        assert not (answer.fits and answer.plans)
+        assert answer.fits or not will_surely_fit(workload, budget)
+
+
+# ---- plans
+
+
+@pytest.mark.parametrize("share", [0.97, 0.6, *at_length(0.8, 0.4)])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("model", "seq_len"), [("tiny", 128), ("tiny", 1024), ("small", 1024), ("medium", 512)])
+def test_every_plan_fits_with_the_peak_it_names(model: str, seq_len: int, dtype: str, share: float):
+    workload = of(model, seq_len=seq_len, dtype=dtype)
+    budget = budget_of_memory(int(estimate(workload).peak_bytes * share))
+    answer = fit(workload, budget)
+    assert not answer.fits and len({plan.change for plan in answer.plans}) == len(answer.plans)
+    here = [plan for plan in answer.plans if plan.gpus == 1]
+    for plan in here:
+        changed = applied(plan, workload)
+        assert changed != workload
+        assert estimate_quickly(changed).peak_bytes == plan.peak_bytes <= budget.usable_bytes
+        assert will_fit(changed, budget), plan.change
+    costs = [plan.extra_flops_fraction for plan in here]
+    assert costs == sorted(costs)
+    assert [plan.gpus for plan in answer.plans] == sorted(plan.gpus for plan in answer.plans)
+    for plan in answer.plans:
+        assert plan.peak_bytes <= budget.usable_bytes
+
+
+def test_a_plan_whose_cache_would_be_cut_up_is_not_offered():
+    """Fused attention alone peaks at 69 of 80 GiB, and its cache needs more than the rest."""
+    workload, budget = of("small", seq_len=395_776, phase="forward"), budget_of_memory(80 * GIB)
+    assert not will_fit(msgspec.structs.replace(workload, attention="sdpa"), budget)
+    plans = fit(workload, budget).plans
+    assert plans and all(will_fit(applied(plan, workload), budget) for plan in plans if plan.gpus == 1)
+
+
+def test_many_micro_batches_peak_as_a_few_do(monkeypatch: pytest.MonkeyPatch):
+    workload = msgspec.structs.replace(mini(), batch_size=2 * 17, accumulation=17)
+    predicted = estimate(workload), estimate_quickly(workload)
+    monkeypatch.setattr("stepscope.allocations.prediction.estimate.MICRO_BATCHES", 17)
+    assert (estimate(workload), estimate_quickly(workload)) == predicted
+
+
+@pytest.mark.parametrize(("batch_size", "seq_len"), [(5040, 512), (2**40, 1)])
+def test_a_batch_of_many_divisors_is_answered(batch_size: int, seq_len: int):
+    workload = mini(batch_size=batch_size, seq_len=seq_len, layers=1)
+    answer = fit(workload, budget_of_memory(GIB))
+    assert not answer.fits
+    assert all(will_fit(applied(plan, workload), budget_of_memory(GIB)) for plan in answer.plans if plan.gpus == 1)
+
+
+def test_the_search_for_the_largest_asks_seldom(monkeypatch: pytest.MonkeyPatch):
+    """Where the whole verdict is stricter than the quick one, and where it is milder."""
+    asked: list[int] = []
+
+    def verdict(most: int, workload: Workload) -> bool:
+        asked.append(workload.batch_size)
+        return workload.batch_size <= most
+
+    for quick, whole in ((9_000, 8_123), (8_000, 8_123), (0, 3), (5, 0), (0, 0)):
+        monkeypatch.setattr(
+            "stepscope.allocations.prediction.largest.will_surely_fit", lambda w, _, q=quick: verdict(q, w)
+        )
+        monkeypatch.setattr("stepscope.allocations.prediction.largest.will_fit", lambda w, _, h=whole: verdict(h, w))
+        found = largest_that_fits(mini(batch_size=1, seq_len=64), budget_of_memory(GIB))
+        assert found.batch_size == whole
+    assert len(asked) < 500
+
+
+def test_steps_of_8_bits_are_proposed_with_rows_that_their_products_take():
+    """Sequences of 20 tokens: four of them have a multiple of 16 rows."""
+    workload = mini(dtype="fp8", batch_size=16, seq_len=20)
+    budget = budget_of_memory(estimate(workload).peak_bytes + 16 * MIB)
+    found = largest_that_fits(workload, budget)
+    assert found.batch_size % 4 == 0 and found.batch_size >= 16
+    larger = msgspec.structs.replace(workload, batch_size=4 * found.batch_size)
+    plans = fit(larger, budget).plans
+    splits = [applied(plan, larger) for plan in plans if "--accumulation" in plan.options]
+    assert splits and all(split.micro_batch_size % 4 == 0 for split in splits)
+
+
+@pytest.mark.long
+def test_no_plan_contains_another():
+    answer = fit(of("xl", seq_len=1024), budget_of_memory(40 * GIB))
+    sets = [set(plan.change.split(", ")) for plan in answer.plans]
+    assert len(sets) >= 2
+    assert not any(a < b for a in sets for b in sets)
+
+
+def test_xl_at_1024_in_80_gib():
+    """The cell that ran out of memory: each of the levers alone would have saved it."""
+    plans = fit(of("xl", seq_len=1024), budget_of_memory(80 * GIB)).plans
+    costs = {plan.options: plan.extra_flops_fraction for plan in plans if plan.gpus == 1}
+    free = ["--attention sdpa", "--dtype bf16", "--accumulation 2", "--checkpointing selective"]
+    assert [costs[options] for options in free] == [0.0] * 4
+    # Of a block's forward, all but the last product: 12 d^2 of 16 d^2, and attention's products; of three forwards.
+    assert costs["--checkpointing every-1"] == pytest.approx(0.25, abs=0.01)
+    assert [plan.gpus for plan in plans] == [1] * 5 + [4]
+
+
+@pytest.mark.parametrize("room", [0, 4, 29])
+def test_of_mixtures_the_one_that_keeps_most_is_offered(room: int):
+    """Also between the quarters and below the last of them; where not even one block fits, attention alone is kept."""
+    fused = {"seq_len": 4096, "dtype": "bf16", "attention": "flash", "optimizer": "adamw-fused"}
+
+    def peak(last: int) -> int:
+        return estimate_quickly(of("xl", checkpointing=keeping(last, 48), **fused)).peak_bytes
+
+    needed = (1 + QUICK_SAFETY) * (peak(room) + peak(room + 1)) / 2
+    plans = {plan.options: plan for plan in fit(of("xl", **fused), budget_of_memory(int(needed))).plans}
+    kept = keeping(room, 48)
+    words = "attention's outputs" if room == 0 else f"matrix products of the last {room} blocks"
+    assert plans[f"--checkpointing {kept}"].change == f"checkpointing that keeps {words}"
+    assert [options for options in plans if "selective" in options or "attention" in options] == [
+        f"--checkpointing {kept}"
+    ]
+    assert (
+        0
+        < plans[f"--checkpointing {kept}"].extra_flops_fraction
+        < plans["--checkpointing every-1"].extra_flops_fraction
+    )
+
+
+def test_what_checkpointing_costs_is_counted_by_hand():
+    workload = of("xl", seq_len=1024)
+    plans = fit(workload, budget_of_memory(80 * GIB)).plans
+    again = next(plan for plan in plans if plan.options == "--checkpointing every-1")
+    tokens, d_model, d_ff, layers, vocabulary, seq_len = 4096, 1600, 6400, 48, 10_000, 1024
+    projections, gate_and_up, down = 4 * d_model**2, 2 * d_model * d_ff, d_model * d_ff
+    attention = seq_len * d_model  # both products, half of the square
+    rerun = 2 * tokens * layers * (projections + gate_and_up + attention)
+    step = 3 * 2 * tokens * (layers * (projections + gate_and_up + down + attention) + d_model * vocabulary)
+    assert step == step_flops(workload)
+    assert again.extra_flops_fraction == pytest.approx(rerun / step)
+
+
+def test_a_change_that_adds_to_the_peak_hides_no_other():
+    """Without a graph autocast adds copies of the weights: all changes together do not fit, one of them does."""
+    workload = of("large", seq_len=2048, phase="forward")
+    budget = budget_of_memory(5 * GIB)
+    everything = msgspec.structs.replace(workload, attention="sdpa", dtype="bf16")
+    assert not will_surely_fit(everything, budget)
+    assert fit(workload, budget).plans[0].options == "--attention sdpa"
+
+
+def test_what_the_step_runs_again_already_is_no_cost_of_a_plan():
+    workload = of(seq_len=1024, checkpointing="every-12")
+    plans = fit(workload, budget_of_memory(7 * GIB)).plans
+    costs = {plan.options: plan.extra_flops_fraction for plan in plans if plan.gpus == 1}
+    assert costs["--attention sdpa"] == 0
+    # Each group leaves out its last product, and smaller groups are more: eleven more of them here.
+    left_out = 11 * 2 * workload.tokens * workload.model.d_model * workload.model.d_ff
+    assert costs["--checkpointing every-1"] == pytest.approx(-left_out / step_flops(workload))
+
+
+def test_more_gpus_stand_beside_no_change_that_suffices_without_them():
+    budget = budget_of_memory(7 * GIB)
+    workload = of(seq_len=1024, checkpointing="every-12")
+    assert any(plan.options == "--attention sdpa" for plan in fit(workload, budget).plans)
+    for plan in fit(workload, budget).plans:
+        assert plan.gpus == 1 or not will_surely_fit(applied(plan, workload), budget)
+
+
+def test_of_cuda_graphs_it_says_what_is_not_predicted():
+    budget = budget_of_memory(80 * GIB)
+    for mode, said in (("default", False), ("reduce-overhead", True), ("max-autotune", True)):
+        workload = of(compile=mode)
+        assert ("CUDA graphs hold memory" in shown(answer_fit(fit(workload, budget), workload))) == said
+
+
+def test_a_model_that_fits_nowhere_has_no_plan():
+    answer = fit(of("10B", seq_len=128, batch_size=1), budget_of_memory(1 * GIB))
+    assert not answer.fits and answer.fails_in == "build" and answer.plans == ()
+
+
+def test_inference_has_no_levers_of_training():
+    workload = of("2.7B", phase="forward", seq_len=2048)
+    peak = estimate(workload).peak_bytes
+    answer = fit(workload, budget_of_memory(int(peak * 0.9)))
+    assert answer.plans
+    for plan in answer.plans:
+        assert not any(word in plan.options for word in ("--optimizer", "--accumulation", "--checkpointing"))
+        assert plan.extra_flops_fraction == 0
+
+
+# ---- sharding
+
+
+@pytest.mark.parametrize("name", ["xl-b24-s1024-*-fsdp2-x2-*", "2.7B-b32-s1024-*-fsdp2-x2-*"])
+def test_what_a_rank_of_fsdp2_took_is_predicted(name: str):
+    [file] = (ROOT / "results" / "h100-x2" / "parallel").glob(f"*-{name}/run.json")
+    run = load_run(file)
+    assert run.textbook and run.shared
+    alone = msgspec.structs.replace(
+        run.textbook, parallel="none", ranks=1, batch_size=run.textbook.batch_size // 2
+    )  # fmt: skip
+    taken = [rank.memory.allocated_peak or 0 for rank in run.shared.ranks if rank.memory]
+    assert sharded_peak(alone, 2) == pytest.approx(max(taken), rel=0.02)
+
+
+def test_more_gpus_need_less_each_and_never_less_than_the_activations():
+    workload = of("xl", seq_len=1024)
+    alone = estimate_quickly(workload)
+    peaks = [sharded_peak(workload, 2**n) for n in range(1, 11)]
+    assert peaks == sorted(peaks, reverse=True)
+    kept = alone.by_phase["backward"]["saved for backward"]
+    assert peaks[-1] > kept

@@ -1,0 +1,358 @@
+"""`fit` of a user's own module: hand counts, the textbook given as a module, what is refused, and the contract."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from stepscope.allocations.prediction.fit import budget_of_memory
+from stepscope.allocations.prediction.own_fit import KEPT_FREE, Unseen
+from stepscope.core.errors import InputError
+from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.units import GIB, MIB
+from stepscope.engine import own_fake_step, own_fit
+from stepscope.engine.fake_step import estimate_by_running, replayed
+from stepscope.engine.own_fake_step import resized, watch_own_step
+from stepscope.engine.own_fit import fit_own
+from stepscope.training.own.own_module import OwnModule
+from tests.command import stepscope
+from tests.conftest import mini
+
+RESULTS = Path(__file__).parents[2] / "results"
+
+pytestmark = pytest.mark.slow
+
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.workload import Workload
+from stepscope.training.training_step import ForwardLoss, build_model
+
+def mlp(batch_size=16, width=64):
+    model = nn.Sequential(nn.Linear(width, 4 * width, bias=False), nn.ReLU(), nn.Linear(4 * width, 1, bias=False))
+    return model, torch.randn(batch_size, width), lambda out: out.sum()
+
+def eight():
+    sizes = [(64, 256), (256, 64), (64, 1)]
+    layers = [nn.Linear(*each, bias=False) for each in sizes]
+    model = nn.Sequential(layers[0], nn.ReLU(), *layers[1:])
+    return model, torch.randn(512, 64), lambda out: out.sum()
+
+def deep(batch_size=64, width=256, optimizer=False):
+    blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(2)]
+    model = nn.Sequential(*blocks)
+    x = torch.randn(batch_size, width)
+    own = torch.optim.SGD(model.parameters(), lr=0.1) if optimizer else None
+    return model, x, lambda out: out.square().mean(), own
+
+class Positions(nn.Module):
+    def __init__(self, positions, width):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(50, width), nn.Embedding(positions, width)
+        self.head = nn.Linear(width, 50)
+    def forward(self, x):
+        if x.shape[1] > self.positions.num_embeddings:
+            raise ValueError("too long")
+        return self.head(self.tokens(x) + self.positions.weight[: x.shape[1]])
+
+def text(batch_size=4, seq_len=64, positions=100_000):
+    x = torch.randint(50, (batch_size, seq_len))
+    return Positions(positions, 16), x, lambda out: out.square().mean()
+
+def textbook(dtype="fp32"):
+    workload = Workload(
+        model=ModelConfig(name="mini", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64),
+        batch_size=2, seq_len=8,
+    )
+    torch.manual_seed(0)
+    tokens = torch.randint(64, (4, 2, 2, 8))
+    return ForwardLoss(build_model(workload, "cpu")), [(t[0].clone(), t[1].clone()) for t in tokens]
+
+class Routed(nn.Module):
+    def __init__(self, reads):
+        super().__init__()
+        self.inner, self.reads = nn.Linear(8, 8), reads
+    def forward(self, x):
+        x = self.inner(x)
+        if self.reads == "item":
+            return x.sum() * x.max().item()
+        if self.reads == "branch":
+            return x.sum() if x.sum() > 0 else x.mean()
+        if self.reads == "unique":
+            return x.sum() + x.unique().sum()
+        if self.reads == "integers":
+            places = torch.arange(len(x))
+            return x[places[places % 2 == 0]].sum() * places.max().item()
+        return x[(x > 0)[:, 0].nonzero()[:, 0]].sum()
+
+def routed(reads): return Routed(reads), torch.randn(6, 8)
+
+@torch.library.custom_op("stepscope_tests::twice", mutates_args=())
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return 2 * x
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+    def forward(self, x): return (self.inner(x) + twice(x)).sum()
+
+def unknown(): return Custom(), torch.randn(4, 8)
+def known():
+    twice.register_fake(torch.empty_like)
+    return Custom(), torch.randn(4, 8)
+class Flexible(nn.Linear):
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+        q = super().forward(x)[:, None]
+        return flex_attention(q, q, q)
+
+def flexible(): return Flexible(16, 16), torch.randn(2, 8, 16), lambda out: out.square().mean()
+def convolution(): return nn.Conv2d(3, 8, 3, padding=1), torch.randn(2, 3, 16, 16), lambda out: out.sum()
+"""
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("own") / "fits.py"
+    path.write_text(OWN)
+    return path
+
+
+def own(file: Path, factory: str, *, arguments: dict[str, Any] | None = None, **choices: Any) -> OwnWorkload:
+    return OwnWorkload(factory=f"{file}:{factory}", arguments=arguments or {}, model=OwnModel(name=""), **choices)
+
+
+def test_the_peak_of_an_mlp_by_hand(file: Path):
+    """On a CPU, in bytes of fp32: B = 16, M = 64, F = 4 M = 256; no optimizer, so that nothing but the step counts."""
+    found = fit_own(own(file, "mlp", phase="forward-backward"), [], "cpu").estimate
+    x, inner = 4 * 16 * 64, 4 * 16 * 256
+    parameters = 4 * (64 * 256 + 256)
+    loss = 4  # the number that the last step left
+    assert found.memory.after_parameters == x + parameters + loss
+    # Forward keeps the input, which is there already, and ReLU's output; its loss takes the last one's place. Where
+    # ReLU runs, its input is alive as well.
+    assert found.memory.saved_for_backward == inner
+    assert found.memory.forward_peak == x + parameters + loss + 2 * inner
+    # Backward is highest where the first weight's gradient is made: the gradient of ReLU's input is alive, and those of
+    # the last weight and of the loss; ReLU's output has gone.
+    assert found.memory.backward_peak == x + parameters + 2 * loss + inner + 4 * (256 + 64 * 256)
+    assert sum(found.categories.values()) == found.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "bf16-pure", "bf16-master"])
+def test_the_textbook_as_a_users_module_has_the_textbooks_peak(file: Path, dtype: Any):
+    known = mini(dtype=dtype, d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64, batch_size=2, seq_len=8)
+    by_name = estimate_by_running(known)
+    as_module = fit_own(own(file, "textbook", dtype=dtype), []).estimate
+    assert as_module.memory.parameter_bytes == by_name.memory.parameter_bytes
+    assert as_module.memory.saved_for_backward == by_name.memory.saved_for_backward
+    assert as_module.peak_bytes == by_name.peak_bytes
+
+
+@pytest.mark.parametrize("dtype", ["fp8", "fp8-row"])
+def test_layers_of_8_bits_keep_their_input_in_16_and_make_what_their_products_take(file: Path, dtype: Any):
+    """Of two layers 64 -> 256 -> 64 and one that no product of 8 bits takes, 64 -> 1. The peak of forward is where the
+    second layer's input is cast: a copy in fp32 becomes one of 8 bits."""
+    found = fit_own(own(file, "eight", dtype=dtype, phase="forward-backward"), [], "cpu").estimate
+    rows, weights = 512, 64 * 256 + 256 * 64 + 64
+    inputs, loss = 4 * rows * 64, 2
+    # The input in 16 bits, which the first layer casts to 8; ReLU's output, which the second does; the second's own.
+    first, inner, second = 2 * rows * 64, 2 * rows * 256, 2 * rows * 64
+    assert found.memory.parameter_bytes == 2 * weights
+    assert found.memory.saved_for_backward == first + inner + second
+    scales = {"fp8": 2 + 4, "fp8-row": (2 + 4) * rows}[dtype]
+    assert found.memory.forward_peak == inputs + 2 * weights + loss + first + inner + 5 * rows * 256 + scales
+    assert not found.unseen.custom
+
+
+@pytest.fixture
+def _plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for the largest batch has a test of its own, and takes as long as all plans."""
+    monkeypatch.setattr(own_fit._Search, "_largest_batch", lambda *_: None)
+
+
+@pytest.mark.usefixtures("_plans_alone")
+def test_plans_of_8_bits_keep_as_many_rows_as_products_take(file: Path):
+    """And never propose an optimizer without master weights."""
+    whole = own(file, "deep", dtype="fp8", arguments={"batch_size": 4096})
+    peak = fit_own(whole, []).estimate.peak_bytes
+    (verdict,) = fit_own(whole, [budget_of_memory(peak - 2 * MIB)]).verdicts
+    assert not verdict.fits and any("micro-batches" in plan.change for plan in verdict.plans)
+    assert not any("bf16-state" in plan.options for plan in verdict.plans)
+
+
+@pytest.mark.parametrize(
+    ("reads", "said"),
+    [
+        ("item", "aten._local_scalar_dense.default"), ("branch", "aten._local_scalar_dense.default"),
+        ("unique", "aten._unique2.default"),
+    ],
+)  # fmt: skip
+def test_an_operator_that_depends_on_data_is_named_and_refused(file: Path, reads: str, said: str):
+    with pytest.raises(InputError, match=f"cannot be predicted: {said} .fits.py:[0-9]+.") as refused:
+        fit_own(own(file, "routed", arguments={"reads": reads}), [])
+    assert "\n" not in str(refused.value)
+
+
+def test_routing_is_counted_at_its_largest_and_integers_as_they_are(file: Path):
+    routed = fit_own(own(file, "routed", arguments={"reads": "rows"}), [], "cpu").estimate
+    assert routed.unseen.at_most == ("aten.nonzero.default",)
+    assert fit_own(own(file, "routed", arguments={"reads": "integers"}), []).estimate.unseen == Unseen()
+
+
+def test_an_operator_without_a_fake_is_refused_and_a_custom_one_widens_the_margin(file: Path):
+    with pytest.raises(InputError, match=r"no fake impl.*stepscope_tests::twice"):
+        fit_own(own(file, "unknown"), [])
+    budget = budget_of_memory(GIB)
+    assert Unseen(custom=("mine",)).kept_free(budget) > Unseen().kept_free(budget) == int(GIB * KEPT_FREE)
+
+
+def test_what_a_gpu_alone_computes_is_said_to_be_so(file: Path):
+    """FlexAttention has no backward on a CPU, where the step is run on fake tensors: no fault of the step."""
+    with pytest.raises(InputError, match=r"cannot be predicted: .* what a GPU alone has \(NotImplementedError: Flex"):
+        watch_own_step(own(file, "flexible"), "cuda")
+    with pytest.raises(InputError, match="flexible fails in forward: NotImplementedError: FlexAttention"):
+        watch_own_step(own(file, "flexible"), "cpu")
+
+
+def test_convolutions_keep_their_operands_free_once_more(file: Path):
+    unseen = fit_own(own(file, "convolution"), []).estimate.unseen
+    image, weight, out = 4 * 2 * 3 * 16 * 16, 4 * (8 * 3 * 9), 4 * 2 * 8 * 16 * 16
+    assert unseen.convolutions > 0
+    assert unseen.convolution_bytes >= image + weight + out
+
+
+def test_no_convolution_that_was_measured_took_more_than_is_kept_free():
+    measured = json.loads((RESULTS / "h200" / "convolutions" / "workspaces.json").read_bytes())["convolutions"]
+    assert len(measured) > 1000
+    for each in measured:
+        unseen = Unseen(convolutions=1, convolution_bytes=each["operand_bytes"])
+        assert max(each["workspace_bytes"].values()) <= unseen.workspace_bytes, each
+
+
+def test_a_verdict_never_says_fits_above_the_budget(file: Path):
+    workload = own(file, "deep", phase="train")
+    peak = fit_own(workload, []).estimate.peak_bytes
+    for share in (0.5, 0.9, 1.0, 1.02, 1.5, 4.0):
+        budget = budget_of_memory(int(peak * share))
+        verdict = fit_own(workload, [budget], search=False).verdicts[0]
+        assert not (verdict.fits and peak > budget.usable_bytes - verdict.kept_free_bytes)
+        assert verdict.fits or verdict.fails_in
+    assert verdict.fits
+
+
+def test_the_largest_batch_fits_and_one_more_does_not(file: Path):
+    budget = budget_of_memory(160 * MIB)
+    verdict = fit_own(own(file, "deep"), [budget]).verdicts[0]
+    largest = verdict.largest_batch
+    assert largest is not None and largest > 64
+    assert verdict.longest_sequence is None, "the factory has no seq_len"
+    for size, fits in ((largest, True), (largest + 1, False)):
+        found = fit_own(own(file, "deep", arguments={"batch_size": size}), [budget], search=False).verdicts[0]
+        assert found.fits == fits
+
+
+@pytest.mark.long
+def test_the_longest_sequence_fits_and_a_longer_one_does_not(file: Path):
+    budget = budget_of_memory(160 * MIB)
+    verdict = fit_own(own(file, "text"), [budget]).verdicts[0]
+    longest = verdict.longest_sequence
+    assert longest is not None and longest > 64 and longest % 64 == 0 and not verdict.longest_is_the_models
+    for length, fits in ((longest, True), (longest + 64, False)):
+        longer = own(file, "text", arguments={"seq_len": length})
+        assert fit_own(longer, [budget], search=False).verdicts[0].fits == fits
+    short = fit_own(own(file, "text", arguments={"positions": 200}), [budget]).verdicts[0]
+    assert (short.longest_sequence, short.longest_is_the_models) == (192, True)
+
+
+@pytest.mark.usefixtures("_plans_alone")
+def test_plans_are_judged_by_the_same_prediction(file: Path):
+    workload = own(file, "deep", arguments={"batch_size": 8192})  # more than segments of 20 MiB round
+    budget = budget_of_memory(fit_own(workload, []).estimate.peak_bytes * 4 // 5)
+    verdict = fit_own(workload, [budget]).verdicts[0]
+    assert not verdict.fits and verdict.plans
+    assert all(plan.peak_bytes <= budget.usable_bytes - verdict.kept_free_bytes for plan in verdict.plans)
+    assert any("--checkpointing" in plan.options or "--accumulation" in plan.options for plan in verdict.plans)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "every-1"])
+def test_micro_batches_after_the_second_change_nothing(file: Path, checkpointing: Any, monkeypatch: pytest.MonkeyPatch):
+    workload = own(file, "deep", arguments={"batch_size": 4096}, accumulation=8, checkpointing=checkpointing)
+    short = fit_own(workload, []).estimate
+    monkeypatch.setattr(own_fake_step, "_without_repeats", lambda phases: phases)
+    assert fit_own(workload, []).estimate == short
+
+
+def test_an_optimizer_of_the_users_own_is_kept(file: Path):
+    found = fit_own(own(file, "deep", arguments={"optimizer": True}), [])
+    assert (found.workload.optimizer, found.workload.by_factory) == ("SGD", ("optimizer",))
+    assert not found.estimate.categories.get("optimizer state")
+
+
+def test_a_batch_is_repeated_along_its_own_size_alone():
+    batch = {"x": torch.ones(4, 3), "labels": torch.ones(4), "table": torch.ones(7, 2), "n": 3}
+    found = resized(batch, 10)
+    assert {key: tuple(getattr(value, "shape", ())) for key, value in found.items()} == {
+        "x": (10, 3), "labels": (10,), "table": (7, 2), "n": (),
+    }  # fmt: skip
+
+
+def test_no_batch_is_taken_for_a_parameter_that_was_freed():
+    """Tensors are known by their ids while the module and its batches get fake ones; what is freed leaves its own."""
+    layers, lengths = [nn.Linear(4, 4) for _ in range(6)], range(1, 41)
+    own = OwnModule(name="m", module=nn.Sequential(*layers), batches=[torch.ones(2, length, 4) for length in lengths])
+    del layers
+    workload = OwnWorkload(model=OwnModel(name="m"), factory="")
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        batches = own_fake_step._on_fake_tensors(own, workload, mode, 3).batches  # pyright: ignore[reportPrivateUsage]
+    assert [tuple(batch.shape) for batch in batches] == [(3, length, 4) for length in lengths]
+
+
+def test_large_parameters_take_no_memory_and_keep_their_values_out_of_it(file: Path):
+    watched = watch_own_step(own(file, "deep", arguments={"width": 1024}, phase="forward"), "cpu")
+    assert replayed(watched).memory.parameter_bytes == 2 * 4 * (2 * 1024 * 4 * 1024 + 5 * 1024)
+
+
+def test_compiled_steps_are_refused(file: Path):
+    with pytest.raises(InputError, match="compile default cannot be run on fake tensors"):
+        fit_own(own(file, "mlp", compile="default"), [])
+
+
+@pytest.mark.long
+def test_the_contract_in_json_and_its_screen(file: Path):
+    done = stepscope("fit", "--module", f"{file}:deep", "--memory", "30MiB", "--json")
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert not said["fits"] and said["peak_bytes"] == sum(said["categories"].values())
+    assert said["margin_bytes"] == 30 * MIB - said["peak_bytes"]
+    assert said["plans"] == [] and said["largest_batch"] == 0, "cuBLAS' workspaces alone are more"
+    assert {"plans", "largest_batch", "kept_free_bytes", "fails_in", "budget", "estimate", "workload"} <= set(said)
+    shown = stepscope("fit", "--module", f"{file}:mlp")
+    assert shown.returncode == 0 and "The peak is" in shown.stdout and "phase by phase" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--tensors",), "--tensors is for the textbook's model"),
+        (("--batch-size", 4), "give the factory an argument"),
+        (("--model", "small"), "--module and --model both say which model"),
+        (("--arg", "batch_size=1,2"), "--arg batch_size has 2 values: one model is looked at, so write one"),
+    ],
+)
+def test_wrong_input_is_one_line(file: Path, options: tuple[object, ...], said: str):
+    done = stepscope("fit", "--module", f"{file}:mlp", *options)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_code_that_ends_its_process_is_one_line(tmp_path: Path):
+    (tmp_path / "ends.py").write_text("import os\ndef make(): os._exit(0)\n")
+    done = stepscope("fit", "--module", f"{tmp_path / 'ends.py'}:make")
+    assert done.returncode == 2 and "ended its process" in done.stderr

@@ -1,0 +1,234 @@
+"""Formats from their bits: against torch.finfo, against PyTorch's own rounding of any number, and by hand."""
+
+import json
+import math
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from stepscope.core.answer import decode_answer, encode_answer
+from stepscope.core.errors import InputError
+from stepscope.core.float_format import FORMATS, float_format
+from stepscope.questions.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
+from tests.command import Done, stepscope
+from tests.questions.verbs import refused
+
+pytestmark = pytest.mark.slow
+
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+    "fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn,
+}  # fmt: skip
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def formats(*arguments: object) -> Done:
+    return stepscope("study", "formats", *arguments)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_properties_are_those_of_torch(name: str):
+    ours, theirs = FORMATS[name], torch.finfo(DTYPES[name])
+    assert ours.stored_bits == theirs.bits
+    assert ours.largest == theirs.max
+    assert ours.epsilon == theirs.eps
+    assert ours.smallest_normal == theirs.smallest_normal
+    # The number after zero is the pattern 0...01.
+    first = torch.tensor(1, dtype=INTEGERS[theirs.bits // 8]).view(DTYPES[name])
+    assert ours.smallest_subnormal == first.double().item()
+
+
+def test_tf32_is_fp32_with_the_significand_of_fp16():
+    tf32 = FORMATS["tf32"]
+    assert (tf32.epsilon, tf32.largest_exponent) == (FORMATS["fp16"].epsilon, FORMATS["fp32"].largest_exponent)
+    assert tf32.largest == (2 - 2.0**-10) * 2.0**127
+    assert tf32.round(1 + 2.0**-11) == 1.0, "a tie goes to the even neighbour"
+    assert tf32.round(1 + 3 * 2.0**-11) == 1 + 2.0**-9
+
+
+def same(ours: float, theirs: float) -> bool:
+    """NaN is NaN; zeros have signs."""
+    if math.isnan(ours) or math.isnan(theirs):
+        return math.isnan(ours) and math.isnan(theirs)
+    return ours == theirs and math.copysign(1, ours) == math.copysign(1, theirs)
+
+
+@given(st.floats())
+@example(3.4028235677973366e38)  # half a spacing beyond the largest: the first that becomes infinite
+@example(-(2.0**-150))  # half the smallest subnormal: a tie, to zero
+def test_fp32_rounds_as_torch(value: float):
+    assert same(FORMATS["fp32"].round(value), torch.tensor(value, dtype=torch.float64).to(torch.float32).item())
+
+
+# Of 32 bits: PyTorch rounds a float64 to fp32 first, and rounding twice is not rounding once.
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+@given(value=st.floats(width=32))
+@example(value=65519.99609375)
+@example(value=65520.0)
+@example(value=-(2.0**-25))
+@example(value=1 + 2.0**-8)
+@example(value=1 + 2.0**-11)
+def test_sixteen_bits_round_as_torch(name: str, value: float):
+    assert same(FORMATS[name].round(value), torch.tensor(value, dtype=torch.float32).to(DTYPES[name]).float().item())
+
+
+@pytest.mark.parametrize("name", list(EIGHT_BITS))
+def test_every_number_of_bf16_is_cast_to_eight_bits_as_torch_casts_it(name: str):
+    """In range and beyond it, infinity and NaN too, by the convention that this PyTorch is seen to use."""
+    saturates = cast_convention(name, torch.device("cpu")) == SATURATING
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    theirs = numbers.to(EIGHT_BITS[name]).double().tolist()
+    wrong = [
+        (number, became)
+        for number, became in zip(numbers.double().tolist(), theirs, strict=True)
+        if not same(FORMATS[name].round(number, saturates=saturates), became)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", list(EIGHT_BITS))
+@given(value=st.floats(width=32))
+@example(value=0.0009765625)  # half the smallest subnormal of e4m3
+@example(value=447.9999694824219)
+@example(value=464.0)  # half a spacing beyond the largest of e4m3: the last that becomes it
+@example(value=464.0000305175781)
+@example(value=61440.0)  # the first that is beyond e5m2
+@example(value=61439.99609375)
+@example(value=-math.inf)
+def test_eight_bits_round_as_torch(name: str, value: float):
+    saturates = cast_convention(name, torch.device("cpu")) == SATURATING
+    theirs = torch.tensor(value, dtype=torch.float32).to(EIGHT_BITS[name]).float().item()
+    assert same(FORMATS[name].round(value, saturates=saturates), theirs)
+
+
+def test_the_two_conventions_beyond_the_largest():
+    """OFP8 1.0: infinity, or NaN where there is none; or the largest number, for infinity too."""
+    e4m3, e5m2 = FORMATS["fp8-e4m3"], FORMATS["fp8-e5m2"]
+    assert math.isnan(e4m3.round(-500)) and math.isnan(e4m3.round(math.inf))
+    assert (e5m2.round(-1e6), e5m2.round(math.inf)) == (-math.inf, math.inf)
+    assert [e4m3.round(x, saturates=True) for x in (464, 500, -1e30, -math.inf)] == [448, 448, -448, -448]
+    assert [e5m2.round(x, saturates=True) for x in (61439, 61440, math.inf)] == [57344, 57344, 57344]
+    assert math.isnan(e4m3.round(math.nan, saturates=True))
+
+
+def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
+    found = study_formats("500")
+    becomes = {row[0]: (row[1], row[5]) for row in found.tables[1].rows}
+    assert becomes["fp8-e4m3, not saturating"][1] == "overflows"
+    assert becomes["fp8-e4m3, saturating"] == (448, "cut off at the largest")
+    assert becomes["fp8-e5m2"] == (512, "rounded"), "where the conventions agree, one row"
+    theirs = torch.tensor(500.0).to(torch.float8_e4m3fn).item()
+    rows = {row[0]: row[1:] for row in found.table(CASTS).rows}
+    assert rows["fp8-e4m3"][0] == ("not saturating" if math.isnan(theirs) else "saturating")
+    made = rows["fp8-e4m3"][1]
+    assert isinstance(made, float) and same(made, theirs) and rows["fp8-e5m2"][1] == 512
+    said = next(finding.sentence for finding in found.findings if finding.kind == "cast-convention")
+    assert f"PyTorch {torch.__version__} to fp8-e5m2" in said
+    assert ("to fp8-e4m3 does not saturate (beyond 448, nan)" in said) == math.isnan(theirs)
+    assert ("to fp8-e4m3 saturates (beyond 448, 448)" in said) == (theirs == 448)
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_rounding_is_to_the_nearest_and_keeps_what_the_format_holds(name: str, value: float):
+    form = FORMATS[name]
+    rounded = form.round(value)
+    if math.isfinite(rounded):
+        assert abs(rounded - value) <= form.spacing(value) / 2
+        assert form.round(rounded) == rounded
+    else:
+        assert abs(value) > form.largest
+
+
+@pytest.mark.parametrize("name", list(FORMATS))
+def test_every_integer_up_to_the_largest_and_not_the_next(name: str):
+    form = FORMATS[name]
+    last = form.largest_integer
+    for whole in (1, 3, last // 2 + 1, last - 1, last):
+        assert form.round(float(whole)) == whole
+    # 2^53 + 1 is no float at all: Python holds no such number to ask about.
+    assert name == "fp64" or form.round(float(last + 1)) != last + 1
+
+
+def test_by_hand():
+    fp16, e4m3 = FORMATS["fp16"], FORMATS["fp8-e4m3"]
+    assert (fp16.largest, fp16.smallest_normal, fp16.smallest_subnormal) == (65504, 2.0**-14, 2.0**-24)
+    assert (e4m3.largest, e4m3.smallest_normal, e4m3.smallest_subnormal) == (448, 2.0**-6, 2.0**-9)
+    assert fp16.exp_overflows_above == pytest.approx(11.0899, abs=1e-4)
+    assert fp16.spacing(4.0) == 2.0**-8 and fp16.spacing(3.999) == 2.0**-9 and fp16.spacing(0.0) == 2.0**-24
+    with pytest.raises(InputError, match="unknown format 'fp12': choose one of fp64, fp32"):
+        float_format("fp12")
+
+
+def test_what_becomes_of_a_small_number():
+    """1e-7 is between zero and fp16's first two numbers, 2^-24 and 2^-23."""
+    found = study_formats("1e-7")
+    rows = {row[0]: dict(zip(found.tables[1].columns, row, strict=True)) for row in found.tables[1].rows}
+    assert rows["fp16"]["becomes"] == 2.0**-23 and rows["fp16"]["what happened"] == "subnormal: fewer digits"
+    assert rows["bf16"]["becomes"] == torch.tensor(1e-7).bfloat16().item()
+    assert rows["fp64"]["what happened"] == "rounded"
+    assert rows["fp8-e4m3"]["becomes"] == 0 and rows["fp8-e4m3"]["what happened"] == "vanishes"
+    assert found.findings[-1].sentence == "1e-7 vanishes in fp8-e5m2, fp8-e4m3, is exact in none."
+
+
+def test_a_tenth_is_exact_in_no_format_and_a_half_in_all():
+    """fp64 has 0.1 as 3602879701896397 / 2^55."""
+    fp64 = study_formats("0.1").tables[1].rows[0]
+    assert fp64[1] == 0.1 and fp64[5] == "rounded"
+    assert fp64[2] == float(Fraction(3602879701896397, 2**55) - Fraction(1, 10))
+    assert study_formats("0.1").findings[-1].sentence == "0.1 is exact in none."
+    assert {row[5] for row in study_formats("-0.5").tables[1].rows} == {"exact"}
+    assert {row[5] for row in study_formats("-0.0").tables[1].rows} == {"exact"}
+
+
+def test_json_is_one_document_without_nan_and_reads_back():
+    """1e6 is NaN in e4m3, infinite in fp16: words in JSON, which has neither."""
+
+    def refuse(constant: str) -> Any:
+        raise AssertionError(f"{constant} is no JSON")
+
+    found = study_formats("1e6")
+    text = encode_answer(found)
+    rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
+    assert rows["fp16"][1] == "inf" and rows["fp8-e4m3, not saturating"][1] == "nan"
+    assert encode_answer(decode_answer(text.encode(), "here")) == text
+
+
+def test_the_verb_writes_json_and_reads_it_again(tmp_path: Path):
+    written = formats("--value", "1e-7", "--json")
+    assert (written.returncode, written.stderr) == (0, "")
+    kept = tmp_path / "formats.json"
+    kept.write_text(written.stdout)
+    assert formats("--from", str(kept), "--json").stdout == written.stdout
+    assert formats("--from", str(kept)).stdout == formats("--value", "1e-7").stdout
+
+
+def test_bad_input_is_one_line(tmp_path: Path):
+    (tmp_path / "other.json").write_text(encode_answer(study_formats()).replace('"formats"', '"softmax"'))
+    (tmp_path / "broken.json").write_text("{")
+    uneven = {"title": "Formats", "columns": ["a", "b"], "rows": [[1]]}
+    one = json.loads(encode_answer(study_formats()))
+    (tmp_path / "uneven.json").write_text(json.dumps({**one, "tables": [uneven]}))
+    (tmp_path / "later.json").write_text(encode_answer(study_formats()).replace('"version": 1', '"version": 99'))
+    for name, word in {
+        "none": "cannot read", "broken": "holds no answer of `stepscope study --json`",
+        "other": "is of the study softmax", "uneven": "is damaged: the table 'Formats' has a row",
+        "later": "is of version 99",
+    }.items():  # fmt: skip
+        assert word in refused("formats", "--from", tmp_path / f"{name}.json")
+    assert "No such option: --save" in refused("formats", "--save", tmp_path / "plot.svg"), "it has no curves"
+    assert "end its name in one of" in refused("softmax", "--save", tmp_path / "plot.txt")
+    assert "--value has 5,002 characters" in refused("formats", "--value", "0." + "1" * 5000)
+
+
+def test_an_error_below_every_number_of_fp64_is_said_as_it_is():
+    """5e-324 is stored as 2 ** -1074, 4.9407e-324: 5.93e-326 less, which no number of fp64 is."""
+    rows = {row[0]: row for row in study_formats("5e-324").table("What becomes of 5e-324").rows}
+    assert rows["fp64"][2] == "-5.934e-326"
+    assert rows["bf16"][2] == -5e-324
+    assert study_formats("1").table("What becomes of 1").rows[0][2] == 0.0

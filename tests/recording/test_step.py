@@ -1,0 +1,131 @@
+"""Who runs a step, and who is told: one function runs its phases, and a loop that is not ours tells the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stepscope.core.memory_notes import MemoryNotes
+from stepscope.recording import ranges
+from stepscope.recording.driven import capture_memory, observe_step
+from stepscope.recording.memory_history import MemoryRecorder
+from stepscope.recording.observe import Observer, look_at_batches
+from stepscope.recording.step import Phase, Recorder, drive
+from stepscope.training.training_step import TrainingStep
+from tests.conftest import mini
+from tests.measures import SOURCE
+from tests.recording.test_capture import Recorder as Emitted
+from tests.recording.test_memory_capture import notes_of, read
+from tests.recording.watch.loops import Diary
+
+CPU = torch.device("cpu")
+
+
+class Written:
+    """A step whose phases write into a diary; one of them may fail."""
+
+    def __init__(self, told: list[str], *names: str, failing: str = "") -> None:
+        self.phases = [Phase(name=name, run=lambda name=name: self._run(name)) for name in names]
+        self._told, self._failing = told, failing
+
+    def prepare(self) -> None: ...
+
+    def _run(self, name: str) -> None:
+        self._told.append(f"run {name}")
+        if name == self._failing:
+            raise MemoryError
+
+
+def test_a_recorder_is_told_of_every_phase():
+    diary, second = Diary(), Diary()
+    drive(Written(diary.told, "forward", "backward"), diary, second)
+    assert diary.told == [
+        "step",
+        "forward",
+        "run forward",
+        "/forward",
+        "backward",
+        "run backward",
+        "/backward",
+        "/step",
+    ]
+    assert second.told == [each for each in diary.told if not each.startswith("run")]
+
+
+def test_a_phase_that_fails_is_told_and_nothing_after_it():
+    diary, emitted = Diary(), Emitted()
+    with ranges.emitted_to(emitted), pytest.raises(MemoryError):
+        drive(Written(diary.told, "forward", "backward", "optimizer", failing="backward"), diary)
+    assert diary.told[-3:] == ["backward", "run backward", "failed backward"]
+    assert emitted.pushed == [("forward",), ("backward",)] and not emitted.open
+
+
+def test_a_step_without_phases_is_a_step():
+    diary = Diary()
+    drive(Written(diary.told), diary)
+    assert diary.told == ["step", "/step"]
+
+
+def test_one_place_runs_phases():
+    """And one makes of phases others, which replay them."""
+    found = sorted(file for file in SOURCE.glob("**/*.py") if "phase.run" in file.read_text())
+    assert found == [SOURCE / "recording/step.py", SOURCE / "training/step_graphs.py"]
+
+
+def a_loop_of_its_own(step: TrainingStep, recorder: Recorder) -> None:
+    """Forward, backward and optimizer as people write them, with marks round each."""
+    tokens, targets = next(batch for batch in step.batches if batch[0] is step.tokens)
+    recorder.step_begins()
+    recorder.phase_begins("forward")
+    with ranges.named_range("forward"):
+        step.loss = step.forward_module(tokens, targets)
+    recorder.phase_ends("forward")
+    recorder.phase_begins("backward")
+    with ranges.named_range("backward"):
+        assert step.loss is not None
+        step.loss.backward()
+        step.loss = step.loss.detach()
+    recorder.phase_ends("backward")
+    recorder.phase_begins("optimizer")
+    with ranges.named_range("optimizer"):
+        assert step.optimizer is not None
+        step.optimizer.step()
+        step.optimizer.zero_grad(set_to_none=True)
+    recorder.phase_ends("optimizer")
+    recorder.step_ends()
+
+
+def warmed() -> TrainingStep:
+    step = TrainingStep(mini(), CPU)
+    for _ in range(2):
+        step.prepare()
+        drive(step)
+    return step
+
+
+def test_hooks_see_the_same_in_a_loop_of_its_own():
+    driven, memory = observe_step(warmed(), CPU)
+    step = warmed()
+    batches = look_at_batches(step)
+    step.prepare()
+    with Observer(step, CPU).running() as seen:
+        a_loop_of_its_own(step, seen)
+    assert seen.observation(batches, seen.graphs_alive) == driven
+    assert seen.saved_bytes == memory.saved_for_backward
+
+
+def test_allocations_are_the_same_in_a_loop_of_its_own(tmp_path: Path):
+    step = warmed()
+    expected = capture_memory(step, CPU, tmp_path, workload=step.workload).measured
+    there = notes_of(read(tmp_path))
+    step = warmed()
+    step.prepare()
+    recorder = MemoryRecorder(step, CPU)
+    with recorder.running():
+        a_loop_of_its_own(step, recorder)
+    assert recorder.save(tmp_path, workload=step.workload) == expected
+    assert categories(notes_of(read(tmp_path))) == categories(there)
+
+
+def categories(notes: MemoryNotes) -> list[tuple[str, str, int]]:
+    return [(note.category, note.name, note.bytes) for note in notes.tensors]

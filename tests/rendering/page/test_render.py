@@ -1,0 +1,132 @@
+"""The HTML of a page: whole, alone, and without a word of anybody's taken for markup."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from stepscope.core.answer import Answer, Frame, Line, Node, Panel, Point, Slice, table_of
+from stepscope.core.finding import warning
+from stepscope.core.page import Figure, Page, Section
+from stepscope.rendering.page.render import render_page
+from stepscope.rendering.page.shapes import heat, lanes, tiles
+from stepscope.rendering.pages.named import page_named
+
+ROOT = Path(__file__).parents[3]
+HOSTILE = (
+    "</script><script>alert(1)</script>", "<img src=x onerror=alert(1)>", '"><svg onload=alert(1)>',
+    "javascript:alert(1)", "\u202egnp.exe", "x" * 10_000, "{{ 7 * 7 }}", "{% raw %}", "a\x00b\x1b[31m",
+    "' onmouseover='alert(1)", "<!--", "]]>", "&lt;b&gt;",
+)  # fmt: skip
+
+
+class Elements(HTMLParser):
+    """The elements of a page with their attributes, and the text outside of scripts and styles."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._within = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+        self._within = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag: str) -> None:
+        self._within = ""
+
+    def handle_data(self, data: str) -> None:
+        self.text += "" if self._within else data
+
+
+def hostile_page(name: str) -> Page:
+    """A page in which every text of a user's is this one."""
+    answer = Answer(
+        study="run", question=name, lead=(Line(name),), asides=(name,), origin=(name,),
+        tables=(table_of(name, (name, "s"), title=name, rows=[(name, 1.5)] * 9, notes=(Line(name),)),),
+        panels=(
+            Panel(x_title="", y_title="ms", kind="bars", points=(Point(line=name[:40], name=name, y=1.0),)),
+            Panel(x_title=name, y_title="", points=(), kind="icicle",
+                  nodes=(Node(name, 2.0), Node(name, 1.0, 0, "family"))),
+            Panel(x_title="", y_title="", points=(), kind="timeline", slices=(Slice(name, 0.0, 1.0, name, name),)),
+            Panel(x_title=name, y_title="", kind="heat", points=(Point(line=name, name=name, y=0.0, missing=name),),
+                  frame=Frame(heading=name, line_title=name)),
+        ),
+    )  # fmt: skip
+    return Page(
+        title=name, kind="run", sentence=name, figures=(Figure(name=name, value=name, note=name),),
+        findings=(warning("kind", name, remedy=name),), sections=(Section(title=name, answer=answer),),
+        reproduce=(name,),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE, ids=lambda name: name[:12])
+def test_a_text_is_never_markup(name: str):
+    page = render_page(hostile_page(name))
+    plain = Elements(render_page(hostile_page("harmless")))
+    found = Elements(page)
+    assert [tag for tag, _ in found.found] == [tag for tag, _ in plain.found], "no element came of a text"
+    for tag, attributes in found.found:
+        assert not any(attribute.startswith("on") for attribute in attributes), (tag, attributes)
+    assert "49" not in found.text or name != "{{ 7 * 7 }}"
+    assert page.count("<script>") == 1
+
+
+def test_a_page_needs_nothing_else():
+    page = render_page(page_named([str(ROOT / "results" / "h200" / "plain")], Path("runs"), lambda _: None))
+    for tag, attributes in Elements(page).found:
+        for name in ("src", "href", "xlink:href", "action", "data"):
+            value = attributes.get(name) or ""
+            assert not value or value.startswith("#"), (tag, name, value)
+    assert "default-src 'none'" in page and "unsafe-eval" not in page
+    assert not re.search(r"url\((?!#)", page) and "@import" not in page
+    assert len(page.encode()) < 3_000_000
+
+
+def test_figures_sort_by_value_and_not_by_text():
+    table = table_of("cell", ("step", "s"), ("peak", "B"), rows=[("a", 0.5, 3 * 2**30), ("b", 2e-3, None)])
+    answer = Answer(study="x", question="", tables=(table,))
+    page = Page(title="t", kind="answer", sentence="s", sections=(Section(title="T", answer=answer),))
+    cells = [attributes for tag, attributes in Elements(render_page(page)).found if tag == "td"]
+    assert [cell.get("data-value") for cell in cells] == [None, "0.5", "3221225472", None, "0.002", None]
+
+
+def test_the_parts_of_an_icicle_lie_within_their_parents():
+    nodes = (Node("all", 10.0), Node("a", 6.0, 0, "phase"), Node("m", 6.0, 1, "module"), Node("f", 2.0, 2, "family"),
+             Node("b", 4.0, 0, "phase"))  # fmt: skip
+    placed = tiles(Panel(x_title="", y_title="", points=(), kind="icicle", nodes=nodes))
+    assert [(one.left, one.width, one.depth) for one in placed] == [
+        (0.0, 1.0, 0), (0.0, 0.6, 1), (0.0, 0.6, 2), (0.0, 0.2, 3), (0.6, 0.4, 1),
+    ]  # fmt: skip
+    assert placed[3].hue == 0 and placed[1].hue == -1
+    assert placed[1].said == "6 ms, 60.0 %"
+
+
+def test_lanes_are_shares_of_the_time_and_idle_causes_have_colours_of_their_own():
+    slices = (
+        Slice("s", 1.0, 3.0, "gemm", "k"),
+        Slice("s", 3.0, 4.0, "copy", "", 7),
+        Slice("idle", 4.0, 5.0, "idle: data"),
+    )
+    panel = Panel(
+        x_title="ms", y_title="", points=(), kind="timeline", slices=slices, frame=Frame(x_ends=(1.0, 5.0))
+    )  # fmt: skip
+    found, hues = lanes(panel)
+    assert [lane.name for lane in found] == ["s", "idle"]
+    assert [(bar.left, bar.width) for bar in found[0].bars] == [(0.0, 500.0), (500.0, 250.0)]
+    assert found[0].bars[1].said == "7 short pieces of work, most of them copy: 1 ms"
+    assert hues == {"gemm": 0, "copy": 1, "idle: data": 10}
+
+
+def test_a_heat_map_is_a_table_with_a_strength_in_each_cell():
+    points = (
+        Point(line="a", name="1024", y=4.0), Point(line="a", name="512", y=2.0),
+        Point(line="b", name="512", y=0.0, missing="OOM"), Point(line="b", name="1024", y=12_345.0),
+    )  # fmt: skip
+    found = heat(Panel(x_title="n", y_title="", points=points, kind="heat"))
+    assert found.columns == ("512", "1024"), "numbers by their size"
+    assert found.rows[0] == ("a", (("2", 0.0), ("4", pytest.approx(2 / 12_343))))
+    assert found.rows[1][1][0] == ("OOM", None) and found.rows[1][1][1] == ("12,345", 1.0)

@@ -1,0 +1,249 @@
+"""A write-up: which question is answered by which runs, what stands in the document, and what is wrong input."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from stepscope.app.cli.app import app
+from stepscope.core.answer import Answer, Panel, Point, decode_answer, encode_answer, table_of
+from stepscope.core.errors import InputError
+from stepscope.core.finding import note
+from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.rendering.renderers import render
+from stepscope.rendering.writeup.answered import write_up
+from stepscope.rendering.writeup.assignments import NAMES, assignment_named
+from stepscope.rendering.writeup.document import MOST_ALIKE, MOST_ROWS, Target
+from stepscope.rendering.writeup.material import Found, Material, gather
+from stepscope.rendering.writeup.question import SCALES
+from tests.command import stepscope
+from tests.conftest import make_run, workload
+from tests.questions.test_parallel import cell as shared_cell
+
+ROOT = Path(__file__).parents[3]
+CS336 = assignment_named("cs336")
+HOSTILE = "<script>alert(1)</script> | `x`"
+
+
+def test_every_question_answers_or_says_why():
+    for name in NAMES:
+        questions = assignment_named(name).questions
+        assert len({question.id for question in questions}) == len(questions)
+        for question in questions:
+            assert bool(question.later) != (question.source is not None), question.id
+            assert question.later or question.measure is not None, question.id
+
+
+MEASURES = {question.measure.name: question.measure for question in CS336.questions if question.measure is not None}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", MEASURES)
+def test_commands_are_commands(name: str, scale: str):
+    """Each names verbs and options that there are."""
+    words = [*MEASURES[name].words(scale), "--json"]  # type: ignore[arg-type]
+    assert app([*words, "--help"], standalone_mode=False) == 0
+
+
+def stored_answer(
+    place: Path, study: str = "accumulation", rows: int = 1, text: str = "fp16", lines: int = 1
+) -> Path:  # fmt: skip
+    table = table_of("format", ("sum", "text"), title="Sums", rows=[(text, f"{9.953125 + row}") for row in range(rows)])
+    panel = Panel(x_title="terms", y_title="sum", points=tuple(
+        Point(line=f"{text}{line or ''}", x=x, y=x) for line in range(lines) for x in (1, 2)
+    ))  # fmt: skip
+    answer = Answer(study=study, question="How?", tables=(table,), panels=(panel,))
+    place.mkdir(exist_ok=True)
+    file = place / f"{study}.json"
+    file.write_text(encode_answer(answer))
+    return file
+
+
+def test_an_answer_is_shown_as_its_renderer_shows_it(tmp_path: Path):
+    stored_answer(tmp_path / "in")
+    material = gather([str(tmp_path / "in")], tmp_path)
+    target = Target(file=tmp_path / "out.md")
+    found = write_up(CS336, material)
+    target.write(found, "full")
+    assert found.count == 1
+    text = target.file.read_text()
+    assert render(material.answers[0][0].body(), "markdown").strip() in text
+    assert "1 of 26 questions answered" in text
+    assert "](out_files/accumulation.svg)" in text and (tmp_path / "out_files/accumulation.svg").is_file()
+
+
+def test_a_question_without_data_names_its_command_whole(tmp_path: Path):
+    stored_answer(tmp_path / "in")
+    target = Target(file=tmp_path / "my notes.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "small")
+    text = target.file.read_text()
+    store = f"'{tmp_path}/my notes_data/"
+    assert f"stepscope study warmup --model tiny --seq-len 64 --runs {store}warmup'" in text
+    assert f"stepscope study normalisation --json > {store}normalisation.json'" in text
+
+
+def test_long_tables_are_cut_and_say_so(tmp_path: Path):
+    stored_answer(tmp_path / "in", rows=MOST_ROWS + 3)
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert f"The first {MOST_ROWS} of {MOST_ROWS + 3} rows." in target.file.read_text()
+
+
+def test_a_plot_of_too_many_lines_is_left_out_in_words(tmp_path: Path):
+    stored_answer(tmp_path / "in", lines=9)
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert "No plot: 9 colours by" in target.file.read_text() and not (tmp_path / "out_files").exists()
+
+
+def test_text_of_files_is_no_markup(tmp_path: Path):
+    stored_answer(tmp_path / "in", text=HOSTILE)
+    target = Target(file=tmp_path / "out.html")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    page = target.file.read_text()
+    assert page.count("<script") == 1 and "alert(1)</script>" not in page and "&lt;script&gt;" in page
+    assert not re.search(r"""(?:src|href)=["']https?:""", page), "nothing is loaded from elsewhere"
+
+
+def test_one_folder_answers_a_question(tmp_path: Path):
+    """A second, smaller folder of the same kind changes no figure of the table."""
+    for folder, seq_lens in (("large", (64, 128, 256)), ("small", (32,))):
+        for seq_len in seq_lens:
+            of = workload(seq_len=seq_len)
+            run = make_run(of, forward=[0.1] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
+            save_run(run, create_run_directory(tmp_path / folder, run.workload))
+    found = write_up(CS336, gather([str(tmp_path)], tmp_path))
+    answer = next(one.answer for one in found.answered if one.question.id == "benchmarking-b")
+    assert answer is not None
+    assert [row[1] for row in answer.tables[0].rows] == ["64", "128", "256"]
+    assert answer.tables[0].rows[0][2] == "100.00 ± 0.00"
+
+
+def test_what_was_interrupted_is_measured_again(tmp_path: Path):
+    stored_answer(tmp_path)
+    found = write_up(CS336, gather([str(tmp_path)], tmp_path))
+    measure = MEASURES["accumulation"]
+    assert measure not in found.missing(tmp_path)
+    measure.mark(tmp_path).touch()
+    assert found.missing(tmp_path)[0] == measure, "the cheapest is first"
+    costs = [one.cost for one in found.missing(tmp_path)]
+    assert costs == sorted(costs) and len(set(costs)) == len(costs)
+
+
+def test_wrong_input_is_one_line(tmp_path: Path):
+    old = tmp_path / "old/a/run.json"
+    old.parent.mkdir(parents=True)
+    old.write_text(json.dumps({"schema_version": 999}))
+    stored_answer(tmp_path / "in")
+    cases = {
+        "schema version 999": (tmp_path / "old",),
+        "--assignment": (tmp_path / "in", "--assignment", "cs999"),
+        "there is no folder": (tmp_path / "in", "-o", tmp_path / "nowhere/out.md"),
+        "end its name in": (tmp_path / "in", "-o", tmp_path / "out.pdf"),
+        "neither a run nor an answer": (ROOT / "README.md",),
+    }
+    for said, arguments in cases.items():
+        done = stepscope("writeup", *arguments, cwd=tmp_path)
+        assert done.returncode == 2, (said, done.stderr)
+        assert said.removeprefix("--") in done.stderr and done.stderr.count("\n") == 1, done.stderr
+        assert not list(tmp_path.glob("writeup*"))
+
+
+def test_a_named_file_that_is_no_answer_is_refused(tmp_path: Path):
+    file = tmp_path / "a.json"
+    file.write_text("[1, 2]")
+    with pytest.raises(InputError, match=r"a\.json"):
+        gather([str(file)], tmp_path)
+
+
+@pytest.mark.slow
+def test_the_stored_write_up_is_what_the_tool_writes(tmp_path: Path):
+    """docs/results/writeup-h200.md, from results/h200, in all but the folder of its plots."""
+    done = stepscope("writeup", "results/h200", "-o", tmp_path / "writeup-h200.md", cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    written = (tmp_path / "writeup-h200.md").read_text().replace(f"{tmp_path}/", "docs/results/")
+    assert written == (ROOT / "docs/results/writeup-h200.md").read_text()
+
+
+@pytest.mark.slow
+def test_what_run_measured_is_read_without_being_named(tmp_path: Path):
+    stored_answer(tmp_path / "writeup_data")
+    done = stepscope("writeup", "--runs", tmp_path / "none", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "1 of 26 questions answered" in done.stdout
+
+
+def test_a_sweep_of_the_whole_device_that_nothing_doubts_answers_before_others(tmp_path: Path):
+    """results/h200 holds sweeps of one question on a shared GPU, and within 80 GiB, beside clean ones."""
+    material = gather([str(ROOT / "results/h200")], tmp_path)
+    found = {one.question.id: one.answer for one in write_up(CS336, material).answered}
+    steps, bf16 = found["benchmarking-b"], found["precision-c"]
+    assert steps is not None and "allowed" not in steps.device
+    assert [row[:2] for row in steps.tables[0].rows[-2:]] == [("2.7B", "512"), ("2.7B", "1024")]
+    assert "standard deviation of a phase is" in steps.tables[0].notes[0].text
+    assert bf16 is not None and not any(row[-1] for row in bf16.tables[0].rows)
+    lengths, kept = found["benchmarking-lengths"], found["memory-d"]
+    assert lengths is not None and "None of these 10 cells runs out" in lengths.tables[0].notes[0].text
+    assert kept is not None and "nothing here was measured" in kept.tables[0].notes[0].text
+
+
+def test_a_table_without_a_figure_is_no_answer(tmp_path: Path):
+    for phase in ("forward", "train"):
+        folder = tmp_path / "in" / phase
+        folder.mkdir(parents=True)
+        save_run(make_run(workload(phase=phase), forward=[0.1] * 5), folder)  # of a CPU: no peak was counted
+    found = {one.question.id: one for one in write_up(CS336, gather([str(tmp_path / "in")], tmp_path)).answered}
+    assert found["memory-b"].answer is None and found["memory-b"].question.measure is not None
+
+
+def test_questions_on_ranks_take_their_part_of_one_study(tmp_path: Path):
+    """Runs of ranks lie beside one process's; a folder without one of either answers nothing."""
+    found = {answered.question.id: answered for answered in write_up(CS336, Material(runs=ranks(tmp_path))).answered}
+    data, sharding = found["data-parallel"].answer, found["sharding"].answer
+    assert data is not None and sharding is not None
+    assert {finding.kind for finding in data.findings} >= {"one-message", "fastest"}
+    assert {finding.kind for finding in sharding.findings} == {"sharded-optimizer"}
+    assert "Memory of a rank" in {table.title for table in sharding.tables}
+    alone = Material(runs=ranks(tmp_path)[1:])
+    assert all(one.answer is None for one in write_up(CS336, alone).answered if one.question.id == "data-parallel")
+
+
+def ranks(place: Path) -> tuple[Found, ...]:
+    of = [shared_cell(), *(shared_cell(name, 2) for name in ("ddp-naive", "ddp-flat", "ddp-bucketed", "zero1"))]
+    return tuple((cell.run, place / cell.run.id) for cell in of)
+
+
+def test_a_folder_without_runs_yet_names_a_command_for_each_question(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    for arguments in ((), (tmp_path / "empty",)):
+        done = stepscope("writeup", *arguments, cwd=tmp_path)
+        assert done.returncode == 0 and "0 of 26 questions answered" in done.stdout, done.stderr
+        assert "stepscope study warmup" in (tmp_path / "writeup.md").read_text()
+        assert "--run measures them all" in done.stderr
+
+
+def test_a_file_of_somebody_s_own_is_not_overwritten(tmp_path: Path):
+    mine = tmp_path / "mine.md"
+    mine.write_text("# My notes")
+    with pytest.raises(InputError, match="not written by this command"):
+        Target(file=mine)
+    assert mine.read_text() == "# My notes"
+    stored_answer(tmp_path / "in")
+    ours = Target(file=tmp_path / "my notes.md")
+    for _ in range(2):
+        Target(file=ours.file).write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    assert "](<my notes_files/accumulation.svg>)" in ours.file.read_text()
+
+
+def test_findings_that_say_the_same_of_many_cells_are_taken_together(tmp_path: Path):
+    file = stored_answer(tmp_path / "in")
+    answer = decode_answer(file.read_bytes(), str(file))
+    alike = tuple(note("alike", f"Cell {place} is not distinguishable.") for place in range(60))
+    file.write_text(encode_answer(msgspec.structs.replace(answer, findings=alike)))
+    target = Target(file=tmp_path / "out.md")
+    target.write(write_up(CS336, gather([str(tmp_path / "in")], tmp_path)), "full")
+    text = target.file.read_text()
+    assert text.count("is not distinguishable") == MOST_ALIKE
+    assert "54 further findings of the kind 'alike'" in text

@@ -1,0 +1,273 @@
+"""Kernels in the step of a user's own model: the same numbers, what was replaced and what was left, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+
+from stepscope.core.errors import InputError
+from stepscope.core.evidence import Evidence, StepOperators
+from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.parts import PartFound
+from stepscope.engine.own_fake_step import watch_own_step
+from stepscope.recording.device import timing_device
+from stepscope.recording.driven import step_flops
+from stepscope.recording.step import drive
+from stepscope.runs.answer import answer_run
+from stepscope.runs.checks import check_run
+from stepscope.training.own.loading import make_own_step
+from stepscope.training.own.own_step import OwnStep
+from tests.command import stepscope
+from tests.conftest import at_length, make_run
+from tests.shown import shown
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+FUSED = {"norm": "fused", "mlp": "fused", "loss": "fused"}
+QUICK = ("--warmup", 1, "--steps", 3, "--no-profile", "--device", "cpu")
+
+OWN = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class SwiGLU(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
+        self.down_proj, self.act = nn.Linear(32, 16, bias=False), act
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+class Block(nn.Module):
+    def __init__(self, norm, mlp):
+        super().__init__()
+        self.norm, self.mlp = norm, mlp
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
+class Net(nn.Module):
+    def __init__(self, norms, activations):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(48, 16), nn.Linear(16, 48, bias=False)
+        self.blocks = nn.ModuleList(
+            Block(nn.RMSNorm(16, eps=1e-5) if norms else nn.LayerNorm(16), SwiGLU(act)) for act in activations
+        )
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
+
+def make(norms=True, gelus=0):
+    activations = [nn.GELU() if i < gelus else nn.SiLU() for i in range(2)]
+    return Net(norms, activations), torch.arange(16).view(4, 4) % 7
+def plain():
+    return nn.Sequential(nn.Linear(8, 8)), torch.ones(4, 8), lambda y: y.square().mean()
+class Steps:
+    def __init__(self):
+        self.model = nn.Linear(4, 1)
+        self.phases = [("all", lambda: self.model(torch.ones(2, 4)).sum().backward())]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    place = tmp_path / "own.py"
+    place.write_text(OWN)
+    return place
+
+
+def made(file: Path, factory: str = "make", **choices: Any) -> OwnStep:
+    step, _ = make_own_step(OwnWorkload(model=OwnModel(name=""), factory=f"{file}:{factory}", **choices), DEVICE)
+    assert isinstance(step, OwnStep)
+    return step
+
+
+def numbers(step: OwnStep) -> tuple[float, list[Tensor]]:
+    """The loss of the first step, and its gradients."""
+    step.prepare()
+    drive(step)
+    assert step.loss is not None
+    return float(step.loss), [p.grad.double() for p in step.model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("choices", "bound"),
+    [
+        ({}, 1e-5),
+        ({"checkpointing": "every-1", "accumulation": 2}, 1e-5),
+        ({"checkpointing": "selective"}, 1e-5),
+        ({"dtype": "bf16"}, 2e-2),
+        ({"dtype": "fp16"}, 4e-3),
+        ({"dtype": "bf16-pure"}, 4e-2),
+        ({"dtype": "bf16-master"}, 2e-2),
+        ({"dtype": "fp8"}, 0.15),
+    ],
+    ids=str,
+)
+def test_a_step_with_other_kernels_has_the_numbers_of_the_model_s_own(
+    file: Path, choices: dict[str, Any], bound: float
+):
+    """Gradients parameter by parameter, by the norm of what differs."""
+    own, other = (made(file, phase="forward-backward", **choices, **parts) for parts in ({}, FUSED))
+    assert [(one.part, one.type, one.modules) for one in other.found if one.replaced] == [
+        ("norm", "RMSNorm", 2), ("mlp", "SwiGLU", 2),
+    ]  # fmt: skip
+    assert not own.found and own.model.state_dict().keys() == other.model.state_dict().keys()
+    (loss, gradients), (found, others) = numbers(own), numbers(other)
+    assert found == pytest.approx(loss, rel=bound)
+    assert len(gradients) == len(others) == len([*own.model.parameters()])
+    for right, near in zip(gradients, others, strict=True):
+        assert float((near - right).norm()) <= bound * float(right.norm())
+
+
+def test_training_updates_the_parameters_that_the_kernels_read(file: Path):
+    """The optimizer is made of the same parameters, and of masters where weights are bf16."""
+    for dtype in ("fp32", "bf16-master"):
+        step = made(file, dtype=dtype, optimizer="adamw-fused", **FUSED)
+        losses = [numbers(step)[0] for _ in range(4)]
+        assert losses[-1] < losses[0], dtype
+
+
+def test_kernels_of_parts_are_no_products_of_unknown_flops(file: Path):
+    counted = [step_flops(made(file, **parts), timing_device(DEVICE)) for parts in ({}, FUSED)]
+    assert counted[0] == counted[1] and not counted[1][1]
+
+
+@pytest.mark.parametrize("how", [{"compile": "default"}, {"compile": "blocks"}], ids=str)
+@pytest.mark.slow
+def test_a_compiled_step_has_them_too(file: Path, how: dict[str, Any]):
+    torch._dynamo.reset()
+    (loss, gradients), (found, others) = (
+        numbers(made(file, phase="forward-backward", **FUSED, **compiled)) for compiled in ({}, how)
+    )
+    assert found == pytest.approx(loss, rel=1e-5)
+    for right, near in zip(gradients, others, strict=True):
+        assert float((near - right).norm()) <= 1e-5 * float(right.norm())
+
+
+def test_a_compiler_finds_one_graph_in_a_replaced_model(file: Path):
+    torch._dynamo.reset()
+    step = made(file, **FUSED)
+    tokens = step.batches[0][0]
+    whole = torch.compile(step.model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(tokens), step.model(tokens))
+
+
+def test_what_differs_is_left_and_the_rest_is_replaced(file: Path):
+    found = made(file, arguments={"gelus": 1}, **FUSED).found
+    assert [(one.part, one.replaced, one.modules, one.where) for one in found] == [
+        ("norm", True, 2, "blocks.0.norm"), ("mlp", False, 1, "blocks.0.mlp"), ("mlp", True, 1, "blocks.1.mlp"),
+        ("loss", False, 0, ""),
+    ]  # fmt: skip
+    absent = made(file, arguments={"norms": False}, **FUSED).found
+    assert [(one.part, one.replaced, one.why) for one in absent] == [
+        ("norm", False, "it has no RMSNorm"), ("mlp", True, ""),
+        ("loss", False, "it has no causal language model of transformers with a head of one product"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("factory", "choices", "said"),
+    [
+        ("plain", FUSED, "kernels fused replace nothing in Sequential: it has no RMSNorm, no SwiGLU of gate, up"),
+        ("plain", {"norm": "fused"}, "norm fused replaces nothing in Sequential: it has no RMSNorm; leave out --norm"),
+        (
+            "make",
+            {"mlp": "fused", "arguments": {"gelus": 2}},
+            "own.py:make stays as it is: mlp fused: 2 SwiGLU left, they compute something else: ",
+        ),
+        ("make", {"arguments": {"norms": False}, "norm": "fused"}, "replaces nothing in Net: it has no RMSNorm"),
+        ("Steps", {"mlp": "fused"}, "gave a step of its own, on which mlp fused has no effect: leave it out"),
+        ("make", {"norm": "odd"}, "unknown norm 'odd': choose one of reference, compiled, fused, liger, quack"),
+    ],
+)
+def test_where_nothing_is_replaced_one_line_says_why(file: Path, factory: str, choices: dict[str, Any], said: str):
+    with pytest.raises(InputError) as raised:
+        made(file, factory, **choices)
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_fake_tensors_cannot_tell_whether_kernels_compute_the_same(file: Path):
+    workload = OwnWorkload(model=OwnModel(name=""), factory=f"{file}:make", norm="fused")
+    with pytest.raises(InputError, match="other kernels in a model of your own cannot be run on fake tensors: leave"):
+        watch_own_step(workload, "cuda")
+
+
+def test_the_command_measures_them_and_says_what_was_replaced(file: Path):
+    asked = ("run", "--module", "own.py:make", "--arg", "gelus=1", "--kernels", "fused")
+    done = stepscope(*asked, *QUICK, cwd=file.parent)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "each held against its own code first: 2 RMSNorm by fused norm, 1 SwiGLU by fused mlp." in said
+    assert "mlp fused was asked for, and did not replace 1 SwiGLU: they compute something else: " in said
+    assert "fp32, train, fused parts, eager" in said and "UserWarning" not in done.stderr
+    (stored,) = file.parent.glob("runs/*/run.json")
+    run = json.loads(stored.read_bytes())
+    assert (run["workload"]["norm"], run["workload"]["mlp"]) == ("fused", "fused")
+    assert [(one["type"], one["modules"], one["replaced"]) for one in run["evidence"]["parts"]] == [
+        ("RMSNorm", 2, True), ("SwiGLU", 1, False), ("SwiGLU", 1, True), ("", 0, False),
+    ]  # fmt: skip
+    kinds = [finding["kind"] for finding in run["findings"]]
+    assert "part-left" in kinds and "part-mismatch" not in kinds
+    assert "2 RMSNorm by fused norm" in stepscope("show", "last", cwd=file.parent).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "--rope", "fused"), "rope is computed by other kernels in the textbook's model alone: in your own a"),
+        (
+            ("run", "--loss", "fused", *QUICK),
+            "loss fused replaces nothing in Net: it has no causal language model of t",
+        ),
+        (("fit", "--kernels", "fused"), "cannot be run on fake tensors: leave out --kernels, --norm, --mlp and --loss"),
+        (("run", "--norm", "liger", *QUICK), "norm liger runs on cuda, not on cpu: choose --norm reference"),
+    ],
+)
+def test_what_cannot_be_is_one_line_of_the_command(file: Path, words: tuple[str, ...], said: str):
+    done = stepscope(words[0], "--module", "own.py:make", *words[1:], cwd=file.parent)
+    refused = [line for line in done.stderr.splitlines() if not line.startswith("stepscope: build")]
+    assert done.returncode == 2 and len(refused) == 1 and said in refused[0], done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("strategy", "dtype"), [*at_length(("ddp-bucketed", "fp32"), ("fsdp2", "fp32")), ("fsdp2:compute=bf16", "bf16")]
+)
+def test_ranks_compute_with_other_kernels_what_one_process_does(file: Path, strategy: str, dtype: str):
+    """Sharded parameters are whole and plain when a module runs, so the kernels take them."""
+    done = stepscope(
+        "run", "--module", "own.py:make", "--kernels", "fused", "--parallel", strategy, "--ranks", 2, "--dtype", dtype,
+        *QUICK, "--json", cwd=file.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    run = json.loads(done.stdout)
+    assert [one["modules"] for one in run["evidence"]["parts"] if one["replaced"]] == [2, 2]
+    assert run["shared"]["correct"] is not None
+    forward = run["evidence"]["operators"]["calls"]["forward"]
+    assert (forward["stepscope::rms_norm_forward"], forward["stepscope::silu_product_forward"]) == (2, 2)
+
+
+def test_kernels_that_never_ran_are_a_finding():
+    """As where a model calls its norms with other arguments, which their own forward takes."""
+    workload = OwnWorkload(model=OwnModel(name="Net"), factory="own.py:make", norm="fused", mlp="fused")
+    norm = PartFound(part="norm", kernels="fused", type="RMSNorm", modules=2, replaced=True)
+    mlp = PartFound(part="mlp", kernels="fused", type="GLU", modules=2, replaced=False, why="they are replaced already")
+
+    def kinds(calls: dict[str, int]) -> list[str]:
+        evidence = Evidence(parts=(norm, mlp), operators=StepOperators(calls={"forward": calls}))
+        run = msgspec.structs.replace(make_run(step=[1.0] * 9, evidence=evidence), workload=workload)
+        judged = msgspec.structs.replace(run, findings=check_run(run))
+        said = "mlp fused was asked for, and did not replace 2 GLU: they are replaced already."
+        assert said in " ".join(shown(answer_run(judged), 200).split())
+        return [f.sentence for f in check_run(run) if f.kind == "part-mismatch"]
+
+    assert kinds({"stepscope::rms_norm_forward": 1}) == []
+    assert kinds({"aten::rsqrt": 1}) == ["norm fused was asked for, but it ran 0 times where the step has 1 calls."]

@@ -1,0 +1,206 @@
+"""Fused parts in a user's own model: what is replaced computes the same, what differs is left and named."""
+
+import copy
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
+
+from stepscope.app.api.replacing import replace_parts
+from stepscope.core import parts as records
+from stepscope.core.errors import InputError
+from stepscope.training.parts import replaced as replaced_module
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, act: nn.Module):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(12, 20, bias=False), nn.Linear(12, 20, bias=False)
+        self.down_proj, self.act = nn.Linear(20, 12, bias=False), act
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Shifted(nn.Module):
+    """Gemma's norm: the weight is what is added to 1."""
+
+    def __init__(self, power: float = 2.0):
+        super().__init__()
+        self.weight, self.eps, self.power = nn.Parameter(torch.zeros(12)), 1e-5, power
+
+    def forward(self, x: Tensor) -> Tensor:
+        normal = x.float() * torch.rsqrt(x.float().abs().pow(self.power).mean(-1, keepdim=True) + self.eps)
+        return (normal * (1.0 + self.weight.float())).type_as(x)
+
+
+def net(*modules: nn.Module) -> nn.Sequential:
+    torch.manual_seed(0)
+    parts = modules or (nn.RMSNorm(12, eps=1e-5), SwiGLU(nn.SiLU()), Shifted())
+    return nn.Sequential(nn.Linear(7, 12), *parts).to(DEVICE)
+
+
+def gradients(model: nn.Module, *, autocast: bool = False) -> tuple[Tensor, list[Tensor]]:
+    torch.manual_seed(1)
+    x = torch.randn(3, 5, 7, device=DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=autocast):
+        out = model(x)
+    return out.detach(), list(
+        torch.autograd.grad(out.float(), [*model.parameters()], torch.randn(out.shape).to(DEVICE))
+    )
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_replaced_model_has_its_own_results_gradients_and_keys(autocast: bool):
+    model = net()
+    before, keys = gradients(model, autocast=autocast), {k: t.data_ptr() for k, t in model.state_dict().items()}
+    replaced = replace_parts(model, norm="fused", mlp="fused")
+    assert [(each.type, each.modules) for each in replaced.replaced] == [("RMSNorm", 1), ("Shifted", 1), ("SwiGLU", 1)]
+    assert not replaced.left
+    assert {k: t.data_ptr() for k, t in model.state_dict().items()} == keys
+    bound = 2e-2 if autocast else 1e-5
+    for now in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        after = gradients(now, autocast=autocast)
+        assert after[0].dtype == before[0].dtype
+        for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+            assert float((one - other).norm()) <= bound * float(other.norm())
+    types = [type(module) for module in net().modules()]
+    replaced.restore()
+    assert [type(module) for module in model.modules()] == types
+    assert torch.equal(gradients(model, autocast=autocast)[0], before[0])
+
+
+def test_the_kernels_run_in_a_replaced_model():
+    model = net()
+    replace_parts(model, norm="fused", mlp="fused")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        gradients(model)
+    called = {event.key: event.count for event in profiler.key_averages()}
+    assert called["stepscope::rms_norm_forward"] == 2
+    assert called["stepscope::silu_product_backward"] == 1
+
+
+def test_a_module_that_computes_something_else_is_left_and_named():
+    model = net(SwiGLU(nn.GELU()), SwiGLU(nn.SiLU()), Shifted(power=1.5), nn.RMSNorm(12, eps=1e-3))
+    types = [type(module) for module in model.modules()]
+    replaced = replace_parts(model, "fused")
+    left = {each.type: each for each in replaced.left if each.modules}
+    assert set(left) == {"SwiGLU", "Shifted"}
+    assert left["SwiGLU"].where == "1"
+    assert "they compute something else: " in left["SwiGLU"].why
+    assert "the largest difference is " in left["SwiGLU"].why
+    assert {each.part for each in replaced.left if not each.modules} == {"rope", "loss"}
+    assert [type(each).__mro__[1] for each in (model[2], model[4])] == [SwiGLU, nn.RMSNorm]
+    assert [type(each) for each in (model[1], model[3])] == [types[2], Shifted]
+
+
+def test_of_modules_that_are_alike_one_is_held_for_all(monkeypatch: pytest.MonkeyPatch):
+    """What differs in a size, an attribute, an object of its own or a hook is held by itself."""
+    held: list[str] = []
+    check = replaced_module.hold
+
+    def noted(module: nn.Module, *rest: Any) -> None:
+        held.append(f"{type(module).__name__} {getattr(module, 'eps', '')}")
+        check(module, *rest)
+
+    monkeypatch.setattr(replaced_module, "hold", noted)
+    modules = [module for _ in range(3) for module in (nn.RMSNorm(12, eps=1e-5), SwiGLU(nn.SiLU()))]
+    hooked, trained = SwiGLU(nn.SiLU()), nn.RMSNorm(12, eps=1e-5)
+    hooked.register_forward_hook(lambda *_: None)
+    nn.init.constant_(trained.weight, 2.0)
+    model = net(*modules, trained, nn.RMSNorm(12, eps=1e-3), hooked)
+    before = gradients(model)
+    replaced = replace_parts(model, norm="fused", mlp="fused")
+    assert [(each.type, each.modules) for each in replaced.replaced] == [("RMSNorm", 5), ("SwiGLU", 4)]
+    assert set(held) == {"RMSNorm 1e-05", "RMSNorm 0.001", "SwiGLU "}
+    assert held.count("RMSNorm 1e-05") == held.count("RMSNorm 0.001") and held.count("SwiGLU ") == 2
+    after = gradients(model)
+    for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
+    held.clear()
+    with_constants = [SwiGLU(nn.Hardtanh(0.0, top)) for top in (1.0, 2.0)]
+    assert len(replace_parts(net(*with_constants), mlp="fused").left) == 1 and len(held) == 2
+
+
+def test_what_is_left_keeps_no_numbers_of_its_trials():
+    def tensors() -> int:
+        return sum(isinstance(each, Tensor) for each in gc.get_objects())
+
+    model = net(SwiGLU(nn.GELU()), Shifted(power=1.5))
+    replace_parts(model, "fused")
+    gc.collect()
+    gc.disable()
+    try:
+        before = tensors()
+        left = replace_parts(model, "fused").left
+        assert tensors() == before and len(left) == 4
+    finally:
+        gc.enable()
+
+
+def test_a_dropout_inside_is_seen():
+    model = net(SwiGLU(nn.Sequential(nn.SiLU(), nn.Dropout(0.1)))).eval()
+    (left,) = replace_parts(model, mlp="fused").left
+    assert "gives other numbers when it is called again" in left.why
+    assert not any(module.training for module in model.modules())
+
+
+def test_what_is_compiled_is_held_by_its_formula():
+    """No trial compiles anything, and the first call of the model does."""
+    model = net()
+    before = gradients(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    replaced = replace_parts(model, norm="compiled")
+    assert [each.modules for each in replaced.replaced] == [1, 1]
+    assert not torch._dynamo.utils.counters["stats"]
+    after = gradients(model)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    for one, other in zip((after[0], *after[1]), (before[0], *before[1]), strict=True):
+        assert float((one - other).norm()) <= 1e-5 * float(other.norm())
+
+
+def test_wrong_input_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(InputError, match="norm fused replaces nothing in Sequential: it has no RMSNorm"):
+        replace_parts(net(nn.LayerNorm(12, bias=False)), norm="fused")
+    with pytest.raises(InputError, match="replace_parts needs a part"):
+        replace_parts(net())
+    if DEVICE.type == "cpu":
+        monkeypatch.delenv(records.INTERPRETER, raising=False)
+        with pytest.raises(InputError, match="norm fused runs on cpu in Triton's interpreter only"):
+            replace_parts(net(), norm="fused")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("llama", {("LlamaRMSNorm", True), ("LlamaMLP", True), ("LlamaForCausalLM", True)}),
+        ("qwen2", {("Qwen2RMSNorm", True), ("Qwen2MLP", True), ("Qwen2ForCausalLM", True)}),
+        ("gemma", {("GemmaRMSNorm", True), ("GemmaMLP", False), ("GemmaForCausalLM", True)}),
+        ("gpt2", {("GPT2LMHeadModel", True)}),
+    ],
+)
+def test_hugging_faces_models(kind: str, said: set[tuple[str, bool]]):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    if kind != "gpt2":
+        sizes |= {"intermediate_size": 48, "num_key_value_heads": 1, "head_dim": 16}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(kind, **sizes)).to(DEVICE)
+    for module in model.modules():
+        module.p = 0.0  # of dropouts, whose numbers differ from call to call
+    tokens = torch.arange(14, device=DEVICE).view(2, 7)
+    before = model(input_ids=tokens, labels=tokens).loss
+    replaced = replace_parts(model, "fused")
+    assert {(each.type, each.replaced) for each in replaced.found if each.modules} == said
+    after = model(input_ids=tokens, labels=tokens).loss
+    assert float(after.detach()) == pytest.approx(float(before.detach()), rel=1e-5)
+    after.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
