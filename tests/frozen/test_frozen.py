@@ -1,0 +1,110 @@
+"""What users and their scripts rely on, held against golden files: help, signatures, keys of experiments, imports.
+
+    python -m tests.frozen.test_frozen        # writes the golden files again
+
+README.md beside this file says which differences are permitted.
+"""
+
+import hashlib
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import stepscope
+from stepscope.app.cli.app import app
+from stepscope.core.run_directory import load_runs
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+PLAIN = {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command, the program first."""
+    yield path
+    for name, inner in sorted(getattr(command, "commands", {}).items()):
+        yield from commands(inner, (*path, name))
+
+
+def options_of_every_verb() -> str:
+    """Each verb with its options in their order, and what each takes. The words of help are free."""
+    lines: list[str] = []
+    program: Any = typer.main.get_command(app)
+    for path in commands(program):
+        command = program
+        for word in path:
+            command = command.commands[word]
+        lines.append(" ".join(("stepscope", *path)))
+        for option in command.params:
+            names = ", ".join((*option.opts, *option.secondary_opts))
+            kind = "flag" if getattr(option, "is_flag", False) else option.metavar or ""
+            lines.append(f"    {names}  {kind}{'  several' if option.multiple else ''}")
+        shown = CliRunner().invoke(app, [*path, "--help"], env=PLAIN)
+        assert shown.exit_code == 0, shown.output
+    return "\n".join(lines) + "\n"
+
+
+def public_names() -> str:
+    """Every name of `import stepscope`: parameters with their defaults, or what a result has."""
+    lines: list[str] = []
+    for name in sorted(stepscope.__all__):
+        thing = getattr(stepscope, name)
+        lines.append(name)
+        if inspect.isclass(thing):
+            lines += [f"    .{member}" for member in dir(thing) if not member.startswith("_")]
+        elif callable(thing):
+            for parameter in inspect.signature(thing).parameters.values():
+                default = "" if parameter.default is parameter.empty or callable(parameter.default) else (
+                    f" = {parameter.default!r}"
+                )  # fmt: skip
+                lines.append(f"    {parameter.kind.name.lower()} {parameter.name}{default}")
+    return "\n".join(lines) + "\n"
+
+
+def keys_of_stored_runs() -> str:
+    """The digest of the keys of each folder's runs under results/, and how many there are."""
+    runs, faults = load_runs([ROOT / "results"])
+    assert not faults
+    folders: dict[str, list[str]] = {}
+    for directory, key in ((run.id, run.workload.key) for run in runs):
+        folders.setdefault(directory[:6], []).append(f"{directory} {key}")
+    return "".join(
+        f"{month}  {len(keys)} runs  {hashlib.sha256(chr(10).join(sorted(keys)).encode()).hexdigest()[:16]}\n"
+        for month, keys in sorted(folders.items())
+    )
+
+
+FROZEN = {"options.txt": options_of_every_verb, "names.txt": public_names, "keys.txt": keys_of_stored_runs}
+
+
+@pytest.mark.parametrize("file", FROZEN)
+def test_what_others_rely_on_stays(file: str):
+    assert FROZEN[file]() == (GOLDEN / file).read_text(encoding="utf-8")
+
+
+def test_every_import_that_the_documents_name_works():
+    """Whatever a document imports from us, except what needs a library that is not here."""
+    imports: set[tuple[str, str]] = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        found = re.findall(
+            r"^\s*from (stepscope[\w.]*) import ([\w, ]+)$", page.read_text(encoding="utf-8"), re.MULTILINE
+        )
+        imports |= {(module, name.strip()) for module, names in found for name in names.split(",")}
+    assert {module for module, _ in imports} >= {"stepscope.kernels", "stepscope.parallel"}
+    for module, name in sorted(imports):
+        try:
+            assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+        except ModuleNotFoundError as error:
+            assert error.name in {"accelerate", "lightning", "transformers"}, error
+
+
+if __name__ == "__main__":
+    for file, make in FROZEN.items():
+        (GOLDEN / file).write_text(make(), encoding="utf-8")
