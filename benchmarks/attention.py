@@ -23,12 +23,12 @@ import msgspec
 from stepscope.core.attention_timing import (
     PRODUCTS,
     AttentionCell,
+    AttentionShape,
     AttentionTiming,
     AttentionTimings,
     decode_timings,
     encode_timings,
 )
-from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -41,7 +41,7 @@ from stepscope.core.errors import (
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
-from stepscope.core.work.attention_call import CONVENTION, backward_flops, forward_flops
+from stepscope.core.work.attention import CONVENTION, backward_flops, forward_flops
 
 OURS: Attention = "flash"
 RIVALS: dict[TensorDtype, tuple[Attention, ...]] = {

@@ -25,10 +25,9 @@ import msgspec
 import numpy as np
 
 from stepscope.core.document import decode_document
-from stepscope.core.known_samples import known
 from stepscope.core.model_config import configure
 from stepscope.core.run import Run, Settings
-from stepscope.core.samples import Ratio, Samples
+from stepscope.core.samples import Ratio, Samples, known
 from stepscope.core.workload import Workload
 from stepscope.questions.compare.sides import Side, SideComparison, compare_sides
 from stored import keep

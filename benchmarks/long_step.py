@@ -219,7 +219,7 @@ def _rival(asked: argparse.Namespace, workload: Workload, device: Any) -> _Side:
 
 def _ours(asked: argparse.Namespace, workload: Workload, device: Any, ranks: Any) -> _Side:
     """stepscope's step of the same sizes, with the parts of its own that this device has."""
-    from stepscope.engine.stages.build import make_step  # noqa: PLC0415
+    from stepscope.engine.stages import make_step  # noqa: PLC0415
     from stepscope.training.training_step import TrainingStep  # noqa: PLC0415
 
     on_gpu = device.type == "cuda"

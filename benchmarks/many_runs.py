@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.run_files import INDEX_FILE, RUN_FILE
+from stepscope.core.run_directory import INDEX_FILE, RUN_FILE
 from stored import keep
 
 ROOT = Path(__file__).parents[1]

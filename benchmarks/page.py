@@ -26,7 +26,7 @@ import torch
 from playwright.sync_api import sync_playwright
 
 from kineto_tiles import tile_kineto
-from stepscope.core.run_files import KINETO_FILE, RUN_FILE
+from stepscope.core.run_directory import KINETO_FILE, RUN_FILE
 from stepscope.recording.environment import read_environment
 from stored import keep
 

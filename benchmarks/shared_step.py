@@ -25,7 +25,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.work.described import cell_name, describe_model, describe_workload
+from stepscope.core.work.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.workload import Workload
 from stored import bounds_of, measure_or_show, ratios_of
 
@@ -89,7 +89,7 @@ def plain_block(workload: Workload, device: Any, ranks: Any) -> Block:
 
 def measured_block(workload: Workload, device: Any, ranks: Any) -> Block:
     """The step of a run, under the timer of a run."""
-    from stepscope.engine.stages.build import make_step  # noqa: PLC0415
+    from stepscope.engine.stages import make_step  # noqa: PLC0415
     from stepscope.recording.device import timing_device  # noqa: PLC0415
     from stepscope.recording.timer import measure  # noqa: PLC0415
 

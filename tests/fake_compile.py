@@ -20,8 +20,7 @@ from stepscope.allocations.prediction.caching_allocator import rounded
 from stepscope.core.errors import InputError
 from stepscope.core.workload import Workload
 from stepscope.engine.fake_step import attention_backend, make_fake_step
-from stepscope.recording.as_on_cuda import AsOnCuda
-from stepscope.recording.fake_memory import FakeMemory
+from stepscope.recording.fake_memory import AsOnCuda, FakeMemory
 
 
 class _CutMade(BaseException):

@@ -7,7 +7,7 @@ def main() -> None:
     """Run the command line."""
     interrupts.install()
     from stepscope.app.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
-    from stepscope.core.leaving import HandedOver, leave  # noqa: PLC0415
+    from stepscope.core.interrupts import HandedOver, leave  # noqa: PLC0415
 
     try:
         run_command()

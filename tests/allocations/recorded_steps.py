@@ -14,7 +14,7 @@ import torch
 from benchmarks.recording_allocator import RecordingAllocator
 
 from stepscope.core.memory_notes import NOTES_KEY
-from stepscope.core.run_files import MEMORY_FILE
+from stepscope.core.run_directory import MEMORY_FILE
 from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.step import drive
 from stepscope.training.own.own_step import DrivenStep

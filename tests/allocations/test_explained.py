@@ -7,17 +7,14 @@ import polars as pl
 import pytest
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
-from stepscope.allocations.answer import answer_memory
-from stepscope.allocations.at_moment import moment_at, phase_peaks
+from stepscope.allocations.answer import answer_memory, memory_as_json
+from stepscope.allocations.at_moment import category_timeline, moment_at, phase_peaks
 from stepscope.allocations.block_layout import rounded
 from stepscope.allocations.blocks import alike, saved_by_block
-from stepscope.allocations.explain import Explained, explain
-from stepscope.allocations.memory_json import memory_as_json
+from stepscope.allocations.explain import Explained, explain, shapes_by_size
 from stepscope.allocations.moments import Place, place_of
 from stepscope.allocations.replay import replay
-from stepscope.allocations.shapes import shapes_by_size
 from stepscope.allocations.snapshot import Settings, snapshot_from
-from stepscope.allocations.timeline import category_timeline
 from stepscope.core.errors import InputError
 from tests.conftest import workload
 from tests.handmade_snapshot import AUTOCAST, ENGINE, SCRIPT, START_US, USER, handmade

@@ -2,11 +2,9 @@
 
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
-from stepscope.allocations.answer import answer_memory
-from stepscope.allocations.at_moment import moment_at
+from stepscope.allocations.answer import answer_memory, memory_as_json
+from stepscope.allocations.at_moment import free_pieces, moment_at, new_segments
 from stepscope.allocations.explain import Explained, explain
-from stepscope.allocations.fragmentation import free_pieces, new_segments
-from stepscope.allocations.memory_json import memory_as_json
 from stepscope.allocations.snapshot import snapshot_from
 from stepscope.core.answer import name_of
 

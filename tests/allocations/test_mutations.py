@@ -7,11 +7,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.at_moment import moment_at
+from stepscope.allocations.answer import memory_as_json
+from stepscope.allocations.at_moment import category_timeline, moment_at
 from stepscope.allocations.explain import explain
-from stepscope.allocations.memory_json import memory_as_json
 from stepscope.allocations.snapshot import snapshot_from
-from stepscope.allocations.timeline import category_timeline
 from stepscope.core.errors import InputError
 from tests.handmade_snapshot import handmade
 

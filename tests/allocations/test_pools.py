@@ -8,11 +8,9 @@ from benchmarks.recording_allocator import MIB, RecordingAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.answer import answer_memory
-from stepscope.allocations.at_moment import Moment, moment_at
-from stepscope.allocations.devices import devices_of
+from stepscope.allocations.answer import answer_memory, memory_as_json, memory_findings
+from stepscope.allocations.at_moment import Moment, devices_of, moment_at
 from stepscope.allocations.explain import Explained, explain
-from stepscope.allocations.memory_json import memory_as_json, memory_findings
 from stepscope.allocations.plain_pickle import read_plain_pickle
 from stepscope.allocations.snapshot import ORDINARY, read_snapshot, snapshot_from
 from stepscope.core.errors import InputError

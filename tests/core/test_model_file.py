@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.app.api.workloads import of_factory
+from stepscope.app.api.running import of_factory
 from stepscope.core.evidence import Evidence
 from stepscope.core.model_file import unmet, without_options
 from stepscope.core.own_workload import OwnModel, OwnWorkload

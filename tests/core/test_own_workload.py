@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.app.api.workloads import of_factory
+from stepscope.app.api.running import of_factory
 from stepscope.app.cli.workloads import ManyWorkloads
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.errors import InputError
@@ -15,8 +15,14 @@ from stepscope.core.memory_notes import MemoryNotes
 from stepscope.core.own_workload import AnyWorkload, Input, OwnModel, OwnWorkload, WatchedWorkload, with_kind
 from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
-from stepscope.core.work.described import cell_name, describe_model, describe_workload, parameters_of
-from stepscope.core.work.spelled import run_call, run_command
+from stepscope.core.work.spelled import (
+    cell_name,
+    describe_model,
+    describe_workload,
+    parameters_of,
+    run_call,
+    run_command,
+)
 from stepscope.core.workload import Workload
 from stepscope.runs.answer import answer_cells, answer_list, answer_run
 from stepscope.runs.checks import check_run

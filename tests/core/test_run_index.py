@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from stepscope.core import run_index
 from stepscope.core.run import Run
-from stepscope.core.run_directory import load_runs, save_run, write_atomically
-from stepscope.core.run_files import INDEX_FILE, RUN_FILE
+from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, load_runs, save_run, write_atomically
 from stepscope.core.run_index import list_runs
 from stepscope.runs.answer import answer_list
 from stepscope.runs.tables import TableQuery, answer_table

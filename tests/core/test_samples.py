@@ -11,9 +11,8 @@ import scipy.stats
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.known_samples import known
 from stepscope.core.run_directory import load_run
-from stepscope.core.samples import Interval, Samples
+from stepscope.core.samples import Interval, Samples, known
 from stepscope.runs.checks.timing import not_steady
 from tests.conftest import make_run
 

@@ -10,8 +10,7 @@ from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workload import Workload
-from stepscope.engine.grid import grid
-from stepscope.engine.plan import Cell, SweepPlan
+from stepscope.engine.plan import Cell, SweepPlan, grid
 from tests.conftest import workload
 from tests.textbook import textbook
 

@@ -23,7 +23,7 @@ from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import MARK
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest
-from stepscope.engine.stages.right import check_the_ranks
+from stepscope.engine.stages import check_the_ranks
 from stepscope.engine.step import directory_of
 from stepscope.training.parallel import correctness
 from tests.command import stepscope

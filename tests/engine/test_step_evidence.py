@@ -11,8 +11,8 @@ from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from stepscope.core.evidence import MeasuredCompilation
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
+from stepscope.engine import stages as timed
 from stepscope.engine.request import StepRequest
-from stepscope.engine.stages import timed
 from stepscope.engine.step import measure_step
 from stepscope.recording.environment import HostLoad
 from stepscope.training import training_step

@@ -19,7 +19,7 @@ from stepscope.core.workload import Workload
 from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.recipe import load_recipe
 from stepscope.engine.sweep import Series, run_sweep
-from stepscope.questions.warmup.study import warmup_cells
+from stepscope.questions.warmup import warmup_cells
 from tests.command import stepscope
 from tests.conftest import at_length, make_run, mini, workload
 from tests.hostile import kills

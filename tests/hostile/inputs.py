@@ -31,7 +31,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.shown_text import LONGEST_MESSAGE
+from stepscope.core.errors import LONGEST_MESSAGE
 from stepscope.core.units import GIB, MIB
 from tests.traces.test_mutations import STRANGE, STRANGE_CELLS, damaged
 

@@ -19,12 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 
 import stepscope
 from stepscope.core.device_spec import overridden_spec
-from stepscope.core.evidence import Evidence
+from stepscope.core.evidence import Evidence, Saved, WatchedLoop
 from stepscope.core.finding import Finding
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.watched_loop import Saved, WatchedLoop
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.driven import step_habits
 from stepscope.runs.checks import check_run

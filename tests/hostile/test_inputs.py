@@ -17,12 +17,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.core import cache_directory as caches
+from stepscope.core import files as caches
+from stepscope.core.errors import LONGEST_MESSAGE, message_line, middle_cut, printable, visible
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run
-from stepscope.core.run_directory import encode_run
-from stepscope.core.run_files import RUN_FILE
-from stepscope.core.shown_text import LONGEST_MESSAGE, message_line, middle_cut, printable, visible
+from stepscope.core.run_directory import RUN_FILE, encode_run
 from tests.command import stepscope
 from tests.conftest import make_run
 from tests.handmade_snapshot import handmade

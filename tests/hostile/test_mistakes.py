@@ -29,13 +29,13 @@ from stepscope.core.evidence import (
     ProfiledStep,
     StepObservation,
     StepOperators,
+    WatchedLoop,
 )
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.watched_loop import WatchedLoop
 from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation

@@ -17,8 +17,8 @@ from stepscope.core.model_config import configure
 from stepscope.core.parts import named_kernels
 from stepscope.core.run import Settings
 from stepscope.core.workload import Workload
-from stepscope.engine.grid import grid
-from stepscope.questions.parallel.study import parallel_cells
+from stepscope.engine.plan import grid
+from stepscope.questions.parallel import parallel_cells
 
 SCRIPT = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "measure-eight-gpus")]
 

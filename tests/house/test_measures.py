@@ -10,18 +10,18 @@ from tests.measures import report
 HOUSE = {
     "a": "from house.b import one\n\ndef one(): ...\ndef _two(): ...\n",
     "b": "import house.a\n\nclass one: ...\nasync def _two(): ...\n",
-    "room/c": "def _two(): ...\ndef _two(): ...\ndef three():\n    def one(): ...\n" + "x = 1\n" * 297,
+    "room/c": "def _two(): ...\ndef _two(): ...\ndef three():\n    def one(): ...\n" + "x = 1\n" * 597,
 }
 TABLE = """\
-lines of src                  309 in 3 files
-files over 300 lines          1
+lines of src                  609 in 3 files
+files over 600 lines          1
 circles of imports            1
 public names defined twice    1
 private names defined twice   1
 places that say the same      {said}
 
-files over 300 lines
-  301 room/c.py
+files over 600 lines
+  601 room/c.py
 
 circles of imports
   house.a house.b

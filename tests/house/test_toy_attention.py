@@ -11,25 +11,22 @@ from torch import Tensor
 
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
-from stepscope.core.attention_timing import AttentionCell, decode_timings, encode_timings
-from stepscope.core.attention_verdict import GateReport
+from stepscope.core.attention_timing import AttentionCell, GateReport, decode_timings, encode_timings
 from stepscope.core.attentions import ATTENTIONS, AttentionCall, AttentionRecord, attention_names
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.work.attention_call import saved_by_formula
+from stepscope.core.work.attention import saved_by_formula
 from stepscope.core.workload import Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.questions.attention.answer import answer_attention
-from stepscope.questions.attention.grid import grid_groups, measure_grid
-from stepscope.questions.attention.matrix import decode_matrix, implementations_of
+from stepscope.questions.attention.grid import decode_matrix, grid_groups, implementations_of, measure_grid
 from stepscope.runs.checks import check_run
 from stepscope.training.attention.cases import few_shapes
 from stepscope.training.attention.gate import check_attention_implementation
-from stepscope.training.attention.inputs import attend
-from stepscope.training.attention.masks import for_all_heads
+from stepscope.training.attention.inputs import attend, for_all_heads
 from tests.conftest import mini
 from tests.textbook import textbook
 

@@ -1,4 +1,4 @@
-"""What a new study costs: its file in `numerics/`, its verb, and the line that lists the verb."""
+"""What a new study costs: its file in `questions/`, its verb, and the line that lists the verb."""
 
 import json
 import os
@@ -48,7 +48,7 @@ def toy(*, steps: int = 4, device: str) -> Answer:
 '''
 
 LINES = {
-    "from stepscope.app.cli.verb import verb\n": "from stepscope.app.cli.studies.toy import toy\n",
+    "from stepscope.app.cli.verb import Verbs, study_now, verb\n": "from stepscope.app.cli.studies.toy import toy\n",
     '        "warmup": warmup,': '        "toy": toy,\n',
 }
 """Lines of `app/cli/study.py`, each with the line to insert before it."""

@@ -51,7 +51,7 @@ MUTANTS = (
     # Workloads, units, metrics.
     Mutant(
         name="later fields are left out of digests",
-        file="core/identity.py",
+        file="core/document.py",
         old="if (value := getattr(record, field.name)) != field.default or field.name in first_fields",
         new="if (value := getattr(record, field.name)) is not None and field.name in first_fields",
         falsifies="cells that differ in accumulation or checkpointing are one experiment",
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         name="PyTorch's FlashAttention is unknown",
-        file="traces/kernels/kernel_rules.py",
+        file="traces/kernels/families.py",
         old='r"(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|',
         new='r"(?:^|::|_)(?:fmha_|',
         falsifies="fused attention is no attention",
@@ -157,7 +157,7 @@ MUTANTS = (
     ),
     Mutant(
         name="fp32 on CUDA cores is TF32",
-        file="traces/kernels/names/decoding.py",
+        file="traces/kernels/names.py",
         old='return decoded.input_dtype == "tf32"',
         new='return decoded.input_dtype in ("tf32", "fp32")',
         falsifies="a true fp32 step is reported as TF32",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the datasheet before what was measured",
-        file="traces/roofline/peaks.py",
+        file="traces/roofline/roofline.py",
         old="rates |= measured",
         new="rates = measured | rates",
         falsifies="the roofline is against a rate that the device never reaches",
@@ -288,7 +288,7 @@ MUTANTS = (
     # Precision.
     Mutant(
         name="a scale that remembers steps before it backed off",
-        file="questions/gradients/loss_scaler.py",
+        file="questions/gradients/scaling.py",
         old="            self.steps_since_change = 0\n            return\n",
         new="            return\n",
         falsifies="the loss scale grows too early after an overflow",

@@ -13,8 +13,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.run import Run
 from stepscope.core.units import GIB
-from stepscope.questions.allocator.answer import answer_allocator
-from stepscope.questions.allocator.study import EXPANDABLE, VARIABLES, allocator_setting
+from stepscope.questions.allocator import EXPANDABLE, VARIABLES, allocator_setting, answer_allocator
 from tests.command import stepscope
 from tests.conftest import make_run
 

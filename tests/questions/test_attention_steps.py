@@ -15,9 +15,22 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workload import Workload
-from stepscope.questions.attention_step.answer import FAMILIES, MEMORY, MISSING, MOVED, TIMES, answer_steps
-from stepscope.questions.attention_step.cells import StepCell, StepGroup, StepPair, compare_steps, step_groups
-from stepscope.questions.attention_step.study import ON_CPU, ON_GPU, usual_attentions
+from stepscope.questions.attention_step import (
+    FAMILIES,
+    MEMORY,
+    MISSING,
+    MOVED,
+    ON_CPU,
+    ON_GPU,
+    TIMES,
+    StepCell,
+    StepGroup,
+    StepPair,
+    answer_steps,
+    compare_steps,
+    step_groups,
+    usual_attentions,
+)
 from stepscope.questions.compared_cells import compared_cells
 from stepscope.traces.captures.digest import FamilyRow, PlaceRow, TraceDigest, load_digest
 from tests.command import stepscope

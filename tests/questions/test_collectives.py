@@ -2,9 +2,9 @@
 
 import pytest
 
-from stepscope.core.collective_figures import CollectiveTime, keep_fits, kept_fits
 from stepscope.core.environment import Environment
 from stepscope.core.samples import Samples
+from stepscope.core.study_results import CollectiveTime, keep_fits, kept_fits
 from stepscope.questions.collectives.answer import answer_collectives, fits_of
 from stepscope.rendering.picture import draw_svg
 

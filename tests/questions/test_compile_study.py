@@ -24,24 +24,22 @@ from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Workload
 from stepscope.questions.compile.answer import (
+    ATTENTION,
+    COPIES,
     COST,
+    ELEMENTWISE,
+    GENERATED,
     KERNELS,
     MEMORY,
     MISSING,
-    REPORT,
-    TIMES,
-    answer_compile,
-)
-from stepscope.questions.compile.cells import (
-    ATTENTION,
-    COPIES,
-    ELEMENTWISE,
-    GENERATED,
     OPTIMIZER,
     PRODUCTS,
     REDUCTIONS,
+    REPORT,
+    TIMES,
     CompileCell,
     Total,
+    answer_compile,
     kernels_of_capture,
     kernels_of_profile,
     pair_up,

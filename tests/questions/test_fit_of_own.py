@@ -18,7 +18,7 @@ from stepscope.engine import own_fake_step, own_fit
 from stepscope.engine.fake_step import estimate_by_running, replayed
 from stepscope.engine.own_fake_step import resized, watch_own_step
 from stepscope.engine.own_fit import fit_own
-from stepscope.training.own.own_module import OwnModule
+from stepscope.training.own.own_step import OwnModule
 from tests.command import stepscope
 from tests.conftest import mini
 

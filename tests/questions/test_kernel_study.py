@@ -8,8 +8,7 @@ import pytest
 from stepscope.core.answer import Answer
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.questions.kernels.answer import MISSING, answer_kernels
-from stepscope.questions.kernels.cells import CapturedCell, longest_of_both
+from stepscope.questions.kernels import MISSING, CapturedCell, answer_kernels, longest_of_both
 from stepscope.traces.captures.digest import (
     KEPT_ROWS,
     FamilyRow,

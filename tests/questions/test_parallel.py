@@ -13,8 +13,15 @@ from stepscope.core.model_config import configure
 from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Failure, Settings
 from stepscope.core.samples import Samples
-from stepscope.questions.parallel.answer import DATA_PARALLEL, SHARDED, STRONG, SharedCell, answer_parallel, part_of
-from stepscope.questions.parallel.study import parallel_cells
+from stepscope.questions.parallel import (
+    DATA_PARALLEL,
+    SHARDED,
+    STRONG,
+    SharedCell,
+    answer_parallel,
+    parallel_cells,
+    part_of,
+)
 from tests.command import stepscope
 from tests.conftest import make_run, workload
 

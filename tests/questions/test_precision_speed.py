@@ -16,9 +16,20 @@ from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.workload import DTYPES
-from stepscope.questions.speed.answer import LAW, MEMORY, MISSING, PARTS, TIMES, answer_speed
-from stepscope.questions.speed.cells import Amdahl, Parts, TimedCell, pair_up
-from stepscope.questions.speed.study import dtypes_here, speed_cells
+from stepscope.questions.speed import (
+    LAW,
+    MEMORY,
+    MISSING,
+    PARTS,
+    TIMES,
+    Amdahl,
+    Parts,
+    TimedCell,
+    answer_speed,
+    dtypes_here,
+    pair_up,
+    speed_cells,
+)
 from stepscope.traces.captures.digest import FamilyRow, TraceDigest
 from stepscope.traces.captures.summary import PhaseSummary
 from tests.command import WITHOUT_POLARS, Done, stepscope

@@ -18,18 +18,18 @@ from stepscope.app.cli.app import app
 from stepscope.core.answer import Table, decode_answer, encode_answer
 from stepscope.core.attention_timing import (
     AttentionCell,
+    AttentionShape,
     AttentionTiming,
     AttentionTimings,
     CallMemory,
     decode_timings,
     encode_timings,
 )
-from stepscope.core.attention_verdict import AttentionShape
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.samples import Samples
-from stepscope.core.work.attention_call import backward_flops, forward_flops, saved_by_formula
+from stepscope.core.work.attention import backward_flops, forward_flops, saved_by_formula
 from stepscope.questions.attention.answer import (
     BOTH,
     CELLS,
@@ -39,12 +39,22 @@ from stepscope.questions.attention.answer import (
     PEAK,
     SAVED,
     SLOPES,
+    Contest,
     answer_attention,
+    arrange,
+    fit_slope,
 )
-from stepscope.questions.attention.grid import PRESETS, grid_groups, measure_grid, sizes_for
-from stepscope.questions.attention.matrix import GateMatrix, decode_matrix, encode_matrix, judge_matrix
-from stepscope.questions.attention.one_pass import AttentionPass, CallInputs, saved_storages
-from stepscope.questions.attention.study import Contest, arrange, fit_slope
+from stepscope.questions.attention.calls import AttentionPass, CallInputs, saved_storages
+from stepscope.questions.attention.grid import (
+    PRESETS,
+    GateMatrix,
+    decode_matrix,
+    encode_matrix,
+    grid_groups,
+    judge_matrix,
+    measure_grid,
+    sizes_for,
+)
 from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import attend, check_inputs

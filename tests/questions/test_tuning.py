@@ -22,19 +22,17 @@ from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.run import Run
 from stepscope.core.samples import Interval
-from stepscope.core.tuned import LossCurve, Tried, Tuned, change_words
+from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words
 from stepscope.core.work.spelled import run_call, run_command
 from stepscope.core.workload import Workload
 from stepscope.questions.tuning import curves as curves_module
 from stepscope.questions.tuning.answer import answer_tuned
 from stepscope.questions.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared
 from stepscope.questions.tuning.racing import Racing, Turns, beside, compiled_s, p_value_of, steps_s
-from stepscope.questions.tuning.rounds import BEFORE, ROUNDS, changes_of, groups_that_may, lighter, together
-from stepscope.questions.tuning.search import Search
+from stepscope.questions.tuning.search import BEFORE, ROUNDS, Search, changes_of, groups_that_may, lighter, together
 from stepscope.questions.tuning.tune import one_that_fits, tune, without_numeric_changes
 from stepscope.recording.step import drive
-from stepscope.rendering.plain import plain_text
-from stepscope.rendering.terminal import render_answer
+from stepscope.rendering.terminal import plain_text, render_answer
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, make_run, mini, workload
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.recording import changes
-from stepscope.recording.changes import digest
+from stepscope.recording import updates as changes
+from stepscope.recording.updates import digest
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.float8_e4m3fn]
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils._traceback import shorten_filename
 
 from stepscope.core.answer import Answer
-from stepscope.core.compile_prices import CompiledStep, CompilePrices, GraphBreak, PricedBreak
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.samples import Samples
+from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak
 from stepscope.questions.compile.price_study import compile_prices
 from stepscope.questions.compile.prices import answer_prices
-from stepscope.recording.compile_prices import Pricing, place_named
+from stepscope.recording.compilation import Pricing, place_named
 from stepscope.training.own.loading import make_own_step, take_own
 from stepscope.training.own.own_step import OwnStep
 

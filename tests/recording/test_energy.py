@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from stepscope.core.evidence import Energy
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
+from stepscope.engine import stages as timed
 from stepscope.engine.request import StepRequest
-from stepscope.engine.stages import timed
 from stepscope.engine.step import measure_step
 from stepscope.recording import energy
 from stepscope.recording.energy import EnergyMeter

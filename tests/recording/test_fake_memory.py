@@ -15,9 +15,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.workload import Workload
 from stepscope.engine.fake_step import estimate_by_running
-from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
 from stepscope.recording.driven import observe_step
-from stepscope.recording.fake_memory import FakeMemory
+from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini
 from tests.fake_compile import saved_by_compiled_step

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from stepscope.core.run import Settings
-from stepscope.recording import lead
-from stepscope.recording.lead import Leads, LedCall, launches_hidden, median_call_s
-from stepscope.recording.timer import Measurement, measure
+from stepscope.recording import timer as lead
+from stepscope.recording.timer import Leads, LedCall, Measurement, launches_hidden, measure, median_call_s
 from tests.conftest import FakeClock, FakeDevice
 
 FIXED = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)

@@ -13,17 +13,14 @@ import msgspec
 import pytest
 import torch
 
+from stepscope.core.errors import portable_path
 from stepscope.core.memory_notes import NOTES_KEY, SEGMENTS_BEFORE_KEY, MemoryNotes, TensorNote
-from stepscope.core.portable_paths import portable_path
 from stepscope.core.run import Run, Settings
-from stepscope.core.run_directory import load_runs
-from stepscope.core.run_files import MEMORY_FILE
+from stepscope.core.run_directory import MEMORY_FILE, load_runs
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording.driven import capture_memory, observe_step
-from stepscope.recording.memory_allocator import MetadataEmitter
-from stepscope.recording.memory_events import ProfilerRecording
-from stepscope.recording.memory_frames import joined_ranges
+from stepscope.recording.memory_history import MetadataEmitter, ProfilerRecording, joined_ranges
 from stepscope.recording.step import Phase
 from stepscope.training.training_step import TrainingStep
 from tests.app.cli.test_cli import QUICK, run_until, stepscope

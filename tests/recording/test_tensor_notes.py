@@ -1,6 +1,6 @@
 """Which tensor is noted as what."""
 
-from stepscope.recording.backward_ranges import SequenceNotes
+from stepscope.recording.ranges import SequenceNotes
 from stepscope.recording.tensor_notes import TensorNotes
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from stepscope.core.ranks import CollectiveCalls
-from stepscope.recording.traffic import TrafficCounts, whole_bytes
+from stepscope.recording.observe import TrafficCounts, whole_bytes
 
 RANKS, WIDTH = 4, 16
 MATRIX, BIAS = 4 * WIDTH * WIDTH, 4 * WIDTH

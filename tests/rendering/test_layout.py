@@ -8,9 +8,7 @@ from hypothesis import strategies as st
 from rich.table import Table
 
 from stepscope.core.answer import table_of
-from stepscope.rendering.layout import fitted
-from stepscope.rendering.plain import CleanConsole
-from stepscope.rendering.terminal import make_table
+from stepscope.rendering.terminal import CleanConsole, fitted, make_table
 
 GEMMS = [f"sm80_xmma_gemm_f32f32_f32f32_f32_{layout}_n_tilesize{tile}_cublas" for layout in ("tn", "nt") for tile in
          ("64x64x8", "128x64x8", "128x128x8")]  # fmt: skip

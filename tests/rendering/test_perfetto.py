@@ -12,8 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.errors import InputError
-from stepscope.core.shown_text import printable
+from stepscope.core.errors import InputError, printable
 from stepscope.rendering.perfetto import Rank, lanes, write_perfetto
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.occupation import occupation

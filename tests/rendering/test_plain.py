@@ -5,9 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.answer import table_of
-from stepscope.rendering import plain
-from stepscope.rendering.plain import plain_part
-from stepscope.rendering.terminal import make_table
+from stepscope.rendering import terminal as plain
+from stepscope.rendering.terminal import make_table, plain_part
 
 texts = st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S", "Zs", "Cc")), max_size=12)
 

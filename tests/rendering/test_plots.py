@@ -19,10 +19,9 @@ import vl_convert
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.prediction.accuracy import Accuracy, Comparison
-from stepscope.allocations.prediction.accuracy_panels import accuracy_panels
+from stepscope.allocations.at_moment import panel_of, thin
+from stepscope.allocations.prediction.accuracy import Accuracy, Comparison, accuracy_panels
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.allocations.timeline import panel_of, thin
 from stepscope.core.answer import Answer, Frame, Guide, Panel, Point, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
@@ -31,14 +30,10 @@ from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import GIB
 from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots.axes import log_ticks
-from stepscope.rendering.plots.bars import draw_bars
-from stepscope.rendering.plots.save import plot_spec, plot_svg, save_plot
-from stepscope.rendering.plots.series import draw_series
-from stepscope.rendering.plots.theme import CATEGORY_COLOURS
+from stepscope.rendering.plots.charts import draw_bars, draw_series, log_ticks
+from stepscope.rendering.plots.save import CATEGORY_COLOURS, plot_spec, plot_svg, save_plot
 from stepscope.runs.answer import answer_run
-from stepscope.runs.table_panels import table_panels
-from stepscope.runs.tables import TableQuery
+from stepscope.runs.tables import TableQuery, table_panels
 from tests.command import Done, stepscope
 from tests.conftest import make_run, workload
 

@@ -16,9 +16,7 @@ from stepscope.app.cli.app import app
 from stepscope.app.cli.output import present
 from stepscope.core.answer import Answer, Line
 from stepscope.core.answer import Table as Figures
-from stepscope.rendering.layout import NARROWEST, OneLine, fitted
-from stepscope.rendering.plain import CleanConsole, plain_text
-from stepscope.rendering.terminal import render_answer
+from stepscope.rendering.terminal import NARROWEST, CleanConsole, OneLine, fitted, plain_text, render_answer
 from tests.shown import check_golden
 
 pytestmark = pytest.mark.slow

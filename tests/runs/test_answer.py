@@ -11,8 +11,7 @@ from stepscope.core.run import Repeat, Run
 from stepscope.rendering.renderers import render
 from stepscope.runs.answer import answer_run
 from stepscope.runs.metrics import summarise
-from stepscope.runs.run_sets import sets_of
-from stepscope.runs.set_answer import answer_set, set_as_json
+from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
 from stepscope.runs.tables import TableQuery, build_table
 from tests.conftest import make_run, workload
 

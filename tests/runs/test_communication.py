@@ -9,10 +9,10 @@ from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.work.collectives import KINDS, sent_and_received
+from stepscope.core.work.communication import KINDS, sent_and_received
 from stepscope.runs import communication
+from stepscope.runs.answer import ranks_table
 from stepscope.runs.checks import check_run
-from stepscope.runs.shared import ranks_table
 from tests.conftest import make_run, workload
 from tests.textbook import textbook
 

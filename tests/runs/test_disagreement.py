@@ -9,12 +9,11 @@ import pytest
 from stepscope.core.environment import GpuReading
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.questions.compare.comparison import ComparedRun, Pair, compare_runs, same_part
-from stepscope.questions.compare.doubts import replaced_runs
-from stepscope.questions.speed.cells import TimedCell, pair_up
-from stepscope.rendering.writeup.material import Material
-from stepscope.runs.conditions import conditions_in
-from stepscope.runs.disagreement import conditions_apart, disagreeing, disagreement
+from stepscope.questions.compare.comparison import ComparedRun, Pair, compare_runs, replaced_runs, same_part
+from stepscope.questions.speed import TimedCell, pair_up
+from stepscope.rendering.writeup.document import Material
+from stepscope.runs.fields import conditions_in
+from stepscope.runs.run_sets import conditions_apart, disagreeing, disagreement
 from stepscope.runs.tables import TableQuery, build_table, select_runs
 from tests.conftest import make_run, mini
 

@@ -14,9 +14,8 @@ from stepscope.core.doubts import doubt_mark, doubting_kinds, doubts_sentence, m
 from stepscope.core.finding import Finding, Severity
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run
-from stepscope.questions.attention_step.answer import answer_steps
-from stepscope.questions.attention_step.cells import StepCell
-from stepscope.questions.warmup.answer import answer_warmup
+from stepscope.questions.attention_step import StepCell, answer_steps
+from stepscope.questions.warmup import answer_warmup
 from stepscope.rendering.sweep import ProgressRow, render_progress, sentence_of
 from stepscope.runs.answer import answer_cells, answer_list
 from stepscope.runs.tables import TableQuery, build_table

@@ -8,9 +8,8 @@ import pytest
 
 from stepscope.core.finding import warning
 from stepscope.core.run import Failure, Repeat, Run
-from stepscope.questions.speed.cells import TimedCell, pair_up
-from stepscope.runs.run_sets import sets_of
-from stepscope.runs.set_answer import answer_set, set_as_json
+from stepscope.questions.speed import TimedCell, pair_up
+from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
 from tests.conftest import make_run, workload
 from tests.shown import check_golden, shown
 

@@ -16,7 +16,7 @@ from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.read import read_trace
-from stepscope.traces.readers import nsys_tables
+from stepscope.traces.readers import nsys as nsys_tables
 from stepscope.traces.table import DETAIL_SCHEMA, Damage, TraceTable
 from tests.captures import (
     AUTOGRAD,

@@ -9,11 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepscope.core.attention_timing import AttentionCell
-from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
+from stepscope.core.attention_timing import AttentionCell, AttentionShape, Differentiated, Layout, Numbers
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.questions.attention.calls import odd_shapes
-from stepscope.questions.attention.matrix import shapes_of
+from stepscope.questions.attention.grid import shapes_of
 from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.cases import (
     LONG,
@@ -23,7 +22,7 @@ from stepscope.training.attention.cases import (
     gate_shapes,
     long_shapes,
 )
-from stepscope.training.attention.masks import for_all_heads, hidden_keys
+from stepscope.training.attention.inputs import for_all_heads, hidden_keys
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import CHUNK, reference
 from tests.conftest import in_the_interpreter_at_length

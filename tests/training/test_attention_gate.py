@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepscope.app.cli.app import app
-from stepscope.core.attention_verdict import (
+from stepscope.core.attention_timing import (
     AttentionShape,
     GateFailure,
     GateReport,
@@ -22,9 +22,9 @@ from stepscope.core.attention_verdict import (
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.kernels.flash.tiled import flash_tiled
-from stepscope.questions.attention import matrix as attention_matrix
+from stepscope.questions.attention import grid as attention_matrix
 from stepscope.questions.attention.gate_answer import answer_gate
-from stepscope.questions.attention.matrix import GateMatrix, decode_matrix
+from stepscope.questions.attention.grid import GateMatrix, decode_matrix
 from stepscope.training.attention import AttentionFunction, implementation
 from stepscope.training.attention.cases import few_shapes, gate_shapes
 from stepscope.training.attention.gate import check_attention_implementation, check_attention_matrix

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.own_workload import OwnModel, OwnWorkload
-from stepscope.training.clipping import clip_gradients, global_norm
+from stepscope.training.optimizer import clip_gradients, global_norm
 from stepscope.training.own.loading import make_own_step
 from stepscope.training.training_step import AssembledStep, TrainingStep
 from tests.conftest import at_length, mini, run_steps

@@ -8,10 +8,10 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
+from stepscope.recording.capture import union_length
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
 from stepscope.recording.driven import observe_step, profile_step
-from stepscope.recording.profile import union_length
 from stepscope.training.training_step import (
     AssembledStep,
     Batch,

@@ -1,23 +1,197 @@
 """A memory snapshot as an answer: the peak and what it is made of, by category, tensor, line of code and block."""
 
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import PurePath
 from typing import Any
 
-from stepscope.allocations.at_moment import Moment, phase_peaks
+import msgspec
+import polars as pl
+
+from stepscope.allocations.at_moment import (
+    Moment,
+    device_table,
+    devices_of,
+    new_segments,
+    phase_peaks,
+    pieces_between,
+    pool_finding,
+    pool_table,
+    timeline_panel,
+)
+from stepscope.allocations.block_layout import BEFORE
 from stepscope.allocations.blocks import Contributor, SavedByBlock, alike, saved_by_block
-from stepscope.allocations.devices import device_table
-from stepscope.allocations.evidence import Certainty, certainty_of
-from stepscope.allocations.explain import Explained
-from stepscope.allocations.fragmentation import new_segments, pieces_between
-from stepscope.allocations.growth import growth_of
-from stepscope.allocations.left_behind import growth_tables
-from stepscope.allocations.memory_json import memory_findings, sites, tensor_of
-from stepscope.allocations.pools import pool_table
-from stepscope.allocations.timeline import timeline_panel
+from stepscope.allocations.explain import Certainty, Explained, certainty_of
+from stepscope.allocations.left_behind import growth_finding, growth_tables
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
+from stepscope.core.evidence import LeftBehind, MemoryGrowth
+from stepscope.core.finding import Finding
+from stepscope.core.memory_notes import KeptTensor
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
-from stepscope.core.work.described import describe_model, describe_workload
+from stepscope.core.work.spelled import describe_model, describe_workload
+
+# What recorded steps left behind: the bytes at the end of each, and whose are more after every one of them.
+#
+# A group of allocations grows where its bytes are more at the end of each recorded step than at the end of the step
+# before. A cache that fills once, a gradient that the first step makes, a tensor that is replaced: none of these does.
+
+
+def growth_of(explained: Explained) -> MemoryGrowth | None:
+    """What the recorded steps left behind; None for a history of one step, or of another tool."""
+    notes, snapshot = explained.snapshot.notes, explained.snapshot
+    if notes is None or len(notes.step_ends_us) < 2:
+        return None
+    ends = [BEFORE, *(snapshot.last_event_until(end_us) for end_us in notes.step_ends_us)]
+    last = len(snapshot.events) - 1
+    alive = [explained.alive(event) for event in (*ends, last)]
+    if not explained.snapshot.has_segments:
+        # On a CPU nobody sees the release of what was there before. It shows when its place is given away, steps later,
+        # and would hide as much growth then; so it counts as released in the first step.
+        gone = pl.col("alloc_event").is_null() & pl.col("free_event").is_not_null()
+        alive[1:] = [rows.filter(~gone) for rows in alive[1:]]
+    held = [int(rows["block"].sum()) for rows in alive]
+    left = _groups_that_grow(explained, alive, {kept.address: kept for kept in notes.kept})
+    return MemoryGrowth(
+        ends=tuple(held[:-1]),
+        left=tuple(sorted(left, key=lambda group: (-group.bytes_a_step, group.site))),
+        collected_bytes=max(0, held[-2] - held[-1]),
+    )
+
+
+def _groups_that_grow(
+    explained: Explained, alive: list[pl.DataFrame], kept: dict[int, KeptTensor]
+) -> Iterator[LeftBehind]:
+    """Lines whose bytes are more at each end; what the collector then freed was nobody's."""
+    steps = len(alive) - 2
+    sums = [rows.group_by("site").agg(pl.col("block").sum(), count=pl.len()) for rows in alive]
+    figures = [{site: (size, count) for site, size, count in rows.iter_rows()} for rows in sums]
+    for site in figures[-1]:
+        of_ends = [of_end.get(site, (0, 0)) for of_end in figures[1:]]
+        *at_ends, after = [size for size, _ in of_ends]
+        if not all(earlier < later for earlier, later in pairwise(at_ends)) or after <= at_ends[-2]:
+            continue
+        new = alive[-1].filter((pl.col("site") == site) & pl.col("alloc_event").is_not_null())
+        held = Counter[str]()
+        for address, block in new.select("address", "block").iter_rows():
+            held[kept[address].kept_by if address in kept else ""] += block
+        new = new.sort("block", "alloc_event", descending=True)
+        largest = new.row(0, named=True)
+        categories = dict.fromkeys(new["category"])
+        yield LeftBehind(
+            site=site or "(unknown)",
+            category=largest["category"],
+            # What a step keeps from the step before is once more at the first ends, and grows no further.
+            bytes_a_step=min(later - earlier for earlier, later in pairwise([*at_ends[:-1], min(at_ends[-1], after)])),
+            tensors_a_step=(of_ends[-1][1] - of_ends[0][1]) / (steps - 1),
+            shape=None if largest["shape"] is None else tuple(largest["shape"]),
+            **{name: largest[name] for name in ("dtype", "name", "module")},
+            other_kinds=new.select("category", "shape", "dtype").n_unique() - 1,
+            other_categories=tuple(name for name in categories if name != largest["category"]),
+            kept_by=held.most_common(1)[0][0],
+        )
+
+
+# A snapshot's moment as plain data: what `stepscope memory --json` prints. The first five keys are a contract.
+
+
+LARGEST = 20
+SITES = 20
+
+
+def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
+    """The moment as a dict. `peak_bytes` is what was allocated then: at the peak, unless --at named another moment.
+
+    Times are microseconds after the first event, which happened at `start_time_us`. `allocations` is how many the
+    history made; `alive` how many there were at the moment. `certainty` is there without notes of stepscope: by
+    category the bytes asked for, by what the category is known (evidence.CERTAINTIES).
+    """
+    table, snapshot = explained.allocations, explained.snapshot
+    growth = growth_of(explained)
+    certainty = certainty_of(moment.alive)
+    return {
+        "peak_bytes": moment.allocated_bytes,
+        "peak_time_us": moment.time_us,
+        "allocations": table["alloc_event"].count(),
+        "largest": largest(explained, moment.alive, LARGEST),
+        "categories": moment.categories,
+        "moment": moment.name,
+        "alive": moment.alive.height,
+        "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
+        "pools": [msgspec.to_builtins(use) for use in moment.pools],
+        "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
+        "free_pieces": _pieces(explained, moment),
+        "new_segments": [new._asdict() for new in new_segments(explained)],
+        "growth": None if growth is None else {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
+        "findings": [msgspec.to_builtins(finding) for finding in memory_findings(explained, growth)],
+        "phases": [msgspec.to_builtins(peak) for peak in phase_peaks(explained)],
+        "sites": sites(moment.alive).head(SITES).to_dicts(),
+        "saved_by_block": [msgspec.to_builtins(block) for block in saved_by_block(explained)],
+        "exact": explained.exact_at(moment.event),
+        "unsure_blocks": explained.unsure_at(moment.event),
+        "by_notes": explained.noted,
+        **({} if certainty is None else {"certainty": certainty}),
+        "notes": list(explained.notes),
+        "measured": msgspec.to_builtins(explained.measured),
+        "device": snapshot.device,
+        "devices": [msgspec.to_builtins(use) for use in devices_of(explained)],
+        "start_time_us": snapshot.start_us,
+        "events": len(snapshot.events),
+    }
+
+
+def memory_findings(explained: Explained, growth: MemoryGrowth | None) -> tuple[Finding, ...]:
+    """What a snapshot shows beyond its figures: memory that grows, and pools that hold what nobody else can use."""
+    found = (growth and growth_finding(growth), pool_finding(explained))
+    return tuple(finding for finding in found if finding)
+
+
+def _pieces(explained: Explained, moment: Moment) -> dict[str, int]:
+    """How many pieces of free memory lie between live blocks, and the longest."""
+    pieces = pieces_between(explained, moment.event)
+    return {"count": len(pieces), "longest_bytes": max(pieces, default=0)}
+
+
+def largest(explained: Explained, alive: pl.DataFrame, count: int) -> list[dict[str, Any]]:
+    """The largest blocks alive, each with the line it comes from, its stack, and the tensor it was."""
+    return [
+        {
+            "bytes": row["block"],
+            "site": row["site"],
+            "frames": list(explained.stacks.frames(row["stack"])),
+            "requested_bytes": row["requested"],
+            "category": row["category"],
+            **({"certainty": row["sure"]} if "sure" in row else {}),
+            "tensor": tensor_of(row),
+            "phase": row["phase"],
+            "module": row["module"],
+            "part": row["part"],
+            "alloc_us": row["alloc_us"],
+            "free_us": row["free_us"],
+        }
+        for row in alive.head(count).iter_rows(named=True)
+    ]
+
+
+def tensor_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The known fields of the tensor in an allocation."""
+    if not row["name"] and row["shape"] is None:
+        return None
+    shape = None if row["shape"] is None else list(row["shape"])
+    return {"name": row["name"], "shape": shape, "dtype": row["dtype"], "operator": row["operator"]}
+
+
+def sites(alive: pl.DataFrame) -> pl.DataFrame:
+    """Lines of code by what they hold: `site`, `bytes`, `allocations`, `category` (the largest of the site's)."""
+    by_category = alive.group_by("site", "category").agg(bytes=pl.col("block").sum(), allocations=pl.len())
+    return (
+        by_category.sort("bytes", "category", descending=[True, False])
+        .group_by("site", maintain_order=True)
+        .agg(pl.col("bytes").sum(), pl.col("allocations").sum(), pl.col("category").first())
+        .sort("bytes", "site", descending=[True, False])
+    )
+
 
 _LARGEST_SHOWN = 10
 _SITES_SHOWN = 10

@@ -2,15 +2,421 @@
 
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import polars as pl
 
-from stepscope.allocations.block_layout import BEFORE
-from stepscope.allocations.explain import Explained, categories_of
-from stepscope.allocations.pools import PoolUse, pools_at
+from stepscope.allocations.block_layout import BEFORE, Contradiction
+from stepscope.allocations.explain import OF_TENSORS, ROUNDING, Explained, allocated_curve, categories_of
+from stepscope.allocations.prediction.caching_allocator import SMALL_SEGMENT
+from stepscope.allocations.replay import Replay, replay, segments_after
+from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment, Snapshot
+from stepscope.core.answer import Frame, Guide, Panel, Point, Span, Table, as_lines, table_of
 from stepscope.core.errors import InputError
-from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.finding import Finding, note
+from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, PhaseSpan
+from stepscope.core.units import format_bytes
+from stepscope.core.work.spelled import describe_workload
+
+# Live bytes by category over a history: exact after every event, and thinned to what a plot can show.
+
+
+_TIMELINE_TIME = "time_us"
+POINTS = 2000
+"""At most so many moments are kept for a plot, about two for each pixel of the width: more could not be told apart."""
+
+
+def timeline_panel(explained: Explained) -> Panel:
+    """The live memory over the history, with the phases, and the most that the allocator had reserved."""
+    notes = explained.snapshot.notes
+    reserved = max(bytes_held for _, bytes_held in explained.replay.reserved)
+    workload = notes.workload if notes else None
+    heading = f"{workload.model.name}: {describe_workload(workload)}" if workload else "Live memory by category"
+    return panel_of(category_timeline(explained), explained.phases, heading=heading, reserved_bytes=reserved)
+
+
+def panel_of(
+    timeline: pl.DataFrame, phases: Sequence[PhaseSpan] = (), *, heading: str = "", reserved_bytes: int = 0
+) -> Panel:
+    """A timeline as areas, thinned. timeline: `time_us`, ascending from 0, and a column of live bytes a category, each
+    row until the next one's moment; phases on the same clock."""
+    thinned = thin(timeline)
+    names = [name for name in thinned.columns if name != _TIMELINE_TIME]
+    times = thinned[_TIMELINE_TIME].to_list()
+    points = [
+        Point(line=name, x=float(at), y=float(held))
+        for name in names
+        for at, held in zip(times, thinned[name].to_list(), strict=True)
+    ]
+    return Panel(
+        x_title="time", y_title="live memory", kind="areas", points=tuple(points),
+        frame=Frame(
+            heading=heading,
+            spans=tuple(Span(phase.name, float(phase.start_us), float(phase.end_us)) for phase in phases),
+            guides=(Guide(name="reserved", y=(float(reserved_bytes),)),) if reserved_bytes else (),
+        ),
+    )  # fmt: skip
+
+
+def thin(timeline: pl.DataFrame, points: int = POINTS) -> pl.DataFrame:
+    """At most so many rows of the timeline (at least four), unchanged and in order.
+
+    timeline: `time_us` ascending, and columns of bytes whose sum is the total. Time is cut into equal buckets; of each
+    the rows of the highest and of the lowest total stay, and the last, which the next bucket begins from. The first
+    row stays too. So the maximum of every bucket, and with it the peak, is that of the whole.
+    """
+    if timeline.height <= points:
+        return timeline
+    buckets = max((points - 1) // 3, 1)
+    since = pl.col(_TIMELINE_TIME) - pl.col(_TIMELINE_TIME).first()
+    kept = (
+        timeline.lazy()
+        .select(
+            row=pl.int_range(pl.len(), dtype=pl.Int64),
+            bucket=since * buckets // (since.last() + 1),
+            total=pl.sum_horizontal(pl.exclude(_TIMELINE_TIME)),
+        )
+        .group_by("bucket")
+        .agg(
+            pl.concat_list(
+                pl.col("row").get(pl.col("total").arg_max()),
+                pl.col("row").get(pl.col("total").arg_min()),
+                pl.col("row").last(),
+            ).alias("rows")
+        )
+        .select(pl.col("rows").explode().explode())
+        .collect()
+        .to_series()
+    )
+    return timeline[pl.concat([pl.Series("rows", [0], dtype=pl.Int64), kept]).unique().sort()]
+
+
+def category_timeline(explained: Explained) -> pl.DataFrame:
+    """`time_us` (int64, relative to the first event), and the live bytes of each category, after every event that
+    changed any; the first row is the state at the start. The categories of a row sum to what is allocated.
+
+    `explained.phases` has the phases on the same clock.
+    """
+    table = explained.allocations.select(
+        pl.col("alloc_event").fill_null(BEFORE), "free_event", "category", "requested", rounding="block"
+    ).with_columns(rounding=pl.col("rounding") - pl.col("requested"))
+    freed = table.filter(pl.col("free_event").is_not_null()).select(
+        event="free_event", category="category", requested=-pl.col("requested"), rounding=-pl.col("rounding")
+    )
+    start = pl.DataFrame({"event": [BEFORE], "category": [""], "requested": [0], "rounding": [0]})
+    changes = pl.concat(
+        [start, table.select("category", "requested", "rounding", event="alloc_event").select(start.columns), freed]
+    )
+    of_category = [
+        pl.col("requested").filter(pl.col("category") == category).sum().alias(category) for category in OF_TENSORS
+    ]
+    live = (
+        changes.group_by("event")
+        .agg(*of_category, pl.col("rounding").sum().alias(ROUNDING))
+        .sort("event")
+        .with_columns(pl.col(CATEGORIES).cum_sum())
+    )
+    snapshot = explained.snapshot
+    times = pl.Series(snapshot.times, dtype=pl.Int64) - snapshot.start_us
+    after = times.gather(live["event"].clip(lower_bound=0)).alias(_TIMELINE_TIME)
+    return live.select(after, *CATEGORIES)
+
+
+# What each device of a snapshot held, beside the one that is open.
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceUse:
+    """What a device held. Its peaks are None where it has no history."""
+
+    device: int
+    events: int
+    peak_bytes: int | None
+    reserved_peak_bytes: int | None
+    allocated_bytes: int
+    """What was allocated when the history ended."""
+    reserved_bytes: int
+    """What was reserved then."""
+
+
+def devices_of(explained: Explained) -> list[DeviceUse]:
+    """What every device of the snapshot held, by its index."""
+    found = [_use(explained.snapshot, explained.replay)]
+    found += [_use(other, replay(other) if other.events else None) for other in explained.snapshot.others]
+    return sorted(found, key=lambda use: use.device)
+
+
+def _use(snapshot: Snapshot, replayed: Replay | None) -> DeviceUse:
+    segments = snapshot.segments
+    ends = [block.size for segment in segments for block in segment.blocks if block.is_active]
+    return DeviceUse(
+        device=snapshot.device,
+        events=len(snapshot.events),
+        peak_bytes=replayed and replayed.peak_bytes,
+        reserved_peak_bytes=replayed and max(held for _, held in replayed.reserved),
+        allocated_bytes=sum(ends),
+        reserved_bytes=sum(segment.total_size for segment in segments),
+    )
+
+
+def device_table(explained: Explained) -> list[Table]:
+    """The devices of a snapshot of several; none for one."""
+    if not explained.snapshot.others:
+        return []
+    table = table_of(
+        "device", ("peak allocated", "B"), ("peak reserved", "B"), ("allocated at the end", "B"),
+        ("reserved at the end", "B"), ("events", ","),
+        rows=[
+            (f"{use.device}{' (this one)' if use.device == explained.snapshot.device else ''}", use.peak_bytes,
+             use.reserved_peak_bytes, use.allocated_bytes, use.reserved_bytes, use.events)
+            for use in devices_of(explained)
+        ],
+    )  # fmt: skip
+    return [table]
+
+
+# Fragmentation of a caching allocator's memory: what is free and yet of no use, and what had to be asked for beside.
+#
+# Only blocks of one pool (CUDA graphs have private ones), of one kind of segment (small requests have their own) and of
+# one stream can serve a request, and only a piece that is long enough. Where the free pieces together would have been,
+# a new segment is the price of fragmentation.
+
+
+_MOST_LOOKED_AT = 20
+"""How many new segments are listed, the largest first. For each, the place of the free memory has to be worked out."""
+
+
+class Held(NamedTuple):
+    """The addresses of a block that nobody else can have."""
+
+    start: int
+    end: int
+    awaits_free: bool
+    """Whether its owner freed it while another stream still uses it."""
+
+
+class FreePiece(NamedTuple):
+    """A stretch of free memory inside a segment."""
+
+    bytes: int
+    small: bool
+    """Whether it is in a segment for small requests."""
+    stream: int
+    pool: PoolId
+    whole: bool
+    """Whether it is a segment that holds nothing."""
+
+
+class NewSegment(NamedTuple):
+    """A segment that was asked of the driver while as much memory was free in pieces."""
+
+    time_us: int
+    requested_bytes: int
+    segment_bytes: int
+    largest_free_bytes: int
+    free_bytes: int
+    site: str
+
+
+def filled_segments(explained: Explained, event: int) -> list[tuple[Segment, list[Held]]] | None:
+    """The segments after an event with the blocks that they hold, by address; None for a history without segments, or
+    one whose blocks do not fit into them."""
+    if explained.replay.segments is None:
+        return None
+    try:
+        segments = segments_after(explained.replay, explained.snapshot, event)
+    except Contradiction:
+        return None
+    held = explained.allocations.filter(
+        (pl.col("alloc_event").fill_null(BEFORE) <= event)
+        & (pl.col("completed_event").is_null() | (pl.col("completed_event") > event))
+    )
+    awaits = (pl.col("free_event") <= event).fill_null(False)
+    columns = {"start": pl.col("address"), "end": pl.col("address") + pl.col("block"), "awaits": awaits}
+    starts = [segment.address for segment in segments]
+    filled: list[tuple[Segment, list[Held]]] = [(segment, []) for segment in segments]
+    before = 0
+    for start, end, awaits_free in held.select(**columns).sort("start").iter_rows():
+        at = bisect_right(starts, start) - 1
+        if at < 0 or start < before or end > segments[at].end:
+            return None
+        before = end
+        filled[at][1].append(Held(start, end, awaits_free))
+    return filled
+
+
+def free_pieces(explained: Explained, event: int) -> list[FreePiece]:
+    """The free memory after an event; empty where filled_segments is None."""
+    filled = filled_segments(explained, event) or []
+    return [piece for segment, blocks in filled for piece in _between(segment, blocks)]
+
+
+def _between(segment: Segment, blocks: list[Held]) -> list[FreePiece]:
+    ends = [segment.address, *(block.end for block in blocks)]
+    starts = [*(block.start for block in blocks), segment.end]
+    small = segment.total_size <= SMALL_SEGMENT if not segment.segment_type else segment.segment_type == "small"
+    pool = segment.segment_pool_id or ORDINARY
+    return [
+        FreePiece(bytes=start - end, small=small, stream=segment.stream, pool=pool, whole=not blocks)
+        for end, start in zip(ends, starts, strict=True)
+        if start > end
+    ]
+
+
+def pieces_between(explained: Explained, event: int) -> list[int]:
+    """Lengths of what is free between live blocks of the ordinary pool."""
+    return [piece.bytes for piece in free_pieces(explained, event) if not piece.whole and piece.pool == ORDINARY]
+
+
+def new_segments(explained: Explained) -> list[NewSegment]:
+    """Segments that a request needed though free pieces of its pool and stream together were as long; largest first."""
+    events = explained.snapshot.events
+    asked = [i for i in explained.snapshot.segment_events if events[i].action == "segment_alloc"]
+    asked.sort(key=lambda i: -events[i].size)
+    found: list[NewSegment] = []
+    for i in asked[:_MOST_LOOKED_AT]:
+        segment = events[i]
+        inside = explained.allocations.filter(
+            (pl.col("alloc_event") > i)
+            & (pl.col("address") >= segment.addr)
+            & (pl.col("address") < segment.addr + segment.size)
+        )
+        if not inside.height:
+            continue
+        first = inside.sort("alloc_event").row(0, named=True)
+        small = segment.size <= SMALL_SEGMENT
+        pieces = [
+            piece.bytes
+            for piece in free_pieces(explained, i - 1)
+            if piece.small == small and piece.stream == segment.stream and piece.pool == explained.replay.given.get(i)
+        ]
+        if sum(pieces) >= first["requested"]:
+            new = NewSegment(
+                time_us=explained.time_us(i), requested_bytes=first["requested"], segment_bytes=segment.size,
+                largest_free_bytes=max(pieces), free_bytes=sum(pieces), site=first["site"],
+            )  # fmt: skip
+            found.append(new)
+    return found
+
+
+# What each of the allocator's pools held: the ordinary one, and the private ones, which serve nobody else.
+#
+# PyTorch gives a CUDA graph a pool of its own, since a replay writes to the addresses of the capture: whatever the
+# graph freed while it was captured stays the graph's. A `torch.cuda.MemPool` takes what is allocated under
+# `use_mem_pool`. `torch.cuda.empty_cache()` gives nothing of either back while the graph or the MemPool lives
+# (emptyCache and release_cached_blocks in c10/cuda/CUDACachingAllocator.cpp).
+
+
+_WORTH_SAYING = 0.05
+"""The share of what is reserved that the free memory of private pools has where a finding says it."""
+_TREES = "torch/_inductor/cudagraph_trees.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolUse:
+    """What a pool held at a moment, in bytes. Allocated, awaiting, cached and fragmented make up reserved."""
+
+    pool: PoolId
+    private: bool
+    reserved_bytes: int
+    allocated_bytes: int
+    awaiting_free_bytes: int
+    cached_bytes: int
+    """Bytes of segments that hold nothing."""
+    fragmented_bytes: int
+    """Free bytes between live blocks of a segment."""
+    peak_allocated_bytes: int
+    """The most that was allocated in it at one time of the history."""
+    peak_reserved_bytes: int
+
+    @property
+    def free_bytes(self) -> int:
+        return self.cached_bytes + self.fragmented_bytes
+
+
+def pools_at(explained: Explained, event: int) -> tuple[PoolUse, ...]:
+    """The use of each pool after an event, the ordinary one first; empty for a history without segments, or one whose
+    blocks do not fit into them."""
+    filled = filled_segments(explained, event)
+    if filled is None:
+        return ()
+    history = explained.replay.by_pool
+    sums = {pool: [0, 0, 0, 0] for pool in history}
+    for segment, blocks in filled:
+        of = sums[segment.segment_pool_id or ORDINARY]
+        live = sum(block.end - block.start for block in blocks if not block.awaits_free)
+        used = sum(block.end - block.start for block in blocks)
+        of[0] += live
+        of[1] += used - live
+        of[3 if blocks else 2] += segment.total_size - used
+    table = explained.allocations
+    return tuple(
+        PoolUse(
+            pool=pool, private=pool != ORDINARY, reserved_bytes=sum(held), allocated_bytes=held[0],
+            awaiting_free_bytes=held[1], cached_bytes=held[2], fragmented_bytes=held[3],
+            peak_allocated_bytes=int(allocated_curve(table.filter(pl.col("pool") == i))["allocated"].sort()[-1]),
+            peak_reserved_bytes=max(reserved for _, reserved in history[pool]),
+        )
+        for i, (pool, held) in enumerate(sums.items())
+    )  # fmt: skip
+
+
+def pool_table(pools: tuple[PoolUse, ...]) -> list[Table]:
+    """What each pool held at a moment, and its peaks; none where all memory is of the ordinary pool."""
+    if len(pools) < 2:
+        return []
+    table = table_of(
+        "pool", ("allocated", "B"), ("reserved", "B"), ("free", "B"), ("peak allocated", "B"), ("peak reserved", "B"),
+        rows=[
+            (f"private {use.pool}" if use.private else "ordinary", use.allocated_bytes, use.reserved_bytes,
+             use.free_bytes, use.peak_allocated_bytes, use.peak_reserved_bytes)
+            for use in pools
+        ],
+        notes=as_lines("What is free in a private pool serves only what is allocated in that pool."),
+    )  # fmt: skip
+    return [table]
+
+
+def pool_finding(explained: Explained) -> Finding | None:
+    """What private pools hold at the end and do not use; None where that is little."""
+    pools = pools_at(explained, len(explained.snapshot.events) - 1)
+    private = sorted((use for use in pools if use.private), key=lambda use: -use.free_bytes)
+    free, reserved = sum(use.free_bytes for use in private), sum(use.reserved_bytes for use in pools)
+    if free < max(_WORTH_SAYING * reserved, 1):
+        return None
+    first = private[0]
+    if len(private) == 1:
+        whose, most = f"private pool {first.pool}{_owner(explained, first.pool)} holds", ""
+    else:
+        whose = f"{len(private)} private pools hold"
+        most = f" Pool {first.pool}{_owner(explained, first.pool)} has {format_bytes(first.free_bytes)} of that."
+    held = format_bytes(sum(use.reserved_bytes for use in private))
+    used = sum(use.allocated_bytes for use in private)
+    return note(
+        "private-pool",
+        f"At the end, {whose} {held} of the {format_bytes(reserved)} that are reserved: {format_bytes(used)} of it are "
+        f"allocated, and {format_bytes(free)}, which replays of its graphs may use, serve nobody else.{most}",
+        {
+            "pools": len(private), "first": str(first.pool), "free_bytes": free, "allocated_bytes": used,
+            "private_reserved_bytes": sum(use.reserved_bytes for use in private), "reserved_bytes": reserved,
+        },
+        "capture graphs into one pool, the largest first (torch.cuda.graph(g, pool=first.pool())); drop a graph or "
+        "MemPool that is done, then call torch.cuda.empty_cache()",
+    )  # fmt: skip
+
+
+def _owner(explained: Explained, pool: PoolId) -> str:
+    """What made a pool, as far as its id and its stacks tell. A graph that is given no pool makes one (n, 0);
+    graph_pool_handle() and MemPool make (0, n) (c10/cuda/CUDACachingAllocator's MemPool)."""
+    if pool[0]:
+        return " (of a CUDA graph)"
+    inside = explained.allocations.filter(pl.col("pool") == list(explained.replay.by_pool).index(pool))
+    stacks = inside["stack"].unique().to_list()
+    trees = any(_TREES in frame for stack in stacks for frame in explained.stacks.frames(stack))
+    return " (of torch.compile's CUDA graphs)" if trees else " (of CUDA graphs or of a torch.cuda.MemPool)"
+
 
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(us|µs|ms|s)")
 _MICROSECONDS = {"us": 1, "µs": 1, "ms": 1_000, "s": 1_000_000}

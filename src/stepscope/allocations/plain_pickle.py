@@ -23,8 +23,8 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
-from stepscope.core.bounded_file import check_regular
 from stepscope.core.errors import EXIT_DONE, EXIT_WRONG_INPUT, InputError, one_line
+from stepscope.core.files import check_regular
 from stepscope.core.units import GIB, MIB, format_bytes
 
 LARGEST_BYTES = 16 * GIB

@@ -1,15 +1,194 @@
 """Measured calls of attention: the call, its outcome, its times and its memory."""
 
+import math
 from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.attention_verdict import AttentionShape
-from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype, check_attention
+from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype, check_attention
 from stepscope.core.document import decode_document, json_document
 from stepscope.core.environment import Environment
+from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 from stepscope.core.samples import Samples
 from stepscope.core.workload import Dtype
+
+# The gate's report on an implementation of attention: an error for each tensor, a verdict for each case.
+
+
+Layout = Literal["contiguous", "transposed", "strided", "one head", "one batch", "one number"]
+"""How a tensor (batch, heads, seq, head_dim) lies in memory. transposed: a view of (batch, seq, heads, head_dim), as in
+a model. strided: transposed, and every second number of each row. one head, one batch, one number: a single head, batch
+or number 1 that is expanded, with strides of zero, as the gradient that a sum hands back."""
+
+Numbers = Literal["normal", "offset", "rising", "falling"]
+"""What the scores are. normal: of the size 1. offset: those of each query lie around a number of its own, hundreds
+above or below zero. rising, falling: half a unit from one key to the next, so that a query's largest is its last, or
+its first."""
+
+Differentiated = Literal["qkv", "q", "kv"]
+"""Which of queries, keys and values ask for a gradient."""
+
+Outcome = Literal["passed", "failed", "not supported"]
+
+
+class GateFailure(StepscopeError):
+    """Raised for an implementation that does not compute attention, so that its times mean nothing."""
+
+    exit_code = EXIT_CHECK_FAILED
+
+
+class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
+    """One call: sizes, mask and scale, and what its tensors are like."""
+
+    batch: int
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    causal: bool
+    window: int | None = None
+    layout: Layout | tuple[Layout, Layout, Layout, Layout] = "contiguous"
+    """One layout for all tensors, or one each for queries, keys, values and the output's gradient."""
+    scale: float | None = None
+    """The factor on the scores; None is 1 / sqrt(head_dim)."""
+    numbers: Numbers = "normal"
+    differentiated: Differentiated = "qkv"
+    documents: tuple[int, ...] = ()
+    """The lengths of the documents, through the batch row by row; none where each row is one."""
+
+    @property
+    def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
+        """The layouts of queries, keys, values and the output's gradient, in this order."""
+        if isinstance(self.layout, tuple):
+            return self.layout
+        return self.layout, self.layout, self.layout, self.layout
+
+    def call(
+        self, device_type: str, dtype: TensorDtype, *, backward: bool = True, largest_score: float | None = None
+    ) -> AttentionCall:
+        """The AttentionCall that this shape makes on that type of device."""
+        return AttentionCall(
+            device_type=device_type, dtype=dtype, head_dim=self.head_dim, queries=self.queries, keys=self.keys,
+            heads=self.heads, key_heads=self.key_heads, window=self.window, backward=backward,
+            documents=bool(self.documents), largest_score=largest_score,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        grouped = f" over {self.key_heads}" if self.key_heads != self.heads else ""
+        keys = f" x {self.keys}" if self.keys != self.queries else ""
+        words = [
+            f"{self.batch}, {self.heads}{grouped}, {self.queries}{keys}, {self.head_dim}",
+            "causal" if self.causal else "full",
+            *([f"window {self.window}"] if self.window is not None else []),
+            *([f"scale {self.scale:g}"] if self.scale is not None else []),
+            *([f"scores {self.numbers}"] if self.numbers != "normal" else []),
+            *([f"documents of {', '.join(map(str, self.documents))}"] if self.documents else []),
+            *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
+            *self._layout_words(),
+        ]
+        return ", ".join(words)
+
+    def _layout_words(self) -> list[str]:
+        if isinstance(self.layout, tuple):
+            return [f"{what} {layout}" for what, layout in zip(("q", "k", "v", "dO"), self.layout, strict=True)]
+        return [self.layout] if self.layout != "contiguous" else []
+
+
+class TensorError(msgspec.Struct, frozen=True, kw_only=True):
+    """The error of the output or of a gradient against float64."""
+
+    tensor: Literal["out", "dq", "dk", "dv"]
+    error: float | None
+    """|found - exact| / |exact|; None where something is not finite."""
+    allowed: float
+    sdpa: float
+    """The error of PyTorch's scaled_dot_product_attention in the same dtype, on the same inputs (see `yardsticks`)."""
+    row_error: float | None
+    """The largest |found - exact| of a row, over the root of the mean square |exact| of rows."""
+    row_allowed: float
+
+    @property
+    def share(self) -> float:
+        """The error as a share of what is allowed, of the whole or of the worst row; infinite where one is None."""
+        if self.error is None or self.row_error is None or not (self.allowed and self.row_allowed):
+            return math.inf
+        return max(self.error / self.allowed, self.row_error / self.row_allowed)
+
+    @property
+    def passed(self) -> bool:
+        return self.share <= 1
+
+
+class AttentionVerdict(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation on one call."""
+
+    dtype: TensorDtype
+    shape: AttentionShape
+    outcome: Outcome
+    errors: tuple[TensorError, ...] = ()
+    """The errors of the output and, where there is a backward, of the gradients that are asked for."""
+    repeats: bool | None = None
+    """Whether a second run gave the same bits; None where there was none."""
+    reason: str = ""
+    """Why the call is not supported, or failed without a result."""
+    allowance: str = ""
+    """Why it may be further off than others; empty where it may not."""
+    yardsticks: tuple[str, ...] = ()
+    """The error that every implementation is allowed on this call, where it is not twice sdpa's."""
+    known: str = ""
+    """The fault of this implementation's authors that explains a failure; empty where none is known."""
+
+    @property
+    def sentence(self) -> str:
+        """One line that says what is wrong."""
+        where = f"({self.shape}) in {self.dtype}"
+        if self.reason:
+            return f"{where}: {self.reason}"
+        wrong: list[str] = []
+        for each in self.errors:
+            if each.error is None:
+                wrong.append(f"{each.tensor} is not finite")
+            elif each.error > each.allowed:
+                wrong.append(f"{each.tensor} is off by {each.error:.2g} where {each.allowed:.2g} is allowed")
+            elif not each.passed:
+                wrong.append(f"a row of {each.tensor} is off by {each.row_error:.2g} where {each.row_allowed:.2g} is")
+        besides = [why for why in (self.allowance, self.known) if wrong and why]
+        return " ".join([f"{where}: {'; '.join(wrong) or self.outcome}", *(f"({why})" for why in besides)])
+
+
+class GateReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One implementation on every call that it was asked for."""
+
+    implementation: Attention
+    device: str
+    seed: int
+    verdicts: tuple[AttentionVerdict, ...]
+
+    def __post_init__(self) -> None:
+        check_attention(self.implementation)
+
+    @property
+    def failures(self) -> tuple[AttentionVerdict, ...]:
+        return tuple(verdict for verdict in self.verdicts if verdict.outcome == "failed")
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was computed, and all results are right."""
+        return not self.failures and any(verdict.outcome == "passed" for verdict in self.verdicts)
+
+    def require(self) -> None:
+        """Raise GateFailure unless it passed; called before any of its times is shown."""
+        if self.passed:
+            return
+        if not self.failures:
+            why = next((verdict.sentence for verdict in self.verdicts), "it was asked for nothing")
+            raise GateFailure(f"attention {self.implementation} was not seen to be right: {why}")
+        raise GateFailure(
+            f"attention {self.implementation} is wrong in {len(self.failures)} of {len(self.verdicts)} cases, "
+            f"so that no time of it is shown: {self.failures[0].sentence}"
+        )
+
 
 # 1  2026-11  first
 TIMINGS_VERSION = 1

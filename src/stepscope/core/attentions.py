@@ -1,6 +1,6 @@
 """One record for each attention, with what the rooms need to know about it. This file does not need torch.
 
-To add an attention, write its function in a file of `models/attention/`, its record in `ATTENTIONS`, and a test case.
+To add an attention, write its function in a file of `training/attention/`, its record in `ATTENTIONS`, and a test case.
 """
 
 from typing import Literal

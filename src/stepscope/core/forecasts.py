@@ -13,9 +13,9 @@ from typing import Literal
 import msgspec
 
 from stepscope import __version__
-from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.run_files import FORECASTS_FILE
+from stepscope.core.files import read_document
+from stepscope.core.run_directory import FORECASTS_FILE
 
 PEAK_BYTES: Literal["peak_bytes"] = "peak_bytes"
 """The most bytes that PyTorch's allocator hands out in a steady step on a GPU."""

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from stepscope.core.bounded_file import read_document
+from stepscope.core.errors import name_shown
+from stepscope.core.files import read_document
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, OwnWorkload
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.shown_text import name_shown
 
 _DTYPE = ("dtype", "torch_dtype")
 _QUANTISED = ("quantization_config", "compression_config")

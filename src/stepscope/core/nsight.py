@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from stepscope.core.cache_directory import home_directory
 from stepscope.core.errors import StepscopeError, one_line
+from stepscope.core.files import home_directory
 
 TIMEOUT_S = 1800.0
 

@@ -12,11 +12,31 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.files import read_document
 from stepscope.core.own_workload import AnyWorkload, with_kind
 from stepscope.core.run import SCHEMA_VERSION, Run, instant_of
-from stepscope.core.run_files import RUN_FILE
+
+# The names of the files in a run directory, and of those beside it.
+
+
+RUN_FILE = "run.json"
+FORECASTS_FILE = "forecasts.jsonl"
+"""Beside run directories: what was foretold of workloads, a line each."""
+INDEX_FILE = ".stepscope-index"
+"""Beside run directories, where they are many: what is known of them (core/run_index.py). It may be deleted."""
+FAILURE_FILE = "failure.txt"
+"""The traceback of what ended the run."""
+MEMORY_FILE = "memory.pickle.gz"
+KINETO_FILE = "trace.kineto.json.gz"
+REPORT_FILE, STREAM_FILE, EXPORT_FILE = "trace.nsys-rep", "trace.qdstrm", "trace.nsys.sqlite"
+"""Files of a trace by nsys: its report, the stream that awaits its import, and the export that is read."""
+CAPTURE_FILES = (KINETO_FILE, EXPORT_FILE, REPORT_FILE, STREAM_FILE)
+"""Files that hold a trace, the quickest to read first."""
+RANK_FOLDER = "rank-{rank}"
+"""What a rank that does not write the run recorded by itself."""
+DIGEST_FILE = "trace-{tool}.json"
+"""The file of a trace's digest, by the tool that took the trace."""
 
 
 class _SchemaProbe(msgspec.Struct):

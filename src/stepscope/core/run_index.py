@@ -20,18 +20,18 @@ from typing import Any
 import msgspec
 
 from stepscope import __version__
-from stepscope.core import known_samples, samples
+from stepscope.core import samples
+from stepscope.core import samples as known_samples
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.environment import Environment, GpuSamples
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Energy, Evidence, PhaseMemory, ProfiledStep
 from stepscope.core.finding import Finding
-from stepscope.core.known_samples import KnownSamples, known
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status
-from stepscope.core.run_directory import exists, load_run, write_atomically
-from stepscope.core.run_files import INDEX_FILE, RUN_FILE
+from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, exists, load_run, write_atomically
+from stepscope.core.samples import KnownSamples, known
 from stepscope.core.work import Work
 
 INDEX_VERSION = 2

@@ -1,4 +1,4 @@
-"""The ways in which several ranks share a training step: one record each, beside its file in parallel/strategies/.
+"""The ways in which several ranks share a training step: a record for each file of training/parallel/strategies/.
 
 Bytes are those that one rank sends for the gradients and the parameters of a step, P bytes of either, by the ring
 algorithms that the collectives' lower bounds are of (Patarasuk and Yuan 2009; nccl-tests, doc/PERFORMANCE.md): an
@@ -132,7 +132,7 @@ class StrategyRecord:
     words: str
     """What it does, in a sentence."""
     module: str
-    """The name of its file in parallel/strategies/."""
+    """The name of its file in training/parallel/strategies/."""
     is_lesson: bool
     """Whether it is written out here to be read; else the field's own is called."""
     backends: tuple[str, ...] = ("gloo", "nccl")

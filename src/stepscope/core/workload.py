@@ -19,8 +19,8 @@ from stepscope.core.checkpointing import (
     selective_of,
     spans_of,
 )
+from stepscope.core.document import identity_of
 from stepscope.core.errors import InputError, choose
-from stepscope.core.identity import identity_of
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.precisions import PRECISIONS, Dtype
@@ -76,7 +76,7 @@ OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 _FIRST_FIELDS = (
     "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
 )  # fmt: skip
-"""The fields that every digest has, see core/identity.py. Do not add to it."""
+"""The fields that every digest has, see core/document.py. Do not add to it."""
 
 
 class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,1 +1,1 @@
-"""How a step becomes a run: requests, processes, sweeps. Both wings meet here."""
+"""How a step becomes a run: requests, processes, sweeps."""

@@ -18,10 +18,8 @@ import msgspec
 from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
 from stepscope.core.evidence import ProcessStart
-from stepscope.core.leaving import leave
-from stepscope.core.lifeline import end_with_stdin
-from stepscope.engine.cell_event import CellEvent
-from stepscope.engine.cell_process import MARK, kill_marked
+from stepscope.core.interrupts import end_with_stdin, leave
+from stepscope.engine.cell_process import MARK, CellEvent, kill_marked
 from stepscope.engine.request import Stage, StepRequest
 
 

@@ -7,7 +7,7 @@ from typing import cast
 
 import torch
 
-from stepscope.core.portable_paths import without_install_places
+from stepscope.core.errors import without_install_places
 
 
 def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:

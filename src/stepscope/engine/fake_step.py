@@ -32,8 +32,7 @@ from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workload import Workload
-from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
-from stepscope.recording.fake_memory import FakeMemory
+from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Recorder, drive
 from stepscope.training.scaled_products import cast_as_on_a_gpu

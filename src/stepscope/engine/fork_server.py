@@ -242,6 +242,6 @@ def _threads_of_blas() -> int:
 
 if __name__ == "__main__":
     from stepscope.core import interrupts
-    from stepscope.core.leaving import leave
+    from stepscope.core.interrupts import leave
 
     leave(interrupts.exit_code(main()))

@@ -32,7 +32,7 @@ def main() -> int:
 
 
 def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
-    from stepscope.engine.stages.build import make_step  # noqa: PLC0415  (torch, after the lifeline)
+    from stepscope.engine.stages import make_step  # noqa: PLC0415  (torch, after the lifeline)
     from stepscope.recording import ranges  # noqa: PLC0415
     from stepscope.recording.capture import capture_range  # noqa: PLC0415
     from stepscope.recording.device import (  # noqa: PLC0415

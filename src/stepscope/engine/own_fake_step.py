@@ -27,17 +27,19 @@ from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.engine.fake_step import STEPS_BEFORE, WatchedStep, label_residents, run_steps
-from stepscope.recording.as_on_cuda import AsOnCuda, AttentionBackend
-from stepscope.recording.fake_memory import without_tracebacks
-from stepscope.recording.fake_memory_of_own import LARGEST_REAL, FakeMemoryOfOwn
+from stepscope.recording.fake_memory import (
+    LARGEST_REAL,
+    AsOnCuda,
+    AttentionBackend,
+    FakeMemoryOfOwn,
+    without_tracebacks,
+)
 from stepscope.recording.step import Phase
 from stepscope.training.own.batches import named_tensors
-from stepscope.training.own.factory import find_factory
 from stepscope.training.own.hugging_face import BATCH_SIZE, SEQ_LEN
 from stepscope.training.own.identity import describe_own
-from stepscope.training.own.loading import load_module
-from stepscope.training.own.own_module import OwnModule
-from stepscope.training.own.own_step import OwnStep
+from stepscope.training.own.loading import find_factory, load_module
+from stepscope.training.own.own_step import OwnModule, OwnStep
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 
 LARGE = 4 * MIB

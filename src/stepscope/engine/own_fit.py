@@ -6,19 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from stepscope.allocations.prediction import plans
+from stepscope.allocations.prediction import fit as plans
 from stepscope.allocations.prediction.caching_allocator import CachingAllocator
 from stepscope.allocations.prediction.estimate import DeviceType
-from stepscope.allocations.prediction.fit import Budget
+from stepscope.allocations.prediction.fit import Budget, Change, Lever, Plan, together
 from stepscope.allocations.prediction.own_fit import MOST_SEARCHED, OwnEstimate, OwnFit, OwnVerdict, Unseen
-from stepscope.allocations.prediction.plans import Change, Lever, Plan, together
 from stepscope.allocations.prediction.symbolic_tensors import RoundingAllocator
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.precisions import PRECISIONS
 from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, replayed
 from stepscope.engine.own_fake_step import OwnWatchedStep, default_of, watch_own_step
-from stepscope.training.own.own_module import OwnModule
+from stepscope.training.own.own_step import OwnModule
 
 MOST_PLANS = 6
 SEQUENCE_UNIT = 64

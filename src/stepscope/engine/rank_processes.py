@@ -18,8 +18,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.core.ranks import RankPlace, check_processes
-from stepscope.engine.cell_event import CellEvent
-from stepscope.engine.cell_process import CellProcess, Fork
+from stepscope.engine.cell_process import CellEvent, CellProcess, Fork
 from stepscope.engine.request import StepRequest
 
 PEERS_GRACE_S = 15.0

@@ -12,22 +12,30 @@ import stepscope.recording  # noqa: F401  # pyright: ignore[reportUnusedImport] 
 from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
-from stepscope.core.run_directory import create_run_directory
-from stepscope.core.run_files import RANK_FOLDER
+from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
 from stepscope.core.workload import Workload
 from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import nsys_for
 from stepscope.engine.request import StepRequest, Tell
-from stepscope.engine.stages.build import build, release
-from stepscope.engine.stages.ceilings import find_ceilings
-from stepscope.engine.stages.look_round import look_round
-from stepscope.engine.stages.memory import record_memory, record_what_filled_the_memory
-from stepscope.engine.stages.observe import count_work, observe
-from stepscope.engine.stages.ranks import bring_the_ranks_together, count_traffic
-from stepscope.engine.stages.right import check_the_ranks
-from stepscope.engine.stages.timed import measure_energy, time_steps
-from stepscope.engine.stages.trace import trace_by_kineto, trace_by_nsys, trace_for_the_watching_tool
+from stepscope.engine.stages import (
+    bring_the_ranks_together,
+    build,
+    check_the_ranks,
+    count_traffic,
+    count_work,
+    find_ceilings,
+    look_round,
+    measure_energy,
+    observe,
+    record_memory,
+    record_what_filled_the_memory,
+    release,
+    time_steps,
+    trace_by_kineto,
+    trace_by_nsys,
+    trace_for_the_watching_tool,
+)
 from stepscope.recording.device import is_out_of_memory, limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.timer import StepFailed

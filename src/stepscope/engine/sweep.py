@@ -22,13 +22,12 @@ from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
-from stepscope.core.work.described import cell_name
+from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of
 from stepscope.engine.forks import Forks
-from stepscope.engine.measured_cell import REFUSED, record
-from stepscope.engine.places import DevicePlace, Place, PlaceLost
+from stepscope.engine.measured_cell import REFUSED, DevicePlace, Place, PlaceLost, record
 from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
 from stepscope.engine.request import Stage, StepRequest
 from stepscope.recording.nvml import smallest_gpu

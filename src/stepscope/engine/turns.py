@@ -19,12 +19,16 @@ from stepscope.core.run_directory import create_run_directory
 from stepscope.core.workload import Workload
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest, Tell
-from stepscope.engine.stages.build import build, release
-from stepscope.engine.stages.ceilings import find_ceilings
-from stepscope.engine.stages.look_round import look_round
-from stepscope.engine.stages.observe import count_work, observe
-from stepscope.engine.stages.timed import time_in_turns
-from stepscope.engine.stages.trace import trace_by_kineto
+from stepscope.engine.stages import (
+    build,
+    count_work,
+    find_ceilings,
+    look_round,
+    observe,
+    release,
+    time_in_turns,
+    trace_by_kineto,
+)
 from stepscope.engine.step import finished, run_after_the_times, until_failed
 from stepscope.recording.device import limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision

@@ -25,10 +25,9 @@ from types import ModuleType
 import torch
 import triton
 
-from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.environment import NATIVE_LAUNCHER
-from stepscope.core.errors import InputError, one_line
-from stepscope.core.shown_text import printable, warn
+from stepscope.core.errors import InputError, one_line, printable, warn
+from stepscope.core.files import cache_directory, replace_file
 from stepscope.kernels.launching import interpreted
 from stepscope.recording.launcher import launched_from_python
 

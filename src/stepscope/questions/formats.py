@@ -14,8 +14,7 @@ from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat
-from stepscope.questions.answers import computed_answer
-from stepscope.questions.setting import processor_name
+from stepscope.questions.answers import computed_answer, processor_name
 from stepscope.recording.device import resolve_device
 
 EIGHT_BITS = {"fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn}

@@ -8,8 +8,8 @@ from typing import Any
 
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer, decode_answer, encode_answer
+from stepscope.core.errors import warn
 from stepscope.core.own_arguments import is_configuration
-from stepscope.core.shown_text import warn
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 _FUNCTIONS = {
@@ -17,10 +17,10 @@ _FUNCTIONS = {
     "underflow": "stepscope.questions.gradients.underflow:study_underflow",
     "scaling": "stepscope.questions.gradients.scaling:study_scaling",
     "swallowed": "stepscope.questions.gradients.swallowed:study_swallowed",
-    "normalisation": "stepscope.questions.normalisation.of_own:study_own_normalisation",
-    "quality": "stepscope.questions.quality.of_own:study_own_quality",
+    "normalisation": "stepscope.questions.normalisation:study_own_normalisation",
+    "quality": "stepscope.questions.quality.study:study_own_quality",
     "parity": "stepscope.questions.parity.study:study_parity",
-    "shadow": "stepscope.questions.shadow.study:study_shadow",
+    "shadow": "stepscope.questions.shadow:study_shadow",
 }
 """The place of each study's function."""
 

@@ -1,4 +1,4 @@
-"""The acting wing's instruments: clock, device, timer, and the observers that run beside the timed steps."""
+"""What measures and looks at a step: clock, device, timer, and the observers that run beside the timed steps."""
 
 from stepscope.core.address_space import require_room_for_torch
 

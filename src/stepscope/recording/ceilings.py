@@ -8,19 +8,17 @@ from pathlib import Path
 import msgspec
 import torch
 
-from stepscope.core.bounded_file import read_document
-from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.device_spec import Ceiling, Ceilings
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.files import cache_directory, read_document, replace_file
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
 from stepscope.core.work.operations import copy_work, matmul_work
 from stepscope.recording.device import timing_device
 from stepscope.recording.environment import cpu_name
-from stepscope.recording.lead import LedCall
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.scaled_mm import scaled_mm
-from stepscope.recording.timer import measure_one
+from stepscope.recording.timer import LedCall, measure_one
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
 _TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

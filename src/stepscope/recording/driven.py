@@ -9,21 +9,32 @@ import torch
 from stepscope.core.evidence import Capture, Habits, PhaseMemory, ProfiledStep, StepObservation, StepOperators
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.ranks import CollectiveCalls
-from stepscope.core.run_files import KINETO_FILE
+from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
 from stepscope.core.work import Work
 from stepscope.recording import ranges
-from stepscope.recording.capture import BackwardMarks, Unmarked, export_kineto, kineto_session
+from stepscope.recording.capture import (
+    BackwardMarks,
+    Unmarked,
+    export_kineto,
+    kineto_session,
+    profiled_step,
+    profiler_for,
+)
 from stepscope.recording.device import Device
 from stepscope.recording.flops import FlopCounts
-from stepscope.recording.habits.recorder import STEPS, HabitsRecorder
+from stepscope.recording.habits import STEPS, HabitsRecorder
 from stepscope.recording.memory_history import MemoryRecorder
-from stepscope.recording.observe import Observer, PhasePeaks, look_at_batches, parameter_bytes
-from stepscope.recording.operators import OperatorCounts
-from stepscope.recording.profile import profiled_step, profiler_for
+from stepscope.recording.observe import (
+    Observer,
+    OperatorCounts,
+    PhasePeaks,
+    TrafficCounts,
+    look_at_batches,
+    parameter_bytes,
+)
 from stepscope.recording.step import Driven, Step, drive, optimizers_of
 from stepscope.recording.timer import ALONE, Peers, timed_steps
-from stepscope.recording.traffic import TrafficCounts
 
 
 @dataclass(frozen=True, kw_only=True)

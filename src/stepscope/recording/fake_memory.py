@@ -11,18 +11,35 @@ for each thread that multiplies matrices; on a GPU autograd runs backward on a t
 
 import contextlib
 import contextvars
+import functools
 import logging
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    UnsupportedOperatorException,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
+from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.core.units import MIB
 from stepscope.recording import scaled_mm
 
 _aten = torch.ops.aten
@@ -241,3 +258,316 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
     elif isinstance(outputs, (list, tuple)):
         for output in outputs:
             yield from _tensors(output)
+
+
+# Finds what a step of any module would allocate, on fake tensors, and the operators that fake tensors cannot follow.
+#
+# The textbook's step never looks at a value. A user's step may: it leaves out a mask that hides nothing, or reads a
+# count. So a small tensor keeps its values if it was computed from no fake tensor. Token ids, positions and masks are
+# then real, and code that reads them takes its real path. Tensors that depend on weights and activations are fake. If
+# an operator needs a value of one, or the shape of its output depends on one, it is named: it is refused, or counted at
+# its largest.
+
+
+LARGEST_REAL = 64 * MIB
+"""Bytes up to which integers and conditions keep their values, if they were computed from no fake tensor."""
+
+LARGEST_REAL_FLOATS = MIB
+"""Bytes up to which floating numbers keep their values, if they were computed from no fake tensor."""
+
+
+_OURS = frozenset({"aten", "prims", "prim", "profiler", "inductor", "transformers", "torchvision"})
+_GROUPED = torch.ops.aten._grouped_mm.default
+_CONVOLUTIONS = frozenset({"convolution", "convolution_backward", "cudnn_convolution", "mkldnn_convolution"})
+_HOUSES = tuple(str(Path(file).parent) for file in (torch.__file__, sys.modules["stepscope"].__file__ or ""))
+
+
+class FakeMemoryOfOwn(FakeMemory):
+    """FakeMemory for a step of which nothing is known. Enter it inside a FakeTensorMode that takes real tensors.
+
+    name: the module's name in messages.
+    """
+
+    def __init__(self, *, name: str, workspace_bytes: int = 0) -> None:
+        super().__init__(workspace_bytes=workspace_bytes)
+        self._name = name
+        self.at_most: Counter[str] = Counter()
+        """Calls of operators whose output was counted at its largest, since its shape depends on data."""
+        self.custom: Counter[str] = Counter()
+        """Calls of operators that are not PyTorch's, whose own memory nobody knows."""
+        self.convolutions = 0
+        """Calls of convolutions."""
+        self.convolution_bytes = 0
+        """Bytes of the input, weight and output of the largest convolution."""
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        fake = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        if not fake and self._stays_real(func, args, kwargs, bool(tensors)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
+        try:
+            outputs = _grouped(*args, **kwargs) if func is _GROUPED else func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            outputs = self._at_most(func, args)
+        except UnsupportedOperatorException as error:
+            why = "has no fake implementation: register one by torch.library.register_fake"
+            raise self._refused(func, why) from error
+        self._look_at(func, tensors, outputs)
+        return outputs
+
+    def _stays_real(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], reads: bool) -> bool:
+        """Whether an operator that reads no fake tensor may really run: its output is small, or there is none."""
+        if reads and func._schema.is_mutable:
+            return True
+        try:
+            outputs = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException):
+            return True
+        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        return all(
+            tensor.nbytes <= (LARGEST_REAL_FLOATS if tensor.is_floating_point() else LARGEST_REAL) for tensor in made
+        )
+
+    def _number(self, tensor: Tensor, func: Any) -> bool | float:
+        if not isinstance(tensor, FakeTensor):
+            with unset_fake_temporarily():
+                return func(tensor)
+        if self._phase == OPTIMIZER or not self._phase:
+            return super()._number(tensor, func)
+        raise self._refused(func, "reads a value that depends on the weights: what follows cannot be foreseen")
+
+    def _at_most(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """The largest output that an operator may have, where its shape depends on data."""
+        packet, given = func.overloadpacket, args[0] if args else None
+        if not isinstance(given, Tensor):
+            raise self._refused(func, "has an output whose shape depends on data")
+        if packet is _aten.nonzero:
+            found: Any = torch.empty(given.numel(), given.dim(), dtype=torch.int64)
+        elif packet is _aten.masked_select:
+            found = given.new_empty(given.numel())
+        elif packet is _aten.index and all(index is None or isinstance(index, Tensor) for index in args[1]):
+            found = func(given, list(_whole(args[1])))
+        else:
+            raise self._refused(func, "has an output whose shape depends on data")
+        self.at_most[str(func)] += 1
+        return found
+
+    def _look_at(self, func: Any, tensors: list[Tensor], outputs: Any) -> None:
+        name = func.overloadpacket.__name__
+        if func.namespace not in _OURS and func._schema.name not in (*scaled_mm.OPERATORS, *scaled_mm.CASTS):
+            self.custom[str(func)] += 1
+        elif func.namespace == "aten" and name in _CONVOLUTIONS:
+            self.convolutions += 1
+            made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+            self.convolution_bytes = max(self.convolution_bytes, sum(t.nbytes for t in (*tensors, *made)))
+
+    def _refused(self, func: Any, why: str) -> InputError:
+        return InputError(f"{self._name} cannot be predicted: {func}{_where()} {why}")
+
+
+def _grouped(
+    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The output of a grouped product, in any dtype: PyTorch's own fake implementation takes bf16 alone. Its rows are
+    padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h)."""
+    shape = [rows.shape[-2], matrices.shape[-1]]
+    if rows.dim() == matrices.dim():
+        shape = [offs.shape[0] if rows.dim() == 2 and offs is not None else rows.shape[0], *shape]
+    dtype = out_dtype or rows.dtype
+    unit = 16 // dtype.itemsize
+    width = -(-shape[-1] // unit) * unit
+    return rows.new_empty([*shape[:-1], width], dtype=dtype)[..., : shape[-1]]
+
+
+def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
+    """The indices, where each condition is replaced by the places of all its elements."""
+    for index in indices:
+        if index is None or index.dtype not in (torch.bool, torch.uint8):
+            yield index
+        else:
+            yield from (torch.empty(index.numel(), dtype=torch.int64) for _ in range(index.dim()))
+
+
+def _where() -> str:
+    """The line of the user's code that is running, in brackets; empty if none is found."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if Path(file).is_file() and not file.startswith(_HOUSES):
+            return f" ({Path(file).name}:{frame.f_lineno})"
+        frame = frame.f_back
+    return ""
+
+
+# Fake tensors on the CPU that are treated as CUDA treats its own.
+#
+# A PyTorch that was built without CUDA has no autograd for fake CUDA tensors. Fake CPU tensors work everywhere. An
+# operator's tensors depend on the device for three reasons only, all above autograd: which operators autocast runs in
+# fp32, which kernel scaled_dot_product_attention becomes, and what dropout saves. This mode decides each as CUDA does.
+
+
+AttentionBackend = Literal["math", "efficient", "flash", "cudnn"]
+
+# CastPolicy::fp32 and fp32_set_opt_dtype of ATen/autocast_mode.h, by the names that Python gives the operators. Of the
+# 16-bit list, CPU and CUDA differ in recurrent cells alone.
+_IN_FP32 = frozenset({
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
+    "sinh", "tan", "pow", "__pow__", "__rpow__", "softplus", "layer_norm", "rms_norm", "group_norm", "nll_loss",
+    "cross_entropy", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "dist", "logsumexp", "prod",
+    "softmax", "log_softmax", "cumprod", "cumsum", "norm", "binary_cross_entropy_with_logits",
+})  # fmt: skip
+_SUMS_INTO_FP32 = frozenset({"sum"})
+"""Operators that reduce in fp32 without a copy of their input in fp32."""
+
+
+class AsOnCuda(TorchFunctionMode):
+    """A mode in which autocast("cpu") casts what autocast("cuda") would, and fused attention and dropout are CUDA's."""
+
+    def __init__(
+        self, attention: Callable[[Tensor], AttentionBackend] | None = None, *, heads_as_given: bool = False
+    ) -> None:
+        """attention: the backend for these queries (B, H, S, D); None leaves it to the CPU, which casts alike.
+        heads_as_given: keys that several heads share are never repeated: the efficient kernel, which takes none, leaves
+        them to the math one (sdp_utils.cpp)."""
+        super().__init__()
+        self._heads_as_given = heads_as_given
+        self._attention = attention
+
+    @contextlib.contextmanager
+    def throughout(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Enter the mode in each forward of these modules, in backward too: a checkpoint runs its module again there,
+        and autograd's engine leaves every mode of this kind.
+        """
+        handles: list[RemovableHandle] = []
+        entered: list[bool] = []
+
+        def enter(*_: object) -> None:
+            entered.append(self not in _get_current_function_mode_stack())
+            if entered[-1]:
+                self.__enter__()
+
+        def leave(*_: object) -> None:
+            if entered.pop():
+                self.__exit__(None, None, None)
+
+        for module in modules:
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if func is F.scaled_dot_product_attention and self._attention is not None:
+            return self._attend(*args, **kwargs)
+        if func is F.dropout:
+            return _dropout(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:
+            with self._inside():
+                return func(*args, **kwargs)
+        if torch.is_autocast_enabled("cpu"):
+            if name in _IN_FP32:
+                args = tuple(_in_fp32(value) for value in args)
+                kwargs = {key: _in_fp32(value) for key, value in kwargs.items()}
+            elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
+                kwargs["dtype"] = torch.float32
+        return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """While open, attention that is written in Python calls this mode. PyTorch takes a mode off while it handles a
+        function, so the operators that the function calls would be the CPU's."""
+        softmax, attend, dropout = F.softmax, F.scaled_dot_product_attention, F.dropout
+
+        def softmax_as_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
+            return self.__torch_function__(softmax, (), args, kwargs)
+
+        F.softmax = softmax_as_on_cuda
+        F.dropout = functools.partial(_dropout, dropout)
+        if self._attention is not None:
+            F.scaled_dot_product_attention = self._attend
+        try:
+            yield
+        finally:
+            F.softmax, F.scaled_dot_product_attention, F.dropout = softmax, attend, dropout
+
+    def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        """Attention by the operators that at::scaled_dot_product_attention calls on CUDA.
+
+        enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,
+        they are repeated.
+        """
+        if torch.is_autocast_enabled("cpu"):
+            dtype = torch.get_autocast_dtype("cpu")
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        bias = _bias(attn_mask, query)
+        assert self._attention is not None
+        backend = self._attention(query)
+        if self._heads_as_given and backend == "efficient" and key.shape[1] < query.shape[1]:
+            backend = "math"
+        aten = torch.ops.aten
+        differentiable = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
+        if backend == "efficient":
+            group = query.shape[1] // key.shape[1]
+            if group > 1:
+                key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+            return aten._scaled_dot_product_efficient_attention(
+                query, key, value, bias, differentiable, dropout_p, is_causal, scale=scale
+            )[0]
+        if backend == "cudnn":
+            return aten._scaled_dot_product_cudnn_attention(
+                query, key, value, bias, differentiable, dropout_p, is_causal, False, scale=scale
+            )[0]
+        if backend == "flash":
+            head_dim = query.shape[-1]
+            scale = head_dim**-0.5 if scale is None else scale
+            padding = -head_dim % 8
+            if padding:
+                query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
+                0
+            ]
+            return out[..., :head_dim] if padding else out
+        return aten._scaled_dot_product_attention_math(
+            query, key, value, bias, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+
+
+def _bias(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask as the kernels add it to the scores: of the queries' dtype, (B, H, S, S) by views."""
+    if mask is None:
+        return None
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, float("-inf"))
+    if query.dim() != 4:
+        return mask
+    return mask.to(query.dtype).expand(*query.shape[:2], *mask.shape[-2:])
+
+
+def _dropout(
+    otherwise: Callable[..., Tensor], input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """Dropout as CUDA's fused kernel has it, which saves a mask of one byte an element, where a CPU saves the factors
+    in the dtype of the input (aten/src/ATen/native/Dropout.cpp)."""
+    if training and not inplace and 0 < p < 1 and input.numel():
+        return torch.native_dropout(input, p, True)[0]
+    return otherwise(input, p, training, inplace)
+
+
+def _is_half(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+
+
+def _in_fp32(value: Any) -> Any:
+    return value.float() if _is_half(value) else value

@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from stepscope.core.errors import install_places
 from stepscope.core.memory_notes import KeptTensor
-from stepscope.core.portable_paths import install_places
-from stepscope.recording.local_part import local_part
-from stepscope.recording.saved_tensors import saved_tensors
+from stepscope.recording.held_tensors import local_part, saved_tensors
 
 _LONGEST_PATH = 8
 """Objects between a tensor and a name. What lies deeper is named by the class of the last object."""

@@ -11,10 +11,8 @@ from typing import Protocol
 import torch
 
 from stepscope.core.memory_notes import MemoryCategory, TensorNote
-from stepscope.recording.cast_copies import cast_copy
-from stepscope.recording.held_tensors import model_tensors, optimizer_tensors, plain_parts
-from stepscope.recording.local_part import local_part
-from stepscope.recording.saved_tensors import saved_tensors
+from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, saved_tensors
+from stepscope.recording.precision import cast_copy
 from stepscope.recording.step import Step, optimizers_of
 
 

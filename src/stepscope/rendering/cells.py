@@ -4,8 +4,8 @@ import math
 from collections import defaultdict
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Table, Tone
+from stepscope.core.errors import name_shown, printable
 from stepscope.core.finding import Severity
-from stepscope.core.shown_text import name_shown, printable
 from stepscope.core.units import bare_figure, bare_head, figure_text
 
 NOT_FINITE = ("nan", "inf", "-inf")

@@ -14,11 +14,8 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.core.errors import InputError
-from stepscope.core.run_directory import write_atomically
-from stepscope.core.run_files import CAPTURE_FILES, RUN_FILE
-from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.captures.places import gather
-from stepscope.traces.captures.unmarked_phases import is_node, tells_phase
+from stepscope.core.run_directory import CAPTURE_FILES, RUN_FILE, write_atomically
+from stepscope.traces.captures.attribution import Attribution, gather, is_node, tells_phase
 from stepscope.traces.launches import is_launch
 from stepscope.traces.nesting import Nest, numbered
 from stepscope.traces.read import find_capture

@@ -18,13 +18,12 @@ from typing import IO, NamedTuple
 import msgspec
 import polars as pl
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, printable
 from stepscope.core.evidence import TRACE_TOOLS
-from stepscope.core.run_files import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
-from stepscope.core.shown_text import printable
+from stepscope.core.run_directory import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.counters import COUNTER_SCHEMA, stepwise
-from stepscope.traces.kernels.names.label import kernel_labels
+from stepscope.traces.kernels.names import kernel_labels
 from stepscope.traces.read import find_capture
 from stepscope.traces.table import COPIES, empty
 

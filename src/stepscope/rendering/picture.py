@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.core.answer import Answer, Panel
+from stepscope.core.answer import Answer, Page, Panel
 from stepscope.core.errors import InputError
-from stepscope.core.page import Page
 from stepscope.rendering.cells import where_of
 
 if TYPE_CHECKING:
@@ -34,10 +33,15 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
     import altair as alt  # noqa: PLC0415
 
     from stepscope.rendering.plots.areas import draw_areas  # noqa: PLC0415
-    from stepscope.rendering.plots.bars import draw_bars  # noqa: PLC0415
-    from stepscope.rendering.plots.scatter import draw_points  # noqa: PLC0415
-    from stepscope.rendering.plots.series import HOLLOW, draw_series  # noqa: PLC0415
-    from stepscope.rendering.plots.tiles import draw_heat, draw_icicle, draw_timeline  # noqa: PLC0415
+    from stepscope.rendering.plots.charts import (  # noqa: PLC0415  # noqa: PLC0415
+        HOLLOW,
+        draw_bars,
+        draw_heat,
+        draw_icicle,
+        draw_points,
+        draw_series,
+        draw_timeline,
+    )
 
     if not answer.panels:
         raise InputError(f"{answer.study} has no curves: leave out --save")

@@ -13,7 +13,7 @@ from stepscope.core.run import Run
 from stepscope.core.units import format_seconds
 from stepscope.rendering.terminal import make_table
 from stepscope.runs import metrics
-from stepscope.runs.words import status_sentence, status_word
+from stepscope.runs.answer import status_sentence, status_word
 
 
 @dataclass(frozen=True, kw_only=True)

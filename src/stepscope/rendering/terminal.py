@@ -1,17 +1,221 @@
 """An answer for the terminal: lines, tables and findings, in one look."""
 
+import copy
+import dataclasses
+import io
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
 from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.measure import Measurement
+from rich.segment import Segment
+from rich.table import Column, Table
 from rich.text import Text
 
 from stepscope.core.answer import PROSE, Answer, Line
 from stepscope.core.answer import Table as Figures
+from stepscope.core.errors import middle_cut, printable, visible
 from stepscope.core.finding import Finding
-from stepscope.core.shown_text import middle_cut, printable
 from stepscope.rendering.cells import is_figures, row_texts, sentences_of, unit_of, where_of
-from stepscope.rendering.layout import OneLine
 from stepscope.rendering.renderers.bars import step_by_step
+
+# A table at the width of a screen: no cell breaks inside a word.
+#
+# What is too wide gives way in this order: text folds between words; names are shortened in the middle; the columns on
+# the right go on in a second table below, each row of it under the same labels. Figures are never folded or cut.
+
+
+NARROWEST, NARROWEST_LABEL = 16, 24
+"""A name is not shortened below this; in the first column, which tells rows apart, nor below a third of the screen."""
+
+
+class OneLine(Table):
+    """A table whose rows are one line each: columns on the right are left out where there is no room for them, and
+    only the first column is never shortened."""
+
+
+def fitted(table: Table, console: Console) -> list[Table]:
+    """The table as it is where there is room for it, or the tables that take its place."""
+    if not table.columns or natural_width(table, console) <= console.width:
+        return [table]
+    label = max(NARROWEST_LABEL, console.width // 3)
+    columns = [_Measured.of(column, console, NARROWEST if i else label) for i, column in enumerate(table.columns)]
+    layout = _Layout(table, console)
+    if isinstance(table, OneLine):
+        return [layout.one_line(columns)]
+    whole = layout.part(columns)
+    return [whole] if whole is not None else layout.stacked(columns) or [table]
+
+
+def natural_width(table: Table, console: Console) -> int:
+    """What the table takes where nothing is folded."""
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+@dataclasses.dataclass(frozen=True)
+class _Measured:
+    """A column, and how wide it is at most, with words whole, and at least."""
+
+    column: Column
+    most: int
+    whole: int
+    least: int
+
+    @classmethod
+    def of(cls, column: Column, console: Console, narrowest: int) -> "_Measured":
+        wide = console.options.update(max_width=10_000)
+        sizes = [Measurement.get(console, wide, cell) for cell in column._cells]
+        head = Measurement.get(console, wide, column.header)
+        most = max([head.maximum, *(size.maximum for size in sizes)])
+        if column.justify == "right":
+            whole = least = max([head.minimum, *(size.maximum for size in sizes)])
+        else:
+            word = max((size.minimum for size in sizes), default=0)
+            whole, least = max(head.minimum, word), max(head.minimum, min(word, narrowest))
+        return cls(column, most, whole, least)
+
+    @property
+    def is_figure(self) -> bool:
+        return self.column.justify == "right"
+
+
+class _Layout:
+    """Parts of one table, each no wider than the screen."""
+
+    def __init__(self, table: Table, console: Console) -> None:
+        self._table, self._console = table, console
+
+    def part(self, columns: Sequence[_Measured]) -> Table | None:
+        """The table with these columns alone; None where not even shortened names fit."""
+        widths = self._widths(columns)
+        return None if widths is None else self._of(columns, widths)
+
+    def stacked(self, columns: Sequence[_Measured]) -> list[Table]:
+        """The columns in several tables, each with the labels; none where a label leaves no room for a figure."""
+        for count in range(_telling_apart(columns), 0, -1):
+            parts = self._under(columns[:count], columns[count:])
+            if parts:
+                return parts
+        return []
+
+    def one_line(self, columns: Sequence[_Measured]) -> Table:
+        """The table with as many columns from the left as there is room for, each row on one line."""
+        for least in (max(NARROWEST_LABEL, self._console.width // 3), 1):
+            in_one = [dataclasses.replace(c, whole=c.most, least=min(c.most, least)) for c in columns]
+            in_one[0] = dataclasses.replace(in_one[0], least=in_one[0].most)
+            for count in range(len(in_one), 1, -1):
+                found = self.part(in_one[:count])
+                if found is not None:
+                    return found
+        return self._table
+
+    def _under(self, labels: Sequence[_Measured], rest: Sequence[_Measured]) -> list[Table]:
+        parts: list[Table] = []
+        begun: list[_Measured] = []
+        for column in rest:
+            if self._widths([*labels, *begun, column]) is not None:
+                begun.append(column)
+            elif not begun or self._widths([*labels, column]) is None:
+                return []
+            else:
+                parts.append(self._of([*labels, *begun], self._widths([*labels, *begun]) or []))
+                begun = [column]
+        if begun:
+            parts.append(self._of([*labels, *begun], self._widths([*labels, *begun]) or []))
+        return parts
+
+    def _widths(self, columns: Sequence[_Measured]) -> list[int] | None:
+        """A width for each column: first text gives way down to its words, then names down to the least."""
+        most = [column.most for column in columns]
+        room = self._console.width - (natural_width(self._of(columns, most), self._console) - sum(most))
+        for least in ([column.whole for column in columns], [column.least for column in columns]):
+            if sum(least) <= room:
+                return _shrunk(most, least, room)
+            most = least
+        return None
+
+    def _of(self, columns: Sequence[_Measured], widths: Sequence[int]) -> Table:
+        part = copy.copy(self._table)
+        part.columns = [
+            dataclasses.replace(
+                measured.column, width=width, min_width=None, max_width=None, ratio=None, no_wrap=False,
+                overflow="fold", _index=i, _cells=_told_apart(measured.column._cells, width),
+            )
+            for i, (measured, width) in enumerate(zip(columns, widths, strict=True))
+        ]  # fmt: skip
+        return part
+
+
+def _telling_apart(columns: Sequence[_Measured]) -> int:
+    """How many columns, from the left, it takes to tell rows apart; at least all before the first figure."""
+    rows = list(zip(*(map(str, measured.column._cells) for measured in columns), strict=True))
+    before = next((i for i, column in enumerate(columns) if column.is_figure), 1)
+    apart = (count for count in range(max(1, before), len(columns)) if len({row[:count] for row in rows}) == len(rows))
+    return next(apart, max(1, before))
+
+
+def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
+    """The widths with the widest made smaller, one by one, until all fit into the room."""
+    shrunk = list(widths)
+    while sum(shrunk) > room:
+        widest = max((i for i in range(len(shrunk)) if shrunk[i] > least[i]), key=lambda i: shrunk[i])
+        shrunk[widest] -= 1
+    return shrunk
+
+
+def _told_apart(cells: Sequence[RenderableType], width: int) -> list[RenderableType]:
+    """The cells shortened. Different ones that would look the same are cut where they differ, or else numbered."""
+    shortened = [_shortened(cell, width) for cell in cells]
+    by_look: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for cell, short in zip(cells, shortened, strict=True):
+        if short is not cell:
+            by_look[str(short)][str(cell)] = None
+    alike = {text: list(texts) for texts in by_look.values() if len(texts) > 1 for text in texts}
+    if not alike:
+        return shortened
+    cuts: dict[str, str] = {}
+    for text, texts in alike.items():
+        cut = _cut_before(text, _shared(texts), width)
+        cuts[text] = cut if cut not in cuts.values() else _numbered(text, texts.index(text) + 1, width)
+    return [
+        _like(cell, cuts[str(cell)]) if str(cell) in cuts else short
+        for cell, short in zip(cells, shortened, strict=True)
+    ]
+
+
+def _cut_before(text: str, at: int, width: int) -> str:
+    """The text with what stands before `at` left out, but for a beginning that says what it is of."""
+    begin = min(at, max(1, width // 3))
+    return f"{text[:begin]}…{middle_cut(text[at:], max(1, width - begin - 1))}"
+
+
+def _numbered(text: str, number: int, width: int) -> str:
+    """The text with a number in the place of what is left out of its middle."""
+    mark = f"…{number}…"
+    return middle_cut(text, max(1, width - len(mark) + 1)).replace("…", mark, 1)
+
+
+def _shared(texts: Sequence[str]) -> int:
+    """How many characters all of these begin with."""
+    apart = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
+    return next(apart, min(map(len, texts)))
+
+
+def _like(cell: RenderableType, text: str) -> RenderableType:
+    return Text(text, style=cell.style) if isinstance(cell, Text) else text
+
+
+def _shortened(cell: RenderableType, width: int) -> RenderableType:
+    """A cell whose words are no longer than its column is wide; what is no text shortens itself."""
+    text = cell.plain if isinstance(cell, Text) else cell
+    if not isinstance(text, str) or all(cell_len(word) <= width for word in text.split()):
+        return cell
+    cut = " ".join(middle_cut(word, width) for word in text.split(" "))
+    return _like(cell, cut)
+
 
 _STYLES = {"": "", "strong": "bold", "good": "bold green", "bad": "bold red", "care": "yellow", "aside": "dim"}
 _SEVERITY_STYLE = {"error": "bold red", "warning": "yellow", "note": "cyan"}
@@ -79,3 +283,89 @@ def _finding(finding: Finding) -> Text:
     if finding.remedy:
         text.append(middle_cut(printable(f" Remedy: {finding.remedy}."), _LONGEST_SENTENCE), style="dim")
     return text
+
+
+# What rich lays out as plain text, in which nothing moves a cursor.
+
+
+WIDTH = 120
+"""Where text folds that no screen shows; a table is as wide as it is."""
+MANY_ROWS = 200
+"""Rows from which a table is laid out without rich, which takes a millisecond for each."""
+_BREAKS = frozenset("\n\r\t")
+
+
+class CleanConsole(Console):
+    """A console whose every text shows control characters as escapes, whatever file it was read from.
+
+    Rich asks `render_str` for text that is a str and `render` for text that is a Text, both before it measures widths.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        # In a notebook rich would show what it prints there, whichever file it was given.
+        super().__init__(highlight=False, markup=False, emoji=False, force_jupyter=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Text) and (clean := visible(renderable.plain)) != renderable.plain:
+            renderable = renderable.blank_copy(clean)
+        return super().render(renderable, options)
+
+
+def parts_of(renderable: RenderableType) -> Iterator[RenderableType]:
+    """What a group holds, and the groups in it."""
+    if not isinstance(renderable, Group):
+        yield renderable
+        return
+    for inner in renderable.renderables:
+        yield from parts_of(inner)
+
+
+def plain_part(part: RenderableType) -> str:
+    """The text of one table or paragraph: a table as wide as it is, text folded at 120."""
+    if isinstance(part, Table) and (text := _many_rows(part)) is not None:
+        return text
+    # Without colours even where FORCE_COLOR asks for them, as the kernels of notebooks do: this text is not a screen's.
+    console = CleanConsole(width=WIDTH, file=io.StringIO(), force_terminal=False, color_system=None)
+    if isinstance(part, Table):
+        console.width = max(WIDTH, natural_width(part, console))
+    console.print(part)
+    assert isinstance(console.file, io.StringIO)
+    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    return visible("\n".join(lines).strip("\n") + "\n")
+
+
+def _many_rows(table: Table) -> str | None:
+    """The text of a long table as rich would write it, in a hundredth of the time; None for any other table.
+
+    Of rows without folds and cuts, of which a table of figures has thousands, only the widths have to be found.
+    """
+    if table.row_count < MANY_ROWS or table.box is not box.SIMPLE_HEAD or table.pad_edge or table.title:
+        return None
+    columns: list[list[str]] = []
+    for column in table.columns:
+        cells = [column.header, *column._cells]
+        texts = [
+            visible(cell.plain if isinstance(cell, Text) else cell) for cell in cells if isinstance(cell, (str, Text))
+        ]
+        widths = [cell_len(text) for text in texts]
+        limited = column.max_width is not None and max(widths) > column.max_width
+        if len(texts) < len(cells) or limited or column.width or any(_BREAKS & set(text) for text in texts):
+            return None
+        most, right = max(widths), column.justify == "right"
+        columns.append([
+            " " * (most - width) + text if right else text + " " * (most - width)
+            for text, width in zip(texts, widths, strict=True)
+        ])  # fmt: skip
+    head, *rows = ((" " + "   ".join(row)).rstrip() for row in zip(*columns, strict=True))
+    rule = " " + "─" * (sum(cell_len(column[0]) for column in columns) + 3 * (len(columns) - 1))
+    ends = [row.end_section for row in table.rows]
+    lines = [line for row, ends_here in zip(rows, ends, strict=True) for line in ([row, ""] if ends_here else [row])]
+    return "\n".join([head, rule, *lines]).strip("\n") + "\n"
+
+
+def plain_text(renderable: RenderableType) -> str:
+    """The text of what rich lays out, as a pipe gets it."""
+    return "".join(map(plain_part, parts_of(renderable)))

@@ -10,7 +10,7 @@ from stepscope.core.processes import FEWEST_PROCESSES, SEEN_IN, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import CONFIDENCE, Interval
 from stepscope.core.units import counted, format_share
-from stepscope.core.work.described import cell_name
+from stepscope.core.work.spelled import cell_name
 from stepscope.runs.answer import heading
 from stepscope.runs.run_sets import RunSet, change_of, paired_ratios
 

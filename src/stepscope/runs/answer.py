@@ -1,12 +1,14 @@
 """A run as an answer: what ran, where, how long, how well, and what to doubt. Lists of runs too."""
 
 import math
+import re
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepscope.core.answer import (
     MEASURED_STEP,
+    TEXT,
     Answer,
     Cell,
     Frame,
@@ -18,23 +20,229 @@ from stepscope.core.answer import (
     table_of,
     text,
 )
-from stepscope.core.doubts import MARKS, doubt_mark, figure
+from stepscope.core.doubts import MARKS, doubt_mark, doubting_kinds, figure
+from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
-from stepscope.core.evidence import Capture
+from stepscope.core.evidence import Capture, Evaluated, WatchedLoop
 from stepscope.core.parts import PartFound
 from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
+from stepscope.core.ranks import Correctness, RankFigures, RanksEvidence
 from stepscope.core.run import Run
-from stepscope.core.samples import Samples
-from stepscope.core.units import counted, format_joules, format_rate, format_seconds, format_share
-from stepscope.core.watched_loop import Evaluated, WatchedLoop
-from stepscope.core.work.described import cell_name, describe_model, describe_workload
+from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
+from stepscope.core.units import counted, format_joules, format_milliseconds, format_rate, format_seconds, format_share
+from stepscope.core.work.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.work.transformer import recomputed_flops
 from stepscope.runs import metrics
-from stepscope.runs.communication import communication_tables
+from stepscope.runs.communication import communication_tables, computation_of, waits_in_forward
 from stepscope.runs.nodes import node_of, nodes_findings, unlike_nodes
-from stepscope.runs.shared import ranks_table
-from stepscope.runs.times import about_intervals, about_steps, time_table
-from stepscope.runs.words import doubts, identify, status_sentence, status_word
+
+# What a run says of the ranks that shared its step: a table with a row each, and how they were taken together.
+
+
+_BEHIND = 1.05
+"""A rank whose own phases take so many times the median of all is named."""
+
+
+def ranks_table(run: Run) -> Table:
+    """A row a rank: its own times, and what it keeps of the model; empty for a step of one process."""
+    shared = run.shared
+    if shared is None:
+        return Table(title="", columns=("rank",), rows=())
+    parts = [name for name in run.samples if name not in (STEP, "host")]
+    has_peaks = any(_peak(figures) is not None for figures in shared.ranks)
+    rows: list[tuple[Cell, ...]] = []
+    for figures in shared.ranks:
+        medians = [figures.samples[name].median_s if name in figures.samples else None for name in parts]
+        peak = (_peak(figures),) if has_peaks else ()
+        rows.append((
+            figures.rank, figures.host, _median_s(figures, STEP), *medians, figures.parameter_bytes,
+            figures.optimizer_bytes, *peak,
+        ))  # fmt: skip
+    return table_of(
+        "rank", ("host", TEXT), ("step", "s"), *((name, "s") for name in parts), ("parameters", "B"),
+        ("optimizer state", "B"), *((("peak", "B"),) if has_peaks else ()), rows=rows, title="ranks",
+        notes=as_lines(*_about(run, shared)),
+    )  # fmt: skip
+
+
+def _cut_for_the_check(right: Correctness) -> list[str]:
+    """What of the step was made smaller before it was held against one process, in words."""
+    return [
+        *([counted(right.layers, "layer")] if right.layers is not None else []),
+        *([counted(right.batch_size, "sequence")] if right.batch_size is not None else []),
+        *([f"{right.seq_len:,} tokens a sequence"] if right.seq_len is not None else []),
+        *([f"a vocabulary of {right.vocabulary:,}"] if right.vocabulary is not None else []),
+    ]
+
+
+def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
+    hosts = len({figures.host for figures in shared.ranks})
+    threads = f", each on {counted(shared.threads, 'CPU thread')}" if shared.threads else ""
+    lasts = "from the earliest start to the latest end" if shared.one_host else "as long as its longest rank"
+    yield (
+        f"{counted(len(shared.ranks), 'rank')} on {counted(hosts, 'host')} share each step by {run.workload.parallel} "
+        f"over {shared.backend}{threads}. A step lasts {lasts}; the phases above are those of rank 0."
+    )
+    if (right := shared.correct) is not None:
+        of = f", of {', '.join(cut)}" if (cut := _cut_for_the_check(right)) else ""
+        losses = ""
+        if right.loss_error is not None and right.loss_spread is not None:
+            losses = f", losses under AdamW by {right.loss_error:.2g} ({right.loss_spread:.2g})"
+        yield (
+            f"Held against one process on the same batch{of}: gradients differ by {right.gradient_error:.2g} (rounding "
+            f"makes {right.gradient_spread:.2g}), parameters after {right.steps} steps of SGD by "
+            f"{right.update_error:.2g} ({right.update_spread:.2g}){losses}."
+        )
+    if shared.start_s is not None:
+        yield f"They had met {format_seconds(shared.start_s)} after the first was started."
+    if waits_in_forward(run):
+        alone, what = computation_of(shared), "what it computes in the profiled step, without any wait,"
+    else:
+        alone = [(figures.rank, time) for figures in shared.ranks if (time := _median_s(figures, "forward"))]
+        what = "its forward, in which it waits for nobody,"
+    if len(alone) > 1:
+        times = sorted(time for _, time in alone)
+        middle = times[(len(times) - 1) // 2]
+        slowest, time = max(alone, key=lambda one: one[1])
+        if time > middle * _BEHIND:
+            yield f"Rank {slowest} computes slowest: {what} takes {format_share(time / middle - 1)} longer."
+
+
+def _median_s(figures: RankFigures, part: str) -> float | None:
+    samples = figures.samples.get(part)
+    return samples.median_s if samples is not None else None
+
+
+def _peak(figures: RankFigures) -> int | None:
+    return figures.memory.allocated_peak if figures.memory is not None else None
+
+
+# A run in words: its status, its doubts, and which run it is.
+
+
+OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, or --dtype bf16 needs less memory"
+_OF_OWN = "a smaller batch or model, --checkpointing every-1, or --dtype bf16 needs less memory"
+
+
+def identify(run: Run) -> str:
+    """One line: which run this is, and what lies beside it."""
+    commit = run.environment.git_commit if run.environment else None
+    dirty = ", changed since" if run.environment and run.environment.git_dirty else ""
+    own = run.environment.own_commit if run.environment else None
+    own_dirty = ", changed since" if run.environment and run.environment.own_dirty else ""
+    parts = [
+        f"Run {run.id}",
+        f"tag {run.tag}" if run.tag else "",
+        f"stepscope at {commit[:10]}{dirty}" if commit else "",
+        f"own code at {own[:10]}{own_dirty}" if own else "",
+        *run.artifacts.values(),
+    ]
+    return printable("; ".join(part for part in parts if part))
+
+
+def status_sentence(run: Run) -> str:
+    """What became of a run that is not done."""
+    if run.failure is None:
+        return f"{run.status}: the run was started and never ended."
+    remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY if run.textbook else _OF_OWN}." if run.status == "out-of-memory" else ""
+    return printable(f"{run.status} ({run.failure.where}): {run.failure.message}{remedy}")
+
+
+def status_in_short(run: Run) -> str:
+    """What became of a run that is not done, without the message of a library, which may be long."""
+    if run.failure is None or run.status != "out-of-memory":
+        return status_sentence(run)
+    where = run.environment.limited_device if run.environment else "the device"
+    asked = re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]i?B)", run.failure.message)
+    wanted = f": {asked[1]} more were asked for" if asked else ""
+    return printable(f"Out of memory on {where}, in {run.failure.where}{wanted}.")
+
+
+def status_word(run: Run) -> str:
+    """The status as it stands in a cell."""
+    return "OOM" if run.status == "out-of-memory" else run.status
+
+
+def doubts(run: Run) -> str:
+    """The kinds of finding that say to take care, for a cell."""
+    return printable(", ".join(doubting_kinds(run)))
+
+
+# Times of phases as rows of a table, and what their intervals mean. Of a run, or of any work that was timed alone.
+
+
+def time_table(
+    timed: Mapping[str, Samples], notes: Iterable[str], rates: Mapping[str, float | None] | None = None
+) -> Table:
+    """A row for each of the parts that was timed: median, interval, mean, and share of the step.
+
+    Percentiles have a column where there is one. rates: the FLOP/s of each part, for a column of its own.
+    """
+    named = {name: samples for name, samples in timed.items() if any(samples.values_s)}
+    step_s = named[STEP].median_s if STEP in named else None
+    shown = [head for head in FEWEST_FOR_PERCENTILE if any(samples.percentile_s(head) for samples in named.values())]
+    rows: list[tuple[Cell, ...]] = []
+    for name, samples in named.items():
+        percentiles = [samples.percentile_s(head) for head in shown]
+        rate = [] if rates is None else [rates.get(name)]
+        share = samples.median_s / step_s if step_s and samples.median_s is not None else None
+        rows.append((name, samples.median_s, _interval(samples), _mean(samples), *percentiles, share, *rate))
+    return table_of(
+        "phase", ("median", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("mean ± std", TEXT),
+        *((head, "s") for head in shown), ("share", "%"), *([] if rates is None else [("model FLOP/s", "FLOP/s")]),
+        rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=as_lines(*notes),
+    )  # fmt: skip
+
+
+def _interval(samples: Samples) -> str:
+    interval = samples.interval()
+    return f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else ""
+
+
+def _mean(samples: Samples) -> str:
+    deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
+    return f"{format_milliseconds(samples.mean_s or 0)}{deviation} ms"
+
+
+def about_steps(samples: Samples, steady: bool | None) -> str:
+    """How many steps were measured after how many warm-up steps."""
+    words = {True: "steady", False: "not steady", None: "too few to tell whether steady"}[steady]
+    return (
+        f"{counted(samples.count, 'step')} {OF_ONE_PROCESS} measured after "
+        f"{counted(len(samples.warmup_s), 'warm-up step')} ({words})"
+    )
+
+
+def about_intervals(named: Mapping[str, Samples], more: str) -> list[str]:
+    """What the intervals are of, or why there is none, and what to do for `more` steps."""
+    without = {name: samples for name, samples in named.items() if samples.count and samples.why_no_interval}
+    lines: list[str] = []
+    if len(without) < len(named):
+        step = named.get(STEP)
+        told = step is not None and step.effective_count is not None and STEP not in without
+        worth = f"; its steps are worth {step.effective_count:.0f} independent ones" if step and told else ""
+        lines.append(f"The intervals are those {OF_ONE_PROCESS}: another may differ by more{worth}.")
+    if without:
+        name, samples = list(without.items())[-1]
+        lines.append(f"No interval for {', '.join(without)}: of {name}, {samples.why_no_interval}. Take more: {more}.")
+    return lines
+
+
+def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Environment) -> Answer:
+    """The Answer on work that was timed alone: its phases by name, and the step that they make up."""
+    step = samples[STEP]
+    named = {name: found for name, found in samples.items() if name not in (STEP, "host")}
+    clocks = ", ".join(dict.fromkeys(found.clock for found in named.values()))
+    notes = (
+        f"{about_steps(step, steady)}; step by {step.clock} round a synchronised region, phases by {clocks}.",
+        *about_intervals({**named, STEP: step}, "steps=N"),
+    )
+    table = time_table({**named, STEP: step}, notes)
+    return Answer(
+        study="measure", question=f"How long {'do' if len(named) > 1 else 'does'} {' and '.join(named)} take?",
+        device=where.device_name, versions=where.versions, lead=as_lines(where.described), tables=(table,),
+    )  # fmt: skip
+
 
 _DRAWN_STEPS = 400
 """Points of a curve of steps: about what a screen tells apart."""

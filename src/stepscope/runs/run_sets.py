@@ -1,16 +1,25 @@
 """Runs of one experiment, measured in several processes, taken together."""
 
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from stepscope.core.finding import Finding
+import msgspec
+
+from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.doubts import doubting_kinds, figure
+from stepscope.core.finding import Finding, warning
 from stepscope.core.processes import FEWEST_PROCESSES, Change, Processes, change_of_pairs
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.samples import CONFIDENCE, Samples
-from stepscope.runs.metrics import parts_of, samples_of
+from stepscope.core.samples import CONFIDENCE, Ratio, Samples
+from stepscope.core.units import counted, format_joules, format_milliseconds, format_seconds, format_share
+from stepscope.core.work.spelled import cell_name
+from stepscope.runs.answer import doubts, heading, status_sentence, status_word
+from stepscope.runs.metrics import joules_per_step, median_s, parts_of, samples_of, while_measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,3 +130,253 @@ def change_of(before: RunSet, after: RunSet, part: str = STEP, confidence: float
 def in_sets(runs: Sequence[Run]) -> bool:
     """Whether any of these runs is one of several processes."""
     return any(run.repeat is not None for run in runs)
+
+
+# A step that was measured in several processes, as an answer: its typical time, and how far processes differ.
+
+
+def answer_set(found: RunSet, folder: str | None = None) -> Answer:
+    """The step by its parts over all processes, and the processes themselves."""
+    shown = found.representative
+    lost = [Line(f"{run.id}: {status_sentence(run)}", "bad") for run in found.runs if run.status != "done"]
+    tables = (_parts_table(found, lost), _process_table(found)) if found.measured else (_process_table(found),)
+    return Answer(
+        study="run",
+        question=f"What does a step of {cell_name(shown.workload)} take?",
+        device=shown.environment.device_name if shown.environment else "",
+        versions=shown.environment.versions if shown.environment else {},
+        lead=heading(shown),
+        date=shown.day,
+        tables=tables,
+        panels=_panel(found),
+        findings=tuple(
+            msgspec.structs.replace(finding, sentence=_in_how_many(finding.sentence, count, found))
+            for finding, count in found.findings
+        ),
+        checked=bool(found.measured),
+        origin=(f"Set {found.name}", *([f"Runs in {folder}"] if folder else [])),
+    )
+
+
+def _in_how_many(sentence: str, count: int, found: RunSet) -> str:
+    return sentence if count == len(found.runs) else f"{sentence} (In {count} of {len(found.runs)} processes.)"
+
+
+def _parts_table(found: RunSet, lost: list[Line]) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    whole = found.processes(STEP).typical_s
+    for name in (*found.parts, STEP):
+        part = found.processes(name)
+        if part.typical_s is None:
+            continue
+        interval = part.interval()
+        rows.append((
+            name, part.typical_s,
+            f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
+            part.deviation, min(part.medians_s), max(part.medians_s), part.typical_s / whole if whole else None,
+        ))  # fmt: skip
+    return table_of(
+        "phase", ("typical", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("between processes ±", "%"),
+        ("fastest", "s"), ("slowest", "s"), ("share", "%"), rows=rows, tones={len(rows) - 1: "strong"},
+        notes=(*lost, *as_lines(*_about(found))),
+    )  # fmt: skip
+
+
+def _about(found: RunSet) -> list[str]:
+    """How many processes there are, and what their intervals say."""
+    count, step = len(found.measured), found.processes(STEP)
+    steps = [run.samples[STEP].count for run in found.measured]
+    each = f"{steps[0]}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
+    missing = f" of {found.asked} asked for" if count < found.asked else ""
+    lines = [f"{counted(count, 'process')}{missing}, each started afresh and measured over {each} steps."]
+    lines += _energy(found)
+    if step.interval() is None:
+        lines.append(
+            f"No interval: {counted(count, 'process')} {'does' if count == 1 else 'do'} not tell how much processes "
+            f"differ. Repeat at least {FEWEST_PROCESSES} times: --repeat {FEWEST_PROCESSES}."
+        )
+        return lines
+    within = [interval.half_width / (run.samples[STEP].median_s or 1.0)
+              for run in found.measured if (interval := run.samples[STEP].interval())]  # fmt: skip
+    beside = f"; the steps of one process tell its median to ± {format_share(max(within))}" if within else ""
+    lines.append(
+        f"The typical time is the geometric mean of the processes' medians, and its interval carries what differs "
+        f"between processes: ± {format_share(step.deviation or 0.0)} in the step{beside}."
+    )
+    return lines
+
+
+def _energy(found: RunSet) -> list[str]:
+    """What a step costs, the mean over the processes whose energy was read."""
+    joules = [one for run in found.measured if (one := joules_per_step(run)) is not None]
+    if not joules:
+        return []
+    spread = f" ({format_joules(min(joules))} to {format_joules(max(joules))})" if len(joules) > 1 else ""
+    return [f"{format_joules(statistics.fmean(joules))} a step, the mean of {counted(len(joules), 'process')}{spread}."]
+
+
+def _process_table(found: RunSet) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    typical = found.processes(STEP).typical_s
+    for run in found.runs:
+        median = median_s(run, STEP) if run in found.measured else None
+        rows.append((
+            run.repeat.number if run.repeat else 1, run.id.partition("-")[0], status_word(run), figure(median, run),
+            median / typical - 1 if median and typical else None, doubts(run),
+        ))  # fmt: skip
+    return table_of(
+        "process", "run", "status", ("step", "s"), ("from typical", "+%"), "findings", rows=rows, title="processes",
+        tones={i: "bad" for i, run in enumerate(found.runs) if run.status != "done"},
+    )  # fmt: skip
+
+
+def _panel(found: RunSet) -> tuple[Panel, ...]:
+    """A bar for each part, with the interval over the processes."""
+    points: list[Point] = []
+    for name in (*found.parts, STEP):
+        part = found.processes(name)
+        if part.typical_s is not None:
+            interval = part.interval()
+            low, high = (interval.low * 1e3, interval.high * 1e3) if interval else (None, None)
+            points.append(Point(line="typical", name=name, y=part.typical_s * 1e3, low=low, high=high))
+    return (Panel(x_title="", y_title="typical, ms", points=tuple(points), kind="bars"),) if points else ()
+
+
+def set_as_json(found: RunSet) -> Mapping[str, Any]:
+    """Plain data: the statistics over the processes in seconds, and the runs as they are stored."""
+    parts: dict[str, Any] = {}
+    for name in (*found.parts, STEP):
+        part = found.processes(name)
+        interval = part.interval()
+        parts[name] = {
+            "typical_s": part.typical_s, "low_s": interval.low if interval else None,
+            "high_s": interval.high if interval else None, "deviation": part.deviation, "medians_s": part.medians_s,
+        }  # fmt: skip
+    return {"set": found.name, "asked": found.asked, "measured": len(found.measured), "parts": parts,
+            "joules_per_step": [joules_per_step(run) for run in found.measured], "runs": found.runs}  # fmt: skip
+
+
+# Runs of one experiment that do not agree: by how much, and in which conditions they were measured.
+#
+# Wherever one of several runs of an experiment is shown, those that are left out are held against it: two answers to
+# one question, each with a narrow interval, must not stand in two places without a word.
+
+
+_WORTH = 1.05
+"""How many times as long a step takes before runs of it are said to disagree: processes differ by a few percent, which
+no interval of one process knows of."""
+_NAMES = {"git_commit": "stepscope's commit", "git_dirty": "uncommitted changes", "own_commit": "the code's commit"}
+_ISSUED = 0.1
+"""The share by which the host's own time for a step differs before it is said."""
+_READINGS = (("sm_clock_mhz", "the GPU's clock", "MHz", 0.02), ("power_w", "its power", "W", 0.1))
+"""Quantities that were read while the steps ran, and the share by which they differ before it is said."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """Two runs of one experiment, of which a part of the step takes longer in one than the intervals of both allow."""
+
+    shown: Run
+    other: Run
+    part: str
+    ratio: Ratio
+    """How many times as long the part takes in the other run."""
+
+    @property
+    def size(self) -> float:
+        """How far apart the two are, whichever is longer: a logarithm."""
+        return abs(math.log(self.ratio.value))
+
+    @property
+    def sentence(self) -> str:
+        """Both figures, the names of both runs, and what else differs between them."""
+        shown_s, other_s = (_median_of(run, self.part) for run in (self.shown, self.other))
+        apart = [*conditions_apart(self.shown, self.other)]
+        what = f"They differ in {'; '.join(apart)}." if apart else "Nothing else that they hold differs."
+        return (
+            f"Two runs of {cell_name(self.shown.workload)} disagree beyond their intervals: {self.part} takes "
+            f"{format_seconds(shown_s)} in {self.shown.id}, and {format_seconds(other_s)} in {self.other.id}, "
+            f"{self.ratio.value:.2f} times as long. {what}"
+        )
+
+
+def disagreement(shown: Run, others: Iterable[Run], part: str = STEP) -> Disagreement | None:
+    """The run among the others that disagrees most with the one that is shown; None where none does."""
+    base = samples_of(shown, part) if shown.status == "done" else None
+    found = [
+        Disagreement(shown=shown, other=other, part=part, ratio=ratio)
+        for other in others
+        if other.status == "done" and base is not None and (samples := samples_of(other, part)) is not None
+        if (ratio := base.speedup_over(samples)) is not None and not ratio.undecided
+        if not 1 / _WORTH <= ratio.value <= _WORTH
+    ]
+    return max(found, key=lambda one: one.size, default=None)
+
+
+def disagreeing(found: Iterable[Disagreement | None]) -> Iterator[Finding]:
+    """The largest of these disagreements as a finding that counts the others; nothing where there is none."""
+    known = [one for one in found if one is not None]
+    if not known:
+        return
+    worst, cells = max(known, key=lambda one: one.size), len({one.shown.workload.key for one in known})
+    more = f" {counted(cells - 1, 'more cell')} {'does' if cells == 2 else 'do'} so, too." if cells > 1 else ""
+    yield warning(
+        "runs-disagree", f"{worst.sentence}{more}",
+        {"cells": cells, "times": worst.ratio.value, "shown": worst.shown.id, "other": worst.other.id},
+        "name one folder, or the runs of one condition; and measure again what is to be compared, in turns",
+    )  # fmt: skip
+
+
+def conditions_apart(one: Run, other: Run) -> Iterator[str]:
+    """What two runs of one experiment differ in that may move its time, the first run's before the other's."""
+    if one.workload.phase != other.workload.phase:
+        yield f"what a step is ({one.workload.phase} and {other.workload.phase})"
+    yield from _environments_apart(one, other)
+    for quantity, name, unit, share in _READINGS:
+        first, second = while_measured(one, quantity), while_measured(other, quantity)
+        if first and second and abs(second / first - 1) > share:
+            yield f"{name} ({first:.0f} {unit} and {second:.0f} {unit})"
+    issued = [_median_of(run, "host") for run in (one, other)]
+    if all(issued) and abs(issued[1] / issued[0] - 1) > _ISSUED:
+        yield f"the time in which the host issues the step ({' and '.join(map(format_seconds, issued))})"
+    settings = [
+        f"{name.replace('_', ' ')} {getattr(one.settings, name)} and {getattr(other.settings, name)}"
+        for name in one.settings.__struct_fields__
+        if getattr(one.settings, name) != getattr(other.settings, name)
+    ]
+    if settings:
+        yield f"settings ({', '.join(settings)})"
+    for what, (first, second) in {
+        "how the process began": (one.evidence.process_start, other.evidence.process_start),
+        "whether steps took turns": tuple("with another" if run.beside else "alone" for run in (one, other)),
+        "what their own checks found": tuple(", ".join(doubting_kinds(run)) or "nothing" for run in (one, other)),
+        "the day": (one.day, other.day),
+    }.items():
+        if first != second and first is not None and second is not None:
+            yield f"{what} ({first}, and {second})"
+
+
+def _environments_apart(one: Run, other: Run) -> Iterator[str]:
+    """What the two machines differ in, and their loads."""
+    where, there = one.environment, other.environment
+    if where is None or there is None:
+        return
+    for field, (was, now) in where.differences(there).items():
+        yield f"{_NAMES.get(field, field.replace('_', ' '))} ({_value(was)} and {_value(now)})"
+    busy = [reading.host.other_cores if reading.host else None for reading in (where, there)]
+    if busy[0] is not None and busy[1] is not None and abs(busy[0] - busy[1]) >= 1:
+        yield f"cores that others kept busy ({busy[0]:.1f} and {busy[1]:.1f})"
+    limits = [reading.before.power_limit_w if reading.before else None for reading in (where, there)]
+    if limits[0] != limits[1] and None not in limits:
+        yield f"the power limit ({limits[0]:.0f} W and {limits[1]:.0f} W)"
+
+
+def _value(value: object) -> str:
+    """A condition as it is shown: of a commit its first ten letters."""
+    text = "unknown" if value is None else str(value)
+    return text[:10] if len(text) == 40 else text
+
+
+def _median_of(run: Run, part: str) -> float:
+    samples = samples_of(run, part)
+    return (samples.median_s if samples is not None else None) or 0.0

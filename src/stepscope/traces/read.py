@@ -2,18 +2,19 @@
 
 from pathlib import Path
 
-from stepscope.core.bounded_file import check_no_pointer
 from stepscope.core.errors import InputError
-from stepscope.core.run_files import CAPTURE_FILES, EXPORT_FILE, RUN_FILE, STREAM_FILE
+from stepscope.core.files import check_no_pointer
+from stepscope.core.run_directory import CAPTURE_FILES, EXPORT_FILE, RUN_FILE, STREAM_FILE
 from stepscope.traces.readers.kineto import read_kineto
 from stepscope.traces.readers.nsys import (
+    SQLITE,
+    holds_sqlite,
     is_nsys_report,
     read_nsys_parquet,
     read_nsys_report,
     read_nsys_sqlite,
     read_packed_sqlite,
 )
-from stepscope.traces.readers.unpacked import SQLITE, holds_sqlite
 from stepscope.traces.table import TraceTable
 
 

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError
 from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
 from stepscope.kernels.adamw.launch import Clipping, Moving, Updated, UpdateOfMany
-from stepscope.training.gradient_hooks import when_ready
-from stepscope.training.optimizer import Updating
+from stepscope.training.optimizer import Updating, when_ready
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
 """Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""

@@ -1,11 +1,14 @@
 """The step that our optimizers have in common, and AdamW whose state takes half the memory: both moments in bf16."""
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from typing import Any, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, Protocol, get_args, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from stepscope.core.errors import InputError, choose
 
 
 class Updating(torch.optim.Optimizer, ABC):
@@ -99,3 +102,270 @@ def round_stochastically(values: Tensor, *, into: Tensor) -> None:
     bits = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
     bits.add_(values.view(torch.int32)).bitwise_and_(-(1 << 16))
     into.copy_(bits.view(torch.float32))
+
+
+# AdamW for parameters in bf16, with four ways to keep the part of an update that bf16 cannot hold.
+
+
+Keeping = Literal["nearest", "stochastic", "kahan", "master"]
+"""nearest: the new parameter is rounded to bf16, and the rest is lost. stochastic: it is rounded up or down at random,
+so that the expected value is exact. kahan: the rest is kept in a second bf16 tensor and added to the next update
+(Zamirai et al. 2020, arXiv:2010.06192, algorithm 3). master: an fp32 copy is updated, the parameter is its rounding
+(Micikevicius et al. 2018, arXiv:1710.03740, section 3.1)."""
+
+KEEPINGS: tuple[Keeping, ...] = get_args(Keeping)
+
+Watch = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+"""A function that is called after each parameter's update, with the parameter and three fp32 tensors: its held value
+before (`held`), the update that was wanted, and the one that was made, by which the held value changed."""
+
+
+class AdamWBf16Parameters(OneByOne):
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) on bf16 parameters, its moments and its arithmetic in fp32.
+
+    The four ways differ only in how the new parameter is stored.
+    """
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, keeping: Keeping = "nearest", lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
+        watch: Watch | None = None,
+    ) -> None:  # fmt: skip
+        choose(keeping, KEEPINGS, "keeping")
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+            if parameter.dtype != torch.bfloat16:
+                raise InputError(f"a parameter of {parameter.dtype} was given to keep in bf16: convert the model first")
+        self.keeping, self.watch = keeping, watch
+
+    @torch.no_grad()
+    def held(self, parameter: Tensor) -> Tensor:
+        """The parameter as exactly as it is kept, in fp32."""
+        state = self.state[parameter]
+        if "master" in state:
+            return state["master"].clone()
+        if "lost" in state:
+            return parameter.float() + state["lost"].float()
+        return parameter.float()
+
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        (beta1, beta2), lr = group["betas"], group["lr"]
+        state = self.state[parameter]
+        if not state:
+            state["step"] = 0
+            state["exp_avg"] = torch.zeros_like(gradient)
+            state["exp_avg_sq"] = torch.zeros_like(gradient)
+            if self.keeping == "master":
+                state["master"] = parameter.float()
+            elif self.keeping == "kahan":
+                state["lost"] = torch.zeros_like(parameter)
+        state["step"] += 1
+        average = state["exp_avg"].lerp_(gradient, 1 - beta1)
+        square = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (square / (1 - beta2 ** state["step"])).sqrt_().add_(group["eps"])
+        before = self.held(parameter)
+        wanted = (before * (-lr * group["weight_decay"])).addcdiv_(
+            average, denominator, value=-lr / (1 - beta1 ** state["step"])
+        )
+        self._store(parameter, before + wanted, state)
+        if self.watch is not None:
+            self.watch(parameter, before, wanted, self.held(parameter) - before)
+
+    def _store(self, parameter: Tensor, exact: Tensor, state: dict[str, Any]) -> None:
+        if self.keeping == "stochastic":
+            round_stochastically(exact, into=parameter)
+            return
+        parameter.copy_(exact)
+        if self.keeping == "kahan":
+            state["lost"].copy_(exact - parameter.float())
+        elif self.keeping == "master":
+            state["master"].copy_(exact)
+
+
+# Gradients scaled down to a bound on their global norm, where the optimizer does not do it itself.
+#
+#     n = sqrt(sum g^2) over all gradients, in fp32;  g <- g min(1, max_norm / (n + 1e-6))
+#
+# (Pascanu, Mikolov and Bengio 2013, arXiv:1211.5063, algorithm 1.) It is torch.nn.utils.clip_grad_norm_, but for
+# gradients of 16 bits: there PyTorch rounds each tensor's norm to 16 bits, and here it is fp32. The host reads nothing,
+# so nothing waits for the device, and a CUDA graph can hold it.
+
+
+class NormOf(Protocol):
+    """What finds the global norm of the gradients of these parameters: a number of this dtype, on their device."""
+
+    def __call__(self, parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor: ...
+
+
+@torch.no_grad()
+def global_norm(parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
+    """The L2 norm of the gradients of these parameters. Of DTensors it is that of all ranks, which must call it."""
+    norms: list[Tensor] = []
+    for gradients in same_kind(gradients_of(parameters)):
+        of_each = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
+            gradients, 2.0, dtype=dtype
+        )
+        norm: Any = torch.linalg.vector_norm(torch.stack(list(of_each)))
+        norms.append(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    if not norms:
+        return torch.zeros((), dtype=dtype, device=parameters[0].device if parameters else None)
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+@torch.no_grad()
+def clip_gradients(
+    parameters: Sequence[Tensor], max_norm: float, norm_of: NormOf = global_norm, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Scale the gradients of these parameters down to this norm; returns the norm that they had, on the device, in this
+    dtype."""
+    norm = norm_of(parameters, dtype)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradients in same_kind(gradients_of(parameters)):
+        # A factor of another dtype would be a launch for each tensor.
+        torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+            gradients, coefficient.to(gradients[0].dtype)
+        )
+    return norm
+
+
+def updated_by(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """The parameters that an optimizer updates: those whose gradients count."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients of those of the parameters that have one."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def same_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """The tensors in lists that one operator, or one message, can take: of one dtype, and of one mesh if DTensors."""
+    kinds: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        # Importing DTensor takes half a second, so its mesh tells one.
+        kinds.setdefault((tensor.dtype, getattr(tensor, "device_mesh", None)), []).append(tensor)
+    return list(kinds.values())
+
+
+# Weights in bf16 beside master weights in fp32: cast once a step, by the optimizer, and never in forward.
+#
+# Autocast casts each fp32 weight in each forward, and each gradient back in backward. Here the weight itself is bf16,
+# so its gradient is too; the optimizer updates an fp32 master and writes its rounding into the weight (Micikevicius et
+# al. 2018, arXiv:1710.03740, section 3.1). That saves 12 bytes of traffic a parameter and step: 4 + 2 for the weight's
+# cast, 2 + 4 for the gradient's.
+
+
+def halve(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Make the model's weights bf16, in place; returns their first values in fp32, by weight.
+
+    Weights are the floating-point parameters of two dimensions or more: those of matrix products, convolutions and
+    embeddings. Vectors, as norms and biases have, stay fp32: they are small, and a norm's scale is near one, where bf16
+    is coarse.
+    """
+    masters: dict[Tensor, Tensor] = {}
+    for parameter in model.parameters():
+        if parameter.dim() >= 2 and parameter.dtype == torch.float32:
+            masters[parameter] = parameter.detach()
+            parameter.data = parameter.detach().to(torch.bfloat16)
+    return {weight: masters[weight] for weight in masters if weight.requires_grad}
+
+
+class OnMasters(Updating):
+    """An optimizer of PyTorch's that updates fp32 masters, whose roundings become the weights.
+
+    It casts every gradient to fp32 before its step, and every master to bf16 after it. With max_norm it clips what was
+    cast, so that no clipped gradient is rounded to bf16.
+    """
+
+    counts_updates = True
+
+    def __init__(
+        self, parameters: Iterable[Tensor], make: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+        masters: Mapping[Tensor, Tensor], max_norm: float | None = None,
+    ) -> None:  # fmt: skip
+        """make: an optimizer of the tensors that it is given: masters, and parameters that need none. max_norm: the
+        bound on the gradients' global norm; None for none."""
+        self._parameters = list(parameters)
+        self._held = [masters.get(parameter, parameter) for parameter in self._parameters]
+        self.inner = make(self._held)
+        self.max_norm = max_norm
+        self._gradient_norm: Tensor | None = None
+        super().__init__(self._parameters, {"lr": self.inner.defaults["lr"]})
+        self._show()
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        return self._gradient_norm
+
+    def _show(self) -> None:
+        """Let the state of this optimizer be that of the inner one, and the masters."""
+        for parameter, held in zip(self._parameters, self._held, strict=True):
+            state = self.inner.state.get(held)
+            if state:
+                self.state[parameter] = {**state, **({} if held is parameter else {"master": held})}
+
+    def _update_all(self) -> None:
+        halves = [
+            (parameter, held)
+            for parameter, held in zip(self._parameters, self._held, strict=True)
+            if held is not parameter and parameter.grad is not None
+        ]
+        for parameter, held in halves:
+            assert parameter.grad is not None
+            held.grad = parameter.grad.float()
+        if self.max_norm is not None:
+            self._gradient_norm = clip_gradients(self._held, self.max_norm)
+        for group in self.inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"]  # a scheduler sets it there
+        self.inner.step()
+        for _, held in halves:
+            held.grad = None
+        if halves:
+            torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+                [parameter for parameter, _ in halves], [held for _, held in halves]
+            )
+        self._show()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's, and the masters."""
+        masters = {i: held for i, held in enumerate(self._held) if held is not self._parameters[i]}
+        return {**self.inner.state_dict(), "masters": masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave: the weights become the roundings of its masters."""
+        self.inner.load_state_dict({name: part for name, part in state_dict.items() if name != "masters"})
+        for i, master in state_dict["masters"].items():
+            self._held[i].copy_(master)
+            self._parameters[i].copy_(master)
+        self._show()
+
+
+# Hooks on the gradients of parameters that do not keep alive whoever asked for them.
+#
+# PyTorch keeps a hook where Python's collector does not look. A hook that holds the owner of the parameter, as a bound
+# method does, makes a circle that nothing frees: the owner, its parameters and their gradients stay for good.
+
+
+def when_ready(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Call this bound method with the parameter whenever a backward has accumulated its gradient."""
+    of_owner = weakref.WeakMethod(method)
+
+    def ready(parameter: Tensor) -> None:
+        call = of_owner()
+        if call is not None:
+            call(parameter)
+
+    parameter.register_post_accumulate_grad_hook(ready)
+
+
+def before_more(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Call this bound method with the parameter before a backward adds to its gradient."""
+    of_owner, of_parameter = weakref.WeakMethod(method), weakref.ref(parameter)
+
+    def before(_: Tensor) -> None:
+        call, reached = of_owner(), of_parameter()
+        if call is not None and reached is not None:
+            call(reached)
+
+    parameter.register_hook(before)

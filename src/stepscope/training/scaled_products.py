@@ -15,7 +15,7 @@ layouts that the products take; elsewhere, and by row, PyTorch's operators cast.
 backward are operands in 16 bits, and scales: an operand of 8 bits would be kept by each layer that takes it, where
 query, key and value share one of 16.
 
-Weights stay bf16 (training/master_weights.py). Embeddings, the head, norms and attention are not touched.
+Weights stay bf16 (training/optimizer.py). Embeddings, the head, norms and attention are not touched.
 """
 
 import importlib

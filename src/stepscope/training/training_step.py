@@ -3,7 +3,7 @@
 With accumulation, forward and backward take turns, once for each micro-batch, before the one optimizer phase.
 
 A step is assembled of parts (a model, batches, a loss) and choices (dtype, compilation, accumulation). The textbook's
-parts are made here, those of a user's own module in `models/own/`. What is timed is what was chosen, by construction:
+parts are made here, those of a user's own module in `training/own/`. What is timed is what was chosen, by construction:
 the forward phase calls `forward_module`, and that is the compiled module whenever the choices ask for compilation.
 """
 
@@ -29,9 +29,16 @@ from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.step import Phase
 from stepscope.training.attention import attention_for, chosen_attention, compiles_attention
 from stepscope.training.checkpointing import block_runner
-from stepscope.training.clipping import NormOf, clip_gradients, global_norm, updated_by
-from stepscope.training.master_weights import OnMasters, halve
-from stepscope.training.optimizer import AdamWBf16State, Updating
+from stepscope.training.optimizer import (
+    AdamWBf16State,
+    NormOf,
+    OnMasters,
+    Updating,
+    clip_gradients,
+    global_norm,
+    halve,
+    updated_by,
+)
 from stepscope.training.parts import parts_for
 from stepscope.training.scaled_products import scale_products
 from stepscope.training.step_graphs import StepGraphs
@@ -109,7 +116,7 @@ class StepParts:
     optimizer: torch.optim.Optimizer | None = None
     """An optimizer that came with the model, and is taken instead of the one chosen."""
     masters: Mapping[Tensor, Tensor] = field(default_factory=dict[Tensor, Tensor])
-    """The first values in fp32 of weights that were made bf16 (training/master_weights.py)."""
+    """The first values in fp32 of weights that were made bf16 (training/optimizer.py)."""
 
 
 @dataclass(frozen=True, kw_only=True)

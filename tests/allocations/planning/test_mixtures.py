@@ -7,20 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.planning.mixtures import mixed, on_line, with_most
-from stepscope.allocations.planning.rates import rates_of
-from stepscope.allocations.planning.scaling import scaling
-from stepscope.allocations.planning.search import Machine, room_of, search
-from stepscope.allocations.planning.space import Question, Space
-from stepscope.allocations.planning.times import Clock
+from stepscope.allocations.planning.answer import scaling
+from stepscope.allocations.planning.search import Machine, Question, Space, mixed, on_line, room_of, search, with_most
+from stepscope.allocations.planning.times import Clock, rates_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory
 from stepscope.core.checkpointing import KEEPING, keeping, selective_of
-from stepscope.core.device_spec import DATASHEET
+from stepscope.core.device_spec import DATASHEET, NETWORKS
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import configure
-from stepscope.core.network import NETWORKS
 from stepscope.core.units import GIB
 from tests.allocations.planning.test_search import CONFIG, machine, question
 

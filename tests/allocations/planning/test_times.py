@@ -11,32 +11,28 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.allocations.planning.rates import (
+from stepscope.allocations.planning.times import (
     ATTENTION_SHARES,
     MATMUL_SHARES,
     OTHERS_BESIDE,
+    PARTS,
     PRODUCTS_BESIDE,
     UNIT_S,
+    Clock,
     Rates,
+    _added,  # pyright: ignore[reportPrivateUsage]
+    _Hiding,  # pyright: ignore[reportPrivateUsage]
     attention_share,
     rates_of,
 )
-from stepscope.allocations.planning.times import (
-    PARTS,
-    Clock,
-    _added,  # pyright: ignore[reportPrivateUsage]
-    _Hiding,  # pyright: ignore[reportPrivateUsage]
-)
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
-from stepscope.core.device_spec import DATASHEET, DeviceSpec
+from stepscope.core.device_spec import DATASHEET, DeviceSpec, Network
 from stepscope.core.errors import InputError
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.network import Network
 from stepscope.core.run_directory import load_runs
 from stepscope.core.work.communication import Copies, data_copies
-from stepscope.core.work.planned_model import PlannedModel
-from stepscope.core.work.transformer import step_flops
+from stepscope.core.work.transformer import PlannedModel, step_flops
 from stepscope.core.workload import Workload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)

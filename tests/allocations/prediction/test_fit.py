@@ -16,10 +16,10 @@ from stepscope.allocations.prediction.fit import (
     budget_of_device,
     budget_of_memory,
     fit,
+    largest_that_fits,
     will_fit,
     will_surely_fit,
 )
-from stepscope.allocations.prediction.largest import largest_that_fits
 from stepscope.allocations.prediction.layouts import sharded_peak
 from stepscope.core.checkpointing import keeping
 from stepscope.core.device_spec import DATASHEET
@@ -183,10 +183,8 @@ def test_the_search_for_the_largest_asks_seldom(monkeypatch: pytest.MonkeyPatch)
         return workload.batch_size <= most
 
     for quick, whole in ((9_000, 8_123), (8_000, 8_123), (0, 3), (5, 0), (0, 0)):
-        monkeypatch.setattr(
-            "stepscope.allocations.prediction.largest.will_surely_fit", lambda w, _, q=quick: verdict(q, w)
-        )
-        monkeypatch.setattr("stepscope.allocations.prediction.largest.will_fit", lambda w, _, h=whole: verdict(h, w))
+        monkeypatch.setattr("stepscope.allocations.prediction.fit.will_surely_fit", lambda w, _, q=quick: verdict(q, w))
+        monkeypatch.setattr("stepscope.allocations.prediction.fit.will_fit", lambda w, _, h=whole: verdict(h, w))
         found = largest_that_fits(mini(batch_size=1, seq_len=64), budget_of_memory(GIB))
         assert found.batch_size == whole
     assert len(asked) < 500

@@ -6,14 +6,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, estimate_quickly
-from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
-from stepscope.allocations.prediction.rank_model import Share
-from stepscope.allocations.prediction.sharded_units import Shards
-from stepscope.allocations.prediction.stages import Stage, StageNeeds, moved_by_stage, stage_needs
+from stepscope.allocations.prediction.layouts import (
+    RankMemory,
+    Shards,
+    Share,
+    Stage,
+    StageNeeds,
+    bytes_of,
+    moved_by_stage,
+    stage_needs,
+)
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.work.planned_model import PlannedModel
-from stepscope.core.work.transformer import parameter_count
+from stepscope.core.work.transformer import PlannedModel, parameter_count
 from stepscope.core.workload import Workload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024, kv_heads=4)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.app.cli.against import is_options, with_options
+from stepscope.app.cli.compare import is_options, with_options
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.processes import Change

@@ -14,9 +14,8 @@ import pytest
 import typer
 
 from stepscope.app.cli.app import app
-from stepscope.app.cli.grammar import OLD_SPELLINGS
 from stepscope.app.cli.options import GROUPS, OPTIONS, line_of
-from stepscope.app.cli.verb import EXAMPLES
+from stepscope.app.cli.verb import EXAMPLES, OLD_SPELLINGS
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig

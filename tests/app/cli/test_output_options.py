@@ -26,13 +26,13 @@ from stepscope.core.errors import StepscopeError
 from stepscope.core.finding import note, warning
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
-from stepscope.core.tuned import Tuned
+from stepscope.core.study_results import Tuned
 from stepscope.core.workload import Workload
 from stepscope.rendering import aside
 from stepscope.rendering.renderers import STYLES
-from stepscope.traces.captures import load as captures
-from stepscope.traces.captures.load import load_capture
-from stepscope.traces.ranks import load as ranks
+from stepscope.traces.captures import digest as captures
+from stepscope.traces.captures.digest import load_capture
+from stepscope.traces.ranks import job as ranks
 from tests.captures import training_steps, write_kineto
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from stepscope.core.collective_figures import CollectiveFits
 from stepscope.core.errors import StepscopeError
-from stepscope.questions import collectives
+from stepscope.core.study_results import CollectiveFits
+from stepscope.questions.collectives import study as collectives
 from stepscope.recording.environment import read_environment
 from stepscope.training.parallel.collective_times import OneTime, RankTimes
 from tests.command import stepscope

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.app.cli.output import sweep_progress
-from stepscope.core.tuned import TUNED_FIELDS
+from stepscope.core.study_results import TUNED_FIELDS
 from stepscope.engine.plan import Cell, CellState, SweepState
 from tests.command import stepscope
 from tests.conftest import make_run, workload

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.collective_figures import CollectiveFit
+from stepscope.core.device_spec import NETWORKS, Network, measured_network
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import PUBLIC_SHAPES, ModelConfig
-from stepscope.core.network import NETWORKS, Network, measured_network
 from stepscope.core.strategies import STRATEGIES
+from stepscope.core.study_results import CollectiveFit
 from stepscope.core.work.communication import (
     Bytes,
     Group,
@@ -19,9 +19,7 @@ from stepscope.core.work.communication import (
     transfer_s,
     transfers_of,
 )
-from stepscope.core.work.pipelines import bubble_turns, chunks_in_flight
-from stepscope.core.work.planned_model import PlannedModel
-from stepscope.core.work.transformer import block_shapes, parameter_count
+from stepscope.core.work.transformer import PlannedModel, block_shapes, bubble_turns, chunks_in_flight, parameter_count
 
 SMALL = PlannedModel(config=ModelConfig(name="small", d_model=8, d_ff=16, layers=4, heads=4, vocabulary=32, kv_heads=2))
 FP32 = Bytes(parameters=4, gradients=4, compute=4, residual=4)

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.work import Convention, Work
-from stepscope.core.work.described import describe_workload
 from stepscope.core.work.operations import adamw_work, copy_work, matmul_work
+from stepscope.core.work.spelled import describe_workload
 from stepscope.core.work.transformer import (
     block_shapes,
     forward_flops,

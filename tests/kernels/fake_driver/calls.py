@@ -21,7 +21,7 @@ from stepscope.kernels.flash.configuration import BackwardConfiguration, Forward
 from stepscope.kernels.flash.taught import ATTENTION
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.kernels.parts import mlp, norm, rope
-from stepscope.recording.saved_tensors import saved_tensors
+from stepscope.recording.held_tensors import saved_tensors
 from tests.kernels.fake_driver.fake import Fake, Kept, in_cpp, said
 from tests.kernels.fake_driver.lessons import lessons
 

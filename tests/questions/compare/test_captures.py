@@ -18,7 +18,7 @@ from stepscope.questions.compare.captures import (
     comparison_as_json,
 )
 from stepscope.traces.captures.attribution import Attribution, attribute
-from stepscope.traces.kernels.spelling import one_spelling
+from stepscope.traces.kernels.families import one_spelling
 from stepscope.traces.table import TraceTable
 from tests.handmade_trace import ADD, GEMM, SOFTMAX, of_a_cpu, traced, work
 

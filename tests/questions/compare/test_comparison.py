@@ -9,11 +9,17 @@ from stepscope.core.figures import gibibytes, milliseconds, percent, times_withi
 from stepscope.core.run import Failure, Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import in_ms, ms_text
-from stepscope.questions.attention_step.cells import StepCell
-from stepscope.questions.compare.answers import missing_cells, over_sizes
-from stepscope.questions.compare.comparison import ComparedRun, Comparison, Pair, compare_runs
-from stepscope.questions.compile.cells import CompileCell
-from stepscope.questions.speed.cells import TimedCell
+from stepscope.questions.attention_step import StepCell
+from stepscope.questions.compare.comparison import (
+    ComparedRun,
+    Comparison,
+    Pair,
+    compare_runs,
+    missing_cells,
+    over_sizes,
+)
+from stepscope.questions.compile.answer import CompileCell
+from stepscope.questions.speed import TimedCell
 from tests.conftest import make_run, workload
 
 KINDS: tuple[tuple[type[ComparedRun], str], ...] = ((StepCell, "sdpa"), (CompileCell, "default"), (TimedCell, "bf16"))

@@ -19,12 +19,13 @@ from stepscope.questions.compare.sides import Side, SidePair, compare_all, compa
 from stepscope.questions.compare.sides_answer import (
     answer_comparison,
     comparison_as_json,
+    judge,
+    parse_share,
     pictured,
     sentence,
+    sides_findings,
     work_buckets,
 )
-from stepscope.questions.compare.sides_findings import sides_findings
-from stepscope.questions.compare.slower_gate import judge, parse_share
 from stepscope.traces.captures.digest import FamilyRow, TraceDigest
 from tests.conftest import make_run, mini
 from tests.shown import check_golden, shown

@@ -13,7 +13,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import configure
 from stepscope.questions.gradients.swallowed import Tally, half_unit, layer_of, study_swallowed
-from stepscope.training.bf16_parameters import KEEPINGS, AdamWBf16Parameters, Keeping
+from stepscope.training.optimizer import KEEPINGS, AdamWBf16Parameters, Keeping
 from tests.questions.verbs import answered
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=1, heads=2, vocabulary=101)

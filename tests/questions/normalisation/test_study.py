@@ -15,8 +15,7 @@ from stepscope.core.answer import Answer, Table
 from stepscope.core.errors import InputError
 from stepscope.core.float_format import FORMATS
 from stepscope.questions.against_float64 import DTYPES, deviation, last_number_where, next_number
-from stepscope.questions.normalisation.cases import IN_TURN, MEAN, NORMS, SUM, UPCAST, normalise
-from stepscope.questions.normalisation.study import study_normalisation
+from stepscope.questions.normalisation import IN_TURN, MEAN, NORMS, SUM, UPCAST, normalise, study_normalisation
 from stepscope.training.transformer import NORM_EPSILON, RMSNorm
 from tests.questions.verbs import answered
 

@@ -14,7 +14,7 @@ from torch import nn
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.questions.quality.answer import RUNS
-from stepscope.questions.quality.of_own import study_own_quality
+from stepscope.questions.quality.study import study_own_quality
 from stepscope.questions.quality.training import rate_at
 from tests.questions.verbs import refused
 

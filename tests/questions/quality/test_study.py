@@ -13,12 +13,10 @@ from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.finding import note
 from stepscope.questions.quality import study as quality
-from stepscope.questions.quality.answer import ABOVE, BY_STEP, RUNS
-from stepscope.questions.quality.departure import smoothed
-from stepscope.questions.quality.findings import RunJudged, RunsJudged, quality_findings
-from stepscope.questions.quality.runs import LEAST_STEPS
+from stepscope.questions.quality.answer import ABOVE, BY_STEP, RUNS, RunJudged, RunsJudged, quality_findings, smoothed
 from stepscope.questions.quality.study import SIZES, VALIDATION, study_quality
 from stepscope.questions.quality.training import (
+    LEAST_STEPS,
     VARIANTS,
     Trained,
     initial_model,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stepscope.questions.quality.departure import not_finite_from
+from stepscope.questions.quality.answer import not_finite_from
 from stepscope.questions.quality.training import (
     VARIANTS,
     batches,

@@ -13,7 +13,7 @@ from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.float_format import FORMATS
 from stepscope.questions.against_float64 import DTYPES
-from stepscope.questions.softmax.cases import (
+from stepscope.questions.softmax import (
     AFTER,
     BEFORE,
     NAIVE,
@@ -24,8 +24,8 @@ from stepscope.questions.softmax.cases import (
     naive_softmax,
     online_softmax,
     safe_softmax,
+    study_softmax,
 )
-from stepscope.questions.softmax.study import study_softmax
 from stepscope.training.attention.written_out import reference
 from tests.questions.verbs import answered
 

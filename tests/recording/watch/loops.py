@@ -10,8 +10,7 @@ from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.recording.step import Recorder
 from stepscope.recording.watch.found import Found
-from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch
-from stepscope.recording.watch.timed import TimedSteps
+from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
 from stepscope.recording.watch.watch import Stage, Watch
 
 

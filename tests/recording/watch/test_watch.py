@@ -17,8 +17,7 @@ from stepscope.core.range_names import TIMED
 from stepscope.core.run import Settings
 from stepscope.recording.watch.found import class_name
 from stepscope.recording.watch.phases import Phases
-from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch
-from stepscope.recording.watch.timed import TimedSteps
+from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
 from tests.recording.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch
 
 PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import Answer, Frame, Line, Node, Panel, Point, Slice, table_of
+from stepscope.core.answer import Answer, Figure, Frame, Line, Node, Page, Panel, Point, Section, Slice, table_of
 from stepscope.core.finding import warning
-from stepscope.core.page import Figure, Page, Section
-from stepscope.rendering.page.render import render_page
-from stepscope.rendering.page.shapes import heat, lanes, tiles
+from stepscope.rendering.page.render import heat, lanes, render_page, tiles
 from stepscope.rendering.pages.named import page_named
 
 ROOT = Path(__file__).parents[3]

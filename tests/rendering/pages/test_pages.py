@@ -12,24 +12,21 @@ from stepscope.allocations.prediction.answer import answer_fit
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.allocations.prediction.fit import fit as predict
 from stepscope.app.cli.fit import fit_as_json
-from stepscope.core.answer import Answer, Line, table_of, text
+from stepscope.core.answer import Answer, Line, Page, table_of, text
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Precision, Updates
 from stepscope.core.finding import error, note, warning
-from stepscope.core.page import Page
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import format_bytes
 from stepscope.rendering.pages.named import page_named, page_of_comparison
 from stepscope.rendering.pages.of_answer import gravest, page_of_answer
 from stepscope.rendering.pages.of_capture import page_of_capture
-from stepscope.rendering.pages.of_run import commands_of, page_of_run
-from stepscope.rendering.pages.of_runs import page_of_runs
+from stepscope.rendering.pages.of_runs import commands_of, page_of_run, page_of_runs
 from stepscope.rendering.pages.redaction import redacted
+from stepscope.traces.captures.answer import icicle_panel
 from stepscope.traces.captures.checks import check_trace
-from stepscope.traces.captures.digest import load_digest
-from stepscope.traces.captures.load import load_capture
-from stepscope.traces.captures.panels import icicle_panel
+from stepscope.traces.captures.digest import load_capture, load_digest
 from tests.conftest import make_run, mini, workload
 
 ROOT = Path(__file__).parents[3]
@@ -138,7 +135,7 @@ def test_the_command_that_measures_a_run_again(changes: dict[str, object], words
 def test_the_command_is_the_run_s_own_workload(folder: Path):
     if not folder.is_dir():
         pytest.skip("no run")
-    from stepscope.app.cli.against import with_options  # the parser of such words
+    from stepscope.app.cli.compare import with_options  # the parser of such words
     from stepscope.app.cli.workloads import OneWorkload
 
     run = load_run(folder)

@@ -13,11 +13,17 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import note
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.rendering.renderers import render
-from stepscope.rendering.writeup.answered import write_up
 from stepscope.rendering.writeup.assignments import NAMES, assignment_named
-from stepscope.rendering.writeup.document import MOST_ALIKE, MOST_ROWS, Target
-from stepscope.rendering.writeup.material import Found, Material, gather
-from stepscope.rendering.writeup.question import SCALES
+from stepscope.rendering.writeup.document import (
+    MOST_ALIKE,
+    MOST_ROWS,
+    SCALES,
+    Found,
+    Material,
+    Target,
+    gather,
+    write_up,
+)
 from tests.command import stepscope
 from tests.conftest import make_run, workload
 from tests.questions.test_parallel import cell as shared_cell

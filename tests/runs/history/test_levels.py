@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from stepscope.runs.history.levels import _exact, _exact_with_ties, changes_of_level, smallest_change
+from stepscope.runs.history import _exact, _exact_with_ties, changes_of_level, smallest_change
 
 
 def noise(seed: int, count: int, deviation: float = 0.01, level: float = 0.0) -> list[float]:

@@ -12,7 +12,7 @@ from stepscope.core.forecasts import Forecast, keep_forecasts
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.workload import Workload
-from stepscope.runs.history.predictions import (
+from stepscope.runs.history import (
     answer_predictions,
     error_bars,
     judge,

@@ -5,8 +5,7 @@ from typing import Any
 import msgspec
 
 from stepscope.core.run import Repeat, Run
-from stepscope.runs.history.answer import answer_history, answer_trend, history_as_json
-from stepscope.runs.history.trends import trends_of
+from stepscope.runs.history import answer_history, answer_trend, history_as_json, trends_of
 from tests.conftest import make_run, workload
 
 

@@ -8,9 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.range_names import PHASES
-from stepscope.traces.captures import places as places_module
-from stepscope.traces.captures.attribution import ROOT, Attribution, attribute
-from stepscope.traces.captures.range_names import phase_of, range_kind
+from stepscope.traces.captures import attribution as places_module
+from stepscope.traces.captures.attribution import ROOT, Attribution, attribute, phase_of, range_kind
 from stepscope.traces.read import read_trace
 from tests.captures import (
     AUTOGRAD,

@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.captures.intervals import covered_ns, length_ns, pieces
 from stepscope.traces.captures.occupation import (
     BETWEEN_PHASES,
     BETWEEN_STEPS,
     KERNEL_LATENCY_NS,
     LAUNCH_NS,
     Occupation,
+    covered_ns,
+    length_ns,
     occupation,
+    pieces,
 )
 from stepscope.traces.read import read_trace
 from tests.handmade_trace import AUTOGRAD, of_a_cpu, traced, work

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.traces.captures.overlap import overlap
+from stepscope.traces.captures.occupation import overlap
 from tests.handmade_trace import GEMM, REDUCE, traced, work
 
 

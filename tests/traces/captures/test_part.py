@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.errors import InputError
-from stepscope.traces.captures.answer import answer_trace
-from stepscope.traces.captures.as_json import trace_as_json
+from stepscope.traces.captures.answer import answer_trace, trace_as_json
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.part import part_of
 from stepscope.traces.captures.range_totals import range_totals

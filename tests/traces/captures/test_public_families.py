@@ -5,8 +5,7 @@ import pytest
 
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.checks import accelerator_unread, products_by_unit
-from stepscope.traces.captures.devices import device_names, used_devices
-from stepscope.traces.captures.overlap import overlap
+from stepscope.traces.captures.occupation import device_names, overlap, used_devices
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.read import read_trace
 from stepscope.traces.roofline.roofline import roofline

@@ -14,11 +14,18 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from stepscope.core.range_names import PHASES
-from stepscope.traces.captures.attribution import Attribution, attribute
+from stepscope.traces.captures.attribution import (
+    NODES,
+    ORDER,
+    RANGES,
+    THREAD,
+    UPDATES,
+    Attribution,
+    attribute,
+    phase_of,
+)
 from stepscope.traces.captures.checks import check_trace
-from stepscope.traces.captures.range_names import phase_of
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.captures.unmarked_phases import NODES, ORDER, RANGES, THREAD, UPDATES
 from stepscope.traces.read import read_trace
 from tests.captures import AUTOGRAD, PROCESS, Capture, trace_table, training_steps
 from tests.public import public_capture

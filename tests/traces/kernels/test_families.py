@@ -3,10 +3,7 @@
 
 import pytest
 
-from stepscope.traces.kernels.families import FAMILIES, classify, rule_of
-from stepscope.traces.kernels.family_rules import Rule
-from stepscope.traces.kernels.kernel_rules import KERNEL_RULES
-from stepscope.traces.kernels.operator_rules import OPERATOR_RULES
+from stepscope.traces.kernels.families import FAMILIES, KERNEL_RULES, OPERATOR_RULES, Rule, classify, rule_of
 
 ELEMENTWISE = (
     "void at::native::vectorized_elementwise_kernel<4, at::native::exp_kernel_cuda(at::TensorIteratorBase&)::{lambda()"

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.run_directory import load_runs
 from stepscope.traces.kernels.families import classify
-from stepscope.traces.kernels.names.decoding import decode, is_tf32
-from stepscope.traces.kernels.names.name import KernelName, split_name
+from stepscope.traces.kernels.names import KernelName, decode, is_tf32, split_name
 
 RESULTS = Path(__file__).parents[3] / "results"
 IDENTITY = {"name", "function", "arguments", "operation"}

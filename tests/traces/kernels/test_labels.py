@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.shown_text import LONGEST_NAME, visible
-from stepscope.traces.kernels.names.label import kernel_label, kernel_labels
+from stepscope.core.errors import LONGEST_NAME, visible
+from stepscope.traces.kernels.names import kernel_label, kernel_labels
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
-from stepscope.core.work.collectives import KINDS, kind_of, message_bytes
-from stepscope.traces.ranks.answer import answer_job
-from stepscope.traces.ranks.as_json import job_as_json
-from stepscope.traces.ranks.checks import check_job
-from stepscope.traces.ranks.job import Job
-from stepscope.traces.ranks.load import captures_in, load_job
+from stepscope.core.work.communication import KINDS, kind_of, message_bytes
+from stepscope.traces.ranks.answer import answer_job, check_job, job_as_json
+from stepscope.traces.ranks.job import Job, captures_in, load_job
 from tests.captures import GEMM
 from tests.public import public_capture
 from tests.traces.ranks.jobs import ALL_REDUCE, TRANSFER_NS, Made

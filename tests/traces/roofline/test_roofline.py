@@ -20,9 +20,16 @@ from stepscope.traces.roofline.answer import (
     roofline_panel,
     roofline_tables,
 )
-from stepscope.traces.roofline.peaks import element_bytes, operand_arithmetic, peaks_for, product_arithmetic
-from stepscope.traces.roofline.roofline import roofline
-from stepscope.traces.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
+from stepscope.traces.roofline.roofline import (
+    FamilyRoof,
+    OperatorRoof,
+    Roofline,
+    element_bytes,
+    operand_arithmetic,
+    peaks_for,
+    product_arithmetic,
+    roofline,
+)
 from tests.captures import Capture, nsys_tables, write_sqlite
 from tests.command import stepscope
 from tests.conftest import mini

@@ -41,7 +41,7 @@ def losses(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[s
     """The losses of steps that these ranks share, by how the step runs: as it is, and replayed."""
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload
-    from stepscope.engine.stages.build import make_step
+    from stepscope.engine.stages import make_step
     from stepscope.training.training_step import AssembledStep
 
     found: dict[str, list[float]] = {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stepscope.core.leaving import leave
+from stepscope.core.interrupts import leave
 from stepscope.training.parallel.ranks import Ranks
 
 _IMPORTED = [

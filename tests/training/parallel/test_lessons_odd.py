@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from stepscope import parallel
 from stepscope.core.errors import InputError
-from stepscope.recording.traffic import TrafficCounts, whole_bytes
+from stepscope.recording.observe import TrafficCounts, whole_bytes
 from tests.training.parallel.ranks import on_ranks
 
 

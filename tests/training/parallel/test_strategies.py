@@ -16,14 +16,13 @@ from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
 from stepscope.core.workload import Workload
-from stepscope.engine.stages.right import said_of
-from stepscope.training.clipping import clip_gradients, updated_by
+from stepscope.engine.stages import said_of
+from stepscope.training.optimizer import clip_gradients, updated_by
 from stepscope.training.parallel import correctness
 from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, furthest
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Strategy, Whole, replicated
-from stepscope.training.parallel.step import part_of, spread_parts
+from stepscope.training.parallel.step import Spread, Strategy, Whole, part_of, replicated, spread_parts
 from stepscope.training.parallel.strategies import ddp_bucketed, ddp_flat, ddp_overlap, fsdp2
 from stepscope.training.parallel.strategies.ddp_bucketed import in_buckets
 from stepscope.training.training_step import textbook_parts

@@ -4,24 +4,268 @@ import functools
 import heapq
 import math
 from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal
 
 import msgspec
 
-from stepscope.allocations.planning.mixtures import mixed, on_line, open_to_mixtures, with_most
-from stepscope.allocations.planning.offloading import offloading
-from stepscope.allocations.planning.rates import Rates, rates_of
-from stepscope.allocations.planning.space import Question, Space
-from stepscope.allocations.planning.times import Clock, StepTime
+from stepscope.allocations.planning.times import Clock, Rates, StepTime, offloading, rates_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
-from stepscope.core.checkpointing import offload_of
-from stepscope.core.device_spec import DeviceSpec
+from stepscope.core.attentions import is_kept, scores_of
+from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
+from stepscope.core.device_spec import DeviceSpec, Network
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
-from stepscope.core.network import Network
+from stepscope.core.parts import REFERENCE
 from stepscope.core.units import GIB
+from stepscope.core.work.transformer import PlannedModel
 from stepscope.core.workload import Workload
+
+# Every layout of a step over so many ranks, and why a combination is none.
+
+
+CHECKPOINTINGS = ("none", "selective", "every-1")
+"""The checkpointing that is tried unasked, what computes least again first. Where `selective` does not fit, a search
+tries `selective-K` and `attention` besides (`mixtures.py`)."""
+MOST_SEQUENCES = 8
+"""The most sequences of a micro-batch that are tried."""
+CHUNKS = (1, 2, 4, 8)
+"""Pieces of the model on a pipeline rank that are tried."""
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """What a plan is asked: a step, its ranks, and what of the layout is settled."""
+
+    workload: Workload
+    """The whole step; its accumulation and checkpointing are not read."""
+    model: PlannedModel
+    ranks: int
+    node: int
+    """GPUs of a node."""
+    fixed: Mapping[str, int | str] = {}
+    checkpointings: tuple[str, ...] = ()
+    """The checkpointings that the question settles, if any."""
+
+    @property
+    def what_would_fit(self) -> str:
+        """What needs less memory, in words: first what the question itself settles."""
+        own = ["another --checkpointing"] if self.checkpointings and "every-1" not in self.checkpointings else []
+        own += [] if is_kept(self.workload.attention) else ["--attention flash"]
+        usual = "more ranks, a shorter sequence, optimizer state in 16 bits or more memory is needed"
+        return f"{' or '.join(own)} may fit; else {usual}" if own else usual
+
+    @property
+    def tried(self) -> tuple[str, ...]:
+        """The checkpointing of its layouts, but for mixtures."""
+        return self.checkpointings or CHECKPOINTINGS
+
+    @property
+    def mixes(self) -> bool:
+        """Whether mixtures of `selective` and `attention` are tried where `selective` does not fit."""
+        return not self.checkpointings and is_kept(self.workload.attention)
+
+    @property
+    def offloads(self) -> bool:
+        """Whether blocks that offload are tried there, too."""
+        return self.mixes and self.workload.one_by_one
+
+
+class Grid(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of each dimension."""
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    expert: int
+
+
+class Space:
+    """The grids and layouts of a question. `refused` counts the grids that cannot be, by the reason."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        self.refused: Counter[str] = Counter()
+        self.grids_seen = 0
+
+    def grids(self) -> Iterator[Grid]:
+        """Every way to share out the ranks that can be."""
+        question = self.question
+        for tensor in self._choices("tensor", question.ranks):
+            for context in self._choices("context", question.ranks // tensor):
+                for pipeline in self._choices("pipeline", question.ranks // tensor // context):
+                    data = question.ranks // tensor // context // pipeline
+                    if question.fixed.get("data", data) != data:
+                        continue
+                    experts = divisors(data * context) if question.model.experts > 1 else (1,)
+                    for expert in (e for e in experts if question.fixed.get("expert", e) == e):
+                        grid = Grid(tensor=tensor, context=context, pipeline=pipeline, data=data, expert=expert)
+                        self.grids_seen += 1
+                        reason = self._impossible(grid)
+                        if reason:
+                            self.refused[reason] += 1
+                        else:
+                            yield grid
+
+    def layouts(self, grid: Grid) -> Iterator[list[Layout]]:
+        """The layouts of a grid, those together that differ only in micro-batch and checkpointing."""
+        question, fixed = self.question, self.question.fixed
+        per_rank = question.workload.batch_size // grid.data
+        sizes = [size for size in divisors(per_rank) if fixed.get("micro_batch", size) == size <= MOST_SEQUENCES]
+        sizes = sizes or [int(fixed.get("micro_batch", 1))] * (per_rank % int(fixed.get("micro_batch", 1)) == 0)
+        for chunks in self._chunks(grid.pipeline):
+            for sharding, shard in self._shardings(grid):
+                found = [
+                    Layout(
+                        data=grid.data, tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline,
+                        expert=grid.expert, sharding=sharding, shard=shard, chunks=chunks, micro_batch=size,
+                        micro_batches=per_rank // size, checkpointing=checkpointing,
+                    )
+                    for size in sizes
+                    if chunks == 1 or per_rank // size % grid.pipeline == 0
+                    for checkpointing in question.tried
+                ]  # fmt: skip
+                if found:
+                    yield found
+
+    def _choices(self, dimension: str, most: int) -> tuple[int, ...]:
+        fixed = self.question.fixed.get(dimension)
+        found = divisors(most)
+        return found if fixed is None else tuple(one for one in found if one == fixed)
+
+    def _chunks(self, pipeline: int) -> list[int]:
+        if pipeline == 1:
+            return [1]
+        wanted = self.question.fixed.get("chunks")
+        tried = CHUNKS if wanted is None else (int(wanted),)
+        return [count for count in tried if count * pipeline <= self.question.model.config.layers]
+
+    def _shardings(self, grid: Grid) -> list[tuple[str, int]]:
+        fixed, width = self.question.fixed, grid.data * grid.context
+        if width == 1:
+            return [("ddp", 1)]
+        inside = max(d for d in divisors(width) if d * grid.tensor <= max(self.question.node, grid.tensor))
+        found: list[tuple[str, int]] = []
+        for name, sharding in SHARDINGS.items():
+            if fixed.get("sharding", name) != name or not (sharding.usual or "sharding" in fixed):
+                continue
+            if name == "zero1-master" and self.question.workload.dtype not in ("bf16", "fp16"):
+                continue  # without a compute dtype of its own it is zero1
+            groups = (1,) if not sharding.shares else (width, inside) if sharding.parameters else (width,)
+            if "shard" in fixed and sharding.shares:
+                groups = (int(fixed["shard"]),)
+            found += [(name, size) for size in dict.fromkeys(groups) if size > 1 or not sharding.shares]
+        return found
+
+    def _impossible(self, grid: Grid) -> str:
+        """Why there is no such grid, or nothing."""
+        return next((reason for reason, fault in _faults(self.question, grid) if fault), "")
+
+
+def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
+    """Reasons why a grid may not be, each with what is true where it holds."""
+    config, length, tensor, context = question.model.config, question.workload.seq_len, grid.tensor, grid.context
+    keys = config.key_heads
+    yield "tensor parallel ranks do not divide the heads", config.heads % tensor
+    yield "tensor parallel ranks do not divide the heads of keys", keys % tensor and tensor % keys
+    yield "tensor parallel ranks do not divide d_ff", config.d_ff % tensor
+    yield "context parallel needs fused attention", context > 1 and scores_of(question.workload.attention) == "whole"
+    yield (
+        "context parallel ranks do not divide the sequence into two equal pieces each",
+        context > 1 and length % (2 * context * tensor),
+    )
+    yield "a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE
+    yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
+    yield "more pipeline stages than blocks", grid.pipeline > config.layers
+    spans = [spans_of(one, config.layers) for one in question.tried]
+    unlike = any(len(each) > 1 or any(span.on_host for span in each) for each in spans)
+    yield (
+        "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
+        grid.pipeline > 1 and unlike,
+    )
+    yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert
+    yield "data parallel ranks do not divide the batch", question.workload.batch_size % grid.data
+
+
+@functools.lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, the smallest first."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+# Checkpointing between `selective` and `attention`: how many blocks can keep what their products return.
+#
+# A block that keeps the outputs of its products needs more memory than one that keeps those of attention alone, and
+# runs no product again. So of the mixtures of a layout one is worth planning: the one with most such blocks that still
+# fits, which may be none of them.
+#
+# A rank's peak is nearly a line over their number, from the peak of `attention` to that of `selective`. The line says
+# where to look, and two peaks there mostly settle it; where it is bent, halving does.
+
+
+MIXTURES = (
+    "selective-K: the last K blocks keep what their products and attention return, and the others what attention does "
+    "alone. Backward computes the rest again. Where --checkpointing settles no K, it is the largest that fits."
+)
+"""What readers of a plan are told of `selective-K`."""
+
+
+def open_to_mixtures(question: Question, alike: list[Layout], fit: list[bool]) -> list[Layout]:
+    """The layouts of `selective` that do not fit, but do with `every-1`, which needs less than any mixture.
+
+    alike: layouts that differ only in micro-batch and checkpointing. fit: whether each of them fits.
+    """
+    if not question.mixes:
+        return []
+    fitting = {(one.micro_batch, one.checkpointing) for one, fits in zip(alike, fit, strict=True) if fits}
+    return [
+        one
+        for one in alike
+        if one.checkpointing == "selective" and (one.micro_batch, "selective") not in fitting
+        and (one.micro_batch, "every-1") in fitting
+    ]  # fmt: skip
+
+
+def mixed(layout: Layout, memory: RankMemory, room: int, *, exactly: bool = False) -> Layout | None:
+    """The layout with as many blocks that keep what `selective` does as fit; None where not even `attention` does.
+
+    Blocks of a pipeline's stages keep alike: there it is all of them or none.
+    """
+    layers = memory.model.config.layers
+
+    def peak(one: Layout) -> int:
+        return memory.needs(one, exactly=exactly).peak
+
+    most, least = (msgspec.structs.replace(layout, checkpointing=one) for one in KEEPING)
+    if peak(most) <= room:
+        return most
+    if peak(least) > room:
+        return None
+    if layout.pipeline > 1:
+        return least
+    return with_most(least, layers, on_line(layers, peak(least), peak(most), room), lambda one: peak(one) <= room)
+
+
+def with_most(layout: Layout, layers: int, guess: int, fits: Callable[[Layout], bool]) -> Layout:
+    """The layout with the most blocks that keep what `selective` does and fit. It must fit with none of them, and not
+    with all."""
+
+    def of(blocks: int) -> Layout:
+        return msgspec.structs.replace(layout, checkpointing=keeping(blocks, layers))
+
+    low, high = 0, layers
+    for blocks in (guess, guess + 1):
+        if low < blocks < high:
+            low, high = (blocks, high) if fits(of(blocks)) else (low, blocks)
+    return of(most_that_fit(low, high, lambda blocks: fits(of(blocks))))
+
+
+def on_line(layers: int, least: int, most: int, room: int) -> int:
+    """How many of the blocks fit into `room`, were the peak a line from `least` with none of them to `most`."""
+    return layers * (room - least) // (most - least) if most > least else 0
+
 
 COMMUNICATION_BYTES = GIB
 """What a rank of several leaves for the buffers of NCCL: an assumption."""

@@ -12,8 +12,7 @@ import msgspec
 
 from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.allocations.prediction.symbolic_compiled import CompiledSymbolicModel
-from stepscope.allocations.prediction.symbolic_fused import FusedSymbolicModel
-from stepscope.allocations.prediction.symbolic_model import SymbolicModel
+from stepscope.allocations.prediction.symbolic_model import FusedSymbolicModel, SymbolicModel
 from stepscope.allocations.prediction.symbolic_tensors import (
     Allocator,
     Ledger,
@@ -247,7 +246,7 @@ class SymbolicStep:
         if first:
             self._make_optimizer_state()
         masters = PRECISIONS[self._workload.dtype].masters
-        # training/master_weights.py `OnMasters`: every gradient in fp32.
+        # training/optimizer.py `OnMasters`: every gradient in fp32.
         casts = [p for p in parameters if masters and p.itemsize != masters and optimizer not in OF_ONE_LAUNCH]
         gradients = [self._ledger.storage(masters * p.elements) for p in casts]
         if self._workload.clip is not None and optimizer not in OF_ONE_LAUNCH:
@@ -274,7 +273,7 @@ class SymbolicStep:
         self._end()
 
     def _clip(self) -> Storage:
-        """training/clipping.py: the norm of each tensor, these together, their norm, and the factor made of it."""
+        """training/optimizer.py: the norm of each tensor, these together, their norm, and the factor made of it."""
         parameters, masters = self._model.parameters, PRECISIONS[self._workload.dtype].masters
         sizes = [parameter.elements for parameter in parameters]
         if self._on_gpu:

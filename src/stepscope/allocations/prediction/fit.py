@@ -1,27 +1,13 @@
 """Whether a step fits into so much memory, and the cheapest changes that would make it fit."""
 
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
 from stepscope.allocations.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
 from stepscope.allocations.prediction.layouts import sharded_peak
-from stepscope.allocations.prediction.plans import (
-    AUTOCAST,
-    FUSED_ADAMW,
-    KEEP_ATTENTION,
-    SELECTIVE,
-    STATE_IN_BF16,
-    Change,
-    Lever,
-    Plan,
-    checkpointed_blocks,
-    micro_batches,
-    mixed,
-    setting,
-    together,
-)
 from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
@@ -31,6 +17,78 @@ from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.work.transformer import recomputed_flops, step_flops
 from stepscope.core.workload import Workload
+
+# Changes to a step that may make it fit: the words and the option of each, and plans of several.
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A change to a step: its words, the options that ask for it, and the fields of the workload that it sets."""
+
+    change: str
+    options: str
+    fields: dict[str, str | int]
+
+
+Lever = tuple[Change, ...]
+"""Settings of one option, the mildest first."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """Changes to a step that make it fit, as predicted."""
+
+    change: str
+    options: str
+    """For the command line."""
+    peak_bytes: int
+
+
+def setting(words: str, option: str, value: str | int) -> Change:
+    """The change that one option makes."""
+    return Change(
+        change=words, options=f"{option} {value}", fields={option.removeprefix("--").replace("-", "_"): value}
+    )
+
+
+FUSED_ADAMW = setting("fused AdamW", "--optimizer", "adamw-fused")
+STATE_IN_BF16 = setting("optimizer state in bf16", "--optimizer", "adamw-bf16-state")
+AUTOCAST = setting("bf16 autocast", "--dtype", "bf16")
+SELECTIVE = setting("checkpointing that keeps matrix products", "--checkpointing", "selective")
+KEEP_ATTENTION = setting("checkpointing that keeps attention's outputs", "--checkpointing", "attention")
+
+
+def mixed(checkpointing: str) -> Change:
+    """The checkpointing `selective-K`."""
+    last = selective_of(checkpointing)
+    words = "1 block" if last == 1 else f"{last} blocks"
+    return setting(f"checkpointing that keeps matrix products of the last {words}", "--checkpointing", checkpointing)
+
+
+def checkpointed_blocks(k: int) -> Change:
+    """Checkpointing of whole blocks, k together."""
+    words = "checkpointing of every block" if k == 1 else f"checkpointing of every {k} blocks together"
+    return setting(words, "--checkpointing", f"every-{k}")
+
+
+def micro_batches(batch: int, accumulation: int, most: int | None = None) -> Lever:
+    """The batch in more equal micro-batches than it has."""
+    small = [d for d in range(1, math.isqrt(batch) + 1) if batch % d == 0]
+    divisors = sorted({*small, *(batch // d for d in small)})
+    return tuple(
+        setting(f"{n} micro-batches of {batch // n}", "--accumulation", n)
+        for n in divisors
+        if accumulation < n <= (most or batch)
+    )
+
+
+def together(changes: Iterable[Change]) -> Change:
+    """Several changes as one."""
+    parts = tuple(changes)
+    return Change(
+        change=", ".join(part.change for part in parts),
+        options=" ".join(part.options for part in parts if part.options),
+        fields={name: value for part in parts for name, value in part.fields.items()},
+    )
+
 
 OUTSIDE_BYTES = 768 * MIB
 """What a process holds on a GPU beyond PyTorch's allocator: the CUDA context, and the libraries' code. 0.70 to 0.72 GiB
@@ -381,3 +439,62 @@ def device_named(name: str, *, otherwise: str = _OR_MEMORY) -> DeviceSpec:
     known = ", ".join(spec.name for spec in (found if wanted and found else DATASHEET.values()))
     what = "matches several devices" if wanted and found else "is in no datasheet that stepscope has"
     raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")
+
+
+# Searches the largest batch, and the longest sequence, that fits.
+
+
+SEQUENCE_STEP = 64
+"""Sequences are tried in multiples of this."""
+
+_MOST = 2**20
+
+
+class Largest(msgspec.Struct, frozen=True, kw_only=True):
+    """The largest sizes of one model that fit; 0 where not even the smallest does."""
+
+    workload: Workload
+    """The sizes that stay fixed: the sequence length of the largest batch, the batch size of the longest sequence."""
+    batch_size: int
+    seq_len: int
+
+
+def largest_that_fits(workload: Workload, budget: Budget) -> Largest:
+    """The largest batch at the workload's sequence length, and the longest sequence at its batch size."""
+    multiple = multiple_of_rows(workload.dtype)
+    micro = workload.accumulation * multiple // math.gcd(multiple, workload.seq_len)
+    """The batch grows by so much at a time."""
+
+    def with_batch(n: int) -> Workload:
+        return msgspec.structs.replace(workload, batch_size=n * micro)
+
+    def with_length(n: int) -> Workload:
+        return msgspec.structs.replace(workload, seq_len=n * SEQUENCE_STEP)
+
+    return Largest(
+        workload=workload,
+        batch_size=_largest(with_batch, budget) * micro,
+        seq_len=_largest(with_length, budget) * SEQUENCE_STEP,
+    )
+
+
+def _largest(sized: Callable[[int], Workload], budget: Budget) -> int:
+    """The largest n whose workload fits: found with the quick prediction, and moved by the whole one."""
+    found = _climb(0, lambda n: will_surely_fit(sized(n), budget))
+    # Near the limit the cache may be cut up for one size and not for a larger one, so no step down is a long one.
+    stride = max(1, found // 256)
+    while found > 0 and not will_fit(sized(found), budget):
+        found = max(0, found - stride)
+    return _climb(found, lambda n: will_fit(sized(n), budget))
+
+
+def _climb(low: int, fits: Callable[[int], bool]) -> int:
+    """The last n from `low` on that fits, in strides that double and then halve; `low` itself is not asked."""
+    stride = 1
+    while low + stride <= _MOST and fits(low + stride):
+        low, stride = low + stride, 2 * stride
+    while stride > 1:
+        stride //= 2
+        if low + stride <= _MOST and fits(low + stride):
+            low += stride
+    return low

@@ -18,23 +18,505 @@ has in flight: each chunk's saved activations, and what the chunk at work needs 
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from stepscope.allocations.prediction.estimate import DISTINCT_BATCHES, WORKSPACE_BYTES
-from stepscope.allocations.prediction.rank_model import Share
-from stepscope.allocations.prediction.sharded_units import Shards
-from stepscope.allocations.prediction.stages import Gradients, Moved, Stage, StageNeeds, moved_by_stage, stage_needs
+from stepscope.allocations.prediction.symbolic_compiled import CompiledSymbolicModel
+from stepscope.allocations.prediction.symbolic_model import BlockParameters, FusedSymbolicModel, SymbolicModel
+from stepscope.allocations.prediction.symbolic_tensors import (
+    ATTENTION,
+    PRODUCTS,
+    Backward,
+    Ledger,
+    Node,
+    Parameter,
+    Storage,
+    Tape,
+    Tensor,
+)
 from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import OFFLOAD, Span, of_fewer_layers, spans_of
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.memory_notes import CATEGORIES
+from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.work.communication import Bytes
-from stepscope.core.work.pipelines import chunks_in_flight
-from stepscope.core.work.planned_model import PlannedModel, largest_stage
-from stepscope.core.work.transformer import moment_bytes
+from stepscope.core.work.transformer import PlannedModel, Shapes, chunks_in_flight, largest_stage, moment_bytes
 from stepscope.core.workload import Workload
+
+# What a rank holds beside its shards while a step goes on, as PyTorch's `fully_shard` allocates and frees it.
+#
+# A block is a unit, and what lies outside blocks is another, the root (torch/distributed/fsdp/_fully_shard,
+# `_fsdp_param_group.py` and `_fsdp_collectives.py`):
+#     forward    a unit is gathered into one buffer, then copied out into its parameters. The parameters go when its
+#                forward ends, the buffer when the next unit is copied out. The root keeps its parameters until backward
+#                has ended.
+#     backward   a unit's parameters are copied out of the buffer, which goes; then the next unit is gathered. When its
+#                gradients are whole the parameters go, and the gradients are copied into a buffer, which is reduced to
+#                their shard. That buffer stays until the next unit's is needed.
+
+
+GATHERED, ON_THEIR_WAY = CATEGORIES.index("parameters"), CATEGORIES.index("gradients")
+"""The categories of parameters that are whole for a while, and of their gradients."""
+
+
+class Shards(msgspec.Struct, frozen=True, kw_only=True):
+    """How the parameters of a stage are sharded, by elements and by bytes of an element."""
+
+    ranks: int
+    block: int
+    """Elements of a unit that is a block; more than the model's parameters where a rank has several experts."""
+    root: int
+    """Elements outside blocks on this stage."""
+    gathered_bytes: int
+    """Bytes of a gathered element; 0 where parameters are whole anyway."""
+    reduced_bytes: int
+    """Bytes of a gradient's element while it is reduced."""
+
+
+class ShardedUnits:
+    """The buffers of one micro-batch. `keeps`: whether the shards of gradients appear here; else they are there."""
+
+    def __init__(self, shards: Shards, ledger: Ledger, *, keeps: bool) -> None:
+        self._shards, self._ledger, self._keeps = shards, ledger, keeps
+        self._whole: dict[int, Storage] = {}
+        self._root: tuple[Storage, ...] = ()
+        self._buffer: Storage | None = None
+        """A unit as it was gathered."""
+        self._reduced: Storage | None = None
+        """Gradients as they are reduced."""
+        self._kept: list[Storage] = []
+
+    def begin(self) -> None:
+        """Gather the root."""
+        self._buffer = self._gather(self._shards.root)
+        self._root = (self._gather(self._shards.root),)
+
+    def forward_ends(self) -> None:
+        """Let the last unit's buffer go."""
+        self._buffer = None
+
+    def backward_ends(self, parameters: Sequence[Parameter]) -> None:
+        """Reduce the root's gradients, and let go what is left."""
+        self._root = ()
+        self._reduce(self._shards.root, parameters)
+        self._reduced = None
+
+    def enter(self, tape: Tape, number: int, x: Tensor, parameters: Sequence[Parameter], *, again: bool) -> Tensor:
+        """The input of block `number`, whose parameters are gathered. again: whether backward runs it once more."""
+        if not again:
+            buffer = self._gather(self._shards.block)
+            self._buffer = None
+            self._whole[number] = self._gather(self._shards.block)
+            self._buffer = buffer
+
+        def backward(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            self._whole.pop(number, None)
+            self._reduce(self._shards.block, parameters)
+            return (gradient,)
+
+        return _passing(tape, x, backward)
+
+    def leave(self, tape: Tape, number: int, x: Tensor, *, again: bool) -> Tensor:
+        """The output of the block, whose parameters go until its backward."""
+        if not again:
+            self._whole.pop(number)
+
+        def backward(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            if self._buffer is None:
+                self._buffer = self._gather(self._shards.block)
+            self._whole[number] = self._gather(self._shards.block)
+            self._buffer = None
+            if number:
+                self._buffer = self._gather(self._shards.block)
+            return (gradient,)
+
+        return _passing(tape, x, backward)
+
+    def stand_for(self, blocks: int) -> None:
+        """Keep the shards of the gradients of so many blocks, which are one piece of an abridged model."""
+        for _ in range(blocks if self._keeps else 0):
+            self._kept.append(self._shard(self._shards.block))
+
+    def _gather(self, elements: int) -> Storage:
+        return self._ledger.storage(elements * self._shards.gathered_bytes, GATHERED)
+
+    def _shard(self, elements: int) -> Storage:
+        return self._ledger.storage(-(-elements // self._shards.ranks) * self._shards.reduced_bytes, ON_THEIR_WAY)
+
+    def _reduce(self, elements: int, parameters: Sequence[Parameter]) -> None:
+        # One expert of several has symbolic gradients; the other experts' gradients are whole here, too.
+        others = elements - sum(one.elements for one in parameters)
+        size = parameters[0].itemsize if parameters else 0
+        _of_others = self._ledger.storage(max(0, others) * size, ON_THEIR_WAY)
+        self._reduced = None
+        self._reduced = self._ledger.storage(elements * self._shards.reduced_bytes, ON_THEIR_WAY)
+        for one in parameters:
+            one.gradient = None
+        del _of_others
+        shard = self._shard(elements)
+        if self._keeps:
+            self._kept.append(shard)
+
+
+def _passing(tape: Tape, x: Tensor, backward: Backward) -> Tensor:
+    return tape.alias("Unit", x, backward)
+
+
+# The symbolic model as one rank of a layout runs it: a stage of the blocks, at the sizes that a rank keeps.
+#
+# Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): the residual stream and the norms hold T/tp
+# tokens whole, everything between the linear maps T tokens of a share. What is gathered for a product lives only as
+# long as the product, forward and backward; what is kept is the share. Context parallelism gathers keys and values for
+# the time of attention. Experts take A copies of each token.
+
+
+_ROWS = ("attention.output.weight", "feed_forward.down.weight")
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank has of a model: its share of matrices and sequence."""
+
+    model: PlannedModel
+    tensor: int = 1
+    context: int = 1
+
+
+class RankModel(SymbolicModel):
+    """The symbolic model with a rank's sizes. `workload` holds the rank's blocks, and its share of the sequence."""
+
+    units: ShardedUnits | None = None
+    """What gathers the parameters of each block, and reduces their gradients; None where the rank has them whole."""
+
+    def __init__(self, workload: Workload, share: Share) -> None:
+        self.share = share
+        self.ranks = share.tensor
+        super().__init__(workload)
+        config = share.model.config
+        self.d_ff = config.d_ff // self.ranks
+        self.rows = self.tokens * config.heads // self.ranks
+        self.scores = self.rows * workload.seq_len * share.context
+        keys = share.model.local_keys(self.ranks) // config.head_dim
+        self.queries_per_key = config.heads // self.ranks // keys
+        self.sums_shared_keys = self.queries_per_key > 1
+
+    def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
+        if not prefix and name != "norm.weight":
+            shapes = {name: (self.share.model.local_vocabulary(self.ranks), self.share.model.config.d_model)}
+        return super()._parameter(name, shapes, prefix)
+
+    def _block(self, index: int) -> BlockParameters:
+        shapes = self.share.model.local_shapes(self.ranks)
+        return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
+
+    def received(self, tape: Tape) -> Tensor:
+        """The residual stream as it comes from the stage before."""
+        elements, size = self.tokens * self.d_model // self.ranks, self.sizes.residual
+        return Tensor(tape.storage(elements * size), elements, size, Parameter("received", elements, size))
+
+    def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        if self.units is None:
+            return super().block(tape, x, block)
+        number = next(i for i, one in enumerate(self.blocks) if one is block)
+        x = self.units.enter(tape, number, x, list(block.values()), again=tape.runs_again)
+        x = super().block(tape, x, block)
+        return self.units.leave(tape, number, x, again=tape.runs_again)
+
+    def _stand_in(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], grown: Sequence[int]) -> Tensor:
+        out = super()._stand_in(tape, x, group, grown)
+        units, node = self.units, out.node
+        if units is not None and isinstance(node, Node):
+            count, above = len(group), len(node.inputs) - 1
+
+            def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
+                units.stand_for(count)
+                return gradient, *[None] * above
+
+            node.backward = backward
+        return out
+
+    def embedding(self, tape: Tape) -> Tensor:
+        if self.ranks == 1:
+            return super().embedding(tape)
+        whole, weight = self.tokens * self.d_model * self.sizes.residual, self.embedding_weight
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            _gathered = tape.storage(whole)
+            return (tape.storage(weight.bytes),)
+
+        _of_all_words = tape.storage(whole)
+        return tape.op(
+            "Embedding", self.tokens * self.d_model // self.ranks, self.sizes.residual, [weight], backward=backward
+        )
+
+    def _linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
+        if self.ranks == 1:
+            return super()._linear(tape, x, weight, in_features)
+        size = self.sizes.products
+        kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
+        cast = tape.cast(x, size)
+        saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
+        width = weight.elements // self.d_model
+        if weight.name.endswith(_ROWS):
+            elements = cast.elements // width * self.d_model // self.ranks
+            whole = elements * self.ranks * size
+        else:
+            whole = cast.elements * self.ranks * size
+            elements = cast.elements * self.ranks // self.d_model * width
+        kernel_bytes, input_bytes = weight.elements * size, cast.elements * size
+        by_rows = weight.name.endswith(_ROWS)
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """Gather the output's gradient (rows), or the input, and later reduce its gradient (columns)."""
+            _gathered = tape.storage(whole)
+            of_kernel = tape.storage(kernel_bytes)
+            _of_whole = tape.storage(0 if by_rows else whole)
+            return of_kernel, tape.storage(input_bytes)
+
+        _whole = tape.storage(whole)
+        return tape.op("Mm", elements, size, [kernel, cast], saves=saves, backward=backward)
+
+    def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if self.share.context == 1:
+            return super()._fused(tape, q, k, v)
+        whole = (k.elements + v.elements) * k.itemsize * self.share.context
+        _gathered = tape.storage(whole)
+        out = super()._fused(tape, q, k, v)
+        node = out.node
+        if isinstance(node, Node):
+            inner = node.backward
+
+            def backward(tape: Tape, gradient: Storage) -> Sequence[Storage | None]:
+                _keys, _gradients = tape.storage(whole), tape.storage(whole)
+                return inner(tape, gradient)
+
+            node.backward = backward
+        return out
+
+    def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        if self.share.model.experts == 1:
+            return super()._feed_forward(tape, x, block)
+        sent = tape.op("Dispatch", x.elements * self.share.model.active, x.itemsize, [x])
+        out = super()._feed_forward(tape, sent, block)
+        return tape.op("Combine", out.elements // self.share.model.active, out.itemsize, [out])
+
+
+class CompiledRankModel(RankModel, CompiledSymbolicModel):
+    """The same under torch.compile."""
+
+
+class FusedRankModel(RankModel, FusedSymbolicModel):
+    """A rank's part of a model with fused parts."""
+
+
+def rank_model(workload: Workload, share: Share) -> RankModel:
+    """The model of a rank, as the workload runs it: op by op, with fused parts, or compiled.
+
+    Compiling leaves fused parts as they are, and fuses what lies between them, which is little; it is left out.
+    """
+    if any(name != REFERENCE for name in workload.parts.values()):
+        return FusedRankModel(workload, share)
+    return (RankModel if workload.compile == "eager" else CompiledRankModel)(workload, share)
+
+
+# What a stage of a model needs on one rank of a layout, by running one micro-batch symbolically.
+#
+# `Stage` says which blocks a rank runs and at which sizes; the answer is what is alive beside parameters, gradients and
+# optimizer state, and what is moved on the way. The states follow from counts (`layouts.py`).
+
+
+_TEMPORARY = CATEGORIES.index("temporaries")
+_OPERATORS_LEFT_OUT = PRODUCTS | ATTENTION
+_LOSS = "LinearCrossEntropy"
+_FUSED = frozenset({"RmsNorm", "AddRmsNorm", "Rotate", "SiluProduct", _LOSS})
+"""The operators of fused parts (`symbolic_fused.py`)."""
+
+Gradients = Literal["made", "elsewhere"]
+"""made: gradients appear during backward, and are counted. elsewhere: they are sent away or added to what is there, and
+only the newest is counted."""
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a rank runs one after the other, for one micro-batch."""
+
+    workload: Workload
+    """The rank's: its blocks, its share of the sequence, one micro-batch."""
+    share: Share
+    first: bool = True
+    """Whether the embedding belongs to it."""
+    last: bool = True
+    """Whether head and loss do."""
+    gradients: Gradients = "elsewhere"
+    shards: Shards | None = None
+    """How its parameters are sharded; None where they are whole. `gradients` then says it of their shards."""
+
+
+class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a stage needs for one micro-batch beside parameters and optimizer state."""
+
+    forward: int
+    """The most that is alive in forward."""
+    backward: int
+    """The most that is alive in backward; gradients among it only where they are made there."""
+    saved: int
+    """What forward leaves for backward, gathered parameters left out."""
+    gathered_forward: int = 0
+    """Bytes of parameters that are whole for a while, at the peak of forward."""
+    gathered_backward: int = 0
+    """Bytes of such parameters, and of gradients on their way to shards or in them, at the peak of backward."""
+    offloaded: int = 0
+    """What forward sends to the host's memory, and backward gets back."""
+
+
+class Moved(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that operations of a micro-batch read and write, matrix products and fused attention left out."""
+
+    forward: int
+    backward: int
+    kernels_forward: int
+    """Results that are made, products and attention left out: each is a kernel's."""
+    kernels_backward: int
+    fused_forward: int = 0
+    """Bytes that fused parts' kernels move in forward; `forward` has them, too."""
+    fused_backward: int = 0
+
+
+class _CountingLedger(Ledger):
+    """A ledger that also sums what was ever made, and what was read of it."""
+
+    moved = 0
+    fused = 0
+    kernels = 0
+
+    def storage(self, size: int, category: int = _TEMPORARY) -> Storage:
+        self.moved += size
+        self.kernels += size > 0
+        return super().storage(size, category)
+
+
+class _CountingTape(Tape):
+    """A tape that counts what operations move: an operation reads its inputs and writes its output. Its backward reads
+    the gradient, what was saved, and what it made on the way. Products leave the sum as it is."""
+
+    ledger: _CountingLedger
+    width = 1
+    """Numbers in a token's residual stream."""
+
+    def op(
+        self, operator: str, elements: int, itemsize: int, inputs: Sequence[Tensor | Parameter], **more: Any
+    ) -> Tensor:
+        before = self.ledger.moved
+        if operator not in _OPERATORS_LEFT_OUT:
+            self.ledger.moved += sum(one.elements * one.itemsize for one in inputs if isinstance(one, Tensor))
+            if operator == "ToCopy":
+                self.ledger.moved += sum(one.bytes for one in inputs if isinstance(one, Parameter))
+        if operator == _LOSS:
+            # Its kernel turns the logits of each chunk into their gradients where they are.
+            hidden, head = inputs
+            self.ledger.moved += 2 * hidden.elements * head.elements // self.width**2 * hidden.itemsize
+        made = super().op(operator, elements, itemsize, inputs, **more)
+        if operator in _FUSED:
+            # What it keeps besides was made a moment before.
+            self.ledger.fused += self.ledger.moved - before + sum(one.bytes for one in more.get("also_saves", ()))
+        return made
+
+    def output(self, operator: str, size: int) -> Storage:
+        before = self.ledger.moved, self.ledger.kernels
+        made = super().output(operator, size)
+        if operator in _OPERATORS_LEFT_OUT:
+            self.ledger.moved, self.ledger.kernels = before
+        return made
+
+    def _apply(self, node: Node, pending: dict[Node, Storage]) -> Sequence[Storage | None]:
+        ledger, before, kernels = self.ledger, self.ledger.moved, self.ledger.kernels
+        reads = pending[node].bytes + sum(storage.bytes for storage in node.saved)
+        gradients = super()._apply(node, pending)
+        if node.operator in _OPERATORS_LEFT_OUT:
+            ledger.moved, ledger.kernels = before, kernels
+            return gradients
+        made = ledger.moved - before
+        if made:  # otherwise the gradient is passed on
+            results = sum({id(one): one.bytes for one in gradients if one is not None}.values())
+            ledger.moved += reads + max(0, made - results)
+        if node.operator in _FUSED:
+            ledger.fused += ledger.moved - before
+        return gradients
+
+
+@functools.lru_cache(maxsize=8192)
+def stage_needs(stage: Stage) -> StageNeeds:
+    """Run the stage's forward and backward, alike blocks as one piece."""
+    ledger = Ledger()
+    model = rank_model(stage.workload, stage.share)
+    model.abridged = True
+    if stage.shards is not None:
+        model.units = ShardedUnits(stage.shards, ledger, keeps=stage.gradients == "made")
+    elif stage.gradients == "elsewhere":
+        for parameter in model.parameters:
+            parameter.gradient = ledger.storage(0)
+    tape = Tape(ledger, recording=True)
+    return _run(stage, model, tape)
+
+
+@functools.lru_cache(maxsize=8192)
+def moved_by_stage(stage: Stage) -> Moved:
+    """Bytes that the stage's elementwise operations read and write, each block run as it is."""
+    ledger = _CountingLedger()
+    model = rank_model(stage.workload, stage.share)
+    for parameter in model.parameters:
+        parameter.gradient = ledger.storage(0)
+    tape = _CountingTape(ledger, recording=True)
+    tape.width = stage.workload.model.d_model
+    made: list[tuple[int, int, int]] = []
+    _run(stage, model, tape, made)
+    (forward, kernels, fused), (both, all_kernels, all_fused) = made
+    return Moved(
+        forward=forward, backward=both - forward, kernels_forward=kernels, kernels_backward=all_kernels - kernels,
+        fused_forward=fused, fused_backward=all_fused - fused,
+    )  # fmt: skip
+
+
+def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, int]] | None = None) -> StageNeeds:
+    """What forward and backward need; `made` gets the sums after each."""
+    ledger, units = tape.ledger, model.units
+    tape.after_rerun = model.end_autocast
+    ledger.begin()
+    if units is not None:
+        units.begin()
+    out = model.run_blocks(tape, model.embedding(tape) if stage.first else model.received(tape))
+    if stage.last:
+        logits = model.head(tape, out)
+        out = model.loss(tape, logits)
+        del logits
+    model.end_autocast()
+    if units is not None:
+        units.forward_ends()
+    forward, saved = ledger.peak, ledger.total - ledger.live[GATHERED]
+    gathered_forward = ledger.at_peak[GATHERED]
+    _note(ledger, made)
+    ledger.begin()
+    tape.backward(out)
+    if units is not None:
+        outside = [model.embedding_weight] if stage.first else []
+        outside += [model.norm_weight, model.head_weight] if stage.last else []
+        units.backward_ends(list(dict.fromkeys(outside)))
+    _note(ledger, made)
+    at_peak = ledger.at_peak
+    return StageNeeds(
+        forward=forward, backward=ledger.peak, saved=saved, gathered_forward=gathered_forward,
+        gathered_backward=at_peak[GATHERED] + (at_peak[ON_THEIR_WAY] if units is not None else 0),
+        offloaded=tape.offloaded,
+    )  # fmt: skip
+
+
+def _note(ledger: Ledger, made: list[tuple[int, int, int]] | None) -> None:
+    if made is not None and isinstance(ledger, _CountingLedger):
+        made.append((ledger.moved, ledger.kernels, ledger.fused))
+
 
 _MIXED = ("bf16", "fp16")
 _FEW_BLOCKS = 2

@@ -2,8 +2,7 @@
 
 import msgspec
 
-from stepscope.allocations.prediction.fit import Budget
-from stepscope.allocations.prediction.plans import Plan
+from stepscope.allocations.prediction.fit import Budget, Plan
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory

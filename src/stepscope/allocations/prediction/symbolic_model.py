@@ -1,4 +1,4 @@
-"""The transformer's step in symbolic tensors. Its methods follow `training/transformer.py` and `models/attention/`.
+"""The transformer's step in symbolic tensors. Its methods follow `training/transformer.py` and `training/attention/`.
 
 Each operation says how many bytes it makes, what autograd keeps for backward, and what its backward makes. The peaks
 follow from nothing else. A block keeps, in elements, with r = B S M, f = B S F and ss = B H S S:
@@ -16,29 +16,229 @@ the sum under autocast.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Self, TypeVar
 
-from stepscope.allocations.prediction.item_sizes import item_sizes
-from stepscope.allocations.prediction.symbolic_offloading import run_offloading
-from stepscope.allocations.prediction.symbolic_scaled import ScaledProducts
 from stepscope.allocations.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
+    Backward,
+    Node,
     Parameter,
     Segment,
     Storage,
     Tape,
     Tensor,
+    item_sizes,
     passes,
     passes_and_makes,
     passes_twice,
 )
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.checkpointing import Span, grouped
+from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
 from stepscope.core.memory_notes import CATEGORIES
+from stepscope.core.parts import REFERENCE, loss_chunk_rows, norm_programs
+from stepscope.core.precisions import PRECISIONS, takes_scaled
 from stepscope.core.work.transformer import Shapes, block_shapes, shapes_outside_blocks
 from stepscope.core.workload import Workload
+
+# A linear layer whose products take operands of 8 bits (training/scaled_products.py), in symbolic tensors.
+#
+# It keeps its input as it came, in 16 bits. Each product's operands are there for the product alone: of n numbers each
+# has n bytes, and its scales. By tensor, kernels on a GPU make nothing else; they write both layouts of what comes back
+# at once, and forward keeps its two scales. PyTorch's operators, by row and on a CPU, have n numbers in fp32 besides
+# while they cast, and n bytes more where an operand is laid out anew.
+
+
+_SCALE = 4
+"""Bytes of a scale."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaledProducts:
+    """The products of a workload's linear layers."""
+
+    by_row: bool
+    on_gpu: bool
+    itemsize: int
+    """Bytes of an element that is cast, and of one of a product."""
+
+    @classmethod
+    def of(cls, workload: Workload, device_type: str) -> Self | None:
+        """The scaled products of a workload; None where its products take no operands of 8 bits."""
+        precision = PRECISIONS[workload.dtype]
+        if not precision.scaled:
+            return None
+        return cls(by_row=precision.scaled == "row", on_gpu=device_type == "cuda", itemsize=precision.products)
+
+    @property
+    def _by_kernels(self) -> bool:
+        return self.on_gpu and not self.by_row
+
+    def take(self, weight: Parameter, in_features: int) -> bool:
+        """Whether the products of a linear layer with this weight are among them."""
+        return takes_scaled(in_features, weight.elements // in_features)
+
+    def linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
+        """x w^T."""
+        rows, out_features = x.elements // in_features, weight.elements // in_features
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """dy w, of which w is laid out anew, and dy^T x, of which both are."""
+            for_x = self._product(tape, rows, out_features, in_features, copied=(False, True))
+            for_weight = self._product(tape, out_features, rows, in_features, copied=(True, True))
+            return for_x, for_weight
+
+        def backward_by_kernels(tape: Tape, _: Storage) -> Sequence[Storage]:
+            """dy in both layouts; w^T for dx, and x^T for dw."""
+            _scale = tape.storage(_SCALE)
+            along, across = tape.storage(rows * out_features), tape.storage(rows * out_features)
+            turned = tape.storage(in_features * out_features)
+            for_x = self._made(tape, rows, in_features)
+            del along, turned
+            _turned = tape.storage(rows * in_features)
+            for_weight = self._made(tape, out_features, in_features)
+            del across
+            return for_x, for_weight
+
+        # The weight's gradient is passed on before that of x, which is given the shape of x first.
+        x = tape.alias("View", x, passes)
+        if isinstance(x.node, Node):
+            x.node.gives_views = True
+        if self._by_kernels:
+            scales = tape.storage(_SCALE), tape.storage(_SCALE)
+            _small = tape.storage(rows * in_features), tape.storage(in_features * out_features)
+            return tape.op(
+                "ScaledMm", rows * out_features, x.itemsize, [x, weight], saves=[x], also_saves=scales,
+                backward=backward_by_kernels, saves_late=True,
+            )  # fmt: skip
+        _operands = self._operands(tape, rows, in_features, out_features)
+        return tape.op(
+            "ScaledMm", rows * out_features, x.itemsize, [x, weight], saves=[x], backward=backward, saves_late=True
+        )
+
+    def _product(self, tape: Tape, rows: int, inner: int, columns: int, copied: tuple[bool, bool]) -> Storage:
+        _operands = self._operands(tape, rows, inner, columns, copied)
+        return self._made(tape, rows, columns)
+
+    def _made(self, tape: Tape, rows: int, columns: int) -> Storage:
+        """What a product returns, while its operands are there."""
+        product = tape.storage(rows * columns * self.itemsize)
+        tape.take_workspace("ScaledMm")
+        return product
+
+    def _operands(
+        self, tape: Tape, rows: int, inner: int, columns: int, copied: tuple[bool, bool] = (False, False)
+    ) -> list[Storage]:
+        """What a product (rows, inner) by (inner, columns) has in memory when its output is made.
+
+        copied: which operands do not lie in memory as the product takes them.
+        """
+        sizes = (rows * inner, inner * columns)
+        alive: list[Storage] = []
+        for size, slices in zip(sizes, (rows, columns), strict=True):
+            alive += self._cast(tape, size, slices if self.by_row else 1)
+        alive += [tape.storage(size) for size, is_copied in zip(sizes, copied, strict=True) if is_copied]
+        if not self.on_gpu:
+            # There the product is made in fp32, and then multiplied by one scale and the other
+            # (recording/scaled_mm.py).
+            wide = [tape.storage(4 * size) for size in sizes]
+            product = tape.storage(4 * rows * columns)
+            del wide
+            scaled_once = tape.storage(4 * rows * columns)
+            del product
+            alive.append(tape.storage(4 * rows * columns))
+            del scaled_once
+        return alive
+
+    def _cast(self, tape: Tape, elements: int, scales: int) -> list[Storage]:
+        """An operand of 8 bits and its scales, made of one of 16 bits."""
+        magnitudes = tape.storage(elements * self.itemsize)
+        _largest = tape.storage(scales * self.itemsize)
+        del magnitudes
+        wide = tape.storage(4 * scales)
+        quotient = tape.storage(4 * scales)
+        del wide
+        scale = tape.storage(4 * scales)
+        del quotient
+        _wide = tape.storage(4 * elements)
+        return [tape.storage(elements), scale]
+
+
+# Blocks that keep what they keep for backward in the host's memory, in symbolic tensors: `training/offloading.py`,
+# whose copies hold the device's memory until they are made.
+
+
+T = TypeVar("T")
+
+
+def run_offloading(
+    tape: Tape, x: Tensor, blocks: Iterable[tuple[Span, Sequence[T]]], run: Callable[[Tape, Tensor, T], Tensor]
+) -> Tensor:
+    """All blocks, one after another, which keep what `selective` does. What is offloaded of a block comes back when
+    backward reaches the next block that offloads, and that of the last, when it reaches the blocks."""
+    leaving: deque[_Offloaded | None] = deque()
+    last: _Offloaded | None = None
+    for span, block in ((span, block) for span, groups in blocks for block in groups):
+        segment = Segment(lambda tape, x, block=block: run(tape, x, block), x, KEPT_OPERATORS["selective"])
+        x = tape.run(segment)
+        offloaded = _Offloaded(segment) if span.on_host else None
+        leaving.append(offloaded)
+        if len(leaving) > BLOCKS_ON_THE_WAY:
+            _let_go(leaving)
+        if offloaded is not None:
+            tape.offloaded += offloaded.bytes
+            if last is not None:
+                x = tape.alias("Fetch", x, partial(_fetching, leaving, last))
+            last = offloaded
+    return x if last is None else tape.alias("Fetch", x, partial(_fetching, leaving, last))
+
+
+class _Offloaded:
+    """What one segment keeps, but for the last of it, which backward does not ask for."""
+
+    def __init__(self, segment: Segment) -> None:
+        segment.kept.pop().release()
+        self._kept = segment.kept
+        self._away: list[int] = []
+
+    @property
+    def bytes(self) -> int:
+        """What leaves the device, before it does."""
+        return sum(storage.bytes for storage in self._kept)
+
+    def leave(self) -> None:
+        """The copies are made: the device has the memory again."""
+        self._away += [storage.bytes for storage in self._kept]
+        for storage in self._kept:
+            storage.release()
+        self._kept.clear()
+
+    def fetch(self, tape: Tape) -> None:
+        self._kept.extend(tape.storage(size) for size in self._away)
+        for storage in self._kept:
+            storage.save()
+        self._away.clear()
+
+
+def _let_go(leaving: "deque[_Offloaded | None]") -> None:
+    block = leaving.popleft()
+    if block is not None:
+        block.leave()
+
+
+def _fetching(
+    leaving: "deque[_Offloaded | None]", block: _Offloaded, tape: Tape, gradient: Storage
+) -> Sequence[Storage]:  # fmt: skip
+    """The backward of what a block returns, before the block's own."""
+    while leaving:
+        _let_go(leaving)
+    block.fetch(tape)
+    return (gradient,)
+
 
 _CAST = CATEGORIES.index("cast copies")
 
@@ -448,3 +648,158 @@ _HOPPER_SHORT = 1024
 """The most queries for which backward does not use the kernels for Hopper (kernels/flash/configuration.py)."""
 _EMBEDDING_SORTS_FROM = 3072
 """The most tokens that the embedding's backward on a GPU does not sort (aten/src/ATen/native/cuda/Embedding.cu)."""
+
+
+# The transformer's step with the fused parts of kernels/parts/: what they keep and make, in symbolic tensors.
+#
+# A block keeps, in elements, with r = B S M and f = B S F (`symbolic_model.py` has what the reference keeps):
+#
+#     norm (twice)        x or the sum x + branch, which the residual stream is  1 r; B S in fp32 for 1 / rms
+#     rope                nothing
+#     SwiGLU              gate, up                                               2 f, and the product, which `down`
+# keeps
+#
+# The loss keeps the gradients that it made: of its input, r, and of the head in fp32, V M. Its logits are there for a
+# chunk of rows at a time.
+#
+# An operation with two results has one node. What comes back for the second result waits at a node of its own, since
+# autograd runs backward of the operation when it has the gradients of both.
+
+
+class FusedSymbolicModel(SymbolicModel):
+    """A symbolic model of which some parts are fused, and the others as the textbook has them."""
+
+    def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
+        super().__init__(workload, device_type)
+        self._device_type = device_type
+        self._fused_parts = {part for part, name in workload.parts.items() if name != REFERENCE}
+        self._stream: Tensor | None = None
+        """What the last block gave: the model's forward holds it until the loss is made."""
+
+    # ---- norm
+
+    def block(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        if "norm" not in self._fused_parts:
+            return super().block(tape, x, block)
+        normal = self._norm(tape, x, block["attention_norm"])
+        branch = self._attention(tape, normal, block)
+        del normal
+        x, normal = self._add_norm(tape, x, branch, block["feed_forward_norm"])
+        del branch
+        return self._add(tape, x, self._feed_forward(tape, normal, block))
+
+    def _norm(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
+        if "norm" not in self._fused_parts:
+            return super()._norm(tape, x, weight)
+        roots = tape.storage(4 * (x.elements // self.d_model))
+        of_norm, size = self._of_norm(x.elements, weight), x.elements * x.itemsize
+        return tape.op(
+            "RmsNorm", x.elements, self.sizes.products, [x, weight], saves=[x], also_saves=[roots],
+            backward=lambda tape, _: (tape.storage(size), of_norm(tape)),
+        )  # fmt: skip
+
+    def _add_norm(self, tape: Tape, x: Tensor, branch: Tensor, weight: Parameter) -> tuple[Tensor, Tensor]:
+        """The sum, and its norm."""
+        elements, itemsize = x.elements, max(x.itemsize, branch.itemsize)
+        roots = tape.storage(4 * (elements // self.d_model))
+        total = tape.storage(elements * itemsize)
+        of_norm, sizes = self._of_norm(elements, weight), (elements * x.itemsize, elements * branch.itemsize)
+        of_total: list[Storage] = []
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            of_x = tape.storage(sizes[0])
+            of_branch = of_x if sizes[0] == sizes[1] else tape.storage(sizes[1])
+            of_weight = of_norm(tape)
+            of_total.clear()
+            return of_x, of_branch, of_weight
+
+        normal = tape.op(
+            "AddRmsNorm", elements, self.sizes.products, [x, branch, weight], also_saves=[total, roots],
+            backward=backward,
+        )  # fmt: skip
+        return _second_result(tape, Tensor(total, elements, itemsize, normal.node), of_total), normal
+
+    def _of_norm(self, elements: int, weight: Parameter) -> "_OfWeight":
+        rows = elements // self.d_model
+        return _OfWeight(norm_programs(rows, self._device_type) * self.d_model * 4, weight.elements, weight.itemsize)
+
+    # ---- rope and SwiGLU
+
+    def _rotated_heads(self, tape: Tape, x: Tensor, block: BlockParameters) -> tuple[Tensor, Tensor]:
+        if "rope" not in self._fused_parts:
+            return super()._rotated_heads(tape, x, block)
+        q = self._project(tape, x, block["attention.query"])
+        k = self._project(tape, x, block["attention.key"])
+        sizes = (q.elements * q.itemsize, k.elements * k.itemsize)
+        of_keys: list[Storage] = []
+
+        def backward(tape: Tape, _: Storage) -> Sequence[Storage]:
+            of_q, of_k = tape.storage(sizes[0]), tape.storage(sizes[1])
+            of_keys.clear()
+            return of_q, of_k
+
+        queries = tape.op("Rotate", q.elements, q.itemsize, [q, k], backward=backward)
+        keys = Tensor(tape.storage(sizes[1]), k.elements, k.itemsize, queries.node)
+        return queries, _second_result(tape, keys, of_keys)
+
+    def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
+        if "mlp" not in self._fused_parts:
+            return super()._gated(tape, x, block)
+        gate = self._linear(tape, x, block["feed_forward.gate"], self.d_model)
+        up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
+        return tape.op("SiluProduct", up.elements, up.itemsize, [gate, up], saves=[gate, up])
+
+    # ---- loss
+
+    def head(self, tape: Tape, x: Tensor) -> Tensor:
+        """The logits; before a fused loss, what it multiplies by the head."""
+        if "loss" not in self._fused_parts:
+            return super().head(tape, x)
+        self._stream = x
+        return tape.cast(self._norm(tape, x, self.norm_weight), self.sizes.products)
+
+    def loss(self, tape: Tape, logits: Tensor) -> Tensor:
+        if "loss" not in self._fused_parts:
+            return super().loss(tape, logits)
+        hidden, weight, size = logits, self.head_weight, self.sizes.products
+        rows, vocabulary = hidden.elements // self.d_model, weight.elements // self.d_model
+        _losses = tape.storage(4 * rows)
+        of_hidden, of_weight = tape.storage(hidden.elements * size), tape.storage(4 * weight.elements)
+        counted = tape.storage(rows)
+        del counted
+        _kernel = tape.storage(size * weight.elements if weight.itemsize != size else 0)
+        chunk = loss_chunk_rows(rows, vocabulary, size)
+        _logits = tape.storage(chunk * vocabulary * size)
+        if self._device_type != "cuda" and size != 4:
+            # There the product of the head's gradient takes its factors in fp32.
+            factors = [tape.storage(4 * chunk * each) for each in (vocabulary, self.d_model)]
+            del factors
+        count, sizes = tape.storage(8), (of_hidden.bytes, weight.bytes)
+        loss = tape.op(
+            "LinearCrossEntropy", 1, 4, [hidden, weight], also_saves=[of_hidden, of_weight, count],
+            backward=lambda tape, _: [tape.storage(size) for size in sizes],
+        )  # fmt: skip
+        self._stream = None
+        return loss
+
+
+class _OfWeight:
+    """Makes the gradient of a norm's weight: each program's share, and their sum."""
+
+    def __init__(self, shares: int, elements: int, itemsize: int) -> None:
+        self._shares, self._elements, self._itemsize = shares, elements, itemsize
+
+    def __call__(self, tape: Tape) -> Storage:
+        _shares = tape.storage(self._shares)
+        return tape.storage(self._itemsize * self._elements)
+
+
+def _second_result(tape: Tape, result: Tensor, gradients: list[Storage]) -> Tensor:
+    """The second result of the operation whose node it has. Its gradient waits in the list for the first one's."""
+
+    def keep(_tape: Tape, gradient: Storage) -> Sequence[None]:
+        gradients.append(gradient)
+        return (None,)
+
+    backward: Backward = keep
+    return tape.alias("Result", result, backward)

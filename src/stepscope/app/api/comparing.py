@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, warn
 from stepscope.core.processes import Change
 from stepscope.core.range_names import STEP
-from stepscope.core.shown_text import warn
 
 if TYPE_CHECKING:
     from stepscope.questions.compare.sides import SideComparison, SidePair
@@ -85,7 +84,7 @@ def compare(
 def _digests(pair: "SidePair") -> "tuple[TraceDigest | None, TraceDigest | None]":
     """What the captures of both sides say; None where there is none, or polars is not installed."""
     try:
-        from stepscope.traces.captures.beside import digest_beside  # noqa: PLC0415
+        from stepscope.traces.captures.digest import digest_beside  # noqa: PLC0415
     except ModuleNotFoundError:
         return None, None
     found: list[TraceDigest | None] = []

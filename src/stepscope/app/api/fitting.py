@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from stepscope.app.api.running import check_one_model, given, gradients_kept, of_factory, of_object, textbook
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
-from stepscope.app.api.workloads import check_one_model, given, gradients_kept, of_factory, of_object, textbook
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload
@@ -18,11 +18,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from stepscope.allocations.prediction.estimate import MemoryEstimate
-    from stepscope.allocations.prediction.fit import Budget, Fit
+    from stepscope.allocations.prediction.fit import Budget, Fit, Plan
     from stepscope.allocations.prediction.own_fit import OwnEstimate, OwnFit, OwnVerdict
-    from stepscope.allocations.prediction.plans import Plan
     from stepscope.training.own.loading import Loaded
-    from stepscope.training.own.own_module import OwnModule
+    from stepscope.training.own.own_step import OwnModule
 
 
 @dataclass(frozen=True, repr=False)
@@ -149,7 +148,7 @@ def fit(
 
 
 def _of_ones_own(found: "OwnFit") -> Fitted:
-    from stepscope.allocations.prediction.own_answer import answer_own_fit  # noqa: PLC0415
+    from stepscope.allocations.prediction.answer import answer_own_fit  # noqa: PLC0415
 
     verdict = found.verdicts[0] if found.verdicts else None
     return Fitted(found.workload, found.estimate, verdict, shown(answer_own_fit(found)[0]))

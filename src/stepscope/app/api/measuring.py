@@ -13,7 +13,7 @@ from stepscope.recording.environment import read_environment
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import StepFailed
 from stepscope.recording.timer import measure as measure_steps
-from stepscope.runs.times import answer_times
+from stepscope.runs.answer import answer_times
 
 _TAKEN = ("step", "host")
 """Names of samples that the timer gives itself."""

@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
-from stepscope.core.errors import StepscopeError
+from stepscope.core.errors import StepscopeError, warn
 from stepscope.core.finding import Finding
 from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run import Run
-from stepscope.core.run_directory import find_place, find_run, find_run_files
-from stepscope.core.run_files import RUN_FILE
+from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files
 from stepscope.core.samples import Samples
-from stepscope.core.shown_text import warn
 
 if TYPE_CHECKING:
     from stepscope.allocations.at_moment import Moment
@@ -147,7 +145,7 @@ def trace(
     give_pages_back()
     from stepscope.traces.captures.answer import answer_trace  # noqa: PLC0415  (polars, where a capture is read)
     from stepscope.traces.captures.checks import check_trace  # noqa: PLC0415
-    from stepscope.traces.captures.load import load_capture  # noqa: PLC0415
+    from stepscope.traces.captures.digest import load_capture  # noqa: PLC0415
     from stepscope.traces.captures.part import part_of  # noqa: PLC0415
 
     place = find_place(str(path), Path(runs))

@@ -72,8 +72,7 @@ def shown(answer: Answer) -> ShownAnswer:
 
 def as_text(*answers: Answer) -> str:
     """The answers one below the other, as the command prints them into a pipe."""
-    from stepscope.rendering.plain import plain_text  # noqa: PLC0415  (only where something is shown)
-    from stepscope.rendering.terminal import render_answer  # noqa: PLC0415
+    from stepscope.rendering.terminal import plain_text, render_answer  # noqa: PLC0415 - rich takes a while
 
     return "\n".join(plain_text(render_answer(answer)) for answer in answers).rstrip("\n")
 

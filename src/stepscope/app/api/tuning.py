@@ -5,17 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from stepscope.app.api.running import check_one_model, of_factory, textbook
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
-from stepscope.app.api.workloads import check_one_model, of_factory, textbook
-from stepscope.core.errors import InputError
-from stepscope.core.shown_text import warn
+from stepscope.core.errors import InputError, warn
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.tuned import fields_kept
+from stepscope.core.study_results import fields_kept
 from stepscope.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from stepscope.core.own_workload import DrivenWorkload
-    from stepscope.core.tuned import Tuned
+    from stepscope.core.study_results import Tuned
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,34 +9,21 @@ from typing import Any, ClassVar, NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.app.cli import (
-    compare,
-    device,
-    fit,
-    history,
-    kernel,
-    ls,
-    memory,
-    models,
-    plan,
-    report,
-    run,
-    show,
-    streams,
-    study,
-    sweep,
-    table,
-    trace,
-    tune,
-    watch,
-    writeup,
-)
-from stepscope.app.cli.grammar import Verbs, help_width
+from stepscope.app.cli import compare, fit, plan, report, run, study, sweep, trace, tune, watch, writeup
+from stepscope.app.cli import lookups as device
+from stepscope.app.cli import lookups as kernel
+from stepscope.app.cli import lookups as memory
+from stepscope.app.cli import lookups as models
+from stepscope.app.cli import output as streams
+from stepscope.app.cli import stored_runs as history
+from stepscope.app.cli import stored_runs as ls
+from stepscope.app.cli import stored_runs as show
+from stepscope.app.cli import stored_runs as table
 from stepscope.app.cli.output import emit
+from stepscope.app.cli.verb import Verbs, help_width
 from stepscope.core import interrupts
 from stepscope.core.address_space import address_space_limit
-from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line
-from stepscope.core.shown_text import warn
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, warn
 from stepscope.core.units import format_bytes
 
 _OPTIONAL = {

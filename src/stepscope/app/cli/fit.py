@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.app.cli.given_words import words
-from stepscope.app.cli.output import check_picture, draw, stdout_kept_clean, warn
-from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.options import words
+from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, warn
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
@@ -163,11 +162,11 @@ def _as_document(found: "Sequence[dict[str, object]]", answers: "Iterable[Answer
 
 def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
     """The answer, and how far forecasts that were kept here were off, where some were measured since."""
-    from stepscope.core.run_files import FORECASTS_FILE
+    from stepscope.core.run_directory import FORECASTS_FILE
 
     if not (runs / FORECASTS_FILE).is_file():
         return answer
-    from stepscope.runs.history.predictions import error_bars, judged_in
+    from stepscope.runs.history import error_bars, judged_in
 
     said = error_bars(judged_in(runs)[0])
     return msgspec.structs.replace(answer, asides=(*answer.asides, said)) if said else answer
@@ -201,7 +200,7 @@ def _by_running(workload: Workload) -> "FakeEstimate":
 
 
 def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", runs: Path, shown: Presentation) -> None:
-    from stepscope.allocations.prediction.own_answer import answer_own_fit
+    from stepscope.allocations.prediction.answer import answer_own_fit
     from stepscope.questions.fit_of_own import fit_of_own
 
     found = fit_of_own(workload, budgets)
@@ -283,7 +282,7 @@ def _list_tensors(workload: Workload, shown: Presentation) -> None:
 
 def _print_largest(workloads: list[Workload], budget: "Budget", shown: Presentation) -> None:
     from stepscope.allocations.prediction.answer import answer_largest
-    from stepscope.allocations.prediction.largest import largest_that_fits
+    from stepscope.allocations.prediction.fit import largest_that_fits
 
     found = [largest_that_fits(workload, budget) for workload in workloads]
     rows = [

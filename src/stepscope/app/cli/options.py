@@ -5,39 +5,161 @@ A verb takes its options from here (`app/cli/verb.py`). A new field of ModelConf
 """
 
 import keyword
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import msgspec
 
 from stepscope.app.cli import completion
-from stepscope.app.cli.given_numbers import (
-    finite_numbers,
-    norm_bound,
-    positive_integers,
-    positive_number,
-    positive_numbers,
-)
-from stepscope.app.cli.given_words import words
-from stepscope.app.cli.presentation import Presentation
-from stepscope.app.cli.recording import RECORDED, Recording
+from stepscope.app.cli.output import Presentation
 from stepscope.core.attentions import ATTENTIONS, attention_names
 from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
-from stepscope.core.errors import InputError
-from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.device_spec import NETWORKS
+from stepscope.core.errors import InputError, choose
+from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, ModelConfig
-from stepscope.core.network import NETWORKS
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import KERNELS, PART_WORDS, kernels_of
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, option_words, strategy_names
-from stepscope.core.tuned import TUNED_FIELDS
+from stepscope.core.study_results import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
-from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, Workload
-from stepscope.engine.request import MEMORY_STACKS
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, NO_CLIP, OPTIMIZERS, PHASES, PROJECTIONS, Workload
+from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.rendering.renderers import STYLES
+
+# Numbers that a user writes in a row, as in `0.5,1,2`: what options of numbers are read by.
+
+
+Numbers = Sequence[float]
+"""The annotation of an option that takes a row of numbers as a whole."""
+
+
+def finite_numbers(text: str, option: str) -> tuple[float, ...]:
+    """The finite numbers of a comma-separated list. Raises InputError for anything else in it, or an empty entry."""
+    words = [word.strip() for word in text.split(",")]
+    numbers: list[float] = []
+    for word in words:
+        try:
+            number = float(word)
+        except ValueError:
+            raise InputError(f"{option} holds {word!r}, which is no number: write numbers, as in 0.5,1,2") from None
+        if not math.isfinite(number):
+            raise InputError(f"{option} holds {word!r}, which is not finite: leave it out")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def positive_numbers(text: str, option: str) -> tuple[float, ...]:
+    """The numbers of a comma-separated list, ascending, each once. Raises InputError for one that is not above zero."""
+    numbers = finite_numbers(text, option)
+    if min(numbers) <= 0:
+        raise InputError(f"{option} holds {min(numbers):g}: write numbers above zero")
+    return tuple(sorted(set(numbers)))
+
+
+def positive_number(text: str, option: str) -> float:
+    """The one number above zero that the text holds. Raises InputError for anything else."""
+    number, *more = positive_numbers(text, option)
+    if more:
+        raise InputError(f"{option} holds {1 + len(more)} numbers: write one")
+    return number
+
+
+def norm_bound(text: str) -> float | str:
+    """What `--clip` says: a number above zero, or none. Raises InputError for anything else."""
+    return text if text == NO_CLIP else positive_number(text, "--clip")
+
+
+def positive_integers(text: str, option: str, *, limit: int) -> tuple[int, ...]:
+    """The whole numbers from 1 to `limit` of a list, ascending, each once. Raises InputError for anything else."""
+    numbers = positive_numbers(text, option)
+    for number in numbers:
+        if number != int(number) or number > limit:
+            raise InputError(f"{option} holds {number:g}: write whole numbers from 1 to {limit:,}")
+    return tuple(int(number) for number in numbers)
+
+
+# Which options stand on the command line: those that only have a default, nobody asked for.
+
+
+_ALWAYS = ("--only", "--style", "--brief", "--json", "--save", "--device")
+"""What shows an answer, and the device, which a script may name for all that it runs."""
+_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
+
+
+def remember(flags: Iterable[str]) -> None:
+    """Keep the options that this command line has; the grammar says them before a verb runs."""
+    _given.set(tuple(flags))
+
+
+def is_given(flag: str) -> bool:
+    """Whether the command line has this option."""
+    return flag in _given.get()
+
+
+def refuse_beside(mode: str, *read: str) -> None:
+    """Raise InputError for given options that are not read beside `mode`."""
+    useless = [flag for flag in _given.get() if flag not in (mode, *read, *_ALWAYS)]
+    if useless:
+        raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+
+
+# A list of words that an option was given.
+
+
+def words(text: str, option: str) -> list[str]:
+    """A comma-separated list of words, each once."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
+        raise InputError(f"{option} is empty: name at least one")
+    return found
+
+
+# What `--record` and the options beside it fill: what is kept of some more steps.
+
+
+RECORDED = ("memory", *TRACE_TOOLS)
+
+
+class Recording(msgspec.Struct, frozen=True, kw_only=True):
+    """What is kept of some more steps, after the timed ones."""
+
+    trace: TraceRequest = TraceRequest()
+    memory: MemoryRequest | None = None
+
+
+def recording_from(
+    record: tuple[str, ...],
+    trace_steps: int,
+    trace_stacks: bool = False,
+    memory_stacks: str | None = None,
+    memory_steps: int = 1,
+) -> Recording:
+    """What to keep; what is named twice is kept once."""
+    named = dict.fromkeys(word for text in record for word in words(text, "--record"))
+    for name in named:
+        choose(name, RECORDED, "record")
+    if trace_stacks and "kineto" not in named:
+        raise InputError("--trace-stacks belongs to --record kineto: add it, or leave the stacks out")
+    if memory_stacks is not None and "memory" not in named:
+        raise InputError("--memory-stacks belongs to --record memory: add it, or leave the stacks out")
+    if is_given("--memory-steps") and "memory" not in named:
+        raise InputError("--memory-steps belongs to --record memory: add it, or leave the steps out")
+    if is_given("--trace-steps") and not named.keys() & set(TRACE_TOOLS):
+        raise InputError("--trace-steps belongs to --record kineto or nsys: add one of them, or leave the steps out")
+    tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))
+    stacks = cast("MemoryStacks", memory_stacks or "python")  # MemoryRequest refuses others
+    return Recording(
+        trace=TraceRequest(tools=tools, steps=trace_steps, stacks=trace_stacks),
+        memory=MemoryRequest(stacks=stacks, steps=memory_steps) if "memory" in named else None,
+    )
 
 
 def _tag(text: str) -> str:

@@ -1,10 +1,12 @@
 """stdout for results, stderr for progress."""
 
 import contextlib
+import io
 import os
 import shutil
 import sys
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -13,12 +15,12 @@ from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from stepscope.core.errors import StepscopeError
-from stepscope.core.shown_text import visible, warn
-from stepscope.rendering.plain import CleanConsole, parts_of, plain_part
+from stepscope.core.answer import Answer, encode_answer
+from stepscope.core.errors import InputError, StepscopeError, choose, visible, warn
+from stepscope.rendering.renderers import BARE, STYLES
+from stepscope.rendering.terminal import CleanConsole, parts_of, plain_part
 
 if TYPE_CHECKING:
-    from stepscope.core.answer import Answer
     from stepscope.engine.plan import SweepState
     from stepscope.engine.request import Stage
     from stepscope.rendering.sweep import ProgressRow
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
     """Print on stdout, or another stream, at the width of the terminal; a pipe or a file gets tables as wide as they
     are, and text folded at 120."""
-    from stepscope.rendering.layout import fitted
+    from stepscope.rendering.terminal import fitted
 
     out = stream or sys.stdout
     if out.isatty():
@@ -227,7 +229,7 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
 
 def rows_of(state: "SweepState") -> "list[ProgressRow]":
     """The state of a sweep as rendering/sweep.py reads it."""
-    from stepscope.core.work.described import cell_name
+    from stepscope.core.work.spelled import cell_name
     from stepscope.rendering.sweep import ProgressRow
 
     return [
@@ -237,3 +239,101 @@ def rows_of(state: "SweepState") -> "list[ProgressRow]":
         )
         for cell in state.cells
     ]  # fmt: skip
+
+
+# stdin, stdout and stderr, mended for our own verbs and given back to a script that is not ours.
+
+
+_STREAMS = ("stdin", "stdout", "stderr")
+_FIRST_OWN = 200
+"""The least number of a descriptor of ours beside a script, whose own then have the numbers that they would have."""
+_errors: dict[io.TextIOWrapper, str | None] = {}
+_were_closed: list[int] = []
+_were_none: list[str] = []
+
+
+def mend() -> None:
+    """Streams that were closed go nowhere, and a narrow encoding gets `?` for what it cannot say."""
+    for number, name in enumerate(_STREAMS):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free: this one
+            _were_closed.append(number)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w", closefd=False))  # noqa: SIM115
+            _were_none.append(name)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            _errors[stream] = stream.errors
+            stream.reconfigure(errors="replace")
+
+
+def give_back() -> TextIO | None:
+    """Give the streams back as they were before `mend`. Returns a stream of our own to where stderr leads, whatever
+    becomes of that; None if it is closed."""
+    own = _own_stderr() if 2 not in _were_closed else None
+    for stream, errors in _errors.items():
+        stream.reconfigure(errors=errors)
+    for name in _were_none:
+        setattr(sys, name, None)
+    for number in _were_closed:
+        os.close(number)
+    for known in (_errors, _were_none, _were_closed):
+        known.clear()
+    return own
+
+
+def _own_stderr() -> TextIO | None:
+    try:
+        import fcntl  # not on every system
+
+        number = fcntl.fcntl(2, fcntl.F_DUPFD_CLOEXEC, _FIRST_OWN)
+    except (ImportError, OSError):
+        number = os.dup(2)
+    encoding = getattr(sys.__stderr__, "encoding", None) or "utf-8"
+    stream = open(number, "w", encoding=encoding, errors="replace", closefd=False)  # noqa: SIM115
+    if hasattr(os, "register_at_fork"):  # a child that lives on would keep a reader of stderr waiting
+        os.register_at_fork(after_in_child=lambda: os.close(number))
+    return stream
+
+
+# What becomes of an answer: which part of it is printed, and in which form.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Presentation:
+    """What --only, --style, --brief and --json say."""
+
+    only: str | None = None
+    style: str = "terminal"
+    json: bool = False
+    brief: bool = False
+
+    def __post_init__(self) -> None:
+        choose(self.style, STYLES, "style")
+        if self.brief and self.style != "terminal":
+            raise InputError(f"--brief and --style {self.style} are two forms of one answer: ask for one")
+        if self.json and self.only is not None:
+            raise InputError("--json writes the whole answer: leave out --only")
+        if self.style in BARE and (self.only or "").casefold() == "findings":
+            raise InputError(f"--style {self.style} writes tables, findings are sentences: ask for markdown")
+        if self.json and self.style != "terminal":
+            raise InputError(f"--json and --style {self.style} are two forms of one answer: ask for one")
+
+    def show(self, *answers: Answer, document: Callable[[], str] | None = None) -> None:
+        """Print the answers one below the other; for --json the document instead, or that of the first answer."""
+        if self.brief:
+            from stepscope.rendering.brief import brief_document, brief_text
+
+            parts = answers if self.only is None else tuple(one.part(self.only) for one in answers)
+            emit(brief_document(parts[0]) if self.json else "\n".join(map(brief_text, parts)))
+        elif self.json:
+            emit(document() if document is not None else encode_answer(answers[0]))
+        else:
+            present(*answers, style=self.style, only=self.only)
+
+    def name_the_page(self, what: object) -> None:
+        """Say how the same is seen as a page, where the answer is read by somebody."""
+        if not self.json and self.style == "terminal":
+            warn(f"as a page: stepscope report {what}")

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from stepscope.app.cli.given_options import refuse_beside
-from stepscope.app.cli.output import check_picture, draw, warn
-from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.options import refuse_beside
+from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
@@ -17,9 +16,8 @@ from stepscope.core.workload import Workload
 
 if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning
-    from stepscope.allocations.planning.search import Plan
-    from stepscope.allocations.planning.space import Question
-    from stepscope.core.network import Network
+    from stepscope.allocations.planning.search import Plan, Question
+    from stepscope.core.device_spec import Network
 
 _NOT_ASKED = {
     "phase": "a plan is of a training step", "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
@@ -60,11 +58,11 @@ def plan(
         _verify(against, network, save, shown)
         return
     workload, checkpointings = _step(said, batch_tokens)
-    from stepscope.allocations.planning.space import Question
+    from stepscope.allocations.planning.search import Question
+    from stepscope.core.device_spec import MOST_RANKS
     from stepscope.core.layout import parse_layout
     from stepscope.core.model_config import whole_number
-    from stepscope.core.network import MOST_RANKS
-    from stepscope.core.work.planned_model import PlannedModel
+    from stepscope.core.work.transformer import PlannedModel
 
     whole_number(ranks, "--ranks", 1, MOST_RANKS)
     question = Question(
@@ -112,13 +110,12 @@ def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[Workload, tuple[
 
 
 def _planned(question: "Question", device: str, network: str | None, shares: Mapping[str, float | None]) -> "Planning":
-    from stepscope.allocations.planning.answer import Planning
-    from stepscope.allocations.planning.rates import STEP_SPREAD, rates_of
-    from stepscope.allocations.planning.scaling import scaling, sensitivity
+    from stepscope.allocations.planning.answer import Planning, scaling, sensitivity
     from stepscope.allocations.planning.search import Machine, search
     from stepscope.allocations.planning.simulation import Stragglers, simulate
+    from stepscope.allocations.planning.times import STEP_SPREAD, rates_of
     from stepscope.allocations.prediction.fit import budget_of_total, device_named
-    from stepscope.core.network import network_for
+    from stepscope.core.device_spec import network_for
 
     spread = STEP_SPREAD if shares["spread"] is None else shares["spread"]
     if not 0 <= spread < 0.5:
@@ -147,13 +144,13 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
 
 def _network(said: str, usual: "Network") -> "Network":
     """The network that --network says: by name or figures, or as a file of `study collectives` has measured it."""
-    from stepscope.core.network import measured_network, parse_network
+    from stepscope.core.device_spec import measured_network, parse_network
 
     file, _, figures = said.partition(",")
     if not file.endswith(".json"):
         return parse_network(said, usual)
     from stepscope.core.answer import decode_answer
-    from stepscope.core.bounded_file import read_named
+    from stepscope.core.files import read_named
     from stepscope.questions.collectives.answer import fits_in
 
     found = decode_answer(read_named(Path(file)), file)
@@ -198,7 +195,7 @@ def _keep(planning: "Planning", runs: Path) -> None:
 
 def _verify(against: tuple[Path, ...], network: str | None, save: Path | None, shown: Presentation) -> None:
     from stepscope.allocations.planning.verification import answer_verification
-    from stepscope.core.network import network_for
+    from stepscope.core.device_spec import network_for
     from stepscope.core.run_directory import load_runs
 
     runs, faults = load_runs(list(against)) if against else ([], [])

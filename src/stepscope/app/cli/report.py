@@ -9,15 +9,14 @@ import typer
 from stepscope.app.cli import completion
 from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
+from stepscope.core.answer import GENERATOR
 from stepscope.core.errors import InputError, choose
-from stepscope.core.page import GENERATOR
 from stepscope.core.polars_memory import give_pages_back
-from stepscope.core.run_directory import check_is_ours, write_atomically
-from stepscope.core.run_files import RUN_FILE
+from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.aside import Drawer
 
 if TYPE_CHECKING:
-    from stepscope.core.page import Page
+    from stepscope.core.answer import Page
 
 
 @verb("report", "stepscope report last --open", "stepscope report results/h200/plain -o sweep.html --plots plots")

@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, NoReturn
 import msgspec
 import typer
 
-from stepscope.app.cli.captured_runs import type_of_device
-from stepscope.app.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
-from stepscope.app.cli.presentation import Presentation
-from stepscope.app.cli.recording import Recording
-from stepscope.app.cli.sweep import measure_and_report
+from stepscope.app.cli.options import Recording
+from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
+from stepscope.app.cli.sweep import measure_and_report, type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
@@ -120,7 +118,7 @@ def _cells(
     if repeat == 1 and against is None:
         return tuple(cells)  # ranks that share its steps are processes, too
     if against is not None:
-        from stepscope.app.cli.against import is_options, stored_workload, with_options
+        from stepscope.app.cli.compare import is_options, stored_workload, with_options
 
         if is_options(against):
             other = with_options(said, against)
@@ -141,8 +139,7 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
 
     def report(measured: list[Run]) -> None:
         from stepscope.runs.against_answer import against_as_json, answer_against
-        from stepscope.runs.run_sets import sets_of
-        from stepscope.runs.set_answer import answer_set, set_as_json
+        from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
 
         if len(measured) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
             _show(measured[0], Path(plan.out) / measured[0].id, shown, save)
@@ -181,17 +178,15 @@ def _show(measured: Run, directory: Path, shown: Presentation, save: Path | None
     documents: dict[str, object] = {}
     summary, explained = _summary_of_trace(measured, directory), _explained_memory(measured, directory)
     if summary is not None:
-        from stepscope.traces.captures.answer import answer_trace
-        from stepscope.traces.captures.as_json import trace_as_json
+        from stepscope.traces.captures.answer import answer_trace, trace_as_json
         from stepscope.traces.captures.checks import check_trace
 
         findings = check_trace(summary)
         answers.append(answer_trace(summary, findings, str(directory)))
         documents["trace"] = trace_as_json(summary, findings)
     if explained is not None:
-        from stepscope.allocations.answer import answer_memory
+        from stepscope.allocations.answer import answer_memory, memory_as_json
         from stepscope.allocations.at_moment import moment_at
-        from stepscope.allocations.memory_json import memory_as_json
 
         moment = moment_at(explained, None)
         answers.append(answer_memory(explained, moment))

@@ -5,24 +5,12 @@ from typing import Any, ClassVar
 
 import typer
 
-from stepscope.app.cli.grammar import Verbs, study_now
-from stepscope.app.cli.presentation import Presentation
-from stepscope.app.cli.studies import gradients as study_gradients
-from stepscope.app.cli.studies import precision as study_precision
-from stepscope.app.cli.studies.allocator import allocator
-from stepscope.app.cli.studies.attention import attention
-from stepscope.app.cli.studies.attention_gate import attention_gate
-from stepscope.app.cli.studies.attention_steps import attention_step
-from stepscope.app.cli.studies.autocast import autocast
+from stepscope.app.cli.output import Presentation
+from stepscope.app.cli.studies import precision
+from stepscope.app.cli.studies.attention import attention, attention_gate
 from stepscope.app.cli.studies.collectives import collectives
-from stepscope.app.cli.studies.compile import compiled
-from stepscope.app.cli.studies.kernels import kernels
-from stepscope.app.cli.studies.parallel import parallel
-from stepscope.app.cli.studies.parity import parity
-from stepscope.app.cli.studies.quality import quality
-from stepscope.app.cli.studies.shadow import shadow
-from stepscope.app.cli.studies.speed import speed
-from stepscope.app.cli.verb import verb
+from stepscope.app.cli.studies.steps import allocator, attention_step, compiled, kernels, parallel, speed
+from stepscope.app.cli.verb import Verbs, study_now, verb
 
 
 @verb(
@@ -48,8 +36,7 @@ def warmup(
     from stepscope.core.model_config import configure
     from stepscope.core.workload import Workload
     from stepscope.engine.plan import Policy, SweepPlan
-    from stepscope.questions.warmup.answer import answer_warmup
-    from stepscope.questions.warmup.study import warmup_cells
+    from stepscope.questions.warmup import answer_warmup, warmup_cells
 
     workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
     cells = warmup_cells(workload, steps, warmup)
@@ -62,12 +49,12 @@ class _Studies(Verbs):
 
     verbs: ClassVar = {
         "warmup": warmup, "allocator": allocator, "kernels": kernels, "compile": compiled,
-        "formats": study_precision.formats_study,
-        "accumulation": study_precision.accumulation_study, "normalisation": study_precision.normalisation_study,
-        "softmax": study_precision.softmax_study, "underflow": study_gradients.underflow,
-        "scaling": study_gradients.scaling, "swallowed": study_gradients.swallowed, "autocast": autocast,
-        "parity": parity, "shadow": shadow,
-        "speed": speed, "quality": quality, "attention": attention, "attention-step": attention_step,
+        "formats": precision.formats_study,
+        "accumulation": precision.accumulation_study, "normalisation": precision.normalisation_study,
+        "softmax": precision.softmax_study, "underflow": precision.underflow,
+        "scaling": precision.scaling, "swallowed": precision.swallowed, "autocast": precision.autocast,
+        "parity": precision.parity, "shadow": precision.shadow,
+        "speed": speed, "quality": precision.quality, "attention": attention, "attention-step": attention_step,
         "attention-gate": attention_gate, "collectives": collectives, "parallel": parallel,
     }  # fmt: skip
 

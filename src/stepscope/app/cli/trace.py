@@ -1,23 +1,107 @@
 """`stepscope trace`: what a capture says, whichever profiler made it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli.output import draw, json_line, warn
-from stepscope.app.cli.presentation import Presentation
-from stepscope.app.cli.trace_job import capture_of_rank, captures_of, compare_jobs, show_job
+from stepscope.app.cli.output import Presentation, draw, json_line, warn
 from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import Finding, worst
 from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window
 
+# `stepscope trace` of several ranks' captures.
+
+
 if TYPE_CHECKING:
-    from stepscope.traces.captures.details.tables import View
+    from stepscope.traces.ranks.job import Job
+
+
+def captures_of(names: Sequence[str], runs: Path) -> list[Path]:
+    """The captures that these names give: files and runs are one each, and a folder is all that it holds."""
+    give_pages_back()  # before polars is imported
+    from stepscope.traces.ranks.job import captures_in
+
+    found: list[Path] = []
+    for name in names:
+        place = find_place(name, runs)
+        found += captures_in(place) or [place]
+    files = [path.resolve() for path in found]
+    twice = next((path for place, path in enumerate(found) if files[place] in files[:place]), None)
+    if twice is not None:
+        raise InputError(f"{twice} is named twice: name each capture once")
+    return found
+
+
+def show_job(captures: list[Path], *, perfetto: Path | None, save: Path | None, shown: Presentation) -> str | None:
+    """Show the ranks of a job. Returns the severity of the worst finding."""
+    from stepscope.traces.ranks.answer import answer_job, check_job, job_as_json
+    from stepscope.traces.ranks.job import load_job
+
+    job = load_job(captures, say=warn)
+    findings = check_job(job)
+    if perfetto is not None:
+        _export(job, captures, perfetto)
+    folders = {path.parent for path in captures}
+    answer = answer_job(job, findings, str(folders.pop()) if len(folders) == 1 else f"{len(captures)} captures")
+    shown.show(answer, document=lambda: json_line(job_as_json(job, findings)))
+    draw(answer, save)
+    return worst(findings)
+
+
+def compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> None:
+    """Show what changed in a job, rank by rank. Raises InputError where the other capture is of one rank alone."""
+    from stepscope.traces.ranks.answer import answer_jobs, jobs_as_json
+    from stepscope.traces.ranks.job import captures_in, load_job
+
+    earlier = captures_in(before)
+    if len(earlier) < 2:
+        raise InputError(
+            f"--against {before} is one capture, and the others are {len(captures)}: name a folder of the same ranks, "
+            "or choose one with --rank"
+        )
+    old, new = load_job(earlier, say=warn), load_job(captures, say=warn)
+    folders = {path.parent for path in captures}
+    name = str(folders.pop()) if len(folders) == 1 else f"{len(captures)} captures"
+    shown.show(answer_jobs(old, new, str(before), name), document=lambda: json_line(jobs_as_json(old, new)))
+
+
+def capture_of_rank(captures: list[Path], rank: int) -> Path:
+    """The capture of one rank of a job. Raises InputError where none is of it."""
+    from stepscope.traces.ranks.job import load_job
+
+    job = load_job(captures, say=warn)
+    found = next((one.source for one in job.ranks if one.number == rank), None)
+    if found is None:
+        numbers = ", ".join(str(one.number) for one in job.ranks)
+        raise InputError(f"none of these captures is of rank {rank}: choose one of {numbers}")
+    return Path(found)
+
+
+def _export(job: "Job", captures: list[Path], out: Path) -> None:
+    """Write all ranks into one file for Perfetto, on the clock of the first."""
+    from stepscope.rendering.perfetto import Rank, write_perfetto
+    from stepscope.traces.captures.digest import load_capture
+    from stepscope.traces.read import find_capture
+
+    offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
+    ranks: list[Rank] = []
+    for one in job.ranks:
+        summary = load_capture(Path(one.source), say=warn)
+        gaps = summary.occupation.gaps if summary.occupation else None
+        ranks.append(Rank(f"rank {one.number}", summary.attribution, gaps, offset_ns=offsets[one.number]))
+    written = write_perfetto(ranks, out, sources=[find_capture(path) for path in captures])
+    warn(f"{written} slices in {out}: open it at https://ui.perfetto.dev")
+
+
+if TYPE_CHECKING:
+    from stepscope.traces.captures.detail_tables import View
     from stepscope.traces.captures.summary import TraceSummary
 
 
@@ -128,8 +212,7 @@ def _show(
     save: Path | None,
     shown: Presentation,
 ) -> None:
-    from stepscope.traces.captures.answer import answer_trace
-    from stepscope.traces.captures.as_json import trace_as_json
+    from stepscope.traces.captures.answer import answer_trace, trace_as_json
 
     def document() -> str:
         return json_line(trace_as_json(asked, findings, view))
@@ -154,8 +237,8 @@ def _part(summary: "TraceSummary", file: Path, asked: Selection) -> "TraceSummar
 
 
 def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
-    from stepscope.traces.captures.details.graph_replays import captured_graphs
-    from stepscope.traces.captures.details.tables import View
+    from stepscope.traces.captures.detail_tables import View
+    from stepscope.traces.captures.details import captured_graphs
     from stepscope.traces.read import read_trace
 
     captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
@@ -168,7 +251,7 @@ def _check_only(answer: Answer, only: str | None) -> None:
     """Raise InputError where --only names no table, with the names of those that are made when they are asked for."""
     if only is None or answer.has(only):
         return
-    from stepscope.traces.captures.details.tables import detail_heads
+    from stepscope.traces.captures.detail_tables import detail_heads
 
     if any(only.casefold() in head for head in detail_heads()):
         raise InputError(f"--only {only!r}: this capture, or this part of it, has nothing for such a table")
@@ -178,7 +261,7 @@ def _check_only(answer: Answer, only: str | None) -> None:
 
 def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:
     from stepscope.questions.compare.captures import answer_captures, compare_captures, comparison_as_json
-    from stepscope.traces.captures.as_json import part_as_json
+    from stepscope.traces.captures.answer import part_as_json
 
     comparison, part = compare_captures(before.attribution, after.attribution), after.part
     shown.show(
@@ -190,6 +273,6 @@ def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path
 def load_summary(path: Path) -> "TraceSummary":
     """Read and attribute a capture, with the run it belongs to where one lies beside it."""
     give_pages_back()
-    from stepscope.traces.captures.load import load_capture
+    from stepscope.traces.captures.digest import load_capture
 
     return load_capture(path, say=warn)

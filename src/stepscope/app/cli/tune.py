@@ -5,18 +5,17 @@ from typing import NoReturn
 
 import typer
 
-from stepscope.app.cli.captured_runs import type_of_device
-from stepscope.app.cli.given_options import refuse_beside
-from stepscope.app.cli.output import check_picture, draw, stdout_kept_clean, sweep_progress, warn
-from stepscope.app.cli.presentation import Presentation
+from stepscope.app.cli.options import refuse_beside
+from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, sweep_progress, warn
+from stepscope.app.cli.sweep import type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
-from stepscope.core.bounded_file import read_named
 from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
+from stepscope.core.files import read_named
 from stepscope.core.finding import worst
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.tuned import Tuned, decode_tuned, fields_kept
+from stepscope.core.study_results import Tuned, decode_tuned, fields_kept
 
 
 @verb(

@@ -9,16 +9,24 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from stepscope.app.cli.output import show, warn
-from stepscope.app.cli.recording import Recording
-from stepscope.app.cli.streams import give_back
+from stepscope.app.cli.options import Recording
+from stepscope.app.cli.output import give_back, show, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.leaving import HandedOver, die_of_interrupt
-from stepscope.engine.watch.command import Launch, Program, launch_command, program_of
+from stepscope.core.interrupts import HandedOver, die_of_interrupt
 from stepscope.engine.watch.request import WatchRequest, settings_between, steps_between
-from stepscope.engine.watch.script import prepare, report, wait_for_threads, when_imported, without_our_frames
+from stepscope.engine.watch.script import (
+    Launch,
+    Program,
+    launch_command,
+    prepare,
+    program_of,
+    report,
+    wait_for_threads,
+    when_imported,
+    without_our_frames,
+)
 
 if TYPE_CHECKING:
     from stepscope.engine.watch.watched_run import WatchedRun

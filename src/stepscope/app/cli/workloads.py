@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from stepscope.app.cli.options import OPTIONS
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, warn
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.model_file import unmet
 from stepscope.core.own_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
-from stepscope.core.shown_text import warn
 from stepscope.core.workload import Workload
-from stepscope.engine.grid import combinations, grid
+from stepscope.engine.plan import combinations, grid
 
 
 @dataclass(frozen=True, slots=True)

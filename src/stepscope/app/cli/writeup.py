@@ -17,9 +17,7 @@ from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED
 from stepscope.core.units import counted
 
 if TYPE_CHECKING:
-    from stepscope.rendering.writeup.answered import WriteUp
-    from stepscope.rendering.writeup.document import Target
-    from stepscope.rendering.writeup.question import Measure, Scale
+    from stepscope.rendering.writeup.document import Measure, Scale, Target, WriteUp
 
 
 @verb(
@@ -44,11 +42,8 @@ def writeup(
     runs: Path,
 ) -> None:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
-    from stepscope.rendering.writeup.answered import write_up
     from stepscope.rendering.writeup.assignments import assignment_named
-    from stepscope.rendering.writeup.document import Target
-    from stepscope.rendering.writeup.material import Material, gather
-    from stepscope.rendering.writeup.question import SCALES
+    from stepscope.rendering.writeup.document import SCALES, Material, Target, gather, write_up
 
     asked = assignment_named(assignment)
     choose(scale, SCALES, "scale")

@@ -15,17 +15,145 @@ data        by the kind of sharding (Rajbhandari et al. 2020, section 7): gradie
             parameters once a step, or in each forward and each backward.
 """
 
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from stepscope.core.checkpointing import spans_of
+from stepscope.core.device_spec import Network
 from stepscope.core.layout import SHARDINGS, Layout
-from stepscope.core.network import Network
-from stepscope.core.work.collectives import named_kind
-from stepscope.core.work.planned_model import PlannedModel, largest_stage
-from stepscope.core.work.transformer import block_shapes, shapes_outside_blocks
+from stepscope.core.work.transformer import PlannedModel, block_shapes, largest_stage, shapes_outside_blocks
+
+# Collectives: their kinds, the size of a message, and the bytes that a link carries for it.
+#
+# The bus factor makes rates of different kinds comparable with a link's peak: n ranks that all-reduce S bytes move at
+# least 2 (n - 1) / n S bytes over each link, by the formulas of nccl-tests (doc/PERFORMANCE.md).
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectiveKind:
+    """A kind of collective. `spelling` fits its names in process groups, NCCL and fused kernels; the first kind whose
+    spelling fits counts. `factor`: bytes on each link for each byte of the message, for n ranks. `ends_together`: no
+    rank can be done before the last one has come.
+    """
+
+    name: str
+    spelling: str
+    example: str
+    factor: Callable[[int], float]
+    ends_together: bool = True
+
+
+def _once(ranks: int) -> float:
+    """A link carries the message once."""
+    return 1.0
+
+
+def _others(ranks: int) -> float:
+    """A link carries what the other ranks hold."""
+    return (ranks - 1) / ranks
+
+
+KINDS = (
+    CollectiveKind(
+        name="all-reduce",
+        spelling=r"all_?reduce",
+        example="ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        factor=lambda ranks: 2 * _others(ranks),
+    ),
+    CollectiveKind(
+        name="reduce-scatter", spelling=r"reduce_?scatter", example="_reduce_scatter_base", factor=_others
+    ),
+    CollectiveKind(name="all-gather", spelling=r"all_?gather", example="_allgather_base", factor=_others),
+    CollectiveKind(name="all-to-all", spelling=r"all_?to_?all", example="nccl:all_to_all", factor=_others),
+    CollectiveKind(
+        name="broadcast", spelling=r"broadcast", example="broadcast", factor=_once, ends_together=False
+    ),
+    CollectiveKind(name="barrier", spelling=r"barrier", example="barrier", factor=_once),
+    CollectiveKind(
+        name="send and receive",
+        spelling=r"send|recv|receive",
+        example="ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
+        factor=_once,
+        ends_together=False,
+    ),
+    CollectiveKind(
+        name="reduce", spelling=r"reduce", example="ncclDevKernel_Reduce_Sum_f32_RING_LL", factor=_once,
+        ends_together=False,
+    ),
+    CollectiveKind(name="gather", spelling=r"gather", example="gather", factor=_once, ends_together=False),
+    CollectiveKind(name="scatter", spelling=r"scatter", example="scatter", factor=_once, ends_together=False),
+)  # fmt: skip
+OTHER = CollectiveKind(name="other", spelling="", example="", factor=_once, ends_together=False)
+
+
+def sent_and_received(
+    kind: str, message_bytes: int, ranks: int, *, is_root: bool = False, receives: bool = False
+) -> tuple[float, float]:
+    """The bytes that have to leave a rank for such a collective, and those that have to reach it.
+
+    They are lower bounds, which ring algorithms meet; what a rank relays for others is not counted. Messages are those
+    of nccl-tests. is_root: whether the rank is the one that a broadcast or scatter comes from, or that a reduce or
+    gather goes to. receives: whether a point-to-point call is a receive.
+    """
+    others = ranks - 1
+    if kind == "barrier":
+        return 0.0, 0.0
+    if kind == "send and receive":
+        return (0.0, float(message_bytes)) if receives else (float(message_bytes), 0.0)
+    if kind in ("broadcast", "reduce"):
+        at_root, elsewhere = float(others * message_bytes), float(message_bytes)
+    elif kind in ("scatter", "gather"):
+        at_root, elsewhere = others / ranks * message_bytes, message_bytes / ranks
+    else:
+        moved = named_kind(kind).factor(ranks) * message_bytes
+        return moved, moved
+    if kind in ("broadcast", "scatter"):
+        return (at_root, 0.0) if is_root else (0.0, elsewhere)
+    return (0.0, at_root) if is_root else (elsewhere, 0.0)
+
+
+_ITEM_BYTES = {
+    "double": 8, "long": 8, "complexfloat": 8, "complexdouble": 16, "float": 4, "int": 4, "half": 2, "bfloat16": 2,
+    "short": 2, "byte": 1, "char": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of an element by the name that PyTorch gives the type in a trace, in lower case."""
+
+
+def kind_of(name: str) -> CollectiveKind:
+    """The kind of collective that a name means: of a process group's call, or of a kernel."""
+    name = name[:400].lower()
+    return next((kind for kind in KINDS if re.search(kind.spelling, name)), OTHER)
+
+
+def named_kind(name: str) -> CollectiveKind:
+    """The kind of that name."""
+    return next((kind for kind in KINDS if kind.name == name), OTHER)
+
+
+_MOST_BYTES = 2**62
+"""No message has more: such a number of elements is damaged."""
+
+
+def message_bytes(elements: int | None, dtype: str | None) -> int | None:
+    """The size of a message of so many elements, or None where either is unknown or cannot be."""
+    size = _ITEM_BYTES.get((dtype or "").lower(), 1 if (dtype or "").lower().startswith("float8") else None)
+    return elements * size if elements is not None and size and 0 <= elements * size <= _MOST_BYTES else None
+
+
+def algorithm_bandwidth(message_bytes: int, seconds: float) -> float:
+    """Bytes of the message for each second (nccl-tests, doc/PERFORMANCE.md, `algbw`)."""
+    return message_bytes / seconds
+
+
+def bus_bandwidth(kind: str, message_bytes: int, ranks: int, seconds: float) -> float:
+    """Bytes that each link carries in a second (the same page, `busbw`). Of all-gather and reduce-scatter the message
+    is the whole, of which each rank has a part before or after; of all-to-all it is what one rank sends."""
+    return algorithm_bandwidth(message_bytes, seconds) * named_kind(kind).factor(ranks)
+
 
 When = Literal["forward", "backward", "step"]
 Dimension = Literal["tensor", "context", "expert", "pipeline", "data"]
@@ -309,3 +437,48 @@ def _tokens(layout: Layout, seq_len: int) -> int:
 def _multiply_again(layout: Layout, blocks: int) -> int:
     """Of so many blocks those whose matrix products backward runs again, as checkpointing asks for."""
     return sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.multiplies_again)
+
+
+# Latency and bandwidth of a link, fitted to times over sizes: t(S) = alpha + S / beta (Hockney 1994).
+#
+# Sizes span six orders of magnitude, so errors count relative to the time: the sum of ((alpha + S / beta) / t - 1)^2 is
+# smallest. It is linear in alpha and 1 / beta, so two equations solve it.
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyAndBandwidth:
+    """A line through times over sizes."""
+
+    latency_s: float
+    bytes_per_s: float | None
+    """None where time does not grow with size: all messages were too small."""
+    residual: float
+    """The root of the mean square of the relative errors."""
+    count: int
+    """How many sizes it is of."""
+
+    def seconds(self, message_bytes: float) -> float:
+        """How long a message of this size takes."""
+        return self.latency_s + (message_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+def fit_latency_and_bandwidth(times: Sequence[tuple[float, float]]) -> LatencyAndBandwidth | None:
+    """The line through pairs of bytes and seconds; None of less than two sizes. Neither parameter is below zero."""
+    known = [(size, seconds) for size, seconds in times if seconds > 0]
+    if len({size for size, _ in known}) < 2:
+        return None
+    # One row a size: alpha (1 / t) + slope (S / t) = 1.
+    rows = [(1 / seconds, size / seconds) for size, seconds in known]
+    aa, ab, bb = (math.fsum(r[i] * r[j] for r in rows) for i, j in ((0, 0), (0, 1), (1, 1)))
+    a1, b1 = (math.fsum(row[i] for row in rows) for i in (0, 1))
+    determinant = aa * bb - ab * ab
+    alpha, slope = (bb * a1 - ab * b1) / determinant, (aa * b1 - ab * a1) / determinant
+    if alpha < 0:
+        alpha, slope = 0.0, b1 / bb
+    elif slope <= 0:
+        alpha, slope = a1 / aa, 0.0
+    errors = [alpha * by_alpha + slope * by_slope - 1 for by_alpha, by_slope in rows]
+    return LatencyAndBandwidth(
+        latency_s=alpha, bytes_per_s=1 / slope if slope else None, count=len(rows),
+        residual=math.sqrt(math.fsum(error * error for error in errors) / len(rows)),
+    )  # fmt: skip

@@ -17,8 +17,7 @@ from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.engine.cell_process import cell_environment
 from stepscope.engine.cluster.messages import Node, Order, Terms, Word
-from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, REFUSED, record
-from stepscope.engine.places import PlaceLost
+from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, REFUSED, PlaceLost, record
 from stepscope.engine.plan import Policy, SweepPlan
 from stepscope.engine.request import Stage, StepRequest, Tell
 

@@ -19,8 +19,7 @@ import msgspec
 
 from stepscope.core.errors import StepscopeError
 from stepscope.core.run import Run
-from stepscope.engine.cluster.carried import Carried, pack
-from stepscope.engine.cluster.messages import Order, Terms
+from stepscope.engine.cluster.messages import Carried, Order, Terms, pack
 from stepscope.engine.forks import Forks
 from stepscope.engine.measured_cell import MeasuredCell
 from stepscope.engine.request import Stage

@@ -14,15 +14,13 @@ import torch
 
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import named_line
-from stepscope.core.evidence import Capture, Evidence, Habits, PhaseMemory
+from stepscope.core.evidence import Capture, Evaluated, Evidence, Habits, PhaseMemory, Saved, WatchedLoop
 from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run
-from stepscope.core.run_directory import create_run_directory, save_run
-from stepscope.core.run_files import KINETO_FILE, MEMORY_FILE
-from stepscope.core.watched_loop import Evaluated, Saved, WatchedLoop
+from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
 from stepscope.core.work import Work
-from stepscope.engine.run_draft import RunDraft
+from stepscope.engine.draft import RunDraft
 from stepscope.engine.watch.request import WatchRequest
 from stepscope.recording.environment import read_environment
 from stepscope.recording.watch.found import Found, class_name, models_of

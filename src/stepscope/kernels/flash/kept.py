@@ -9,9 +9,8 @@ import msgspec
 import torch
 import triton
 
-from stepscope.core.bounded_file import read_document
-from stepscope.core.cache_directory import cache_directory, replace_file
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.files import cache_directory, read_document, replace_file
 from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, Problem
 
 

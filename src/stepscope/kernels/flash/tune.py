@@ -43,7 +43,7 @@ from stepscope.kernels.flash.launch import (
     sums_for,
 )
 from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward, hopper_columns
-from stepscope.recording.lead import median_call_s
+from stepscope.recording.timer import median_call_s
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,38 +8,129 @@ import gc
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import get_args
 
 import msgspec
 import torch
+from torch import Tensor
 
 from stepscope.core.attention_support import find_fault
 from stepscope.core.attention_timing import (
     AttentionCell,
+    AttentionShape,
     AttentionTiming,
     AttentionTimings,
+    AttentionVerdict,
     CallCompile,
     CallMemory,
     CallOutcome,
     Launches,
+    Numbers,
 )
-from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, Numbers
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
 from stepscope.engine.device_failure import let_go
-from stepscope.questions.attention.one_pass import AttentionPass, CallInputs, saved_storages
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.environment import read_environment
-from stepscope.recording.lead import Leads, launches_hidden, overwrite_cache
+from stepscope.recording.held_tensors import saved_tensors
 from stepscope.recording.precision import matmul_precision
-from stepscope.recording.timer import Measurement, StepFailed, measure
+from stepscope.recording.step import Phase
+from stepscope.recording.timer import (
+    Leads,
+    Measurement,
+    StepFailed,
+    launches_hidden,
+    measure,
+    overwrite_cache,
+    with_lead,
+)
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.cases import LONG
 from stepscope.training.attention.compiled import compile_for_each_shape
 from stepscope.training.attention.gate import check_attention_matrix
+from stepscope.training.attention.inputs import TORCH_DTYPES
+
+# One pass of attention, forward and backward: its inputs, its phases, what it saves, and compiling it.
+
+
+class AttentionPass:
+    """Forward and backward of one call as a subject of `measure`."""
+
+    def __init__(self, function: AttentionFunction, shape: AttentionShape, inputs: "CallInputs") -> None:
+        self._function, self._shape, self._inputs = function, shape, inputs
+        self.out: Tensor | None = None
+        self._gradients: tuple[Tensor, ...] = ()
+        self.lead: Callable[[], object] | None = None
+
+    @property
+    def leaves(self) -> tuple[Tensor, ...]:
+        return self._inputs.leaves
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        forward, backward = Phase(name=FORWARD, run=self.forward), Phase(name=BACKWARD, run=self.backward)
+        return with_lead(self.lead, forward, backward)
+
+    def prepare(self) -> None:
+        self.out, self._gradients = None, ()
+
+    def forward(self) -> None:
+        self.out = self._function(*self._inputs.leaves, causal=self._shape.causal, window=self._shape.window)
+
+    def backward(self) -> None:
+        assert self.out is not None
+        # Not `.backward()`, which would add to what a pass before left, or copy.
+        self._gradients = torch.autograd.grad(self.out, self._inputs.leaves, self._inputs.gradient)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallInputs:
+    """Random numbers of one shape: q, k and v, and the output's gradient."""
+
+    leaves: tuple[Tensor, Tensor, Tensor]
+    gradient: Tensor
+
+    @classmethod
+    def draw(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device) -> "CallInputs":
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(heads: int, length: int) -> Tensor:
+            size = (shape.batch, heads, length, shape.head_dim)
+            return torch.randn(size, generator=generator, device=device, dtype=TORCH_DTYPES[dtype])
+
+        q = normal(shape.heads, shape.queries).requires_grad_()
+        k, v = (normal(shape.key_heads, shape.keys).requires_grad_() for _ in range(2))
+        return cls(leaves=(q, k, v), gradient=normal(shape.heads, shape.queries))
+
+
+def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
+    """Bytes of every storage, by its address, that autograd keeps for the backward of `out`, but those of `inputs`.
+
+    Numbers that autograd wraps as tensors without a dimension (the scale, say) are left out: they lie on the host.
+    """
+    if out.grad_fn is None:
+        return {}
+    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn) if saved.tensor.ndim]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
+
+
+def call_once(
+    name: Attention, compile: CallCompile, shape: AttentionShape, dtype: TensorDtype, device: torch.device
+) -> None:
+    """Run one pass, so that the kernels that it compiles are in the caches on disk."""
+    with matmul_precision("fp32"):
+        function = implementation(name) if compile == "none" else compile_for_each_shape(implementation(name))
+        made = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))
+        made.forward()
+        made.backward()
+        made.prepare()
+    timing_device(device).synchronize()
+
 
 _MOST_JUDGED_SCORES = {"cuda": 1 << 33, "cpu": 1 << 22}
 """The most scores of a timed shape, by device, for which the gate computes attention in float64."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of
-from stepscope.core.attention_verdict import AttentionVerdict, GateReport
+from stepscope.core.attention_timing import AttentionVerdict, GateReport
 
 _TENSORS = ("out", "dq", "dk", "dv")
 _FAILURES = 12

@@ -17,8 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attention_timing import CallCompile
-from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport
+from stepscope.core.attention_timing import AttentionShape, AttentionVerdict, CallCompile, GateReport
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import named_line
 
@@ -140,7 +139,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
     """Do one task in this process."""
     import torch  # noqa: PLC0415
 
-    from stepscope.questions.attention.one_pass import call_once  # noqa: PLC0415
+    from stepscope.questions.attention.calls import call_once  # noqa: PLC0415
     from stepscope.recording.device import resolve_device  # noqa: PLC0415
     from stepscope.training.attention.gate import check_attention_matrix  # noqa: PLC0415
 

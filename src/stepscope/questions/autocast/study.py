@@ -1,46 +1,537 @@
 """What dtype everything has under autocast: parameters, each module's input and output, the loss, the gradients.
 
 What stands in the tables was seen, in a step of the model and in runs of single operators. Without a GPU CUDA's rules
-are seen operator by operator, on tensors without data; a whole step by them is imitated (`recording/as_on_cuda.py`),
+are seen operator by operator, on tensors without data; a whole step by them is imitated (`recording/fake_memory.py`),
 and the imitation held against what was seen.
 """
 
 import contextlib
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from stepscope.core.answer import Answer, Cell, Table, as_lines
 from stepscope.core.errors import InputError, choose
-from stepscope.core.finding import Finding
-from stepscope.questions.answers import computed_answer
-from stepscope.questions.autocast.findings import (
-    activations_found,
-    caching_found,
-    differences_found,
-    imitation_found,
-    loss_found,
-    normalisations_found,
-    parameters_found,
-    squares_found,
-    treated_found,
-)
-from stepscope.questions.autocast.model_with_loss import TOY, model_with_loss
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.float_format import FORMATS
+from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.workload import Workload
+from stepscope.questions.answers import check_room, computed_answer
 from stepscope.questions.autocast.operators import (
     LOW,
     OPERATORS,
+    TREATMENTS,
     Casts,
     Observed,
+    Treatment,
     autocast_region,
+    dtype_name,
     observe_cuda_rules,
     observe_operators,
 )
-from stepscope.questions.autocast.recording import AutocastRecord, record, record_repeats
-from stepscope.questions.autocast.tree import tree_table
-from stepscope.recording.as_on_cuda import AsOnCuda
 from stepscope.recording.device import resolve_device
+from stepscope.recording.fake_memory import AsOnCuda
+from stepscope.training.own.loading import load_module
+from stepscope.training.own.own_step import OwnModule, check_gradient
+from stepscope.training.own.user_code import said_of
+from stepscope.training.training_step import build_model
+
+# The model that an experiment looks at, with a batch and a loss: the toy network, a transformer, or a user's own.
+#
+# `training/own/` says how a user's own is named, and what its factory returns.
+#
+# Shape legend: B batch, S positions, V vocabulary, I features in, O features out.
+
+
+TOY = "toy"
+TOY_BATCH, TOY_IN, TOY_HIDDEN, TOY_OUT = 8, 20, 10, 5
+SEQUENCES, TOKENS = 2, 8
+"""The size of a transformer's batch. Dtypes do not depend on it."""
+
+_STEP_BYTES = 4 + 4 + 2
+"""Bytes per parameter that forward and backward hold at least: the parameter, its gradient and a 16-bit copy."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWithLoss:
+    """A module on its device, with inputs and a loss."""
+
+    name: str
+    own: OwnModule
+    """The module with its loss. Of its batches the first is looked at."""
+
+    @property
+    def module(self) -> nn.Module:
+        return self.own.module
+
+    @property
+    def loss_name(self) -> str:
+        """The name of the loss function, or that forward returns the loss."""
+        return self.own.loss_name
+
+    def forward(self) -> tuple[Any, Tensor]:
+        """The module's output, and the loss. Raises InputError where either fails, or the loss is none."""
+        batch = self.own.batches[0]
+        args, kwargs = self.own.call.arguments(batch)
+        with said_of(f"{self.name} fails in forward"):
+            output = self.module(*args, **kwargs)
+        with said_of(f"the loss of {self.name} fails"):
+            loss = self.own.loss_of(output, batch)
+        check_gradient(loss, self.name)
+        return output, loss
+
+    def backward(self, loss: Tensor) -> None:
+        """Compute the gradients anew. Raises InputError where backward fails."""
+        self.module.zero_grad(set_to_none=True)
+        with said_of(f"{self.name} fails in backward"):
+            loss.backward()
+
+
+class ToyModel(nn.Module):
+    """fc2(ln(relu(fc1(x)))): the smallest network with a product, a ReLU, a normalisation and a product.
+
+    It takes (B, I) and gives logits (B, O).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(TOY_IN, TOY_HIDDEN, bias=False)
+        self.relu = nn.ReLU()
+        self.ln = nn.LayerNorm(TOY_HIDDEN)
+        self.fc2 = nn.Linear(TOY_HIDDEN, TOY_OUT, bias=False)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        return self.fc2(self.ln(self.relu(self.fc1(x_BI))))
+
+
+def model_with_loss(
+    model: str, own: str | None, device: torch.device, seed: int = 0, arguments: Mapping[str, Any] | None = None
+) -> ModelWithLoss:
+    """The toy network or a preset by name; or, where `own` names one, the user's."""
+    torch.manual_seed(seed)
+    if own is not None:
+        return ModelWithLoss(name=own, own=load_module(own, arguments, seed=seed).on(device))
+    if choose(model, (TOY, *PRESETS), "model") == TOY:
+        targets_B = torch.randint(TOY_OUT, (TOY_BATCH,)).to(device)
+
+        def cross_entropy(logits_BO: Tensor) -> Tensor:
+            return F.cross_entropy(logits_BO, targets_B)
+
+        toy, batch = ToyModel().to(device), torch.randn(TOY_BATCH, TOY_IN).to(device)
+        return _ours(TOY, toy, batch, cross_entropy)
+    return _transformer(model, device, seed)
+
+
+def _transformer(preset: str, device: torch.device, seed: int) -> ModelWithLoss:
+    workload = Workload(model=configure(preset), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
+    check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
+    tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
+
+    def cross_entropy(logits_BSV: Tensor) -> Tensor:
+        # Without the cast that the training step's loss has: here autocast chooses the dtype.
+        return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
+
+    return _ours(preset, build_model(workload, device), tokens_BS, cross_entropy)
+
+
+def _ours(name: str, module: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) -> ModelWithLoss:
+    return ModelWithLoss(name=name, own=OwnModule(name=name, module=module, batches=[batch], loss=loss))
+
+
+# One forward, loss and backward under autocast, as hooks saw it, and how often parameters were cast.
+#
+# Hooks on modules note what goes in and comes out, hooks on their outputs what gradient comes back. Below autocast its
+# casts are operators like any other, and are counted there.
+
+
+@dataclass
+class Seen:
+    """What hooks saw of one module: its calls, and dtypes in the order in which they first came."""
+
+    calls: int = 0
+    inputs: dict[str, None] = field(default_factory=dict)
+    outputs: dict[str, None] = field(default_factory=dict)
+    gradients: dict[str, None] = field(default_factory=dict)
+    """Dtypes of the gradients of the module's outputs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutocastRecord:
+    """The dtypes and casts of one forward, loss and backward under autocast."""
+
+    seen: Mapping[int, Seen]
+    """What hooks saw, by id of the module."""
+    inside: Mapping[str, str]
+    """The dtype of each parameter while autocast was on."""
+    gradients: Mapping[str, str | None]
+    output: tuple[str, ...]
+    loss: str
+    loss_value: float
+    casts: Casts
+
+
+def record(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> AutocastRecord:
+    """Run forward, loss and backward once with hooks on every module."""
+    module = model.module
+    seen = {id(part): Seen() for part in module.modules()}
+
+    def enter(part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen[id(part)].inputs |= {dtype_name(tensor.dtype): None for tensor in _tensors((args, kwargs))}
+
+    def leave(part: nn.Module, _: object, output: Any) -> None:
+        of = seen[id(part)]
+        of.calls += 1
+        for tensor in _tensors(output):
+            of.outputs[dtype_name(tensor.dtype)] = None
+            if tensor.requires_grad:
+                tensor.register_hook(lambda gradient: of.gradients.update({dtype_name(gradient.dtype): None}))
+
+    handles = [part.register_forward_pre_hook(enter, with_kwargs=True) for part in module.modules()]
+    handles += [part.register_forward_hook(leave) for part in module.modules()]
+    try:
+        with autocast_region(device.type, low), Casts(module.named_parameters()) as casts:
+            output, loss = model.forward()
+            inside = {name: dtype_name(parameter.dtype) for name, parameter in module.named_parameters()}
+        model.backward(loss)
+    finally:
+        for handle in handles:
+            handle.remove()
+    gradients = {n: None if p.grad is None else dtype_name(p.grad.dtype) for n, p in module.named_parameters()}
+    return AutocastRecord(
+        seen=seen,
+        inside=inside,
+        gradients=gradients,
+        output=tuple(dict.fromkeys(dtype_name(tensor.dtype) for tensor in _tensors(output))),
+        loss=dtype_name(loss.dtype),
+        loss_value=loss.item(),
+        casts=casts,
+    )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Every tensor in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
+
+
+def record_repeats(model: ModelWithLoss, device: torch.device, low: torch.dtype) -> dict[str, Casts]:
+    """Casts of two forwards: in one region, in one that keeps no copies, and in a region each."""
+    named = list(model.module.named_parameters())
+    counted = {}
+    for what, cache in (("two forwards in one region", True), ("the same, cache off", False)):
+        with autocast_region(device.type, low, cache=cache), Casts(named) as counted[what]:
+            model.forward()
+            model.forward()
+    with Casts(named) as counted["two forwards, a region each"]:
+        for _ in range(2):
+            with autocast_region(device.type, low):
+                model.forward()
+    return counted
+
+
+# Findings on what was seen under autocast.
+
+
+_WORDS: dict[Treatment, str] = {
+    "sent down": "sent down to 16 bits",
+    "kept up": "kept up in fp32",
+    "promotes": "promoted where inputs differ",
+    "as its inputs": "left in the dtype of the inputs",
+    "refuses": "refused",
+}
+
+_LARGE = 1000.0
+"""Deviation of the numbers that layer norm is tried on: its square, a million, is far above fp16's largest number."""
+
+
+def parameters_found(recording: AutocastRecord) -> Finding:
+    """A finding on the dtypes of parameters, of their gradients, and of the loss."""
+    inside = Counter(recording.inside.values())
+    gradients = Counter(recording.gradients.values())
+    without = gradients.pop(None, 0)
+    same = all(recording.gradients[name] in (None, dtype) for name, dtype in recording.inside.items())
+    tail = f"; {without} got none" if without else ""
+    return note(
+        "parameters",
+        f"Inside the region the {inside.total()} parameters are {_counted(inside)}, and the gradients "
+        f"{_counted(gradients)}{tail}: "
+        + ("each gradient has its parameter's dtype" if same else "not every gradient has its parameter's dtype")
+        + f". The loss is {recording.loss}, of an output in {' and '.join(recording.output) or 'no tensor'}.",
+        {
+            **{f"parameters_{name}": number for name, number in inside.items()},
+            **{f"gradients_{name}": number for name, number in gradients.items()},
+            "gradients_none": without,
+            "loss": str(recording.loss_value),
+        },
+    )
+
+
+def loss_found(model: ModelWithLoss, recording: AutocastRecord) -> Iterator[Finding]:
+    """A warning where the loss is not finite."""
+    if not math.isfinite(recording.loss_value):
+        yield warning(
+            "loss",
+            f"The loss of {model.name} is {recording.loss_value}: its dtypes stand, its gradients mean nothing.",
+            {"loss": str(recording.loss_value)},
+        )
+
+
+def activations_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) -> Iterator[Finding]:
+    """A finding on the dtype of gradients on their way back, where some are in 16 bits."""
+    ran = [seen for seen in recording.seen.values() if seen.calls]
+    low = sum(dtype in of.outputs for of in ran)
+    back = sum(dtype in of.gradients for of in ran)
+    if not back:
+        return
+    f = FORMATS[dtype]
+    smallest = f.smallest_subnormal
+    fp32 = FORMATS["fp32"].smallest_normal
+    means = (
+        f"it shares the range of fp32, whose smallest normal number is {fp32:.2g} too: no loss scale is needed"
+        if f.smallest_normal == fp32
+        else f"fp32 reaches {fp32:.2g} with all its digits: this is what a loss scale is for"
+    )
+    yield note(
+        "activations",
+        f"{low} of the {len(ran)} modules that ran gave {dtype}, and to {back} of them the gradient came back "
+        f"in {dtype}, whatever the parameters' gradients are. In {dtype} the smallest normal number is "
+        f"{f.smallest_normal:.2g}, and up to half of {smallest:.2g} a number becomes zero; {means}.",
+        {
+            "modules": len(ran), "low_outputs": low, "low_gradients": back, "smallest_normal": f.smallest_normal,
+            "smallest_subnormal": smallest,
+        },
+    )  # fmt: skip
+
+
+_NORMS: dict[type[nn.Module], str] = {
+    nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "rms_norm",
+    nn.BatchNorm1d: "batch_norm", nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
+}  # fmt: skip
+"""PyTorch's modules that are one operator of the table, with that operator."""
+
+
+def imitation_found(registered: Mapping[str, Observed], imitated: Mapping[str, Observed]) -> Finding:
+    """A finding that says where the rules come from, and which operators their imitation treats otherwise."""
+    told = {name: seen.treatment for name, seen in registered.items() if seen.treatment is not None}
+    other = [name for name, treatment in told.items() if imitated[name].treatment != treatment]
+    but = f" {', '.join(other)} do not: in a model that uses them, look at the operators." if other else ""
+    return note(
+        "rules",
+        f"The rules are CUDA's, as PyTorch {torch.__version__} registers them, read here without a GPU: each operator "
+        "ran on tensors without data that say they are on one, and the model ran on the CPU with the casts that follow "
+        f"from them. {len(told) - len(other)} of {len(told)} operators come out alike in both.{but}",
+        {"operators": len(told), "different": len(other)},
+    )
+
+
+def normalisations_found(
+    model: ModelWithLoss, recording: AutocastRecord, operators: Mapping[str, Mapping[str, Observed]], rules: str
+) -> Iterator[Finding]:
+    """A finding for each kind of normalisation in the model: its dtypes, and the rule that made them."""
+    found: dict[type[nn.Module], list[tuple[str, Seen]]] = {}
+    for path, part in model.module.named_modules():
+        seen = recording.seen.get(id(part), Seen())
+        if "Norm" in type(part).__name__ and seen.calls:
+            found.setdefault(type(part), []).append((path or type(part).__name__, seen))
+    other = "cpu" if rules == "cuda" else "cuda"
+    for kind, modules in found.items():
+        first, seen = modules[0]
+        which = first if len(modules) == 1 else f"{first} (of {len(modules)} {kind.__name__})"
+        operator = _NORMS.get(kind)
+        if operator is None:
+            why = f"{kind.__name__} is no operator of the table, so what its code runs decides"
+        else:
+            here, there = operators[rules][operator].treatment, operators[other][operator].treatment
+            why = f"on {rules} autocast has {operator} {_said(here)}, on {other} {_said(there)}"
+        yield note(
+            "normalisation",
+            f"{which} takes {' and '.join(seen.inputs)} and gives {' and '.join(seen.outputs)}: {why}.",
+            {"modules": len(modules), "input": ", ".join(seen.inputs), "output": ", ".join(seen.outputs)},
+        )
+
+
+def _said(treatment: Treatment | None) -> str:
+    return "not observed" if treatment is None else _WORDS[treatment]
+
+
+def squares_found(device: torch.device, low: torch.dtype) -> Finding:
+    """A finding that sets layer norm written out in 16 bits beside PyTorch's operator, on numbers of +-_LARGE."""
+    fp16, bf16, dtype = FORMATS["fp16"], FORMATS["bf16"], dtype_name(low)
+    x = torch.tensor([-_LARGE, _LARGE] * 4, dtype=low, device=device)
+    square = (x - x.mean()).pow(2).mean().item()
+    written = (x / (x - x.mean()).pow(2).mean().sqrt()).abs().max().item()
+    operator = F.layer_norm(x, (8,)).abs().max().item()
+    return note(
+        "squares",
+        f"A norm averages squares: they overflow above {fp16.square_overflows_above:.1f} in fp16, above "
+        f"{bf16.square_overflows_above:.2g} in bf16. For its range bf16 would not need fp32 here; for its precision it "
+        f"may, with steps of {bf16.epsilon:.2g} against fp16's {fp16.epsilon:.2g}. Of +-{_LARGE:g} in {dtype}, "
+        f"written out in {dtype}, the variance is {square:g} and the largest result {written:g} (exactly: 1); "
+        f"PyTorch's layer_norm in {dtype} without autocast gives {operator:g}"
+        + ("." if written == operator else ": its kernel computes inside in more than it is given."),
+        {
+            "fp16_square_overflows_above": fp16.square_overflows_above,
+            "bf16_square_overflows_above": bf16.square_overflows_above,
+            "variance": str(square), "written_out": str(written), "operator": str(operator),
+        },
+    )  # fmt: skip
+
+
+def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype: str) -> Finding:
+    """A finding on how often parameters are cast, and how long autocast keeps the copies."""
+    one = recording.casts
+    first = one.of_named.total()
+    cached, uncached, apart = (casts.of_named.total() for casts in repeats.values())
+    if not uncached:
+        said = f"No parameter is cast to {dtype}: there are no copies to keep"
+    else:
+        again = cached - first
+        said = (
+            f"One forward casts {len(one.of_named)} parameters ({first} casts, {one.bytes_of_named:,} bytes of "
+            f"copies). A second one in the same region casts {again}: "
+            + ("the copies are kept until the region ends" if again == 0 else "not every copy is kept")
+            + f". With the cache off two forwards take {uncached} casts, in a region each {apart}"
+        )
+    return note(
+        "cast-cache",
+        f"{said}. Other tensors are cast {one.others} times in one forward.",
+        {
+            "casts": first, "casts_of_two": cached, "casts_of_two_uncached": uncached, "casts_of_two_regions": apart,
+            "bytes_of_copies": one.bytes_of_named, "casts_of_others": one.others,
+        },
+    )  # fmt: skip
+
+
+def treated_found(here: Mapping[str, Observed], rules: str) -> Finding:
+    """A finding on how many operators these rules treat in each way."""
+    counts = Counter(observed.treatment for observed in here.values())
+    told = len(here) - counts[None]
+    parts = [f"{counts[treatment]} {_WORDS[treatment]}" for treatment in TREATMENTS if counts[treatment]]
+    return note(
+        "operators",
+        f"Of {told} operators autocast on {rules} has {', '.join(parts[:-1])} and {parts[-1]}.",
+        {**{treatment: counts[treatment] for treatment in TREATMENTS}, "operators": told},
+    )
+
+
+def differences_found(operators: Mapping[str, Mapping[str, Observed]]) -> Iterator[Finding]:
+    """Findings on the operators that CPU and CUDA treat differently, grouped by how."""
+    pairs: dict[tuple[str, str], list[str]] = {}
+    common = 0
+    for op in OPERATORS:
+        cpu, cuda = operators["cpu"][op.name].treatment, operators["cuda"][op.name].treatment
+        common += cpu is not None and cuda is not None
+        if cpu is not None and cuda is not None and cpu != cuda:
+            pairs.setdefault((cpu, cuda), []).append(op.name)
+    different = sum(map(len, pairs.values()))
+    unseen = [op.name for op in OPERATORS if operators["cuda"][op.name].treatment is None]
+    if not different:
+        return
+    said = "; ".join(
+        f"{', '.join(names)} ({cpu} on the CPU, {cuda} on CUDA)"
+        for (cpu, cuda), names in sorted(pairs.items(), key=lambda item: -len(item[1]))
+    )
+    tail = f" Not observed for CUDA here: {', '.join(unseen)}." if unseen else ""
+    yield note(
+        "cpu-against-cuda",
+        f"CPU and CUDA treat {different} of {common} operators differently: {said}.{tail}",
+        {"different": different, "operators": common},
+    )
+
+
+def _counted(counts: Counter[Any]) -> str:
+    """Counts in words: `all fp32`, or `3 fp32 and 1 bf16`."""
+    if not counts:
+        return "none"
+    if len(counts) == 1:
+        return f"all {next(iter(counts))}" if counts.total() > 1 else str(next(iter(counts)))
+    return " and ".join(f"{number} {name}" for name, number in counts.most_common())
+
+
+# The dtypes of a model as a tree: modules and parameters, indented by depth, and the loss below them.
+
+
+Row = tuple[Cell, ...]
+COLUMNS = ("what", "kind", "calls", "dtype", "input", "output", "gradient")
+"""The columns of the table. `gradient` is that of the parameter, or of the module's output."""
+
+
+def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> Table:
+    """A table of dtypes, a row per module or parameter; neighbours named by a number share rows that are alike."""
+    whole = model.module
+    rows = list(_Tree(whole, recording).rows(type(whole).__name__, whole, path="", depth=0))
+    rows.append(("loss", model.loss_name, None, None, ", ".join(recording.output), recording.loss, None))
+    return Table(title=title, columns=COLUMNS, rows=tuple(rows))
+
+
+class _Tree:
+    """The rows of one model, made from the top down."""
+
+    def __init__(self, whole: nn.Module, recording: AutocastRecord) -> None:
+        self._recording = recording
+        self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
+        self._shown: dict[int, str] = {}
+        """The path of each module that has rows already, by its id. A module that is met again is only named."""
+
+    def rows(self, label: str, module: nn.Module, *, path: str, depth: int) -> Iterator[Row]:
+        """Rows of a module, its parameters, and the modules in it."""
+        indent = "  " * depth
+        if id(module) in self._shown:
+            yield (indent + label, f"the same as {self._shown[id(module)]}", None, None, None, None, None)
+            return
+        self._shown[id(module)] = path or "the whole"
+        # A module that forward itself makes has no hooks.
+        seen = self._recording.seen.get(id(module), Seen())
+        yield (
+            indent + label, type(module).__name__, seen.calls or None, None,
+            ", ".join(seen.inputs), ", ".join(seen.outputs), ", ".join(seen.gradients),
+        )  # fmt: skip
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            full = self._names[id(parameter)]
+            kind = "parameter" if full == _join(path, name) else f"the same as {full}"
+            gradient = self._recording.gradients[full] or "none"
+            dtype = self._recording.inside[full]
+            yield (f"{indent}  {name}", f"{kind} {_shape(parameter)}", None, dtype, "", "", gradient)
+        for name, buffer in module.named_buffers(recurse=False):
+            yield (f"{indent}  {name}", f"buffer {_shape(buffer)}", None, dtype_name(buffer.dtype), "", "", "")
+        yield from self._children(module, path, depth + 1)
+
+    def _children(self, module: nn.Module, path: str, depth: int) -> Iterator[Row]:
+        groups: list[tuple[list[str], list[Row]]] = []
+        for name, child in module.named_children():
+            rows = list(self.rows(name, child, path=_join(path, name), depth=depth))
+            if groups and name.isdigit() and groups[-1][0][-1].isdigit() and _alike(groups[-1][1], rows):
+                groups[-1][0].append(name)
+            else:
+                groups.append(([name], rows))
+        for members, rows in groups:
+            if len(members) > 1:
+                rows[0] = (f"{'  ' * depth}{members[0]} to {members[-1]}, each", *rows[0][1:])
+            yield from rows
+
+
+def _alike(one: list[Row], other: list[Row]) -> bool:
+    """Whether the rows are the same, apart from the label of the first one."""
+    return [one[0][1:], *one[1:]] == [other[0][1:], *other[1:]]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _shape(tensor: Tensor) -> str:
+    return " x ".join(map(str, tensor.shape)) or "scalar"
+
 
 TREE, CASTS, OPERATOR_TABLE = "Modules", "Casts", "Operators"
 """Titles of the tables."""
@@ -55,7 +546,7 @@ def study_autocast(
 ) -> Answer:  # fmt: skip
     """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
 
-    own: `models/own/` says how a module is named; `arguments` are what its factory is called with. rules: whose rules
+    own: `training/own/` says how a module is named; `arguments` are what its factory is called with. rules: whose rules
     autocast goes by, `cpu` or `cuda`; None for the device's own. CUDA's are imitated on a CPU. Raises InputError for a
     device, dtype, module or rules that cannot be used.
     """

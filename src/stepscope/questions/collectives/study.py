@@ -6,12 +6,12 @@ from datetime import UTC, datetime
 import msgspec
 
 from stepscope.core.answer import Answer
-from stepscope.core.collective_figures import CollectiveTime, keep_fits
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.finding import Finding, warning
 from stepscope.core.ranks import RankPlace, steps_together
 from stepscope.core.samples import Samples
+from stepscope.core.study_results import CollectiveTime, keep_fits
 from stepscope.core.units import KIB, format_bytes
 from stepscope.questions.collectives.answer import answer_collectives, fits_of
 from stepscope.recording.device import resolve_device

@@ -13,13 +13,12 @@ from typing import Any
 import polars as pl
 
 from stepscope.core.answer import Answer, Cell, Line, Table, Tone, as_lines, table_of
-from stepscope.core.errors import InputError
-from stepscope.core.shown_text import name_shown
+from stepscope.core.errors import InputError, name_shown
 from stepscope.core.units import format_seconds
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.summary import LAYERS_TOGETHER, NO_MODULE
-from stepscope.traces.kernels.names.label import kernel_labels
-from stepscope.traces.kernels.spelling import one_spelling
+from stepscope.traces.kernels.families import one_spelling
+from stepscope.traces.kernels.names import kernel_labels
 
 NAMED = 3
 """Changes that the summary names, at most."""

@@ -5,22 +5,25 @@ two runs (a subclass of Pair). What must be the same, which of several runs stan
 and what is missing are decided once, in `compare`.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
+from stepscope.core.answer import Cell, Panel, Point, Table
 from stepscope.core.doubts import doubt_mark
+from stepscope.core.figures import digits
+from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
-from stepscope.core.work.described import parameters_of
+from stepscope.core.work.spelled import parameters_of
 from stepscope.core.workload import Workload
-from stepscope.runs.disagreement import Disagreement, disagreement
+from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
-from stepscope.runs.run_sets import RunSet, sets_of
+from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of
 
 if TYPE_CHECKING:
     from stepscope.traces.captures.digest import TraceDigest  # a module that needs polars
@@ -309,3 +312,111 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
         replaced=replaced,
         disagreements=tuple(one for one in disagreements if one is not None),
     )
+
+
+# What the answers of all comparisons have: cells without a result, figures over sizes of models, words for nothing.
+
+
+def missing_cells(
+    title: str, field: str, unmeasured: Iterable[ComparedRun], more: Iterable[tuple[Cell, ...]] = ()
+) -> Table:
+    """A row for each cell without a result, and why; and `more` rows."""
+    rows = [(cell.name, cell.value, cell.why_missing) for cell in unmeasured]
+    return Table(title=title, columns=("cell", field, "why"), rows=(*rows, *more))
+
+
+def nothing_to_compare(study: Comparison[Any, Any], *, verb: str, asked: str, sides: str) -> str:
+    """Why there is no pair. `asked`: what a run must be or have; `sides`: what a cell must be measured in."""
+    if study.unmeasured:
+        cell = study.unmeasured[0]
+        return f"nothing to compare: {cell.label} {cell.why_missing}"
+    if not study.cells:
+        return f"no run here (of those asked for) {asked}: measure with `stepscope study {verb}`"
+    there = ", ".join(dict.fromkeys(cell.value for cell in study.cells))
+    return (
+        f"nothing to compare: no cell here was measured both {sides} (there is {there}); "
+        "give the folder of the others too, by a second --from"
+    )
+
+
+def bars_of(study: Comparison[Any, Any], part: str) -> tuple[Panel, ...]:
+    """The medians of a part of the step, a bar for each value of the field beside the others of its cell; a cell
+    without a result is marked with what became of it."""
+    measured = [bar(c.value, c.name, c.samples(part), doubted=bool(doubt_mark(c.run))) for c in study.cells]
+    lost = [bar(cell.value, cell.name, None, missing=status_word(cell.run)) for cell in study.unmeasured]
+    panel = Panel(x_title="", y_title=f"{part}, ms", points=(*measured, *lost), kind="bars")
+    return (panel,) if measured else ()
+
+
+def over_sizes(
+    y_title: str, figures: Iterable[tuple[ComparedRun, float, bool]], *, several_shapes: bool, y_log: bool = False
+) -> tuple[Panel, ...]:
+    """A panel of figures over the models' sizes, a line for each value of the field; none without figures.
+
+    figures: (run, figure, whether a finding doubts it). With several shapes each is a line of its own.
+    """
+    points = tuple(
+        Point(
+            line=f"{cell.value}, {cell.shape}" if several_shapes else cell.value,
+            x=digits(cell.parameters / 1e6) or 0.0,
+            y=y,
+            doubted=doubted,
+        )
+        for cell, y, doubted in figures
+    )
+    panel = Panel(x_title="million parameters", y_title=y_title, points=points, x_log=True, y_log=y_log)
+    return (panel,) if points else ()
+
+
+# What to doubt in a comparison, in sentences: the same ones in every study.
+
+
+_NAMED = 4
+"""Cells that a sentence names; the others are counted."""
+
+
+def listed(found: Iterable[str]) -> str:
+    """The first names, and how many more there are."""
+    names = list(found)
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def speed_ups_of(pairs: Iterable[Pair[Any]]) -> dict[str, float]:
+    """The speed-ups by the pairs' names."""
+    return {pair.label: pair.speed_up.value for pair in pairs}
+
+
+def doubtful_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
+    """Runs whose own checks found their figures wrong."""
+    wrong = [f"{cell.label} ({kind})" for cell in study.cells for kind in cell.errors]
+    if wrong:
+        yield warning("doubtful-run", f"A check found these wrong: {listed(wrong)}.")
+
+
+def unlike_environments(pairs: Sequence[Pair[Any]]) -> Iterator[Finding]:
+    """A pair that was measured in different environments: the first alone, the others differ in the same as a rule."""
+    for pair in pairs:
+        base, other = pair.base.run.environment, pair.other.run.environment
+        found = base.differences(other) if base and other else {}
+        # The commit and the folder's state change with every result that is kept.
+        moving = {field: values for field, values in found.items() if not field.startswith("git_")}
+        if moving:
+            field, (first, second) = next(iter(moving.items()))
+            yield warning(
+                "different-environments",
+                f"{pair.label} and {pair.base.value} were measured in different environments: {field} {second} and "
+                f"{first}.",
+            )
+            return
+
+
+def replaced_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
+    """How many runs of a cell were left out for a better or newer one, and whether they say otherwise."""
+    if study.replaced:
+        yield note(
+            "several-runs",
+            f"{study.replaced} more runs of these cells were left out: one with a capture goes before one without, "
+            "then the newest.",
+        )
+    yield from disagreeing(study.disagreements)

@@ -16,12 +16,12 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.work.described import cell_name
+from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import Workload
-from stepscope.runs.conditions import conditions_in, holds_names, in_words, is_field, meeting
+from stepscope.runs.answer import status_word
+from stepscope.runs.fields import conditions_in, holds_names, in_words, is_field, meeting
 from stepscope.runs.metrics import parts_of, samples_of
 from stepscope.runs.run_sets import RunSet, change_of
-from stepscope.runs.words import status_word
 
 _KINDS: dict[str, Callable[[Run, str], bool]] = {
     "run": lambda run, name: name in run.id,

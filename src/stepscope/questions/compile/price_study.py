@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.compile_prices import CompilePrices
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import Settings
+from stepscope.core.study_results import CompilePrices
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 
@@ -37,7 +37,7 @@ def compile_prices(
 
 def main(request: str) -> str:
     """The prices as JSON, for `compile_prices`."""
-    from stepscope.recording.compile_prices import Pricing  # noqa: PLC0415  (torch: only the child needs it)
+    from stepscope.recording.compilation import Pricing  # noqa: PLC0415  (torch: only the child needs it)
     from stepscope.recording.device import resolve_device  # noqa: PLC0415
     from stepscope.recording.environment import read_environment  # noqa: PLC0415
     from stepscope.recording.precision import matmul_precision  # noqa: PLC0415

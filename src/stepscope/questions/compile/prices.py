@@ -4,10 +4,10 @@ import re
 from collections.abc import Iterator
 
 from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
-from stepscope.core.compile_prices import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.figures import digits, median_ms, milliseconds, times_within
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.samples import Ratio
+from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.units import counted, format_bytes, format_seconds
 
 BREAKS, AGAIN, SHAPES = (

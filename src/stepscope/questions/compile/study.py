@@ -8,9 +8,8 @@ from typing import Any
 from stepscope.core.errors import InputError, choose
 from stepscope.core.workload import COMPILES
 from stepscope.engine.plan import Cell
-from stepscope.questions.child_environment import child_environment
-from stepscope.questions.compared_cells import Sizes, compared_cells
-from stepscope.questions.compile.cells import CompileCell
+from stepscope.questions.compared_cells import Sizes, child_environment, compared_cells
+from stepscope.questions.compile.answer import CompileCell
 
 BASELINE = CompileCell.BASELINE
 MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)

@@ -23,8 +23,7 @@ from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.workload import Workload
-from stepscope.questions.answers import computed_answer, curves, pivot
-from stepscope.questions.setting import threads_for
+from stepscope.questions.answers import computed_answer, curves, pivot, threads_for
 from stepscope.questions.steps import (
     check_loss,
     elements_of,
@@ -37,7 +36,7 @@ from stepscope.questions.steps import (
 )
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive
-from stepscope.training.bf16_parameters import AdamWBf16Parameters, Keeping
+from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
 from stepscope.training.own.own_step import OwnStep
 from stepscope.training.training_step import TrainingStep
 

@@ -28,8 +28,7 @@ from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.workload import Workload
-from stepscope.questions.answers import computed_answer, curves
-from stepscope.questions.setting import check_room
+from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, settings_of, step_of
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive

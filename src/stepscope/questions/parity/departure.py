@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from stepscope.core.errors import StepscopeError
 from stepscope.core.range_names import FORWARD
 from stepscope.questions.parity.plain import FACTOR, Plain, StepVariant
-from stepscope.questions.replays.results import run_step
+from stepscope.questions.replays import run_step
 from stepscope.recording.step import Recorder
 from stepscope.training.own.own_step import OwnStep
 

@@ -5,25 +5,43 @@
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. fp8 and fp8-row are as bf16, with products of 8 bits in the blocks. bf16-pure
 has everything that forward and backward see in bf16, from the rounded fp32 parameters on; its moments and its
-optimizer's arithmetic are fp32 (`training/bf16_parameters.py`).
+optimizer's arithmetic are fp32 (`training/optimizer.py`).
 """
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
-from stepscope.core.model_config import ModelConfig
+from stepscope.core.errors import DeviceError, InputError, choose, one_line
+from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.questions.gradients.loss_scaler import DynamicLossScaler
+from stepscope.core.workload import Workload
+from stepscope.questions.gradients.scaling import DynamicLossScaler
+from stepscope.questions.quality.answer import (
+    FinalLoss,
+    Kind,
+    RunJudged,
+    RunsJudged,
+    departure,
+    not_finite_from,
+    reach_of,
+    smoothed,
+    starts_apart,
+    window_of,
+)
 from stepscope.questions.quality.bundled_text import BundledText
+from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.precision import matmul_precision
-from stepscope.training.bf16_parameters import AdamWBf16Parameters, Keeping
+from stepscope.recording.step import drive
+from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
 from stepscope.training.scaled_products import plain_products, scale_products
-from stepscope.training.training_step import ForwardLoss
+from stepscope.training.training_step import AssembledStep, Batch, ForwardLoss, check_supported, textbook_parts
 from stepscope.training.transformer import Transformer
 
 WATCHED_STEPS = 10
@@ -294,3 +312,252 @@ def held_out_loss(model: Transformer, text: BundledText, seq_len: int) -> float:
         start=torch.zeros((), dtype=torch.float64, device=held_out.device),
     )
     return float(total) / count
+
+
+# The runs of the study: which there are, one after another, and what each is judged by.
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedRun:
+    """One run of the study. Its parameters begin as those of `start_seed`."""
+
+    name: str
+    variant: Variant
+    start_seed: int
+    of_starts: bool = False
+    """Whether it is fp32 from the parameters of another seed: a yardstick."""
+    step: Workload | None = None
+    """The whole step that it trains by, in place of a variant's; the variant then says nothing."""
+
+    @property
+    def kind(self) -> Kind:
+        if self.step is not None:
+            return "whole steps"
+        return "parameters in fp32" if self.variant.keeping is None else "parameters in bf16"
+
+
+OTHER_STARTS = 2  # More runs of fp32, each from the parameters of the next seed.
+
+
+def planned_runs(
+    asked: Sequence[str] | None, check: Callable[[str, Variant], None], seed: int
+) -> tuple[list[PlannedRun], dict[str, str]]:
+    """fp32, fp32 from OTHER_STARTS other starts, and each variant, all if none is asked for; and why each other variant
+    is left out.
+
+    check: raises InputError for a variant that cannot run. So does this function, for one that was asked for.
+    """
+    names, left_out = _chosen(asked, check)
+    reference = VARIANTS[REFERENCE]
+    starts = [
+        PlannedRun(name=f"fp32, start of seed {start}", variant=reference, start_seed=start, of_starts=True)
+        for start in range(seed + 1, seed + OTHER_STARTS + 1)
+    ]
+    others = [PlannedRun(name=name, variant=VARIANTS[name], start_seed=seed) for name in names if name != REFERENCE]
+    return [PlannedRun(name=REFERENCE, variant=reference, start_seed=seed), *starts, *others], left_out
+
+
+def _chosen(asked: Sequence[str] | None, check: Callable[[str, Variant], None]) -> tuple[list[str], dict[str, str]]:
+    if asked is not None and not asked:
+        raise InputError(f"no variant is given: choose of {', '.join(VARIANTS)}")
+    for name in asked or ():
+        choose(name, tuple(VARIANTS), "variant")
+    names, left_out = [], {}
+    for name in dict.fromkeys(asked or VARIANTS):
+        try:
+            check(name, VARIANTS[name])
+        except InputError as error:
+            if asked is not None:
+                raise
+            left_out[name] = str(error).partition(":")[0]
+        else:
+            names.append(name)
+    return names, left_out
+
+
+LEAST_STEPS = 20
+Told = Callable[[str, float], None]
+"""A function that is called with the name of the run and the share of the study that is done."""
+
+
+def check_training(steps: int, learning_rate: float, seed: int) -> None:
+    """Raise InputError for a length, a learning rate or a seed that cannot be."""
+    whole_number(steps, "steps", LEAST_STEPS, 1_000_000)
+    if not (math.isfinite(learning_rate) and learning_rate > 0):
+        raise InputError(f"the learning rate {learning_rate!r} is not a positive number: choose one as 1e-3")
+    whole_number(seed, "seed", 0, LARGEST)
+
+
+def run_in_turn(
+    planned: Sequence[PlannedRun],
+    train: Callable[[PlannedRun, Callable[[int], None]], Trained | None],
+    steps: int,
+    tell: Told | None,
+) -> tuple[dict[str, Trained], str | None]:
+    """The results of the runs by name, and the name of the run in which the user stopped the study.
+
+    train: returns None for a run that is left out. Raises KeyboardInterrupt where not even the first run has ended, and
+    DeviceError where a GPU lacks memory.
+    """
+    runs: dict[str, Trained] = {}
+    for i, each in enumerate(planned):
+        try:
+            with _device_failures():
+                trained = train(each, _teller(tell, f"{each.name} ({i + 1} of {len(planned)})", i, len(planned), steps))
+        except KeyboardInterrupt:
+            if not runs:
+                raise
+            return runs, each.name
+        if trained is not None:
+            runs[each.name] = trained
+    return runs, None
+
+
+def _teller(tell: Told | None, name: str, before: int, runs: int, steps: int) -> Callable[[int], None]:
+    def told(step: int) -> None:
+        if tell is not None:
+            tell(name, (before + step / steps) / runs)
+
+    told(0)
+    return told
+
+
+@contextlib.contextmanager
+def _device_failures() -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise DeviceError(f"the GPU has too little memory for this size: {one_line(error)}") from error
+
+
+def judged_runs(
+    runs: Mapping[str, Trained], planned: Sequence[PlannedRun], steps: int, final: FinalLoss, bar: float, *,
+    same_starts: bool = False,
+) -> RunsJudged:  # fmt: skip
+    """Judge each run beside fp32, the first, by what other starts change."""
+    window, reach = window_of(steps), reach_of(steps)
+    there = [each for each in planned if each.name in runs]
+    curves = {each.name: smoothed(runs[each.name].losses, window) for each in there}
+    started = [curves[each.name] for each in there if each.name == REFERENCE or each.of_starts]
+    whole = all(len(curve) == steps and not_finite_from(curve) is None for curve in started)
+    apart = starts_apart(started, reach) if whole and len(started) > 1 else None
+    found: list[RunJudged] = []
+    for each in there:
+        run, departs = runs[each.name], None
+        if apart is not None and each.name != REFERENCE and not each.of_starts:
+            departs = departure(run.losses, curves[REFERENCE], apart, window=window, reach=reach)
+        found.append(
+            RunJudged(
+                name=each.name,
+                of_starts=each.of_starts,
+                kind=each.kind,
+                losses=curves[each.name],
+                final_loss=run.final_loss,
+                departs=departs,
+                not_finite_from=not_finite_from(run.losses),
+                skipped_steps=run.skipped_steps,
+                zero_gradients=run.zero_gradients,
+                swallowed=run.swallowed,
+            )
+        )
+    return RunsJudged(
+        reference=found[0], others=tuple(found[1:]), apart=apart, steps=steps, window=window, reach=reach,
+        seed=planned[0].start_seed, final=final, bar=bar, same_starts=same_starts,
+    )  # fmt: skip
+
+
+# Trains by a whole step, made of the choices that `run` has: does the fast step train as the textbook's does?
+#
+# A variant of `training.py` is a precision, in the plainest code. Here forward, backward and the update are those that
+# `run` measures, with their kernels, compiler, optimizer and CUDA graphs; start, batches and learning rates are those
+# of every other run. Under a graph the learning rate is a tensor, which each replay reads.
+
+
+FIXED = ("model", "batch_size", "seq_len", "seed", "phase", "parallel", "ranks")
+"""What the study says itself: a step that differs in it trains something else."""
+_FIELDS = frozenset(Workload.__struct_fields__)
+"""What a step may say; the sizes of a model are none of it."""
+
+
+def whole_steps(
+    changes: Sequence[Mapping[str, Any]], size: TrainingSize, device: torch.device, seed: int
+) -> list[PlannedRun]:
+    """A run for each step that differs from the plain one in fp32 by these fields.
+
+    Raises InputError for one that trains something else, or that cannot run here.
+    """
+    base = Workload(model=size.model, batch_size=size.batch_size, seq_len=size.seq_len, dtype="fp32", seed=seed)
+    found: dict[str, PlannedRun] = {}
+    for change in changes:
+        fixed = [f"--{field.replace('_', '-')}" for field in change if field in FIXED or field not in _FIELDS]
+        if fixed:
+            raise InputError(f"--against has {', '.join(fixed)}, which every run of this study shares: leave it out")
+        step = msgspec.structs.replace(base, **change)
+        check_supported(step, device)
+        name = f"step {' '.join(step.words(*FIXED))}"
+        found[name] = PlannedRun(name=name, variant=VARIANTS[REFERENCE], start_seed=seed, step=step)
+    return list(found.values())
+
+
+class _Given(Sequence[Batch]):
+    """The batches of all steps, each made when it is asked for."""
+
+    def __init__(self, data: Batches) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return len(self._data.places)
+
+    def __getitem__(self, index: int) -> Batch:  # pyright: ignore[reportIncompatibleMethodOverride]  (no slices)
+        return self._data.at(index + 1)
+
+
+def train_whole_step(
+    workload: Workload, size: TrainingSize, text: BundledText, *, device: torch.device, seed: int,
+    tell_step: Callable[[int], None] = lambda _step: None,
+) -> Trained:  # fmt: skip
+    """Train on the seed's batches from the seed's start, and judge what came out as every run is judged."""
+    start, given = initial_model(size, seed), _Given(batches(size, text.train, device, seed))
+    if workload.compile != "eager":
+        reset_compilation()
+    with own_randomness(device), matmul_precision(workload.dtype):
+        step = AssembledStep(textbook_parts(workload, device, start.state_dict(), given), workload, device)
+        step.keep_losses()
+        torch.manual_seed(seed)
+        trained = Trained(skipped_steps=0 if step.scaler.is_enabled() else None)
+        trained.losses = losses_in_turn(_taken(step, size, trained), size.steps, tell_step)
+    plain_products(step.model)
+    used = {name: tensor.detach().float() for name, tensor in step.model.state_dict().items()}
+    trained.parameters = [used[name].clone() for name, _ in start.named_parameters()]
+    with matmul_precision("fp32"):
+        judge = start.to(device)
+        judge.load_state_dict(used)
+        trained.final_loss = held_out_loss(judge, text, size.seq_len)
+    return trained
+
+
+def _taken(step: AssembledStep, size: TrainingSize, trained: Trained) -> Callable[[int], Tensor]:
+    """Take a step, counted from 1, at its learning rate; its loss before the update."""
+    optimizer = step.optimizer
+    assert optimizer is not None
+    replayed = step.workload.graph == "step"
+    if replayed:
+        rate = torch.zeros((), device=step.device)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+
+    def take(number: int) -> Tensor:
+        for group in optimizer.param_groups:
+            if replayed:
+                group["lr"].fill_(rate_at(number, size.steps, size.learning_rate))
+            else:
+                group["lr"] = rate_at(number, size.steps, size.learning_rate)
+        scale = step.scaler.get_scale() if trained.skipped_steps is not None else 0.0
+        step.prepare()
+        drive(step)
+        if trained.skipped_steps is not None and step.scaler.get_scale() < scale:
+            trained.skipped_steps += 1  # PyTorch lowers the scale after a step that it skipped
+        assert step.mean_loss is not None
+        return step.mean_loss
+
+    return take

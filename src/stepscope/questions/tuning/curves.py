@@ -1,7 +1,7 @@
 """Do the losses of the fastest step follow those of the step that it replaces? Short trainings, a process each.
 
 A step that is faster because it computes something else shows it in its losses. How far they may be apart is told by
-the baseline itself, started from other parameters over the same batches (`questions/quality/departure.py`).
+the baseline itself, started from other parameters over the same batches (`questions/quality/answer.py`).
 """
 
 import contextlib
@@ -16,19 +16,18 @@ from pathlib import Path
 import msgspec
 import torch
 
-from stepscope.core.cache_directory import replace_file
 from stepscope.core.errors import InputError
+from stepscope.core.files import replace_file
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
-from stepscope.core.tuned import LossCurve
+from stepscope.core.study_results import LossCurve
 from stepscope.core.workload import Workload
 from stepscope.engine.own_code import answer_apart, ask_apart
-from stepscope.engine.stages.build import make_step
-from stepscope.questions.quality.departure import departure, reach_of, smoothed, starts_apart, window_of
+from stepscope.engine.stages import make_step
+from stepscope.questions.quality.answer import departure, reach_of, smoothed, starts_apart, window_of
 from stepscope.recording.device import limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
-from stepscope.training.parallel.calls import Say
-from stepscope.training.parallel.launching import launch
+from stepscope.training.parallel.launching import Say, launch
 from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.training_step import AssembledStep
 

@@ -16,19 +16,17 @@ from stepscope.allocations.planning.search import planned_step
 from stepscope.allocations.prediction.estimate import estimate_quickly
 from stepscope.allocations.prediction.fit import Budget
 from stepscope.core.attention_support import is_predicted
-from stepscope.core.collective_figures import kept_fits
-from stepscope.core.device_spec import DeviceSpec, find_device_spec
+from stepscope.core.device_spec import DeviceSpec, Network, find_device_spec, measured_network, network_for
 from stepscope.core.environment import Environment
 from stepscope.core.errors import DeviceError, InputError
 from stepscope.core.finding import worst
-from stepscope.core.network import Network, measured_network, network_for
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval
-from stepscope.core.tuned import Tried, Verdict
+from stepscope.core.study_results import Tried, Verdict, kept_fits
 from stepscope.core.units import format_bytes
 from stepscope.core.workload import Workload
 from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes

@@ -3,31 +3,329 @@
 It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
 
+from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE, is_kept
+from stepscope.core.checkpointing import KEEPING, OFFLOAD, keeping, mixtures, most_that_fit, selective_of
+from stepscope.core.errors import InputError
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.parts import PARTS
+from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
-from stepscope.core.tuned import Tried, Tuned, Verdict, change_words
+from stepscope.core.strategies import PARAMETERS, strategy_named
+from stepscope.core.study_results import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
-from stepscope.questions.tuning.rounds import (
-    BEFORE,
-    MEMORY_AGAIN,
-    ROUNDS,
-    TOGETHER,
-    Change,
-    Round,
-    blocks,
-    changes_of,
-    groups_that_may,
-    together,
-    without,
-    without_parts,
-)  # fmt: skip
+from stepscope.core.workload import Workload
+
+# The rounds of a search for the fastest step: which changes are tried together, and in which order.
+#
+# A round's changes all begin at the best step so far, and the fastest of them is taken. What only helps together is one
+# change: bf16 weights, and the optimizer that writes them. How ranks share the step comes first, and what fits. Then
+# all that is usually faster on a GPU is one change: where it is faster here, one race stands for those of half the
+# rounds, and a search with little time has most of what there is to gain. The rounds after it try what else there is;
+# and where it was not faster, each choice by itself. Of these, what computes in fewer bits comes first. Then the step
+# is replayed as one CUDA graph, which takes seconds to capture: where the host launches kernel after kernel, it would
+# choose the attention with the fewest launches. By then kernels and a precision may have made room: what fits is looked
+# at again. What torch.compile has to compile comes late, since each try takes minutes. Last, what was taken together is
+# taken back, choice by choice, which says what each of them gives.
+
+
+Change = dict[str, str | int]
+"""Fields of a workload with new values."""
+
+PRECISIONS_TRIED: dict[Dtype, tuple[Dtype, ...]] = {
+    "fp32": ("tf32", "bf16", "bf16-master"),
+    "tf32": ("bf16", "bf16-master"),
+    "fp16": ("bf16", "bf16-master"),
+    "bf16": ("bf16-master",),
+}
+"""Of each precision those that may be faster, and that the quality study sees train as fp32 does."""
+
+MOST_MICRO_BATCHES = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """Changes that are tried against the same step."""
+
+    name: str
+    changes: Callable[[DrivenWorkload, bool], Iterable[Change]]
+    """Of the best step so far, and whether it runs on a GPU."""
+    of_gpu: bool = False
+    """Whether it needs a GPU."""
+    of_textbook: bool = False
+    """Whether it says something of the textbook's model alone."""
+    by_plan: bool = False
+    """Whether what is planned to be far slower than the round's best is not measured."""
+
+
+def _layouts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.ranks == 1:
+        return
+    for name in ("ddp-bucketed", "ddp", "zero1", "fsdp2", "fsdp2:reshard=no"):
+        yield {"parallel": name}
+    if PRECISIONS[best.dtype].tensors == "bf16":
+        yield {"parallel": "fsdp2:compute=bf16"}
+        yield {"parallel": "fsdp2:compute=bf16:reshard=no"}
+    if isinstance(best, Workload):
+        yield {"parallel": "tensor-sequence"}
+
+
+def _groups(best: DrivenWorkload) -> Iterator[Change]:
+    """What is usually faster on a GPU, each with what belongs to it."""
+    lower = PRECISIONS_TRIED.get(best.dtype, ())
+    if best.ranks > 1:  # bf16-master and AdamW in one launch are for one process
+        yield {"dtype": "bf16" if "bf16" in lower else best.dtype, "optimizer": "adamw-fused"}
+    else:
+        yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
+    yield _replay(best)
+    if isinstance(best, Workload):
+        yield {"attention": PREFERRED["cuda"][0]}
+    yield dict.fromkeys(best.parts, "fused")
+    if isinstance(best, Workload):
+        yield {"projections": "joint"}
+
+
+def groups_that_may(best: DrivenWorkload, kept: frozenset[str]) -> list[Change]:
+    """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`."""
+    found: list[Change] = []
+    step = best
+    for group in _groups(best):
+        different = {name: value for name, value in group.items() if getattr(best, name) != value and name not in kept}
+        if different:
+            with contextlib.suppress(InputError):  # the rest may do without
+                step = changed(step, different)
+                found.append(different)
+    return found
+
+
+def without_parts(groups: list[Change]) -> list[Change]:
+    """These changes without the one of the parts' kernels."""
+    return [group for group in groups if not group.keys() <= PARTS.keys()]
+
+
+def back_again(group: Change, baseline: DrivenWorkload) -> Change:
+    """The change that takes this one back."""
+    return {name: getattr(baseline, name) for name in group}
+
+
+def _attentions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
+    for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
+        yield {"attention": name}
+
+
+def _precisions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    for dtype in PRECISIONS_TRIED.get(best.dtype, ()):
+        if dtype == "bf16-master":
+            if on_gpu:
+                yield {"dtype": dtype, "optimizer": "adamw-one-launch"}
+        elif on_gpu or dtype != "tf32":
+            yield {"dtype": dtype}
+
+
+def _optimizers(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.optimizer == "adamw-one-launch":
+        return  # the one that may write bf16 weights; the last round takes it back, and them with it
+    for name in ("adamw-fused", *(("adamw-one-launch",) if on_gpu else ())):
+        yield {"optimizer": name}
+
+
+def _replay(best: DrivenWorkload) -> Change:
+    """The step replayed as a whole. No graph holds PyTorch's DDP; where ranks share the step by it, the textbook's,
+    which sends the same, takes its place."""
+    if best.ranks > 1 and strategy_named(best.parallel).name == "ddp":
+        return {"graph": "step", "parallel": "ddp-bucketed"}
+    return {"graph": "step"}
+
+
+def _replayed(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield _replay(best)
+
+
+def _replayed_again(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.compile != "eager":
+        yield _replay(best)
+
+
+def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield dict.fromkeys(best.parts, "fused")
+
+
+def _fused_apart(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if not all(name == "fused" for name in best.parts.values()):
+        for part in best.parts:
+            yield {part: "fused"}
+
+
+def _compiled(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield {"compile": "default"}
+    if on_gpu:
+        yield {"compile": "blocks"}
+        if (
+            best.graph == "none"
+        ):  # where the step is replayed as a whole, CUDA graphs of its compiled parts save nothing
+            yield {"compile": "reduce-overhead"}
+
+
+def _joint_projections(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    yield {"projections": "joint"}
+
+
+def _under_backward(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    if best.clip is not None:
+        return  # the norm of all gradients is known only after backward
+    for compiled in ("eager", "blocks"):
+        yield {"optimizer": "adamw-under-backward", "compile": compiled}
+
+
+def recomputed(best: DrivenWorkload) -> tuple[str, ...]:
+    """Checkpointing that the step may have, by what it computes again: the least first."""
+    if not isinstance(best, Workload) or not is_kept(best.attention):
+        return ("none", *KEEPING, "every-1")
+    own = (best.checkpointing,) if selective_of(best.checkpointing) else ()
+    mixed = sorted({*mixtures(best.model.layers), *own}, key=lambda each: selective_of(each) or 0, reverse=True)
+    return ("none", "selective", *mixed, "attention", "every-1")
+
+
+def lighter(best: DrivenWorkload) -> list[Change]:
+    """Checkpointing and micro-batches at the same batch, from what computes least again to what keeps least."""
+    batch = best.batch_size or 1
+    parts = [n for n in (1, 2, 4, 8, MOST_MICRO_BATCHES) if batch % n == 0]
+    return [
+        {"checkpointing": kept, "accumulation": micro_batches} for kept in recomputed(best) for micro_batches in parts
+    ]  # fmt: skip
+
+
+def lighter_ways(best: DrivenWorkload) -> list[Change]:
+    """What needs less memory than the step does, in the order in which it is tried.
+
+    Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
+    """
+    whole = best.ranks > 1 and PARAMETERS not in strategy_named(best.parallel).shards
+    sharded: list[Change] = [{"parallel": "fsdp2"}] if whole else []
+    return [*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(best))]
+
+
+def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    """What computes less again, or splits the batch less, than the best step does."""
+    for change in lighter(best):
+        if (change["checkpointing"], change["accumulation"]) == (best.checkpointing, best.accumulation):
+            return
+        yield change
+
+
+def with_most_blocks(best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> DrivenWorkload:
+    """The step with the most blocks that keep what their products return and fit, by prediction: between the mixtures
+    that are tried by themselves. The step as it is where they all fit, or none of them does, or nothing predicts it."""
+    if not isinstance(best, Workload) or not is_kept(best.attention):
+        return best
+    last, layers = selective_of(best.checkpointing), best.model.layers
+    if last is None and best.checkpointing != "attention":
+        return best
+
+    def of(blocks: int) -> Workload:
+        return msgspec.structs.replace(best, checkpointing=keeping(blocks, layers))
+
+    if fits(of(layers)):
+        return best
+    return of(most_that_fit(last or 0, layers, lambda blocks: fits(of(blocks))))
+
+
+def _offloaded(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+    """Where the memory does not hold what all blocks' products return: two thirds and a third of them in the host's."""
+    if isinstance(best, Workload) and best.checkpointing not in ("none", "selective") and best.one_by_one:
+        for blocks in dict.fromkeys(max(1, thirds * best.model.layers // 3) for thirds in (2, 1)):
+            yield {"checkpointing": f"{OFFLOAD}-{blocks}"}
+
+
+def blocks(name: str, best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> Round:
+    """The most blocks that fit, where they are more than the best step's."""
+    most: Change = {"checkpointing": with_most_blocks(best, fits).checkpointing}
+    return Round(name=name, changes=lambda _best, _on_gpu: [most])
+
+
+BEFORE: tuple[Round, ...] = (
+    Round(name="layout", changes=_layouts, by_plan=True),
+    Round(name="memory", changes=_lighter_work),
+)
+"""What is looked for before what is usually faster."""
+
+TOGETHER, WITHOUT = "together", "without"
+"""The round of all that is usually faster, and the one that takes its choices back, one by one."""
+
+MEMORY_AGAIN = "memory again"
+"""The round of what fits by now: kernels, a precision and an optimizer may have made room."""
+
+ROUNDS: tuple[Round, ...] = (
+    Round(name="precision", changes=_precisions),
+    Round(name="optimizer", changes=_optimizers),
+    Round(name="graph", changes=_replayed, of_gpu=True),
+    Round(name="attention", changes=_attentions, of_textbook=True),
+    Round(name="kernels", changes=_fused_parts, of_gpu=True),
+    Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
+    Round(name="projections", changes=_joint_projections, of_textbook=True),
+    Round(name=MEMORY_AGAIN, changes=_lighter_work),
+    Round(name="offload", changes=_offloaded, of_gpu=True, of_textbook=True),
+    Round(name="compile", changes=_compiled),
+    Round(name="graph again", changes=_replayed_again, of_gpu=True),
+    Round(name="under backward", changes=_under_backward, of_gpu=True),
+)
+
+
+def together(groups: list[Change]) -> Round:
+    """All of these at once; where they are one or none, their own rounds try them."""
+    return Round(name=TOGETHER, changes=lambda _best, _on_gpu: [_all_of(groups)] if len(groups) > 1 else [])
+
+
+def without(groups: list[Change], baseline: DrivenWorkload) -> Round:
+    """Each of these taken back, as far as the best step still has it."""
+
+    def changes(best: DrivenWorkload, _on_gpu: bool) -> Iterator[Change]:
+        for group in groups:
+            if all(getattr(best, name) == value for name, value in group.items()):
+                yield back_again(group, baseline)
+
+    return Round(name=WITHOUT, changes=changes)
+
+
+def _all_of(groups: list[Change]) -> Change:
+    return {name: value for group in groups for name, value in group.items()}
+
+
+def changed(best: DrivenWorkload, change: Change) -> DrivenWorkload:
+    """The step with the change. Raises InputError where it excludes what the step has."""
+    return msgspec.structs.replace(best, **change)
+
+
+def changes_of(
+    round_: Round, best: DrivenWorkload, *, on_gpu: bool, kept: frozenset[str]
+) -> Iterator[tuple[Change, DrivenWorkload | str]]:
+    """Each change of a round that changes anything, with the step that it makes, or with why it cannot be.
+
+    kept: fields that stay as they are; a change of one is left out.
+    """
+    if (round_.of_gpu and not on_gpu) or (round_.of_textbook and not isinstance(best, Workload)):
+        return
+    seen = {best.key}
+    for change in round_.changes(best, on_gpu):
+        different = {name: value for name, value in change.items() if getattr(best, name) != value}
+        if not different or kept & different.keys():
+            continue
+        try:
+            made = changed(best, different)
+        except InputError as error:
+            yield different, str(error)
+            continue
+        if made.key not in seen:
+            seen.add(made.key)
+            yield different, made
+
 
 NOT_REACHED = "the time was over"
 FAR = 1.15

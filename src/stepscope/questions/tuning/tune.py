@@ -8,11 +8,10 @@ import msgspec
 
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.own_workload import DrivenWorkload
-from stepscope.core.tuned import Tried, Tuned
+from stepscope.core.study_results import Tried, Tuned
 from stepscope.questions.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.questions.tuning.racing import Racing
-from stepscope.questions.tuning.rounds import changed, lighter_ways, with_most_blocks
-from stepscope.questions.tuning.search import Search
+from stepscope.questions.tuning.search import Search, changed, lighter_ways, with_most_blocks
 
 NUMERIC = ("dtype", "optimizer")
 """Fields that compute something else on purpose, where a change has a dtype: what writes its weights goes with it. They

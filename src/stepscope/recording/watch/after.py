@@ -15,16 +15,16 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from stepscope.core.evidence import Capture, Habits, PhaseMemory
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, EVALUATION, FORWARD, PHASES, REST, STEP
-from stepscope.core.run_files import KINETO_FILE
+from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.work import Work
 from stepscope.recording import ranges
 from stepscope.recording.capture import BackwardMarks, capture_range, export_kineto, kineto_session
-from stepscope.recording.changes import Changes
 from stepscope.recording.flops import FlopCounts
-from stepscope.recording.habits.recorder import STEPS, HabitsRecorder
+from stepscope.recording.habits import STEPS, HabitsRecorder
 from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.observe import PhasePeaks, parameter_bytes
 from stepscope.recording.step import Recorder, Step
+from stepscope.recording.updates import Changes
 from stepscope.recording.watch.neighbours import Neighbours
 from stepscope.recording.watch.phases import Phases
 from stepscope.recording.watch.stopwatch import Stopwatch, marks_for

@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, REST
-from stepscope.recording.habits.code_lines import users_line
+from stepscope.recording.habits import users_line
 from stepscope.recording.watch.found import bare_optimizer, class_name
 from stepscope.recording.watch.phases import Phases
 

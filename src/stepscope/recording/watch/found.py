@@ -14,8 +14,7 @@ from torch import nn
 
 from stepscope.core.units import counted
 from stepscope.recording.updates import held_by
-from stepscope.recording.watch.seen import CallSeen, LoopSeen, ModuleSeen, UpdateSeen
-from stepscope.recording.watch.several import Loose, Several
+from stepscope.recording.watch.seen import CallSeen, LoopSeen, Loose, ModuleSeen, Several, UpdateSeen
 
 
 @dataclass(frozen=True, kw_only=True)

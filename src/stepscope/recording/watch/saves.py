@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from stepscope.core.watched_loop import Saved
-from stepscope.recording.habits.code_lines import users_line
+from stepscope.core.evidence import Saved
+from stepscope.recording.habits import users_line
 from stepscope.recording.watch.entry_points import Undo, replace
 from stepscope.recording.watch.phases import Phases
 

@@ -11,30 +11,24 @@ from stepscope.allocations.answer import answer_memory
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.snapshot import read_snapshot
-from stepscope.core.answer import Answer, decode_answer
-from stepscope.core.bounded_file import read_document
+from stepscope.core.answer import Answer, Figure, Page, decode_answer
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
-from stepscope.core.page import Figure, Page
+from stepscope.core.files import read_document
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.run_directory import find_place, find_run, find_run_files, load_run, load_runs
-from stepscope.core.run_files import RUN_FILE
+from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
 from stepscope.core.units import format_bytes
 from stepscope.questions.compare.sides import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare.sides_answer import answer_comparison, conclusion, short_names, verdict
-from stepscope.rendering.pages.of_answer import gravest, page_of_answer
+from stepscope.rendering.pages.of_answer import gravest, is_prediction, page_of_answer, page_of_prediction
 from stepscope.rendering.pages.of_capture import page_of_capture, page_of_job
-from stepscope.rendering.pages.of_prediction import is_prediction, page_of_prediction
-from stepscope.rendering.pages.of_run import page_of_run, page_of_set
-from stepscope.rendering.pages.of_runs import page_of_runs
+from stepscope.rendering.pages.of_runs import page_of_run, page_of_runs, page_of_set
 from stepscope.runs.run_sets import RunSet, sets_of
-from stepscope.traces.captures.beside import digest_beside
 from stepscope.traces.captures.checks import check_trace
-from stepscope.traces.captures.digest import TraceDigest, load_digest
-from stepscope.traces.captures.load import load_capture
-from stepscope.traces.ranks.checks import check_job
-from stepscope.traces.ranks.load import captures_in, load_job
+from stepscope.traces.captures.digest import TraceDigest, digest_beside, load_capture, load_digest
+from stepscope.traces.ranks.answer import check_job
+from stepscope.traces.ranks.job import captures_in, load_job
 
 Say = Callable[[str], None]
 Begun = Callable[[Page], None]

@@ -1,19 +1,20 @@
 """The page of a captured step, and of a job's ranks: where the time went, by which kernels, how near the device's
-peaks, and what ran when."""
+peaks, and what ran when.
+"""
 
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import polars as pl
 
-from stepscope.core.answer import Answer, Panel, Table, name_of
+from stepscope.core.answer import Answer, Cell, Figure, Page, Panel, Section, Table, as_lines, name_of, table_of
 from stepscope.core.finding import Finding
-from stepscope.core.page import Figure, Page, Section
 from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.rendering.pages.of_answer import ending_of, gravest, heading_of, page_of_answer, section
-from stepscope.traces.captures.answer import answer_trace
-from stepscope.traces.captures.panels import icicle_panel, timeline_panel
+from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicle_panel, timeline_panel
+from stepscope.traces.captures.digest import TraceDigest
 from stepscope.traces.captures.summary import OUTSIDE, TraceSummary
+from stepscope.traces.kernels.names import kernel_labels
 from stepscope.traces.ranks.answer import answer_job
 from stepscope.traces.ranks.job import Job
 from stepscope.traces.roofline.answer import roofline_tables
@@ -134,3 +135,59 @@ def page_of_job(
 
 _RANKS_DRAWN = 8
 """Ranks whose streams a timeline shows: more are too thin to be read."""
+
+
+# What a run's page shows of a trace of which only the digest was kept: tables and icicles, and no timeline.
+
+
+def sections_of_digest(digest: TraceDigest, *, on_cpu: bool) -> tuple[Section, ...]:
+    """Where the time went, the longest kernels, and how near the families come to the device's peaks."""
+    noun = "operator" if on_cpu else "kernel"
+    found = (
+        ("Where the time went", digest_icicles(digest, noun), [_phases(digest, noun)]),
+        ("The longest kernels", [], list(_longest(digest))),
+        ("Against the device's peaks", [], [_roofs(digest)]),
+    )
+    sections = (_section(title, panels, [table for table in tables if table.rows]) for title, panels, tables in found)
+    return tuple(one for one in sections if one.answer.panels or one.answer.tables)
+
+
+def _section(title: str, panels: list[Panel], tables: list[Table]) -> Section:
+    answer = Answer(study="trace", question="", tables=tuple(tables), panels=tuple(panels))
+    return Section(title=title, answer=answer)
+
+
+def _phases(digest: TraceDigest, noun: str) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (phase.phase, phase.kernels, phase.busy_ns, phase.gemm_fraction) for phase in digest.phases
+    ]
+    steps = counted(digest.steps, "step")
+    kept = f"From the digest of a trace by {digest.profiler} over {steps}; the trace itself is not kept here."
+    return table_of(
+        "phase, a step", (f"{noun}s", "g"), (f"{noun} time ms", "ms of ns"), ("matrix share", "%"), rows=rows,
+        notes=as_lines(kept),
+    )  # fmt: skip
+
+
+def _longest(digest: TraceDigest) -> Iterator[Table]:
+    labels = kernel_labels(row.name for row in digest.top)
+    for phase in dict.fromkeys(row.phase for row in digest.top):
+        yield table_of(
+            f"top of {phase}", "family", ("calls", "g"), ("ms a step", "ms of ns"), ("share", "%"),
+            rows=[
+                (labels[row.name], row.family, row.calls, row.busy_ns, row.share)
+                for row in digest.top
+                if row.phase == phase
+            ],
+        )  # fmt: skip
+
+
+def _roofs(digest: TraceDigest) -> Table:
+    return table_of(
+        "family", ("ms a step", "ms of ns"), ("FLOP/B", ".3g"), ("bound ms", "ms of ns"), ("times its bound", ".2f"),
+        "mostly",
+        rows=[
+            (row.family, row.device_ns, row.intensity, row.bound_ns, row.over_bound, row.verdict)
+            for row in digest.roofs
+        ],
+    )  # fmt: skip

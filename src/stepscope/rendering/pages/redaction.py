@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.page import Page
+from stepscope.core.answer import Page
 
 _QUOTED = r"\"[^\"\n]*[\\/][^\"\n]*\"|'[^'\n]*[\\/][^'\n]*'"
 _PATH = (

@@ -9,7 +9,7 @@ import altair as alt
 from stepscope.core.answer import Guide, Panel, Span
 from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB, KIB, MIB, format_bytes
-from stepscope.rendering.plots.theme import CATEGORY_COLOURS, FAINT, INK, PALETTE
+from stepscope.rendering.plots.save import CATEGORY_COLOURS, FAINT, INK, PALETTE
 
 WIDTH, HEIGHT = 860, 400
 _LINE_PX = 17

@@ -10,7 +10,7 @@ import sys
 from rich.text import Text
 
 from stepscope.core.answer import MEASURED_STEP, Answer, Panel, Point
-from stepscope.core.shown_text import middle_cut, printable
+from stepscope.core.errors import middle_cut, printable
 from stepscope.core.units import figure_text
 from stepscope.rendering.cells import sentences_of, where_of
 

@@ -3,7 +3,7 @@
 import html
 
 from stepscope.core.answer import Answer, Line, Table, Tone
-from stepscope.core.shown_text import middle_cut, printable
+from stepscope.core.errors import middle_cut, printable
 from stepscope.rendering.cells import is_figures, row_texts, sentences_of, where_of
 
 _STYLES: dict[Tone, str] = {

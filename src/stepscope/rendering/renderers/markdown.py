@@ -1,7 +1,7 @@
 """An answer in Markdown: headings, pipe tables, paragraphs."""
 
 from stepscope.core.answer import Answer, Table
-from stepscope.core.shown_text import printable
+from stepscope.core.errors import printable
 from stepscope.rendering.cells import is_figures, row_texts, sentences_of, where_of
 
 

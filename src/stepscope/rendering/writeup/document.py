@@ -1,28 +1,315 @@
 """A write-up as a document: Markdown with its plots beside it, or one HTML file. Figures are those of the Answers."""
 
+import json
 import re
+import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from stepscope.core.answer import Answer, Line, Table, text
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.answer import GENERATOR, Answer, Line, Page, Section, Table, decode_answer, text
+from stepscope.core.attention_timing import decode_timings
+from stepscope.core.doubts import doubting_kinds
+from stepscope.core.errors import InputError, one_line, printable
+from stepscope.core.files import read_named
 from stepscope.core.finding import Finding
-from stepscope.core.page import GENERATOR, Page, Section
-from stepscope.core.run_directory import check_is_ours, write_atomically
-from stepscope.core.shown_text import printable
+from stepscope.core.range_names import FORWARD_BACKWARD, STEP
+from stepscope.core.run import Run
+from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically
 from stepscope.core.units import counted
+from stepscope.questions.attention.answer import answer_attention
+from stepscope.questions.compare.comparison import same_part
+from stepscope.questions.compare.sides import side_named
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.page.render import render_page
 from stepscope.rendering.picture import draw_answer
 from stepscope.rendering.plots.save import plot_spec, plot_svg
 from stepscope.rendering.renderers import render
-from stepscope.rendering.writeup.answered import Answered, WriteUp
-from stepscope.rendering.writeup.question import Scale
+from stepscope.runs.fields import matches
+from stepscope.runs.run_sets import Disagreement, disagreeing, disagreement
+from stepscope.traces.captures.digest import TraceDigest, digest_beside
+
+# What a write-up is made of: the runs and the stored answers under some places.
+
+
+Found = tuple[Run, Path]
+"""A run, and its directory."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Material:
+    """Runs and answers, and what could not be read."""
+
+    runs: tuple[Found, ...] = ()
+    answers: tuple[tuple[Answer, Path], ...] = ()
+    faults: tuple[str, ...] = ()
+
+    def folders(self, **wanted: str) -> list[list[Found]]:
+        """The runs whose fields have these values (`fp32,bf16` for either), by folder: a question is answered by one
+        sweep and never by a mixture of several.
+
+        Sweeps of the whole device come before those of a part of its memory, then the one with most cells that no
+        finding doubts is first, and of equal ones the one with most cells.
+        """
+        conditions = [(name, tuple(values.split(","))) for name, values in wanted.items()]
+        by_folder: dict[Path, list[Found]] = {}
+        for run, directory in self.runs:
+            if run.textbook is not None and all(matches(run, *condition) for condition in conditions):
+                by_folder.setdefault(directory.parent, []).append((run, directory))
+        return sorted(by_folder.values(), key=_worth, reverse=True)
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        """Where folders disagree: a question is answered from one of them, and another would answer otherwise."""
+        cells: dict[tuple[object, ...], dict[Path, Run]] = {}
+        for run, directory in self.runs:
+            if run.textbook is not None and run.status == "done":
+                for part in (STEP, FORWARD_BACKWARD):
+                    cells.setdefault((part, same_part(run, part)), {})[directory.parent] = run
+        apart: list[Disagreement | None] = []
+        for (part, _), by_folder in cells.items():
+            newest, *others = sorted(by_folder.values(), key=lambda run: run.instant, reverse=True)
+            apart.append(disagreement(newest, others, str(part)))
+        return tuple(finding.sentence for finding in disagreeing(apart))
+
+    @cached_property
+    def _digests(self) -> dict[tuple[Path, str], TraceDigest | None]:
+        return {}
+
+    def digest(self, run: Run, directory: Path, tool: str) -> TraceDigest | None:
+        """What the capture of a run by one tool says, or None; read once, however many questions ask."""
+        if (directory, tool) not in self._digests:
+            try:
+                found = digest_beside(run, directory, tool, say=lambda _: None) if run.status == "done" else None
+            except InputError:
+                found = None
+            self._digests[directory, tool] = found
+        return self._digests[directory, tool]
+
+
+def _worth(found: list[Found]) -> tuple[bool, int, int]:
+    """What a folder of runs is sorted by."""
+    done = [run for run, _ in found if run.status == "done"]
+    limited = any(run.environment is not None and run.environment.memory_limit_bytes is not None for run, _ in found)
+    return (
+        not limited,
+        len({run.workload.key for run in done if not doubting_kinds(run)}),
+        len({run.workload.key for run in done}),
+    )
+
+
+def gather(names: Iterable[str], out: Path) -> Material:
+    """The material under paths, or of what a name means among the runs of `out`: a sweep, a tag, a set, a run.
+
+    Raises InputError where a name means nothing, or where there is neither a run nor an answer.
+    """
+    runs: dict[Path, Found] = {}
+    answers: dict[Path, Answer] = {}
+    faults: list[str] = []
+    asked = list(names)
+    for name in asked:
+        place = Path(name)
+        if not place.exists():
+            side = side_named(name, out)
+            runs.update((directory.resolve(), (run, directory)) for run, directory in side.runs)
+            faults += side.faults
+            continue
+        files = [place] if place.is_file() and place.name != RUN_FILE else []
+        if not files:
+            _read_runs(place, runs, faults)
+            files = sorted(file for file in place.rglob("*.json") if place.is_dir() and _may_answer(file))
+        for file in files:
+            answer = _answer_in(file, named=file == place)
+            if answer is not None:
+                answers[file] = answer
+    if not runs and not answers:
+        reason = f": {faults[0]}" if faults else ": name a folder of runs, a sweep, or answers that --json wrote"
+        raise InputError(f"no run and no answer in {', '.join(asked)}{reason}")
+    return Material(
+        runs=tuple(runs.values()), answers=tuple((answer, file) for file, answer in answers.items()),
+        faults=tuple(faults),
+    )  # fmt: skip
+
+
+def _read_runs(place: Path, runs: dict[Path, Found], faults: list[str]) -> None:
+    for file in find_run_files(place):
+        try:
+            runs[file.parent.resolve()] = (load_run(file), file.parent)
+        except InputError as error:
+            faults.append(str(error))
+
+
+def _may_answer(file: Path) -> bool:
+    return not (file.parent / RUN_FILE).exists()
+
+
+def _answer_in(file: Path, *, named: bool) -> Answer | None:
+    """The answer in a file; None where it is another document. Raises InputError for a file that the user named."""
+    try:
+        data = read_named(file)
+        found = json.loads(data)
+        if isinstance(found, dict) and found.get("kind") == "attention-timings":  # pyright: ignore[reportUnknownMemberType]
+            return answer_attention(decode_timings(data, str(file)))
+        if named or (isinstance(found, dict) and {"study", "question", "version"} <= found.keys()):
+            return decode_answer(data, str(file))
+    except InputError:
+        if named:
+            raise
+    except (ValueError, RecursionError):
+        if named:
+            raise InputError(f"{file} is neither a run nor an answer that --json wrote") from None
+    return None
+
+
+# A question of an assignment: what it asks, which Answer answers it, and the command that measures what is missing.
+
+
+Source = Callable[[Material], Answer | None]
+"""Finds the Answer in what was measured; None where the material does not hold it."""
+
+Scale = Literal["full", "small"]
+SCALES: tuple[Scale, ...] = ("full", "small")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A command that measures what questions lack. Several questions may name one: it runs once."""
+
+    name: str
+    """Of the folder or file, in the store, that it leaves."""
+    full: str
+    """The words after `stepscope`, at the sizes that the question asks about."""
+    small: str
+    """The same with models that a CPU measures in a minute."""
+    leaves: Literal["runs", "answer"] = "runs"
+    cost: int
+    """Its place in the order of measuring: the cheapest first."""
+
+    def words(self, scale: Scale) -> tuple[str, ...]:
+        """The words after `stepscope`, but for where the result goes."""
+        return tuple(shlex.split(self.full if scale == "full" else self.small))
+
+    def place(self, store: Path) -> Path:
+        """What it leaves in a store: a folder of runs, or an answer."""
+        return store / (self.name if self.leaves == "runs" else f"{self.name}.json")
+
+    def mark(self, store: Path) -> Path:
+        """A file that is there while the command runs: one that is left says that it was interrupted."""
+        return store / f"{self.name}.unfinished"
+
+    def command(self, scale: Scale, store: Path) -> str:
+        """The whole command, as a user copies it."""
+        place = shlex.quote(str(self.place(store)))
+        if self.leaves == "runs":
+            return shlex.join(("stepscope", *self.words(scale), "--runs")) + f" {place}"
+        make = "" if store == Path() else f"mkdir -p {shlex.quote(str(store))} && "
+        return f"{make}{shlex.join(('stepscope', *self.words(scale), '--json'))} > {place}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """One question."""
+
+    id: str
+    asks: str
+    source: Source | None = None
+    measure: Measure | None = None
+    """None where nothing is to be measured: the source computes, or the question waits."""
+    later: str = ""
+    """What will answer it, where stepscope does not measure that yet."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The questions on one subject."""
+
+    title: str
+    questions: tuple[Question, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Assignment:
+    """All questions, in the order in which they are asked."""
+
+    name: str
+    title: str
+    parts: tuple[Part, ...]
+
+    @property
+    def questions(self) -> tuple[Question, ...]:
+        """Those of all parts."""
+        return tuple(question for part in self.parts for question in part.questions)
+
+
+# The questions of an assignment, each with its Answer or with the reason why there is none.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answered:
+    """A question, and what the material says."""
+
+    question: Question
+    answer: Answer | None = None
+    why: str = ""
+    """Why there is no answer, where that is more than missing data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WriteUp:
+    """The whole write-up."""
+
+    assignment: Assignment
+    answered: tuple[Answered, ...]
+    faults: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()
+    """Where the material disagrees with itself, in sentences."""
+
+    @property
+    def count(self) -> int:
+        """How many questions have their answer."""
+        return sum(one.answer is not None for one in self.answered)
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """The devices on which the answers were measured."""
+        named = (one.answer.device for one in self.answered if one.answer is not None)
+        return tuple(dict.fromkeys(device for device in named if device))
+
+    def missing(self, store: Path) -> tuple[Measure, ...]:
+        """What is to be measured, the cheapest first, each once: for questions without an answer, and what was
+        interrupted in this store."""
+        measures = [(one, one.question.measure) for one in self.answered if one.question.measure is not None]
+        wanted = {
+            measure.name: measure for one, measure in measures if one.answer is None or measure.mark(store).exists()
+        }
+        return tuple(sorted(wanted.values(), key=lambda measure: measure.cost))
+
+    def of(self, question: Question) -> Answered:
+        """This question with its answer."""
+        return next(one for one in self.answered if one.question is question)
+
+
+def write_up(assignment: Assignment, material: Material) -> WriteUp:
+    """Each question answered from the material."""
+    found = tuple(_answered(question, material) for question in assignment.questions)
+    return WriteUp(assignment=assignment, answered=found, faults=material.faults, doubts=material.doubts)
+
+
+def _answered(question: Question, material: Material) -> Answered:
+    try:
+        answer = question.source(material) if question.source is not None else None
+    except InputError as error:
+        return Answered(question=question, why=str(error))
+    if answer is not None and not any(table.rows for table in answer.tables):
+        answer = None
+    return Answered(question=question, answer=answer, why=question.later)
+
 
 SUFFIXES = (".md", ".html")
 MARK = "<!-- written by stepscope writeup -->"

@@ -22,25 +22,19 @@ from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.work.described import cell_name
+from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import DTYPES, Workload
-from stepscope.questions.attention_step.answer import answer_steps
-from stepscope.questions.attention_step.cells import StepCell
-from stepscope.questions.compile.answer import answer_compile
-from stepscope.questions.compile.cells import CompileCell
-from stepscope.questions.compile.cells import pair_up as compiled_pairs
-from stepscope.questions.kernels.answer import answer_kernels
-from stepscope.questions.kernels.cells import CapturedCell
-from stepscope.questions.parallel.answer import SharedCell, answer_parallel, part_of
-from stepscope.questions.speed.answer import answer_speed
-from stepscope.questions.speed.cells import TimedCell
-from stepscope.questions.speed.cells import pair_up as speed_pairs
-from stepscope.questions.warmup.answer import answer_warmup
-from stepscope.rendering.writeup.material import Found, Material
-from stepscope.rendering.writeup.question import Source
+from stepscope.questions.attention_step import StepCell, answer_steps
+from stepscope.questions.compile.answer import CompileCell, answer_compile
+from stepscope.questions.compile.answer import pair_up as compiled_pairs
+from stepscope.questions.kernels import CapturedCell, answer_kernels
+from stepscope.questions.parallel import SharedCell, answer_parallel, part_of
+from stepscope.questions.speed import TimedCell, answer_speed
+from stepscope.questions.speed import pair_up as speed_pairs
+from stepscope.questions.warmup import answer_warmup
+from stepscope.rendering.writeup.document import Found, Material, Source
 from stepscope.runs.metrics import samples_of
-from stepscope.runs.table_panels import table_panels
-from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records
+from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records, table_panels
 
 PLAIN = {"attention": "reference", "compile": "eager", "checkpointing": "none"}
 """The choices of a step of which the first questions ask."""

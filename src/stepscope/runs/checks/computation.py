@@ -10,7 +10,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
 from stepscope.runs.communication import buffers_by_formula
-from stepscope.traces.kernels.names.decoding import decode, is_tf32
+from stepscope.traces.kernels.names import decode, is_tf32
 
 TF32_ERROR = 1e-5
 """Relative error of the fp32 probe above which TF32 ran: true fp32 is near 2e-7, TF32 near 3e-4."""

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable
 
 from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
+from stepscope.core.errors import printable
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.shown_text import printable
 from stepscope.core.workload import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer
 
 _MODES: dict[Compile, dict[str, bool]] = {
@@ -31,7 +31,7 @@ _COUNTS_UPDATE = "aten::addcmul"
 
 
 _NORM_OPERATOR, _NORM_KERNEL = "aten::_foreach_norm", "square_sums"
-"""What takes the norm of gradients that are clipped: training/clipping.py, and kernels/adamw/norm.py."""
+"""What takes the norm of gradients that are clipped: training/optimizer.py, and kernels/adamw/norm.py."""
 
 
 def attention_mismatch(run: Run) -> Finding | None:

@@ -24,9 +24,7 @@ from functools import cached_property
 import polars as pl
 
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.captures.host_waits import waits
-from stepscope.traces.captures.intervals import covered_ns, pieces
-from stepscope.traces.captures.occupation import KERNEL_LATENCY_NS, LAUNCH_NS
+from stepscope.traces.captures.occupation import KERNEL_LATENCY_NS, LAUNCH_NS, covered_ns, pieces, waits
 
 CATEGORIES = (
     "computation",

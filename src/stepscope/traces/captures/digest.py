@@ -4,17 +4,22 @@ Captures of many cells are too large to keep with the results. Their digests are
 made from them.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
-from stepscope.core.bounded_file import read_named
 from stepscope.core.document import decode_document
-from stepscope.core.errors import StepscopeError
+from stepscope.core.errors import InputError, StepscopeError
+from stepscope.core.files import read_named
 from stepscope.core.finding import Finding
-from stepscope.core.run_directory import write_atomically
-from stepscope.core.run_files import DIGEST_FILE
+from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.run import Run
+from stepscope.core.run_directory import DIGEST_FILE, RUN_FILE, STREAM_FILE, load_run, write_atomically
+from stepscope.traces.captures.attribution import attribute
+from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
+from stepscope.traces.read import find_capture, read_trace
 
 _TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
 KEPT_ROWS = 8
@@ -156,3 +161,53 @@ def load_digest(directory: Path, tool: str = "kineto") -> TraceDigest | None:
     return decode_document(
         read_named(file), TraceDigest, str(file), holds="digest of a capture", again="with --keep-digests"
     )
+
+
+# Reads a capture, with the run that left it.
+
+
+def load_capture(path: Path, *, say: Callable[[str], None]) -> TraceSummary:
+    """Read and attribute a capture, with the run it belongs to where one lies beside it.
+
+    `say` is told in one line why a run beside it is left out.
+    """
+    attribution = attribute(read_trace(path))
+    attribution.self_check()
+    return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path), say))
+
+
+def _run_beside(capture: Path, say: Callable[[str], None]) -> Run | None:
+    if not (capture.parent / RUN_FILE).is_file():
+        return None
+    try:
+        return load_run(capture.parent)
+    except InputError as error:
+        say(f"the run beside the capture is left out: {error}")
+        return None
+
+
+# What the capture of a stored run says, from the capture itself or from the digest that was kept of it.
+
+
+def digest_beside(
+    run: Run, directory: Path, tool: str, *, say: Callable[[str], None], keep: bool = False
+) -> TraceDigest | None:
+    """The digest of a run's capture, made anew if the capture is there, else the kept one, or None.
+
+    say: is told what is left out. keep: whether a digest that was made is written beside the run.
+    """
+    capture = directory / run.artifacts.get(tool, "-")
+    on_cpu = run.environment is None or run.environment.device_type == "cpu"
+    if not capture.is_file():
+        kept, stream = load_digest(directory, tool), directory / STREAM_FILE
+        if kept is not None or tool != "nsys" or on_cpu or not stream.is_file():
+            return kept
+        capture = stream  # nsys recorded, and could not import there: its own importer reads the stream
+    if tool == "nsys" and on_cpu:
+        return None  # on a CPU Nsight Systems records ranges alone
+    give_pages_back()
+    summary = load_capture(capture, say=say)
+    digest = digest_of(summary, check_trace(summary))
+    if keep:
+        save_digest(digest, directory)
+    return digest

@@ -25,9 +25,196 @@ from functools import cached_property
 import polars as pl
 
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.captures.host_waits import matching, named, waiting_call, waits
-from stepscope.traces.captures.intervals import covered_ns, length_ns, pieces
+from stepscope.traces.nesting import Nest, union
 from stepscope.traces.table import TraceTable
+
+# Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
+
+
+def pieces(work: pl.DataFrame) -> pl.DataFrame:
+    """The union of the work's intervals, sorted and disjoint: start_ns, end_ns. Empty intervals cover nothing."""
+    return union(work.filter(pl.col("duration_ns") > 0), []).select("start_ns", "end_ns")
+
+
+def length_ns(disjoint: pl.DataFrame) -> int:
+    """The total time that disjoint intervals (start_ns, end_ns) cover."""
+    return int((disjoint["end_ns"] - disjoint["start_ns"]).sum())
+
+
+def covered_ns(disjoint: pl.DataFrame, start_ns: pl.Series, end_ns: pl.Series) -> pl.Series:
+    """The time that sorted disjoint intervals cover in each window."""
+    if not disjoint.height:
+        return pl.Series("covered_ns", [0], dtype=pl.Int64).new_from_index(0, len(start_ns))
+    covered = _covered_before(disjoint, end_ns) - _covered_before(disjoint, start_ns)
+    return covered.clip(lower_bound=0).alias("covered_ns")
+
+
+def _covered_before(disjoint: pl.DataFrame, moment_ns: pl.Series) -> pl.Series:
+    """The time that the intervals cover before each moment."""
+    begun = disjoint["start_ns"].search_sorted(moment_ns, side="right").cast(pl.Int64)
+    last = (begun - 1).clip(lower_bound=0)
+    whole = (disjoint["end_ns"] - disjoint["start_ns"]).cum_sum()
+    # All intervals that have begun, minus the part of the last one that is still to come.
+    rest = (disjoint["end_ns"].gather(last) - moment_ns).clip(lower_bound=0)
+    return (begun > 0).cast(pl.Int64) * (whole.gather(last) - rest)
+
+
+# The communication that hides behind computation, per device, in exact nanoseconds.
+#
+# Communication is the union of the kernels of that family. Computation is the union of all other kernels and whole
+# graphs (copies and fills are neither). Hidden is the intersection of the two, exposed is the rest. A collective's
+# kernel also spins while it waits for its peers, so exposed time includes both the network and the slowest rank.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlap:
+    """Communication and computation on one device.
+
+    `by_kernel`: name, calls, busy_ns, hidden_ns of each communication kernel, the most exposed first. Its times are
+    sums, in which each of several concurrent collectives counts.
+    """
+
+    device: int
+    name: str | None
+    communication_ns: int
+    computation_ns: int
+    hidden_ns: int
+    by_kernel: pl.DataFrame
+
+    @property
+    def exposed_ns(self) -> int:
+        """The time of communication during which no computation ran."""
+        return self.communication_ns - self.hidden_ns
+
+    @property
+    def hidden_share(self) -> float | None:
+        """The hidden share of the communication, from 0 to 1; None without communication."""
+        return self.hidden_ns / self.communication_ns if self.communication_ns else None
+
+
+def overlap(attribution: Attribution) -> tuple[Overlap, ...]:
+    """The overlap on each device; empty for a CPU trace, since its operators' times are nested."""
+    kernels = attribution.kernels
+    if attribution.table.on_cpu:
+        return ()
+    return tuple(
+        _overlap_on(kernels.filter(pl.col("device") == device), device, attribution.table.devices.get(device))
+        for device in kernels["device"].unique().sort().to_list()
+    )
+
+
+def _overlap_on(kernels: pl.DataFrame, device: int, name: str | None) -> Overlap:
+    communicates = pl.col("family") == "communication"
+    collectives = kernels.filter(communicates)
+    computation = pieces(kernels.filter(~communicates))
+    communication = pieces(collectives)
+    ends = collectives["start_ns"] + collectives["duration_ns"]
+    by_kernel = (
+        collectives.select("name", "duration_ns", covered_ns(computation, collectives["start_ns"], ends))
+        .group_by(pl.col("name").cast(pl.String))
+        .agg(
+            pl.len().alias("calls"),
+            pl.col("duration_ns").sum().alias("busy_ns"),
+            pl.col("covered_ns").sum().alias("hidden_ns"),
+        )
+        .sort(pl.col("busy_ns") - pl.col("hidden_ns"), "name", descending=[True, False])
+    )
+    return Overlap(
+        device=device,
+        name=name,
+        communication_ns=length_ns(communication),
+        computation_ns=length_ns(computation),
+        hidden_ns=int(covered_ns(computation, communication["start_ns"], communication["end_ns"]).sum()),
+        by_kernel=by_kernel,
+    )
+
+
+# The devices that a capture is of. A trace lists all of a host's, though only some of them ran anything.
+
+
+def used_devices(attribution: Attribution) -> dict[int, str]:
+    """The name, by index, of each device that ran something: "" where the trace does not say it. None on a CPU.
+
+    ROCm numbers devices among all of the host's in its events, and among the visible ones in its list. Where all that
+    are listed have one name, a device that is not listed has it too.
+    """
+    table = attribution.table
+    if table.on_cpu:
+        return {}
+    listed = set(table.devices.values())
+    common = listed.pop() if len(listed) == 1 else ""
+    return {index: table.devices.get(index, common) for index in attribution.work["device"].unique().sort().to_list()}
+
+
+def device_names(attribution: Attribution) -> tuple[str, ...]:
+    """The distinct names of those devices; none where the trace leaves one of them unnamed."""
+    names = used_devices(attribution).values()
+    return tuple(sorted(set(names))) if all(names) else ()
+
+
+# The host's waits for a device: synchronising calls, blocking copies, operators that fetch a number.
+
+
+_WAIT = r"^(?:cuda|cu|hip)\w*Synchronize|^(?:cuda|cu|hip)Memcpy|^(?:cuda|hip)Free(?:_|$)|^cuMemFree(?:_|$)"
+"""A pattern of the calls that wait for the device. Freeing device memory waits too."""
+_NO_WAIT = r"Async"
+_WAITING_OPERATOR = r"^aten::(?:item|_local_scalar_dense|is_nonzero)$"
+_TO_HOST = r"\bDtoH\b"
+
+
+def matching(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Series:
+    """The distinct names that match a pattern. Each distinct name is tested once."""
+    distinct = names.unique().cast(pl.String).alias("name").drop_nulls()
+    match = pl.col("name").str.contains(pattern)
+    if but_not:
+        match = match & ~pl.col("name").str.contains(but_not)
+    return distinct.to_frame().filter(match).to_series().cast(names.dtype)
+
+
+def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:
+    """The rows whose name matches a pattern."""
+    return frame.filter(pl.col("name").is_in(matching(frame["name"], pattern, but_not).implode()))
+
+
+def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
+    """The host's calls and operators that wait for a device: process, thread, start_ns, duration_ns, name."""
+    columns = ["process", "thread", "start_ns", "duration_ns", "name"]
+    calls = named(table.calls, _WAIT, _NO_WAIT).select(columns)
+    # A copy to pageable memory blocks, whatever the name of its call. A copy to pinned memory returns at once.
+    copies = named(work.select("process", "launch_thread", "launch_ns", "name"), _TO_HOST)
+    to_host = named(table.calls, r"Memcpy\w*Async").join(
+        copies,
+        left_on=["process", "thread", "start_ns"],
+        right_on=["process", "launch_thread", "launch_ns"],
+        how="semi",
+    )
+    operators = named(table.operators, _WAITING_OPERATOR)
+    return pl.concat(
+        [calls, to_host.select(columns), operators.select(pl.col(columns[:4]), pl.col("name").cast(pl.Categorical()))]
+    )
+
+
+def waiting_call(gaps: pl.DataFrame, waiting: pl.DataFrame) -> pl.Series:
+    """For each gap, the name of a wait that was in progress when the device ran dry and had ended at the next launch.
+
+    `gaps`: process, start_ns, launch_ns and the threads of the launches on either side, launch_thread, thread_before.
+    """
+    if not waiting.height:
+        return pl.Series("wait", [None], dtype=pl.Categorical()).new_from_index(0, gaps.height)
+    threads = waiting.select("process", "thread").unique(maintain_order=True)
+    threads = threads.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias("track"))
+    waiting = waiting.join(threads, on=["process", "thread"], how="left", maintain_order="left")
+    nest = Nest(waiting, "track")
+    answers = []
+    for thread in ("launch_thread", "thread_before"):
+        asked = gaps.join(
+            threads, left_on=["process", thread], right_on=["process", "thread"], how="left", maintain_order="left"
+        )
+        rows = nest.innermost(asked["track"], gaps["start_ns"])
+        over = (waiting["start_ns"] + waiting["duration_ns"]).gather(rows) <= gaps["launch_ns"]
+        answers.append(pl.select(pl.when(over).then(waiting["name"].gather(rows))).to_series())
+    return pl.select(pl.coalesce(*answers).alias("wait")).to_series()
+
 
 LAUNCH_NS = 5_000
 """The least time from a launch call to its running kernel. The quickest of 14,000 on an idle H200 took 5.0 us."""

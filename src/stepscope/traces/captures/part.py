@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import polars as pl
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, name_shown
 from stepscope.core.range_names import PHASES, STEP
-from stepscope.core.shown_text import name_shown
 from stepscope.core.units import Window, ms_text
 from stepscope.traces.captures.attribution import ROOT, Attribution, lasting
 from stepscope.traces.captures.range_totals import launching, named_ranges

@@ -10,6 +10,7 @@ import msgspec
 import polars as pl
 
 from stepscope.core.attentions import scores_of
+from stepscope.core.errors import name_shown
 from stepscope.core.range_names import (
     ATTENTION_PARTS,
     BACKWARD,
@@ -20,20 +21,17 @@ from stepscope.core.range_names import (
     SOFTMAX,
 )
 from stepscope.core.run import Run
-from stepscope.core.shown_text import name_shown
 from stepscope.core.units import Window, ms_text
 from stepscope.core.work.attention import attention_product_flops, softmax_flops
 from stepscope.core.work.transformer import products_per_forward, recomputed_products
 from stepscope.core.workload import Workload
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.critical_path import CriticalPath, critical_path
-from stepscope.traces.captures.occupation import Occupation, occupation
-from stepscope.traces.captures.overlap import Overlap, overlap
+from stepscope.traces.captures.occupation import Occupation, Overlap, occupation, overlap
 from stepscope.traces.kernels.families import is_generated
-from stepscope.traces.kernels.names.decoding import decode
+from stepscope.traces.kernels.names import decode
 from stepscope.traces.nesting import union
-from stepscope.traces.roofline.roofline import roofline
-from stepscope.traces.roofline.roofs import Roofline
+from stepscope.traces.roofline.roofline import Roofline, roofline
 
 GEMM = "matrix multiplication"
 OUTSIDE = "outside"

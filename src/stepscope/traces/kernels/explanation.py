@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 
 from stepscope.core.answer import PROSE, Answer, Line, table_of
-from stepscope.core.shown_text import LONGEST_NAME, middle_cut, printable
+from stepscope.core.errors import LONGEST_NAME, middle_cut, printable
 from stepscope.traces.kernels.families import Family, classify
-from stepscope.traces.kernels.names.decoding import decode, is_tf32
-from stepscope.traces.kernels.names.name import KernelName
+from stepscope.traces.kernels.names import KernelName, decode, is_tf32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,18 +1,330 @@
 """A job of several ranks: who waits for whom at its collectives, how fast these are, and what makes a rank late."""
 
+import gzip
+import re
+import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 
+import msgspec
 import polars as pl
 
 from stepscope.core.errors import InputError
+from stepscope.core.finding import Finding
+from stepscope.core.range_names import STEP
+from stepscope.core.run_directory import CAPTURE_FILES, RANK_FOLDER, RUN_FILE
 from stepscope.core.units import counted
-from stepscope.core.work.collectives import named_kind
-from stepscope.traces.captures.intervals import covered_ns
-from stepscope.traces.captures.summary import layers_together
-from stepscope.traces.ranks.matching import Matched, match_collectives
-from stepscope.traces.ranks.rank import COMPUTATION, Rank
+from stepscope.core.work.communication import KINDS, kind_of, message_bytes, named_kind
+from stepscope.traces.captures.attribution import Attribution, range_kind
+from stepscope.traces.captures.checks import doubts_of
+from stepscope.traces.captures.digest import load_capture
+from stepscope.traces.captures.occupation import covered_ns
+from stepscope.traces.captures.summary import TraceSummary, layers_together
+from stepscope.traces.nesting import Nest, union
+from stepscope.traces.table import TraceTable
+
+# One rank of a job: its times in short, and its collectives. The capture itself is let go, so that many fit.
+
+
+COLLECTIVES = pl.Schema(
+    {
+        "device": pl.Int64,
+        "stream": pl.Int64,
+        "kind": pl.String,
+        "group": pl.String,
+        "group_size": pl.Int64,
+        "bytes": pl.Int64,
+        "sequence": pl.Int64,
+        "step": pl.Int64,
+        "phase": pl.String,
+        "module": pl.String,
+        "start_ns": pl.Int64,
+        "end_ns": pl.Int64,
+    }
+)
+"""Columns of a rank's collectives, by start: kernels of communication. What the trace does not say is null."""
+
+COMPUTATION, IDLE = "computation", "idle"
+_COMPUTES = pl.col("family") != "communication"
+_LAST_NUMBER = re.compile(r"(\d+)\W*$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank's capture. Times are over the whole capture and all of its devices; its clock is the capture's own.
+
+    `number` is the rank, of `ranks` in the job (None where the trace does not say). `busy_ns` sums kernels, `union_ns`
+    counts overlapping ones once. Communication that no computation hides is exposed. `times`: where the time went that
+    is not communication (what, phase, place, duration_ns), for computation by module, for idle time by its cause.
+    `computing`: when any kernel but communication's ran, by device (device, start_ns, end_ns; sorted, disjoint).
+    `doubts`: the findings on what this capture lacks, or what in it cannot be true.
+    """
+
+    number: int
+    ranks: int | None
+    source: str
+    device: str
+    steps: int
+    step_numbers: tuple[int, ...]
+    kernels: int
+    busy_ns: int
+    union_ns: int
+    idle_ns: int
+    communication_ns: int
+    exposed_ns: int
+    computation_ns: int
+    start_ns: int
+    end_ns: int
+    times: pl.DataFrame
+    collectives: pl.DataFrame
+    computing: pl.DataFrame
+    doubts: tuple[Finding, ...] = ()
+
+
+def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
+    """The rank that a capture is of, in short."""
+    attribution, table = summary.attribution, summary.attribution.table
+    work, occupied = attribution.work, summary.occupation
+    steps = _step_numbers(attribution)
+    # The own times of a CPU's operators do not overlap: what is no communication is computation, and hides none of it.
+    on_cpu = int(attribution.kernels.filter(~_COMPUTES)["duration_ns"].sum()) if table.on_cpu else 0
+    used = [table.devices[device] for device in work["device"].unique().sort().to_list() if device in table.devices]
+    start, end = work["start_ns"].min(), (work["start_ns"] + work["duration_ns"]).max()
+    return Rank(
+        number=number,
+        ranks=table.ranks,
+        source=source,
+        device=", ".join(dict.fromkeys(used)),
+        steps=summary.steps,
+        step_numbers=tuple(steps.values()),
+        kernels=summary.kernel_count,
+        busy_ns=summary.busy_ns,
+        union_ns=summary.union_ns,
+        idle_ns=sum(device.idle_ns for device in occupied.devices) if occupied else 0,
+        communication_ns=on_cpu + sum(one.communication_ns for one in summary.overlaps),
+        exposed_ns=on_cpu + sum(one.exposed_ns for one in summary.overlaps),
+        computation_ns=summary.busy_ns - on_cpu
+        if table.on_cpu
+        else sum(one.computation_ns for one in summary.overlaps),
+        start_ns=start if isinstance(start, int) else 0,
+        end_ns=end if isinstance(end, int) else 0,
+        times=_times(summary),
+        collectives=collectives_of(attribution, steps),
+        computing=union(attribution.kernels.filter(_COMPUTES & (pl.col("duration_ns") > 0)), ["device"]).drop("merged"),
+        doubts=doubts_of(summary),
+    )
+
+
+def _step_numbers(attribution: Attribution) -> dict[int, int]:
+    """The number in the name of each step's range (`ProfilerStep#552`) by the step's place; the place without one."""
+    instances = attribution.instances.filter(pl.col("what") == STEP).sort("start_ns")
+    ranges = attribution.table.ranges
+    names = [name for name in ranges["name"].unique().to_list() if range_kind(name) == "step"]
+    named = ranges.filter(pl.col("name").cast(pl.String).is_in(names)).select(
+        "start_ns", pl.col("name").cast(pl.String)
+    )
+    found = dict(named.sort("start_ns", descending=True).iter_rows())
+    numbers = [_LAST_NUMBER.search(found.get(start_ns, "")) for start_ns in instances["start_ns"].to_list()]
+    if not all(numbers):
+        return dict(enumerate(range(len(numbers))))
+    return {place: int(match[1][-9:]) for place, match in enumerate(numbers) if match}
+
+
+def _times(summary: TraceSummary) -> pl.DataFrame:
+    kernels = summary.attribution.kernels.filter(_COMPUTES)
+    computation = kernels.group_by(
+        pl.col("phase").cast(pl.String), pl.col("module").cast(pl.String).alias("place")
+    ).agg(pl.col("duration_ns").sum())
+    parts = [computation.select(pl.lit(COMPUTATION).alias("what"), "phase", "place", "duration_ns")]
+    if summary.occupation is not None:
+        idle = summary.occupation.by_cause.group_by(
+            pl.col("phase").cast(pl.String), pl.col("cause").cast(pl.String).alias("place")
+        ).agg(pl.col("idle_ns").sum().alias("duration_ns"))
+        parts.append(idle.select(pl.lit(IDLE).alias("what"), "phase", "place", "duration_ns"))
+    return pl.concat(parts)
+
+
+def collectives_of(attribution: Attribution, steps: dict[int, int]) -> pl.DataFrame:
+    """The kernels of communication with what the trace says of them."""
+    kernels = attribution.kernels.filter(pl.col("family") == "communication").sort("start_ns", "stream")
+    if not kernels.height or attribution.table.on_cpu:
+        return pl.DataFrame(schema=COLLECTIVES)
+    told = _told(kernels, attribution.table)
+    names = pl.coalesce(pl.col("collective"), pl.col("range"), pl.col("name").cast(pl.String))
+    kinds = {name: kind_of(name).name for name in told.select(names.alias("n"))["n"].unique().to_list()}
+    elements = pl.max_horizontal("elements_in", "elements_out")
+    sizes = {
+        (count, dtype): message_bytes(count, dtype)
+        for count, dtype in told.select(elements, "dtype").unique().iter_rows()
+    }
+    size = pl.col("group_size")
+    bytes_ = [sizes[row] for row in told.select(elements, "dtype").iter_rows()]
+    return told.select(
+        "device",
+        "stream",
+        names.replace_strict(kinds, return_dtype=pl.String).alias("kind"),
+        "group",
+        pl.when(size > 0).then(size).alias("group_size"),
+        pl.Series("bytes", bytes_, dtype=pl.Int64),
+        "sequence",
+        pl.col("step").replace_strict(steps, default=pl.col("step"), return_dtype=pl.Int64),
+        pl.col("phase").cast(pl.String),
+        pl.col("module").cast(pl.String),
+        "start_ns",
+        (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns"),
+    )
+
+
+_SAID = ("collective", "group", "group_size", "elements_in", "elements_out", "dtype", "sequence")
+
+
+def _told(kernels: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
+    """The kernels with what their own arguments say, or else the operator that launched them, and the name of the range
+    round their launch (`nccl:all_to_all`: its kernels are called SendRecv)."""
+    own = table.collectives.drop_nulls("correlation").unique(["correlation", "start_ns"], keep="first")
+    kernels = kernels.join(
+        own.select("correlation", "start_ns", *_SAID), on=["correlation", "start_ns"], how="left", maintain_order="left"
+    )
+    calls = table.operators.join(
+        table.collectives.filter(pl.col("correlation").is_null()).unique(
+            ["process", "thread", "start_ns"], keep="last"
+        ),
+        on=["process", "thread", "start_ns"],
+        how="inner",
+    )
+    launched = _open_at(kernels, calls).select(pl.col(name).alias(f"_{name}") for name in _SAID)
+    ranges = table.ranges.filter(pl.col("name").cast(pl.String).str.contains(r"^(?:nccl|gloo|rccl):"))
+    around = _open_at(kernels, ranges).select(pl.col("name").cast(pl.String).alias("range"))
+    return (
+        kernels.hstack(launched)
+        .hstack(around)
+        .with_columns(pl.coalesce(name, f"_{name}").alias(name) for name in _SAID)
+        .drop(f"_{name}" for name in _SAID)
+    )
+
+
+def _open_at(kernels: pl.DataFrame, intervals: pl.DataFrame) -> pl.DataFrame:
+    """The interval that was open on each kernel's thread at its launch; a row of nulls where none was."""
+    keys = pl.concat(
+        [
+            kernels.select("process", pl.col("launch_thread").alias("thread")),
+            intervals.select("process", "thread"),
+        ]
+    )
+    distinct = keys.unique().with_row_index("track")
+    track = keys.join(distinct, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)["track"]
+    track = track.cast(pl.Int64)
+    nest = Nest(intervals.with_columns(track.tail(intervals.height).alias("track")), "track")
+    row = nest.innermost(track.head(kernels.height), kernels["launch_ns"])
+    nothing = pl.DataFrame(schema=intervals.schema)
+    if not intervals.height:
+        return pl.concat([nothing, pl.DataFrame({name: [None] * kernels.height for name in nothing.columns},
+                                                schema=nothing.schema)])  # fmt: skip
+    return intervals.select(pl.all().gather(row))
+
+
+# Which kernels of several ranks are one collective, and how far the ranks' clocks are apart.
+#
+# A collective is known by its process group and sequence number. Captures of older PyTorch have no such numbers: there
+# the order counts, among the collectives of one kind, step, phase and module. A collective whose ranks must finish
+# together (an all-reduce, say) ends at one moment on all of them: so their clocks are compared, and what ends at quite
+# another moment is none of it.
+
+
+SHARED_NS = 100_000
+"""Clocks that differ by less count as one: ranks of one host share a clock, and a collective ends within this time."""
+_APART_NS = 1_000_000
+"""Ends that are further apart than this, and than the collective is long, are of two collectives."""
+
+_TOGETHER = [kind.name for kind in KINDS if kind.ends_together]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clock:
+    """A rank's clock beside that of the first rank.
+
+    `offset_ns` is what its times are moved by; 0 where the clocks count as shared. `measured_ns` is the median of the
+    differences between the ends of `compared` collectives, and `residual_ns` the median distance from it.
+    """
+
+    rank: int
+    offset_ns: int
+    measured_ns: int | None
+    residual_ns: int | None
+    compared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """The collectives of a job. `arrivals`: one row for each rank of each collective that several of the ranks have.
+
+    Its columns: collective (a number), rank, device, kind, group, group_size, bytes, step, phase, module, start_ns,
+    end_ns (on the first rank's clock), `last_ns` (the last rank's arrival), `late` (that rank). `unmatched`: the number
+    of collectives of each rank that no other rank has. `by_sequence`: whether sequence numbers told them.
+    """
+
+    arrivals: pl.DataFrame
+    unmatched: dict[int, int]
+    clocks: tuple[Clock, ...]
+    by_sequence: bool
+
+
+def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
+    """Match the collectives of these ranks, and set their clocks."""
+    every = pl.concat([rank.collectives.with_columns(pl.lit(rank.number, pl.Int64).alias("rank")) for rank in ranks])
+    by_sequence = bool(every.height) and not every["sequence"].has_nulls()
+    key = ["group", "kind", "sequence"] if by_sequence else ["group", "kind", "step", "phase", "module"]
+    occurrence = pl.int_range(pl.len()).over(["rank", *key], order_by="start_ns")
+    found = every.with_columns(occurrence.alias("occurrence"))
+    key = [*key, "occurrence"]
+    numbers = found.select(key).unique(maintain_order=True).with_row_index("collective")
+    found = found.join(numbers, on=key, how="left", maintain_order="left", nulls_equal=True)
+    found = found.with_columns(pl.col("collective").cast(pl.Int64))
+    clocks = tuple(_clock(rank.number, found, ranks[0].number) for rank in ranks)
+    offsets = {clock.rank: clock.offset_ns for clock in clocks}
+    moved = pl.col("rank").replace_strict(offsets, return_dtype=pl.Int64)
+    found = found.with_columns(pl.col("start_ns") - moved, pl.col("end_ns") - moved)
+    found = found.filter(_of_one(found)).filter(pl.col("rank").n_unique().over("collective") > 1)
+    late = pl.col("rank").sort_by("start_ns", "rank").last().over("collective")
+    arrivals = found.with_columns(pl.col("start_ns").max().over("collective").alias("last_ns"), late.alias("late"))
+    counts = dict(arrivals.group_by("rank").len().iter_rows())
+    return Matched(
+        arrivals=arrivals.drop("occurrence", "sequence", "stream").sort("last_ns", "rank"),
+        unmatched={rank.number: rank.collectives.height - counts.get(rank.number, 0) for rank in ranks},
+        clocks=clocks,
+        by_sequence=by_sequence,
+    )
+
+
+def _clock(rank: int, found: pl.DataFrame, first: int) -> Clock:
+    """The clock of a rank by the ends of the collectives that it shares with the first one."""
+    comparable = found.filter(pl.col("kind").is_in(_TOGETHER))
+    ends = comparable.filter(pl.col("rank") == rank).select("collective", "end_ns")
+    of_first = comparable.filter(pl.col("rank") == first).select("collective", pl.col("end_ns").alias("first_ns"))
+    apart = ends.join(of_first, on="collective").select(pl.col("end_ns") - pl.col("first_ns")).to_series()
+    if rank == first or apart.is_empty():
+        return Clock(rank=rank, offset_ns=0, measured_ns=None, residual_ns=None, compared=0)
+    # The lower median is a difference that was seen; with two values a mean of them would not be one.
+    measured = int(apart.sort().gather((len(apart) - 1) // 2).item())
+    residual = (apart - measured).abs().sort().gather((len(apart) - 1) // 2).item()
+    return Clock(
+        rank=rank,
+        offset_ns=measured if abs(measured) > SHARED_NS else 0,
+        measured_ns=measured,
+        residual_ns=int(residual),
+        compared=len(apart),
+    )
+
+
+def _of_one(found: pl.DataFrame) -> pl.Series:
+    """Whether a row ends when its collective does on the other ranks, for the kinds that end together."""
+    length = (pl.col("end_ns") - pl.col("start_ns")).min().over("collective")
+    distance = (pl.col("end_ns") - pl.col("end_ns").median().over("collective")).abs() * 2
+    apart = pl.col("kind").is_in(_TOGETHER) & (distance > pl.max_horizontal(length, pl.lit(_APART_NS)))
+    return found.select(~apart).to_series()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,3 +545,79 @@ def _check_distinct(ranks: tuple[Rank, ...]) -> None:
         same = seen.setdefault((rank.start_ns, rank.end_ns, rank.kernels, rank.computation_ns), rank)
         if same is not rank and same.kernels > 1:
             raise InputError(f"{same.source} and {rank.source} hold the same work at the same time: give one of them")
+
+
+# Reads the captures of a job's ranks, one after the other: what is kept of each is small.
+
+
+_CAPTURES = (".json", ".json.gz", ".sqlite", ".nsys-rep")
+_RANK = re.compile(r"rank[-_ .]?(\d{1,6})", re.IGNORECASE)
+_SETTINGS_BYTES = 2**22
+"""A larger JSON file beside captures is taken for a capture without a look inside."""
+_NUMBERS = re.compile(r"(\d+)")
+
+
+def captures_in(folder: Path) -> list[Path]:
+    """The captures that a folder holds, or that lie in its run directories, in the order of the numbers in their names.
+
+    Those of a run directory whose step ranks shared, too. Empty for a file, for any other run directory, and for the
+    parquet files of one export. Whole JSON documents that hold no events, such as settings, are left out; whatever is
+    damaged is not, so that no rank is lost unseen.
+    """
+    if (folder / RUN_FILE).exists():
+        return _of_ranks(folder)
+    if not folder.is_dir() or any(folder.glob("*.parquet")):
+        return []
+    try:
+        entries = list(folder.iterdir())
+    except OSError as error:
+        raise InputError(f"{folder}: cannot be read: {error.strerror or error}") from None
+    if any((folder / name).exists() for name in CAPTURE_FILES):
+        return []
+    found = [
+        entry
+        for entry in entries
+        if (entry.is_file() and entry.name.endswith(_CAPTURES) and not _holds_no_events(entry))
+        or (entry.is_dir() and any((entry / name).exists() for name in CAPTURE_FILES))
+    ]
+    return sorted(found, key=lambda path: [int(part) if part.isdigit() else part for part in _NUMBERS.split(path.name)])
+
+
+def _of_ranks(folder: Path) -> list[Path]:
+    """The captures of the ranks that shared a run's step, its own first; empty where there are no others."""
+    own = [folder / name for name in CAPTURE_FILES if (folder / name).exists()]
+    others = [
+        one for one in folder.glob(RANK_FOLDER.format(rank="*")) if any((one / n).exists() for n in CAPTURE_FILES)
+    ]
+    others.sort(key=lambda one: (len(one.name), one.name))
+    return [own[0], *others] if own and others else []
+
+
+def _holds_no_events(path: Path) -> bool:
+    """Whether the file is a whole JSON document that is no trace."""
+    try:
+        with (gzip.open if path.name.endswith(".gz") else open)(path, "rb") as file:
+            text = file.read(_SETTINGS_BYTES + 1)
+        if len(text) > _SETTINGS_BYTES:
+            return False
+        held = msgspec.json.decode(text)
+    except (OSError, EOFError, zlib.error, ValueError, RecursionError):
+        return False
+    events = held.get("traceEvents") if isinstance(held, dict) else held
+    return not isinstance(events, list) or not any(isinstance(event, dict) and "ph" in event for event in events)
+
+
+def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:
+    """Read the captures of a job's ranks. Raises InputError where one cannot be read, or they are not of one job.
+
+    A rank is the one that the capture says, or the number after "rank" in its name, or else its place in the list.
+    `say` is told which rank is read.
+    """
+    ranks: list[Rank] = []
+    for place, path in enumerate(captures):
+        say(f"reading rank {place + 1} of {len(captures)}: {path.name}")
+        summary = load_capture(path, say=say)
+        told, named = summary.attribution.table.rank, _RANK.search(path.name)
+        number = told if told is not None else int(named[1]) if named else place
+        ranks.append(rank_of(summary, number, str(path)))
+    return job_of(ranks)

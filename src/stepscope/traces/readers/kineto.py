@@ -4,11 +4,15 @@ Device events do not say their process, and name their device as `pid` and strea
 How its times are written is told in event_times.
 """
 
+import operator
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 import polars as pl
@@ -16,18 +20,7 @@ import polars as pl
 from stepscope.core.errors import InputError, printable
 from stepscope.traces.assemble import assemble
 from stepscope.traces.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
-from stepscope.traces.readers.event_times import nanoseconds, ns_per_unit
 from stepscope.traces.readers.json_events import read_events
-from stepscope.traces.readers.kineto_events import (
-    NO_ARGUMENTS,
-    Arguments,
-    Event,
-    decode_block,
-    either,
-    needs_values,
-    operator_shapes,
-    whole_number,
-)
 from stepscope.traces.table import (
     CALL_SCHEMA,
     CALLS,
@@ -46,6 +39,251 @@ from stepscope.traces.table import (
     add_count,
     empty,
 )
+
+# Times of Chrome-trace events as exact nanoseconds.
+#
+# They are microseconds, as integers, with decimals, or as text; those too large to be microseconds are nanoseconds. The
+# unit is that of the file: one impossible time does not change the others.
+
+
+EXACT_BELOW_US = 2**43
+"""Microseconds from here on lose nanoseconds in a double; such traces (time since 1970) are read as decimals."""
+_NANOSECONDS_FROM = 10**17
+"""Times from here on are nanoseconds: no clock in microseconds comes near, and since 1970 they are 1.7e18."""
+_LARGEST_NS = 2**62
+_SAMPLE = 1000
+
+_UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
+
+
+def needs_decimals(times: list[Any]) -> bool:
+    """Whether some of the times are doubles so large that they have lost nanoseconds."""
+    try:
+        if max(times) < EXACT_BELOW_US:
+            return False
+    except (TypeError, ValueError):  # there are none, or some are no numbers
+        pass
+    return any(type(time) is float and time >= EXACT_BELOW_US for time in times)
+
+
+def ns_per_unit(times: list[Any]) -> int | None:
+    """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read.
+
+    0 is the same in both: names of processes and work whose time was not collected have it.
+    """
+    sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
+    found = sorted(abs(time) for time in sample if time)
+    if not found:
+        return None
+    return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000
+
+
+def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
+    """A column of times or durations; null where one is no number, or beyond all clocks."""
+    try:
+        return _scaled(name, _numbers(times), per_unit)
+    except _UNREADABLE:
+        return pl.Series(name, [_nanoseconds(time, per_unit) for time in times], dtype=pl.Int64)
+
+
+def _nanoseconds(time: Any, per_unit: int) -> int | None:
+    try:
+        exact = Decimal(time) * per_unit
+        return round(exact) if abs(exact) < _LARGEST_NS else None
+    except _UNREADABLE:
+        return None
+
+
+def _numbers(values: list[Any]) -> pl.Series | list[Decimal]:
+    kinds = set(map(type, values))
+    if kinds <= {int}:
+        return pl.Series(values, dtype=pl.Int64)
+    if kinds <= {int, float}:
+        series = pl.Series(values, dtype=pl.Float64, strict=False)
+        if kinds == {float} or _largest(series) < EXACT_BELOW_US:
+            return series
+    return [Decimal(value) for value in values]
+
+
+def _largest(values: pl.Series | list[Decimal]) -> Decimal:
+    """The largest magnitude of the times."""
+    if isinstance(values, list):
+        return max(map(abs, values), default=Decimal(0))
+    return max(abs(Decimal(values.min() or 0)), abs(Decimal(values.max() or 0)))  # type: ignore[arg-type]
+
+
+def _scaled(name: str, values: pl.Series | list[Decimal], per_unit: int) -> pl.Series:
+    if not _largest(values) * per_unit < _LARGEST_NS:
+        raise OverflowError("a time beyond all clocks")
+    if isinstance(values, list):
+        return pl.Series(name, [round(value * per_unit) for value in values], dtype=pl.Int64)
+    if values.dtype == pl.Int64:
+        return (values * per_unit).alias(name)
+    if not values.is_finite().all():
+        raise ValueError("not a finite time")
+    whole = values.floor()  # apart, since the product would round once more
+    return (whole.cast(pl.Int64) * per_unit + ((values - whole) * per_unit).round().cast(pl.Int64)).alias(name)
+
+
+# Events of a Kineto trace, decoded into typed structs that skip what no reader asks for.
+
+
+class Arguments(msgspec.Struct, frozen=True, gc=False):
+    external: int | None = msgspec.field(default=None, name="External id")
+    external_old: int | None = msgspec.field(default=None, name="external id")
+    sequence: int | None = msgspec.field(default=None, name="Sequence number")
+    forward_thread: int | None = msgspec.field(default=None, name="Fwd thread id")
+    forward_thread_old: int | None = msgspec.field(default=None, name="Fwd thread ID")
+    correlation: int | None = None
+    device: int | None = None
+    stream: int | None = None
+    graph_node: int | None = msgspec.field(default=None, name="graph node id")
+    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
+    shapes_old: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input dims")
+    dtypes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
+    copied: int | None = msgspec.field(default=None, name="bytes")
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    registers: int | None = msgspec.field(default=None, name="registers per thread")
+    occupancy: int | float | None = msgspec.field(default=None, name="est. achieved occupancy %")
+    allocated: int | None = msgspec.field(default=None, name="Total Allocated")
+    reserved: int | None = msgspec.field(default=None, name="Total Reserved")
+    memory_of: int | None = msgspec.field(default=None, name="Device Id")
+    name: msgspec.Raw = msgspec.Raw(b"")
+    """Of a thread, in an event that names one."""
+    collective: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Collective name")
+    group: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Process Group Name")
+    group_size: int | None = msgspec.field(default=None, name="Group size")
+    elements_in: int | None = msgspec.field(default=None, name="In msg nelems")
+    elements_out: int | None = msgspec.field(default=None, name="Out msg nelems")
+    dtype: msgspec.Raw = msgspec.Raw(b"")
+    collective_sequence: int | None = msgspec.field(default=None, name="Seq")
+
+
+_BY_VALUES = re.compile(r"conv|attention|flash_attn|^sgl_kernel::fwd$")
+_DIGITS = 20
+"""Characters of the longest number of 64 bits."""
+_LONGEST_NAME = 200
+"""Characters of a name that is no text."""
+_Number = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+class Event(msgspec.Struct, gc=False):
+    ph: str = ""
+    cat: str | None = None
+    name: str | int | float | None = ""
+    pid: int | str | float | None = None
+    tid: int | str | float | None = None
+    ts: int | float | None = None
+    dur: int | float | None = None
+    id: int | str | None = None
+    args: Arguments | None = None
+
+
+class _ExactEvent(Event, gc=False):
+    ts: Decimal | None = None  # type: ignore[assignment]
+    dur: Decimal | None = None  # type: ignore[assignment]
+
+
+class _LooseEvent(msgspec.Struct, gc=False):
+    """An event of unexpected types: what fits is taken."""
+
+    ph: Any = ""
+    cat: Any = None
+    name: Any = ""
+    pid: Any = None
+    tid: Any = None
+    ts: msgspec.Raw = msgspec.Raw(b"")
+    dur: msgspec.Raw = msgspec.Raw(b"")
+    id: Any = None
+    args: Any = None
+
+
+NO_ARGUMENTS = Arguments()
+_decode = msgspec.json.Decoder(list[Event], strict=False).decode
+_decode_exact = msgspec.json.Decoder(list[_ExactEvent], strict=False).decode
+_decode_apart = msgspec.json.Decoder(list[msgspec.Raw]).decode
+_decode_loose = msgspec.json.Decoder(_LooseEvent, strict=False).decode
+_NO_EVENT = Event(ph="unreadable")
+
+
+def decode_block(text: bytes) -> list[Event]:
+    try:
+        events = _decode(text)
+        return _decode_exact(text) if needs_decimals([event.ts for event in events]) else events  # type: ignore[return-value]
+    except msgspec.ValidationError:
+        return [_tightened(event) for event in _decode_apart(text)]
+
+
+def _tightened(text: msgspec.Raw) -> Event:
+    """What can be read of one event, its times as decimals."""
+    try:
+        event = _decode_loose(text)
+    except msgspec.ValidationError:
+        return _NO_EVENT
+    arguments: dict[str, float | msgspec.Raw] = {}
+    given = event.args
+    loose = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    for field in msgspec.structs.fields(Arguments):
+        value = loose.get(field.encode_name)
+        if field.type is msgspec.Raw and value is not None:
+            arguments[field.name] = msgspec.Raw(msgspec.json.encode(value))
+        elif isinstance(value, float) and field.name == "occupancy":
+            arguments[field.name] = value
+        elif isinstance(value, int | str) and not isinstance(value, bool):
+            with suppress(msgspec.ValidationError):
+                arguments[field.name] = msgspec.convert(value, _Number, strict=False)
+    return Event(
+        ph=str(event.ph),
+        cat=event.cat if isinstance(event.cat, str) else None,
+        name=event.name if isinstance(event.name, str | int | float) else str(event.name)[:_LONGEST_NAME],
+        pid=event.pid if isinstance(event.pid, str | int | float) else None,
+        tid=event.tid if isinstance(event.tid, str | int | float) else None,
+        ts=_decimal(event.ts),  # type: ignore[arg-type]
+        dur=_decimal(event.dur),  # type: ignore[arg-type]
+        id=event.id if isinstance(event.id, int | str) else None,
+        args=Arguments(**arguments),  # type: ignore[arg-type]
+    )
+
+
+def _decimal(text: msgspec.Raw) -> Decimal | None:
+    """A time as written; None where nothing is, and no number where it is none."""
+    written = bytes(text).strip(b'"').decode("utf-8", "replace")
+    try:
+        return None if written in ("", "null") else Decimal(written)
+    except ArithmeticError:
+        return Decimal("NaN")
+
+
+def whole_number(value: object) -> int | None:
+    """The number that an id is, or is written as (`7`, `"7"`, `7.0`, `"stream 7"`); None where it is another word."""
+    if type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    text = value.removeprefix("stream ") if isinstance(value, str) else ""
+    return int(text) if len(text) < _DIGITS and text.removeprefix("-").isdecimal() else None
+
+
+def either(arguments: list[Arguments], name: str) -> list[int | None]:
+    """The numbers of this name or, where there are none, of its older spelling."""
+    values: list[int | None] = list(map(operator.attrgetter(name), arguments))
+    if None not in values:
+        return values
+    older = map(operator.attrgetter(f"{name}_old"), arguments)
+    return [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
+
+
+def operator_shapes(given: Arguments) -> bytes:
+    """The shapes as recorded."""
+    return bytes(given.shapes) or bytes(given.shapes_old)
+
+
+def needs_values(name: object) -> bool:
+    """Whether an operator's work depends on values: a convolution's strides, whether attention is causal."""
+    return isinstance(name, str) and _BY_VALUES.search(name) is not None
+
 
 _CATEGORIES = {
     "kernel": "kernel",

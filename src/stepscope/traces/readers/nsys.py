@@ -4,23 +4,31 @@ Which tables and columns exist differs between versions of nsys, so they are pro
 globalTid without the lowest 24 bits; names are ids into StringIds.
 """
 
+import gzip
+import itertools
+import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator
+import zlib
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Protocol
+from urllib.parse import quote
 
+import adbc_driver_sqlite.dbapi
 import polars as pl
 
-from stepscope.core.errors import InputError, StepscopeError, printable
+from stepscope.core.errors import InputError, StepscopeError, one_line, printable
+from stepscope.core.files import check_no_pointer
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
+from stepscope.core.units import format_bytes
 from stepscope.traces.assemble import LARGEST_NS, assemble
 from stepscope.traces.counters import copy_bandwidth
-from stepscope.traces.readers.nsys_details import DETAILS, detail_columns
-from stepscope.traces.readers.nsys_tables import NO_NUMBER, ParquetTables, SqliteTables, Tables, utf8
-from stepscope.traces.readers.nvtx_operators import operators_apart
-from stepscope.traces.readers.unpacked import unpacked
+from stepscope.traces.readers.json_events import is_bomb
 from stepscope.traces.table import (
     CALL_SCHEMA,
     CALLS,
@@ -36,6 +44,373 @@ from stepscope.traces.table import (
     add_count,
     empty,
 )
+
+# Where the tables of an nsys export lie: in an SQLite file or in a folder of parquet files.
+#
+# Which tables and columns exist differs between versions of nsys. An SQLite file is opened read-only and never locked.
+
+
+NO_NUMBER = 1 - 2**63
+"""Stands for null while numbers are read; no clock, thread or id comes near."""
+_READERS = 2
+_BATCH_ROWS = 1 << 16
+"""The most raw rows of an export that are held at once: they take several times the memory of what is kept."""
+_BROKEN_PARQUET = (pl.exceptions.PolarsError, pl.exceptions.PanicException, OSError)
+"""Damage that polars does not foresee makes it panic."""
+
+
+_KNOWN = (
+    "start", "end", "globalTid", "globalPid", "correlationId", "nameId", "deviceId", "streamId", "graphNodeId",
+    "graphId", "demangledName", "shortName", "mangledName", "copyKind", "bytes", "srcKind", "dstKind", "gridX",
+    "gridY", "gridZ", "blockX", "blockY", "blockZ", "registersPerThread", "eventType", "text", "textId", "id",
+    "value", "name", "cuDevice", "severity",
+)  # fmt: skip
+_SPELLED = {name.casefold(): name for name in _KNOWN}
+"""Columns that readers ask for. Tools that write exports anew spell tables and columns in other cases."""
+
+
+class Tables(Protocol):
+    """Where the tables of an export lie. Their names and those of their columns count whatever their case."""
+
+    path: Path
+
+    def columns(self, table: str) -> tuple[str, ...]: ...
+
+    def is_text(self, table: str, column: str) -> bool:
+        """Whether a column holds texts themselves, where other exports hold their ids."""
+        ...
+
+    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]: ...
+
+
+class SqliteTables:
+    """The tables of an SQLite export."""
+
+    def __init__(self, path: Path, named: Path | None = None) -> None:
+        """`named`: what messages name, where it is not the file itself."""
+        self.path = named or path
+        for ending in ("-wal", "-journal"):
+            beside = path.with_name(path.name + ending)
+            if beside.exists() and beside.stat().st_size:  # it holds rows that a reader who locks nothing cannot see
+                raise InputError(
+                    f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
+                    "interrupted: wait, or export it again"
+                )
+        _check_whole(path, self.path)
+        self._errors = adbc_driver_sqlite.dbapi.Error
+        self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
+        # Its types say nothing of options and parameters.
+        self._connect: Callable[[str], Any] = adbc_driver_sqlite.dbapi.connect  # pyright: ignore[reportUnknownMemberType]
+        described = self._query(
+            "SELECT CAST(m.name AS BLOB) AS t, CAST(c.name AS BLOB) AS c"
+            " FROM sqlite_master m, pragma_table_info(m.name) c WHERE m.type = 'table' AND m.name NOT LIKE 'ENUM%'"
+        )
+        self._columns: dict[str, tuple[str, ...]] = {}
+        if described.height:
+            for table, column in described.iter_rows():
+                self._columns[utf8(table).casefold()] = (*self.columns(utf8(table)), _spelled(utf8(column)))
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        return self._columns.get(table.casefold(), ())
+
+    def is_text(self, table: str, column: str) -> bool:
+        kind = self._query(f'SELECT typeof("{column}") AS t FROM "{table}" WHERE "{column}" IS NOT NULL LIMIT 1')
+        return bool(kind.height) and kind.item() == "text"
+
+    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
+        """Numbers with NO_NUMBER for null; texts as bytes, empty for null, since the export promises no encoding."""
+        wanted = [f'CAST(ifnull("{name}", {NO_NUMBER}) AS INTEGER) AS "{name}"' for name in numbers]
+        wanted += [f'CAST(ifnull("{name}", \'\') AS BLOB) AS "{name}"' for name in texts]
+        bounds = self._query(f'SELECT ifnull(min(rowid), 0) AS low, ifnull(max(rowid), -1) AS high FROM "{table}"')
+        low, high = int(bounds.item(0, "low")), int(bounds.item(0, "high"))
+        count = self._query(f'SELECT count(*) AS n FROM "{table}"').item()
+        # Rows are numbered without gaps; a file where they are not is read at once.
+        step = _BATCH_ROWS if high - low <= 4 * count else high - low + 1
+        columns = ", ".join(wanted)
+        queries = (
+            f'SELECT {columns} FROM "{table}" WHERE rowid BETWEEN {first} AND {min(first + step - 1, high)}'
+            for first in range(low, high + 1, step)
+        )
+        # SQLite works without Python's lock: while one batch is looked at, the next ones are read.
+        with ThreadPoolExecutor(_READERS) as readers:
+            ahead = deque(readers.submit(self._query, query) for query in itertools.islice(queries, _READERS))
+            while ahead:
+                frame = ahead.popleft().result()
+                ahead.extend(readers.submit(self._query, query) for query in itertools.islice(queries, 1))
+                if frame.height:
+                    yield frame
+
+    def _query(self, query: str) -> pl.DataFrame:
+        try:
+            with self._connect(self._uri) as connection, connection.cursor() as cursor:
+                cursor.adbc_statement.set_options(**{"adbc.sqlite.query.batch_rows": str(max(1, _BATCH_ROWS // 8))})
+                cursor.execute(query)
+                frame = pl.DataFrame(cursor.fetch_arrow())
+                # As Arrow hands it over, one column that is kept keeps all columns of its batch alive. Rechunking
+                # copies, since there are several batches: a capture of 1 GB takes a third less memory.
+                return frame.rechunk()
+        except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
+            reason = one_line(error)
+            raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
+
+
+def _check_whole(path: Path, named: Path) -> None:
+    """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
+    with path.open("rb") as file:
+        header = file.read(100)
+    page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
+    said = page_bytes * int.from_bytes(header[28:32])
+    # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
+    if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < said:
+        raise InputError(
+            f"{named}: {path.stat().st_size} bytes of {said}: this database is truncated; copy or export it again"
+        )
+
+
+class ParquetTables:
+    """The tables of a parquetdir export."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files = {file.stem.casefold(): file for file in path.glob("*.parquet")}
+
+    def columns(self, table: str) -> tuple[str, ...]:
+        if table.casefold() not in self._files:
+            return ()
+        try:
+            return tuple(self._schema(table))
+        except _BROKEN_PARQUET as error:
+            with self._files[table.casefold()].open("rb") as file:
+                check_no_pointer(self._files[table.casefold()], file.read(64))
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read as parquet: {one_line(error)}") from None
+
+    def is_text(self, table: str, column: str) -> bool:
+        dtype = self._schema(table)[column]
+        return dtype == pl.String or dtype == pl.Binary  # noqa: PLR1714 - a type is equal, and not in
+
+    def _schema(self, table: str) -> dict[str, pl.DataType]:
+        with _panics_unheard():
+            schema = pl.read_parquet_schema(self._files[table.casefold()])
+        return {_spelled(name): dtype for name, dtype in schema.items()}
+
+    def batches(self, table: str, numbers: list[str], texts: list[str]) -> Iterator[pl.DataFrame]:
+        try:
+            schema = self._schema(table)
+            scan = pl.scan_parquet(self._files[table.casefold()]).rename(_spelled)
+            scan = scan.select(
+                *(_integers(name, schema[name]).fill_null(NO_NUMBER) for name in numbers),
+                *(_bytes(name, schema[name]).fill_null(b"") for name in texts),
+            )
+            with _panics_unheard():
+                frame = scan.collect()
+            yield frame
+        except _BROKEN_PARQUET as error:
+            raise InputError(f"{self._files[table.casefold()]}: cannot be read: {one_line(error)}") from None
+
+
+@contextmanager
+def _panics_unheard() -> Generator[None]:
+    """Inside, what is written to stderr is lost: where polars panics, its threads write backtraces there."""
+    try:
+        kept = os.dup(2)
+    except OSError:  # stderr is closed
+        yield
+        return
+    try:
+        with Path(os.devnull).open("wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+def _spelled(column: str) -> str:
+    """A column's name as readers ask for it."""
+    return _SPELLED.get(column.casefold(), column)
+
+
+def _integers(name: str, dtype: pl.DataType) -> pl.Expr:
+    """The column as signed 64-bit integers, as SQLite holds them: ids of threads use all 64 bits."""
+    return pl.col(name).reinterpret(signed=True) if dtype == pl.UInt64 else pl.col(name).cast(pl.Int64)
+
+
+def _bytes(name: str, dtype: pl.DataType) -> pl.Expr:
+    return pl.col(name) if dtype == pl.Binary else pl.col(name).cast(pl.String).cast(pl.Binary)
+
+
+def utf8(value: bytes | str | None) -> str:
+    """Bytes decoded as UTF-8; invalid bytes become replacement characters."""
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else (value or "")
+
+
+# What an nsys export says of kernels and copies beside their times: sizes, kinds of memory, grids, registers.
+
+
+_GRID, _BLOCK = ("gridX", "gridY", "gridZ"), ("blockX", "blockY", "blockZ")
+DETAILS = ("bytes", "srcKind", "dstKind", *_GRID, *_BLOCK, "registersPerThread")
+"""Columns of the tables of work that are read where they are there."""
+
+_MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5: "Device Static", 6: "Managed Static"}
+"""Kinds of memory by the numbers of the export, as Kineto writes them."""
+
+
+def detail_columns(frame: pl.DataFrame) -> list[pl.Expr]:
+    """The columns of DETAIL_SCHEMA; null where the export does not say them."""
+    found = {
+        "bytes": _detail_number("bytes"),
+        "memory": pl.concat_str(_memory("srcKind"), pl.lit(" -> "), _memory("dstKind")),
+        "grid": _list(_GRID),
+        "block": _list(_BLOCK),
+        "registers": _detail_number("registersPerThread"),
+    }
+    needed = {
+        "bytes": ("bytes",),
+        "memory": ("srcKind", "dstKind"),
+        "grid": _GRID,
+        "block": _BLOCK,
+        "registers": ("registersPerThread",),
+    }
+    return [
+        (found[name] if name in found and set(needed[name]) <= set(frame.columns) else pl.lit(None))
+        .cast(dtype, strict=False)
+        .alias(name)
+        for name, dtype in DETAIL_SCHEMA.items()
+    ]
+
+
+def _detail_number(column: str) -> pl.Expr:
+    return pl.when(pl.col(column) >= 0).then(pl.col(column))
+
+
+def _memory(column: str) -> pl.Expr:
+    return pl.col(column).replace_strict(_MEMORY, default=None, return_dtype=pl.String)
+
+
+def _list(columns: tuple[str, ...]) -> pl.Expr:
+    told = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
+    return pl.when(told).then(pl.format("[{}, {}, {}]", *columns))
+
+
+# Tells operators from ranges in a capture of `torch.autograd.profiler.emit_nvtx`, which writes both as NVTX ranges.
+#
+# PyTorch writes `aten::mm, seq = 12, op_id = 34, sizes = [[2, 3], [3, 4]], input_op_ids = [(33,0)]`, and leaves out
+# what it does not know. A user's `record_function("forward")` is written in the same way: `forward, op_id = 35`.
+
+
+_LONGEST = 1 << 16
+"""Characters of a name that are looked at: the sizes of a list of a thousand tensors take some 30,000."""
+_WRITTEN = (
+    r"(?s)^(?P<operator>.+?)(?:, seq = (?P<sequence>\d{1,18}))?(?P<op_id>, op_id = \d+)?"
+    r"(?:, sizes = (?P<shapes>\[[\[\]\d, -]*\]))?(?P<inputs>, input_op_ids = \[.*)?$"
+)
+_OPERATOR = (
+    r"^(?:_?[a-z]\w*(?:::\w+)+(?:\.\w+)?|autograd::engine::evaluate_function: .+|\w+Backward\d*"
+    r"|record_param_comms|detach_?)$"
+)
+"""Names of operators of PyTorch, its libraries and its autograd. Of other names, a sequence number, sizes or inputs
+say that it is an operator: a range of the user's has none of them."""
+_BACKWARD = r"Backward\d*$|^autograd::engine::evaluate_function"
+
+
+def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The ranges without those that are operators, and these. A user's range gets the name that the user gave it."""
+    written = _parsed(ranges["name"].unique())
+    if not written.height:
+        return ranges, empty(OPERATOR_SCHEMA)
+    joined = ranges.join(written, on="name", how="left", maintain_order="left")
+    users = joined.filter(~pl.col("is_operator").fill_null(False))
+    operators = joined.filter("is_operator")
+    named = pl.coalesce(pl.col("operator").cast(pl.Categorical()), "name").alias("name")
+    backward = pl.col("operator").str.contains(_BACKWARD)
+    return users.with_columns(named).select(ranges.columns), operators.select(
+        "start_ns",
+        "duration_ns",
+        "process",
+        "thread",
+        named,
+        pl.lit(None, pl.Int64).alias("external"),
+        "sequence",
+        # emit_nvtx does not say the forward thread; one thread runs forward, which PyTorch numbers 1.
+        pl.when(backward & pl.col("sequence").is_not_null()).then(pl.lit(1, pl.Int64)).alias("forward_thread"),
+        pl.col("shapes").cast(pl.Categorical()),
+        pl.lit(None, pl.Categorical()).alias("dtypes"),
+        pl.lit(None, pl.Categorical()).alias("values"),
+    )
+
+
+def _parsed(names: pl.Series) -> pl.DataFrame:
+    """The names that emit_nvtx wrote: name, operator, sequence, shapes (JSON text), is_operator."""
+    parts = (
+        names.to_frame()
+        .with_columns(pl.col("name").cast(pl.String).str.slice(0, _LONGEST).str.extract_groups(_WRITTEN).alias("parts"))
+        .unnest("parts")
+    )
+    said = [pl.col(part).is_not_null() for part in ("sequence", "shapes", "inputs")]
+    return parts.filter(pl.any_horizontal(*said, pl.col("op_id").is_not_null())).select(
+        "name",
+        "operator",
+        pl.col("sequence").cast(pl.Int64),
+        "shapes",
+        (pl.any_horizontal(*said) | pl.col("operator").str.contains(_OPERATOR)).alias("is_operator"),
+    )
+
+
+# An SQLite export that gzip compressed, unpacked into a temporary file: SQLite reads pages in any order.
+
+
+SQLITE = b"SQLite format 3\x00"
+"""How an SQLite database begins."""
+_BLOCK_BYTES = 4 << 20
+_KEPT_FREE_BYTES = 64 << 20
+_BROKEN = (OSError, EOFError, zlib.error)
+
+
+def holds_sqlite(path: Path, head: bytes) -> bool:
+    """Whether a file that begins with `head` is an SQLite database in gzip."""
+    if not head.startswith(b"\x1f\x8b"):
+        return False
+    try:
+        with gzip.open(path) as file:
+            return file.read(len(SQLITE)) == SQLITE
+    except _BROKEN:
+        return False  # the reader of JSON says what is wrong with it
+
+
+@contextmanager
+def unpacked(path: Path) -> Generator[Path]:
+    """The unpacked file, which is deleted at the end. Raises InputError where it is damaged or takes too much room."""
+    with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
+        target = Path(folder, "capture.sqlite")
+        packed_bytes, written = path.stat().st_size, 0
+        with gzip.open(path) as source, target.open("wb") as out:
+            while block := _block(path, source, written):
+                written += len(block)
+                if is_bomb(packed_bytes, written):
+                    raise InputError(
+                        f"{path}: {packed_bytes} bytes that decompress to more than {written} are no export: "
+                        "refused as a decompression bomb; if it is an export, unpack it first"
+                    )
+                free = shutil.disk_usage(folder).free
+                if free < len(block) + _KEPT_FREE_BYTES:
+                    raise InputError(
+                        f"{path}: unpacked it takes more than {format_bytes(written)}, and {folder} has no room for "
+                        "it: unpack it elsewhere, as with gunzip, or set TMPDIR"
+                    )
+                out.write(block)
+        yield target
+
+
+def _block(path: Path, source: gzip.GzipFile, written: int) -> bytes:
+    try:
+        return source.read(_BLOCK_BYTES)
+    except EOFError:
+        raise InputError(
+            f"{path}: the gzip file is truncated after {written} bytes of content; copy or export it again"
+        ) from None
+    except (OSError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
+
 
 _PUSH_POP, _START_END = (59, 70), (60, 71)
 """Types of the events that are ranges, with plain and with extended payload."""

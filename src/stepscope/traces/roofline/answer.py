@@ -8,11 +8,10 @@ from typing import Any
 import msgspec
 
 from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, table_of, text
-from stepscope.core.shown_text import name_shown
+from stepscope.core.errors import name_shown
 from stepscope.core.units import format_rate, format_share, ms_text
-from stepscope.core.work.operators.count import is_product
-from stepscope.traces.roofline.peaks import Peak
-from stepscope.traces.roofline.roofs import FamilyRoof, OperatorRoof, Roofline
+from stepscope.core.work.operators.rules import is_product
+from stepscope.traces.roofline.roofline import FamilyRoof, OperatorRoof, Peak, Roofline
 
 OPERATORS_SHOWN = 12
 _SHAPES_SHOWN = 3

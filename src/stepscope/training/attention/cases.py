@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_verdict import AttentionShape, Differentiated, Layout, Numbers
+from stepscope.core.attention_timing import AttentionShape, Differentiated, Layout, Numbers
 from stepscope.core.attentions import TensorDtype
 from stepscope.kernels.documents import document_bounds
 from stepscope.training.attention.inputs import TORCH_DTYPES

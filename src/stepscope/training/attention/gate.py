@@ -35,12 +35,12 @@ import torch
 from torch import Tensor
 
 from stepscope.core.attention_support import find_fault
-from stepscope.core.attention_verdict import AttentionShape, AttentionVerdict, GateReport, TensorError
+from stepscope.core.attention_timing import AttentionShape, AttentionVerdict, GateReport, TensorError
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError, named_line
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.cases import GivenTensor, call_options, draw_tensors, scale_of
-from stepscope.training.attention.masks import for_all_heads
+from stepscope.training.attention.inputs import for_all_heads
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import chunked, reference
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.range_names import OUTPUT, SCORES, SOFTMAX
 from stepscope.recording.ranges import detail_range
-from stepscope.training.attention.masks import (
+from stepscope.training.attention.inputs import (
     for_all_heads,
     fully_masked_queries,
     hidden_keys,

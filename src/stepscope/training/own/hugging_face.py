@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.core.bounded_file import read_document
 from stepscope.core.errors import InputError, one_line
+from stepscope.core.files import read_document
 from stepscope.core.model_file import without_options
-from stepscope.training.own.own_module import OwnModule
+from stepscope.training.own.own_step import OwnModule
 from stepscope.training.own.user_code import printed_to_stderr, said_of
 
 BATCH_SIZE, SEQ_LEN = 4, 512

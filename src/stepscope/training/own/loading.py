@@ -2,26 +2,181 @@
 
 import copy
 import dataclasses
+import difflib
 import hashlib
-from collections.abc import Callable, Mapping
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.training.own.batches import input_names, named_tensors
-from stepscope.training.own.factory import call_factory, find_factory
 from stepscope.training.own.hugging_face import make_from_config
 from stepscope.training.own.identity import describe_own
-from stepscope.training.own.own_module import OwnModule, understand
-from stepscope.training.own.own_step import DrivenStep, OwnStep, check_trained, parts_of, placed
-from stepscope.training.own.user_code import said_of
+from stepscope.training.own.own_step import DrivenStep, OwnModule, OwnStep, check_trained, parts_of, placed, understand
+from stepscope.training.own.user_code import printed_to_stderr, said_of
 from stepscope.training.training_step import Batch, Choices, Share, Shared, StepParts
+
+# Finds a user's factory by its name, and calls it with the arguments that were given.
+#
+# `package.module:factory` is imported as `python -m` would, also from the current directory. `path/file.py:factory` is
+# loaded from its file, with its folder on the path of imports, under a name of its own: what stands behind
+# `if __name__ == "__main__"` does not run.
+
+
+HOW_TO_NAME = "write package.module:factory or path/file.py:factory"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factory:
+    """The object that `--module` names: a function to call, or a module or a step."""
+
+    spelled: str
+    found: Any
+
+    @property
+    def is_called(self) -> bool:
+        """Whether it is called for its result. A module or a step is taken as it is."""
+        return callable(self.found) and not isinstance(self.found, nn.Module)
+
+    @property
+    def file(self) -> Path | None:
+        """The file that defines it."""
+        try:
+            return Path(inspect.getsourcefile(self.found) or "").resolve()
+        except (TypeError, OSError):
+            home = sys.modules.get(str(getattr(type(self.found), "__module__", "")))
+            return Path(home.__file__) if home is not None and home.__file__ else None
+
+
+def find_factory(spelled: str) -> Factory:
+    """Import what `--module` names. Raises InputError that says what is missing, with the nearest names."""
+    place, _, name = spelled.rpartition(":")
+    if not (place and name):
+        raise InputError(f"--module {spelled!r}: {HOW_TO_NAME}")
+    with printed_to_stderr():
+        home = _from_file(Path(place), spelled) if place.endswith(".py") else _imported(place, spelled)
+    found: Any = home
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise InputError(f"--module {spelled}: {place} has no {name!r}{_nearest(part, found, place)}")
+        found = getattr(found, part)
+    return Factory(spelled=spelled, found=found)
+
+
+def call_factory(factory: Factory, arguments: Mapping[str, Any]) -> Any:
+    """What the factory returns. Raises InputError where it does not take these arguments, and where it fails."""
+    if not factory.is_called:
+        if arguments:
+            kind = type(factory.found).__name__
+            raise InputError(
+                f"--module {factory.spelled} is {kind} already, which takes no --arg {next(iter(arguments))}"
+            )
+        return factory.found
+    _check_arguments(factory, arguments)
+    with printed_to_stderr(), said_of(f"--module {factory.spelled} fails"):
+        return factory.found(**arguments)
+
+
+def _imported(place: str, spelled: str) -> ModuleType:
+    _import_also_from(Path.cwd())
+    with said_of(f"--module {spelled} cannot be imported"):
+        return importlib.import_module(place)
+
+
+def _from_file(file: Path, spelled: str) -> ModuleType:
+    if not file.is_file():
+        there = "is a directory" if file.is_dir() else "is not there"
+        near = difflib.get_close_matches(file.name, [other.name for other in file.parent.glob("*.py")], n=3)
+        raise InputError(f"--module {spelled}: {file} {there}{_said(near)}")
+    file = file.resolve()
+    _import_also_from(file.parent)
+    # Classes and pickles look for their module by its name, so the file gets the one that its neighbours import it by,
+    # unless that is another module's.
+    name = file.stem if file.stem.isidentifier() and _is_free(file.stem, file) else f"own_{abs(hash(str(file)))}"
+    specification = importlib.util.spec_from_file_location(name, file)
+    assert specification is not None and specification.loader is not None
+    home = importlib.util.module_from_spec(specification)
+    sys.modules[name] = home
+    try:
+        with said_of(f"--module {spelled} cannot be loaded"):
+            specification.loader.exec_module(home)
+    except BaseException:
+        sys.modules.pop(name, None)
+        raise
+    return home
+
+
+def _is_free(name: str, file: Path) -> bool:
+    """Whether this name is the file's own, and not that of a library or of a module that is loaded already."""
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        return getattr(loaded, "__file__", None) == str(file)
+    found = importlib.util.find_spec(name)
+    return found is None or found.origin == str(file)
+
+
+def _import_also_from(folder: Path) -> None:
+    """Import modules from this folder too, from now on, as a script in it would. Forward may import some later."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(factory.found)
+    except (TypeError, ValueError):  # A class or a function written in C may not say.
+        return
+    takes = _parameters(signature)
+    said = f"its parameters are {', '.join(_shown(takes))}" if takes else "it takes no arguments"
+    anything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for name in arguments:
+        if name not in takes and not anything:
+            raise InputError(f"--module {factory.spelled} has no parameter {name!r}: {said}")
+    missing = [name for name, p in takes.items() if p.default is p.empty and name not in arguments]
+    if missing:
+        given = " ".join(f"--arg {name}=VALUE" for name in missing)
+        raise InputError(f"--module {factory.spelled} needs {', '.join(missing)}: give {given}; {said}")
+    unnamed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
+    if unnamed:
+        raise InputError(f"--module {factory.spelled} takes {unnamed[0]} by its place only: give it a name")
+
+
+def _parameters(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {name: p for name, p in signature.parameters.items() if p.kind in named}
+
+
+def _shown(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    return [name if p.default is p.empty else f"{name}={p.default!r}"[:60] for name, p in parameters.items()]
+
+
+def _nearest(name: str, home: Any, place: str) -> str:
+    """The names that the user may have meant: similar ones, or else those that the file itself defines."""
+    own = (
+        [key for key, value in vars(home).items() if _is_factory(key, value, home)] if hasattr(home, "__dict__") else []
+    )
+    return _said(difflib.get_close_matches(name, own, n=3) or own[:6])
+
+
+def _is_factory(name: str, value: Any, home: Any) -> bool:
+    defined_here = getattr(value, "__module__", None) == getattr(home, "__name__", "")
+    return not name.startswith("_") and callable(value) and defined_here
+
+
+def _said(names: Sequence[str]) -> str:
+    return f"; there is {', '.join(names)}" if names else ""
 
 
 @dataclass(frozen=True, kw_only=True)

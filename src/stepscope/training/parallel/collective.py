@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from stepscope.training.clipping import global_norm
+from stepscope.training.optimizer import global_norm
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import StepFailed, measure
-from stepscope.training.parallel.calls import Say
+from stepscope.training.parallel.launching import Say
 from stepscope.training.parallel.ranks import Ranks, host_name
 
 CALL = "call"
@@ -208,4 +208,4 @@ MAKERS: dict[str, Callable[[int, Ranks, torch.device], _Collective]] = {
     "all-reduce": _all_reduce, "all-gather": _all_gather, "reduce-scatter": _reduce_scatter,
     "all-to-all": _all_to_all, "broadcast": _broadcast, "send and receive": _send_and_receive,
 }  # fmt: skip
-"""What makes each kind, by its name in core/work/collectives.py."""
+"""What makes each kind, by its name in core/work/communication.py."""

@@ -8,9 +8,8 @@ import msgspec
 
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, named_line
-from stepscope.core.leaving import leave
-from stepscope.core.lifeline import end_with_stdin
-from stepscope.training.parallel.calls import Call, Word, run_call
+from stepscope.core.interrupts import end_with_stdin, leave
+from stepscope.training.parallel.launching import Call, Word, run_call
 
 
 def main() -> int:

@@ -6,8 +6,13 @@ import pytest
 
 from stepscope.core.work import Convention, Work
 from stepscope.core.work.operators.calls import Operand, promoted
-from stepscope.core.work.operators.count import is_product, operator_rule, operator_work
-from stepscope.core.work.operators.rules import OPERATOR_WORK_RULES, OperatorRule
+from stepscope.core.work.operators.rules import (
+    OPERATOR_WORK_RULES,
+    OperatorRule,
+    is_product,
+    operator_rule,
+    operator_work,
+)
 
 SQUARE = 2 * 12 * 512 * 512
 """Scores of the attention examples: batch 2, 12 heads, 512 queries and keys, head_dim 64."""

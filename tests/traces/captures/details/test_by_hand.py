@@ -16,13 +16,20 @@ from stepscope.core.range_names import PHASES
 from stepscope.core.units import Window, parse_window
 from stepscope.rendering.cut import write_cut
 from stepscope.traces.captures.attribution import Attribution, attribute
-from stepscope.traces.captures.details.copies import copy_totals
-from stepscope.traces.captures.details.graph_replays import captured_graphs, graph_replays, nodes_of_graphs
-from stepscope.traces.captures.details.host_calls import data_loading, host_calls
-from stepscope.traces.captures.details.operators import operator_totals
-from stepscope.traces.captures.details.queue import PIECES, queues
-from stepscope.traces.captures.details.tables import View, detail_tables
-from stepscope.traces.captures.details.trees import operator_tree, range_tree
+from stepscope.traces.captures.detail_tables import View, detail_tables
+from stepscope.traces.captures.details import (
+    PIECES,
+    captured_graphs,
+    copy_totals,
+    data_loading,
+    graph_replays,
+    host_calls,
+    nodes_of_graphs,
+    operator_totals,
+    operator_tree,
+    queues,
+    range_tree,
+)
 from stepscope.traces.captures.part import first_event_ns, part_of
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.read import read_trace

@@ -10,14 +10,17 @@ import pytest
 
 from stepscope.core.units import Window
 from stepscope.rendering.cut import write_cut
-from stepscope.traces.captures.as_json import trace_as_json
+from stepscope.traces.captures.answer import trace_as_json
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.captures.details.copies import copy_totals
-from stepscope.traces.captures.details.graph_replays import graph_replays
-from stepscope.traces.captures.details.host_calls import host_calls
-from stepscope.traces.captures.details.kernel_times import kernel_times
-from stepscope.traces.captures.details.operators import operator_totals
-from stepscope.traces.captures.details.trees import operator_tree, range_tree
+from stepscope.traces.captures.details import (
+    copy_totals,
+    graph_replays,
+    host_calls,
+    kernel_times,
+    operator_totals,
+    operator_tree,
+    range_tree,
+)
 from stepscope.traces.captures.part import first_event_ns, part_of
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.read import read_trace

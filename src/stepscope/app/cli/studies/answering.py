@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stepscope.app.cli.captured_runs import (
+from stepscope.app.cli.options import refuse_beside
+from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
+from stepscope.app.cli.sweep import (
     captured,
     finished_answer,
     is_wanted,
@@ -18,17 +20,15 @@ from stepscope.app.cli.captured_runs import (
     unread,
     wanted_runs,
 )
-from stepscope.app.cli.given_options import refuse_beside
-from stepscope.app.cli.output import check_picture, draw, progress, stdout_kept_clean, warn
-from stepscope.app.cli.presentation import Presentation
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload, factory_arguments
+from stepscope.core.address_space import require_room_for_torch
 from stepscope.core.answer import Answer, decode_answer
-from stepscope.core.bounded_file import read_named
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
+from stepscope.core.files import read_named
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.run import Run, settings_from
-from stepscope.engine.request import Tell, TraceRequest
+from stepscope.engine.request import Stage, Tell, TraceRequest
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Cell, SweepPlan
@@ -264,6 +264,7 @@ def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _
                 refuse_beside("--from")
                 answering.read(from_)
             else:
+                require_room_for_torch()
                 answering.run(lambda tell: run(**asked, **({"tell": tell} if "tell" in parameters else {})))
 
         own = [parameter for parameter in parameters.values() if parameter.name != "tell"]
@@ -276,3 +277,40 @@ def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _
 
 def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:
     """The options of every study, as the parameters of a verb."""
+
+
+# The model that a study looks at: the textbook's by its sizes, or one of the user's own.
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneModel:
+    """Options that name one model and its batch; None for what the study chooses."""
+
+    model: str | None = None
+    module: str | None = None
+    arg: tuple[str, ...] = ()
+    batch_size: int | None = None
+    seq_len: int | None = None
+    seed: int = 0
+
+    def answer(self, study: str, tell: Tell, **options: Any) -> Answer:
+        """What the study of this name answers. A user's own model runs in another process.
+
+        Raises InputError for options that say nothing of such a model.
+        """
+        from stepscope.questions.of_own_model import answer_of_own, study_function
+
+        named = {name: getattr(self, name) for name in ("model", "module", "arg", "batch_size", "seq_len")}
+        said: Mapping[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
+        own = OneWorkload(said).own
+        if own is not None:
+            return answer_of_own(study, own.factory, own.arguments, seed=self.seed, **options)
+        workload = OneWorkload(said).workload(model="tiny", batch_size=4, seq_len=64)
+
+        def told(name: str, share: float) -> None:
+            tell(Stage(name=name, fraction=share))
+
+        return study_function(study)(
+            model=workload.model, batch_size=workload.batch_size, seq_len=workload.seq_len, seed=self.seed,
+            tell=told, **options,
+        )  # fmt: skip

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 
 from stepscope.core.errors import choose
-from stepscope.rendering.writeup.question import Assignment
+from stepscope.rendering.writeup.document import Assignment
 
 NAMES = tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
 

@@ -1,7 +1,7 @@
 """The questions of Stanford CS336, assignment 2 (systems)."""
 
-from stepscope.questions.parallel import answer as ranks
-from stepscope.rendering.writeup.question import Assignment, Measure, Part, Question
+from stepscope.questions import parallel as ranks
+from stepscope.rendering.writeup.document import Assignment, Measure, Part, Question
 from stepscope.rendering.writeup.sources import (
     PLAIN,
     arithmetic_of_peak,

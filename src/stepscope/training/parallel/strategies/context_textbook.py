@@ -27,12 +27,12 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.training.attention import AttentionFunction
-from stepscope.training.attention.masks import for_all_heads
+from stepscope.training.attention.inputs import for_all_heads
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import reference
 from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.parallel.sequence import by_rank, in_order, part_of_sequence
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
 from stepscope.training.transformer import CausalSelfAttention, Transformer
 

@@ -6,7 +6,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stepscope.core.errors import InputError
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 
 _WAITS = "Expected to have finished reduction"
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.training.gradient_hooks import before_more, when_ready
+from stepscope.training.optimizer import before_more, when_ready
 from stepscope.training.parallel.collective import (
     begin_average,
     broadcast_from_first,
@@ -25,7 +25,7 @@ from stepscope.training.parallel.collective import (
     with_gradient,
 )
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 
 BUCKET_MIB = 25.0
 """As large as PyTorch's own (`bucket_cap_mb`)."""

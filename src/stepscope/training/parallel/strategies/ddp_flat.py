@@ -7,7 +7,7 @@ tensor takes as much memory as they do. Nothing is hidden yet: the collective be
 
 import torch
 
-from stepscope.training.clipping import same_kind
+from stepscope.training.optimizer import same_kind
 from stepscope.training.parallel.collective import (
     average,
     broadcast_from_first,
@@ -17,7 +17,7 @@ from stepscope.training.parallel.collective import (
     with_gradient,
 )
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:

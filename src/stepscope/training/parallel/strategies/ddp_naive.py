@@ -13,7 +13,7 @@ import torch
 
 from stepscope.training.parallel.collective import average, broadcast_from_first, trained, with_gradient
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from stepscope.training.gradient_hooks import before_more, when_ready
+from stepscope.training.optimizer import before_more, when_ready
 from stepscope.training.parallel.collective import begin_average, broadcast_from_first, trained, with_gradient
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 
 
 class OverlappedDataParallel(nn.Module):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole
+from stepscope.training.parallel.step import Spread, Whole
 
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:

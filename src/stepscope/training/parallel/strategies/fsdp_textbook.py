@@ -28,11 +28,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from stepscope.recording.local_part import mark_part
-from stepscope.training.gradient_hooks import when_ready
+from stepscope.recording.held_tensors import mark_part
+from stepscope.training.optimizer import when_ready
 from stepscope.training.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole
+from stepscope.training.parallel.step import Spread, Whole
 
 
 class _Sharded:

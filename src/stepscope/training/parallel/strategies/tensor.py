@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 from stepscope.core.errors import InputError
 from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole
+from stepscope.training.parallel.step import Spread, Whole
 from stepscope.training.transformer import CausalSelfAttention, SwiGLU, Transformer
 
 _PLAN = {

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from stepscope.core.errors import InputError
-from stepscope.recording.local_part import local_part, whole_numel
+from stepscope.recording.held_tensors import local_part, whole_numel
 from stepscope.training.parallel.collective import broadcast
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.spread import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
 
 

@@ -1,0 +1,103 @@
+"""`stepscope device`: what this device promises, and what it reaches."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from stepscope.app.cli.output import Presentation, check_picture, draw, json_line, progress, stdout_kept_clean
+from stepscope.app.cli.verb import file_or_run, verb
+from stepscope.core.answer import Answer, table_of
+from stepscope.core.device_spec import DeviceReport
+from stepscope.core.document import decode_document, json_document
+from stepscope.core.errors import InputError
+from stepscope.core.files import read_named
+from stepscope.core.model_config import PRESETS
+from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.run_directory import find_place
+from stepscope.core.work.transformer import parameter_count
+
+
+@verb("device", "stepscope device", "stepscope device --from results/h200/device.json")
+def device(*, device: str, again: bool, from_: Path | None, shown: Presentation) -> None:
+    """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
+    report = _measure(device, again) if from_ is None else _load(from_)
+    from stepscope.questions.device.answer import answer_device
+
+    shown.show(answer_device(report), document=lambda: json_document(report))
+
+
+def _measure(device: str, again: bool) -> DeviceReport:
+    from stepscope.questions.device.study import study_device
+
+    with stdout_kept_clean(), progress() as tell:
+        return study_device(device, again, tell)
+
+
+def _load(path: Path) -> DeviceReport:
+    return decode_document(read_named(path), DeviceReport, str(path), holds="report of `stepscope device --json`")
+
+
+# `stepscope kernel`: what a kernel's name says.
+
+
+@verb(
+    "kernel",
+    "stepscope kernel ampere_bf16_s16816gemm_bf16_128x64_ldg8_f2f_stages_64x3_tn",
+    "stepscope kernel sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3 --json",
+)
+def kernel(
+    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, shown: Presentation
+) -> None:
+    """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
+    from stepscope.traces.kernels.explanation import answer_kernel, explain_kernel
+
+    if not name.strip():
+        raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")
+    # Bytes that are no text reach a program as surrogates, which JSON cannot hold.
+    explanation = explain_kernel(name.encode(errors="replace").decode())
+    shown.show(answer_kernel(explanation), document=lambda: json_document(explanation))
+
+
+# `stepscope models`: the presets with their sizes.
+
+
+@verb("models", "stepscope models", "stepscope models --json")
+def models(*, shown: Presentation) -> None:
+    """List the presets: name, parameters and every size."""
+    rows = [
+        {"name": c.name, "parameters": parameter_count(c), **c.sizes, "head_dim": c.head_dim} for c in PRESETS.values()
+    ]
+    columns = [(name, "," if i else "") for i, name in enumerate(rows[0])]
+    sizes = table_of(*columns, rows=[tuple(row.values()) for row in rows])
+    shown.show(Answer(study="models", question="", tables=(sizes,)), document=lambda: json_document(rows))
+
+
+# `stepscope memory`: where the memory of a recorded step went, to the byte.
+
+
+@verb("memory", "stepscope memory last --at backward", "stepscope memory snapshot.pickle --save memory.html")
+def memory(
+    file: Annotated[str, file_or_run("A snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too)")],
+    *,
+    at: str | None,
+    device: int | None,
+    runs: Path,
+    stacks: int | None,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
+    give_pages_back()
+    check_picture(save)
+    from stepscope.allocations.answer import answer_memory, memory_as_json
+    from stepscope.allocations.at_moment import moment_at
+    from stepscope.allocations.explain import explain
+    from stepscope.allocations.snapshot import read_snapshot
+
+    explained = explain(read_snapshot(find_place(file, runs), device=device))
+    explained.self_check()
+    moment = moment_at(explained, at)
+    answer = answer_memory(explained, moment, stacks or 0)
+    shown.show(answer, document=lambda: json_line(memory_as_json(explained, moment)))
+    draw(answer, save)

@@ -1,0 +1,286 @@
+"""`stepscope ls`: the runs there are."""
+
+import gc
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, cast
+
+import msgspec
+import typer
+
+from stepscope.app.cli import completion
+from stepscope.app.cli.output import Presentation, check_picture, draw, emit, json_line, present, warn
+from stepscope.app.cli.verb import verb
+from stepscope.core.document import json_document
+from stepscope.core.errors import InputError, choose
+from stepscope.core.run import Run
+from stepscope.core.run_directory import LAST, encode_run, find_place, find_run, load_runs
+from stepscope.core.run_index import list_runs
+
+# `stepscope show`: one run, as it was reported when it was measured.
+
+
+if TYPE_CHECKING:
+    from stepscope.runs.run_sets import RunSet
+
+
+@verb("show", "stepscope show last", "stepscope show xl-b4-s1024 --runs results/h200/limit-80GiB")
+def show(
+    run: Annotated[
+        str,
+        typer.Argument(
+            help="A run directory, a part of its name, `last`, or the name of a set.",
+            autocompletion=completion.run_names,
+        ),
+    ],
+    *,
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Show a run read back from disk, or the runs of one set together."""
+    try:
+        found = find_run(run, runs)
+    except InputError as error:
+        together = _set_named(run, runs)
+        if together is None:
+            raise error from None
+        from stepscope.runs.run_sets import answer_set, set_as_json
+
+        answer = answer_set(together, str(runs))
+        shown.show(answer, document=lambda: json_document(set_as_json(together)))
+    else:
+        from stepscope.runs.answer import answer_run
+
+        answer = answer_run(found)
+        shown.show(answer, document=lambda: encode_run(found).decode())
+    draw(answer, save)
+
+
+def _set_named(name: str, runs: Path) -> "RunSet | None":
+    """The one set of repeated runs whose name holds this."""
+    from stepscope.runs.run_sets import sets_of
+
+    if not runs.is_dir():
+        return None
+    found = [one for one in sets_of(load_runs([runs])[0]) if one.runs[0].repeat is not None and name in one.name]
+    return found[0] if len(found) == 1 else None
+
+
+# The runs of some places for the verbs that list many, with what must be said of them on stderr.
+
+
+_QUIET_S = 2.0
+"""Reading runs that takes longer says how far it is."""
+
+
+def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
+    """The readable runs of these places, oldest first; those left out, and why, are told on stderr.
+
+    runs: the folder that is read where no place is named, and in which `last` is the run that began latest.
+    """
+    places = [find_place(LAST, runs) if str(place) == LAST else place for place in places or [runs]]
+    said = time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        nonlocal said
+        if time.monotonic() - said > _QUIET_S:
+            said = time.monotonic()
+            warn(f"reading runs: {done:,} of {of:,}")
+
+    # Runs stay until the command ends: Python's collector would walk through thousands of them again and again.
+    gc.disable()
+    try:
+        listing = list_runs(places, tell)
+    finally:
+        gc.freeze()
+        gc.enable()
+    for fault in listing.faults:
+        warn(f"left out: {fault}")
+    for note in listing.notes:
+        warn(note)
+    return listing.runs
+
+
+@verb("ls", "stepscope ls", "stepscope ls results/h200/plain --tag plain")
+def ls(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
+    ] = None,
+    *,
+    tag: str | None,
+    runs: Path,
+    shown: Presentation,
+) -> None:
+    """List runs, oldest first."""
+    found = listed_runs(places, runs)
+    kept = [run for run in found if tag is None or run.tag == tag]
+    if not kept and shown == Presentation():
+        emit("no runs\n")
+        return
+
+    def listed() -> str:
+        fields = [
+            {
+                "id": r.id,
+                "created": r.created,
+                "tag": r.tag,
+                "status": r.status,
+                "summary": r.summary,
+                "findings": [{"kind": f.kind, "severity": f.severity} for f in r.findings],
+            }
+            for r in kept
+        ]
+        return json_line(fields)
+
+    from stepscope.runs.answer import answer_list
+
+    shown.show(answer_list(kept), document=listed)
+
+
+# `stepscope table`: any set of runs, arranged.
+
+
+if TYPE_CHECKING:
+    from stepscope.runs.fields import Condition
+
+
+@verb(
+    "table",
+    "stepscope table --tag first --columns dtype --value forward --speedup fp32",
+    "stepscope table runs --where model=small --rows seq_len --value step,peak_memory --style markdown",
+)
+def table(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
+    ] = None,
+    *,
+    rows: str = "model,seq_len",
+    columns: str = "",
+    value: str = "step",
+    stat: str,
+    speedup: str | None,
+    where: tuple[str, ...] = (),
+    tag: str | None,
+    runs: Path,
+    style: str,
+    brief: bool = False,
+    save: Path | None,
+) -> None:
+    """Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot."""
+    from stepscope.rendering.renderers import BARE, STYLES
+    from stepscope.runs.tables import Statistic, TableQuery, answer_table
+
+    choose(style, STYLES, "style")
+    check_picture(save)
+    conditions = conditions_of(where, tag)
+    query = TableQuery(
+        rows=_names(rows),
+        columns=_names(columns),
+        values=_names(value),
+        statistic=cast("Statistic", stat),
+        speedup=speedup,
+        where=tuple(conditions),
+    )
+    found = listed_runs(places, runs)
+    answer = answer_table(found, query, bare=style in BARE)
+    if save is not None:
+        from stepscope.runs.tables import table_panels
+
+        answer = msgspec.structs.replace(answer, panels=table_panels(found, query))
+    if brief:
+        Presentation(style=style, brief=True).show(answer)
+    else:
+        present(answer, style=style)
+    draw(answer, save)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def conditions_of(where: Iterable[str], tag: str | None = None) -> "list[Condition]":
+    """The conditions of every --where, and of --tag."""
+    from stepscope.runs.fields import conditions_in
+
+    found = [condition for text in where for condition in conditions_in(text)]
+    return [*found, *([("tag", (tag,))] if tag is not None else [])]
+
+
+# `stepscope history`: how the time of a step changed over stored runs, and whether forecasts came true.
+
+
+@verb("history", "stepscope history results/h200 --where dtype=bf16", "stepscope history --workload tiny-b4 --json")
+def history(
+    places: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
+    ] = None,
+    *,
+    workload: str | None,
+    predictions: bool,
+    where: tuple[str, ...] = (),
+    tag: str | None,
+    runs: Path,
+    shown: Presentation,
+    save: Path | None,
+) -> None:
+    """Trends of stored runs by workload, with changes of level dated by commit."""
+    check_picture(save)
+    folders = places or [runs]
+    if predictions:
+        if workload is not None or where or tag is not None or save is not None:
+            raise InputError("--predictions shows all forecasts of these places: leave out the other choices")
+        _show_predictions(folders, shown)
+        return
+    from stepscope.runs.fields import in_words, meeting
+    from stepscope.runs.history import answer_history, answer_trend, history_as_json, trends_of
+
+    if save is not None and workload is None:
+        raise InputError("--save draws one trend: name it with --workload")
+    conditions = conditions_of(where, tag)
+    found = listed_runs(places, runs)
+    kept, nowhere = meeting(found, conditions)
+    if not kept:
+        asked = f" with {in_words(conditions)}" if found and conditions else ""
+        raise InputError(f"no runs in {', '.join(map(str, folders))}{asked}")
+    for sentence in nowhere:
+        warn(sentence)
+    trends = trends_of(kept)
+    if workload is None:
+        shown.show(answer_history(trends), document=lambda: json_line(history_as_json(trends)))
+        return
+    chosen = [trend for trend in trends if workload in trend.key]
+    if not chosen:
+        raise InputError(f"no workload here has {workload!r} in its key: `stepscope history` lists them")
+    if save is not None and len(chosen) > 1:
+        raise InputError(f"{len(chosen)} trends match --workload {workload}: write more of the key, or add --where")
+    answers = [answer_trend(trend) for trend in chosen]
+    shown.show(*answers, document=lambda: json_line(history_as_json(chosen)))
+    if save is not None:
+        draw(answers[0], save)
+
+
+def _show_predictions(folders: list[Path], shown: Presentation) -> None:
+    """Every forecast that these places keep, beside what was measured."""
+    from stepscope.runs.history import (
+        JudgedForecast,
+        answer_predictions,
+        judged_in,
+        predictions_as_json,
+    )
+
+    judged: list[JudgedForecast] = []
+    for folder in folders:
+        if not folder.is_dir():
+            raise InputError(f"no runs at {folder}: it is no folder")
+        found, faults = judged_in(folder)
+        judged += found
+        for fault in faults:
+            warn(fault)
+    if not judged:
+        raise InputError(f"no forecasts in {', '.join(map(str, folders))}: `stepscope fit` and `sweep` leave them")
+    shown.show(answer_predictions(judged), document=lambda: json_line(predictions_as_json(judged)))

@@ -1,0 +1,309 @@
+"""The result of a search for the fastest step: each change that was tried, and the step that it ended with."""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from stepscope.core.document import decode_document
+from stepscope.core.environment import Environment
+from stepscope.core.errors import InputError, choose
+from stepscope.core.files import cache_directory, read_document, replace_file
+from stepscope.core.own_workload import DrivenWorkload
+from stepscope.core.parts import PARTS
+from stepscope.core.processes import Change
+from stepscope.core.samples import Interval, Samples
+
+TUNED_FIELDS = (
+    "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,
+    "projections",
+)  # fmt: skip
+"""Fields of a workload that a search may change."""
+
+
+def fields_kept(names: Iterable[str]) -> frozenset[str]:
+    """The fields that stay as they are. Raises InputError for another name, and where nothing is left to change."""
+    kept = frozenset(choose(name, TUNED_FIELDS, "keep") for name in names)
+    if kept.issuperset(TUNED_FIELDS):
+        raise InputError(f"keep names all that tune changes: leave one out of {', '.join(TUNED_FIELDS)}")
+    return kept
+
+
+Verdict = Literal[
+    "taken", "faster", "undecided", "slower", "slower by plan", "refused", "does not fit", "failed", "doubted",
+    "not right", "not reached",
+]  # fmt: skip
+"""taken: the fastest of its round, and part of every later step. faster: surely, but another of its round was more so.
+undecided: its interval holds 1, or it has none. slower by plan: so much slower by prediction that it was not measured.
+refused: it cannot run here, or beside another choice. does not fit: by prediction, or it ran out of memory. failed: it
+was measured, and ended without a result. doubted: a check of its run found an error. not right: its losses depart from
+the baseline's. not reached: the time was over."""
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """One change of the step, and what it gave beside the best step until then."""
+
+    round: str
+    """What was changed, in a word: `attention`, `precision`."""
+    change: dict[str, str | int]
+    """Fields of the workload with their new values."""
+    verdict: Verdict
+    step_s: float | None = None
+    """Its median step, in seconds; None where none was measured."""
+    ratio: float | None = None
+    """How many times as long it took as the best step until then."""
+    interval: Interval | None = None
+    """Of the ratio, within one process."""
+    p_value: float | None = None
+    """Two-sided, of "both take equally long", by the interval; a round's are judged together (Holm)."""
+    apart: bool = False
+    """Whether there is no interval, and each of its steps was shorter, or each longer, than every step of the best
+    until then. That settles the race. How much processes differ, the end tells."""
+    peak_bytes: int | None = None
+    """The most bytes of tensors at once; None where two models lay in the memory, or it was not counted."""
+    why: str = ""
+    """The reason of a refusal, a failure or a doubt, in one line."""
+    runs: tuple[str, ...] = ()
+    """The runs of the best step until then, and of this one."""
+
+
+def change_words(change: Mapping[str, str | int]) -> str:
+    """A change in words: `dtype bf16-master, kernels fused`, where all parts have one name."""
+    said, parts = dict(change), {change.get(part) for part in PARTS}
+    if len(parts) == 1 and None not in parts:
+        said = {name: value for name, value in change.items() if name not in PARTS} | {"kernels": parts.pop() or ""}
+    return ", ".join(f"{name} {value}" for name, value in said.items())
+
+
+class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
+    """The losses of a short training: of each step, before its update."""
+
+    name: str
+    losses: tuple[float, ...]
+
+
+class Tuned(msgspec.Struct, frozen=True, kw_only=True):
+    """A search, as far as it came."""
+
+    asked: DrivenWorkload
+    """The step that the user asked for."""
+    baseline: DrivenWorkload
+    """The step that the search began with: the one asked for, or one that fits."""
+    best: DrivenWorkload
+    tried: tuple[Tried, ...] = ()
+    confirmed: Change | None = None
+    """The best step against the baseline, in processes of their own; None where that was not reached."""
+    baseline_s: float | None = None
+    """The typical step of the baseline in these processes, in seconds."""
+    best_s: float | None = None
+    baseline_peak_bytes: int | None = None
+    best_peak_bytes: int | None = None
+    confirmed_by: tuple[str, ...] = ()
+    """The runs of these processes."""
+    curves: tuple[LossCurve, ...] = ()
+    """Losses of the baseline, of the baseline from other starts, and of the best."""
+    departs_at: int | None = None
+    """The step at which the best one's losses depart from the baseline's; None where they do not."""
+    why_no_losses: str = ""
+    """Why no losses were compared, or why they cannot tell how much is far, in one line."""
+    doubt: str = ""
+    """The error that a check found in the run of the baseline by itself, in one line."""
+    own_optimizer: str = ""
+    """The class of the optimizer that the model's factory gives: no change replaces it."""
+    seconds: float = 0.0
+    """How long the search took."""
+    needed_s: float = 0.0
+    """The time that one more race and the confirmation of the end would have taken, when it was asked for last."""
+    budget_s: float = 0.0
+    interrupted: bool = False
+    device: str = ""
+    versions: dict[str, str] = {}
+    folder: str = ""
+    """Where the runs are."""
+
+
+def decode_tuned(data: bytes, source: str) -> Tuned:
+    """What `stepscope tune --json` wrote. Raises InputError that names the source."""
+    return decode_document(data, Tuned, source, holds="search of `stepscope tune --json`")
+
+
+# What graph breaks and recompilations of a user's module cost, as it was measured: plain data that travels.
+
+
+class GraphBreak(NamedTuple):
+    """A line at which dynamo ended a graph: its file and number, the function that it is in, and dynamo's own words."""
+
+    place: str
+    function: str
+    reason: str
+
+
+class CompiledStep(msgspec.Struct, frozen=True, kw_only=True):
+    """A step compiled in one way: with some breaks avoided, or for any shape."""
+
+    pieces: float
+    """Calls of compiled graphs in a step's forward: 1 where nothing breaks it."""
+    compile_s: float
+    graphs: int
+    """Graphs that were compiled."""
+    saved_bytes: int | None = None
+    """Bytes that forward leaves for backward."""
+    peak_bytes: int | None = None
+    """The step's peak, on a GPU."""
+    samples: Samples | None = None
+    """Times of the steps; None where they were not timed."""
+    breaks: tuple[GraphBreak, ...] = ()
+
+
+class PricedBreak(msgspec.Struct, frozen=True, kw_only=True):
+    """Breaks that one change avoids, and the step with them and without them, where all else is the same."""
+
+    breaks: tuple[GraphBreak, ...]
+    how: str = ""
+    """What avoids them, as a setting of dynamo; empty where nothing here can."""
+    with_them: CompiledStep | None = None
+    without: CompiledStep | None = None
+    eagerly: CompiledStep | None = None
+    """The step with their functions left to run eagerly; measured where they cannot be avoided."""
+    why_not: str = ""
+    """Why they have no price."""
+
+    @property
+    def pieces(self) -> float:
+        """Calls of compiled graphs that they add to a step."""
+        if self.with_them is None or self.without is None:
+            return 0.0
+        return self.with_them.pieces - self.without.pieces
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes that they add to what is saved for backward."""
+        saved = [each.saved_bytes for each in (self.with_them, self.without) if each is not None]
+        return saved[0] - saved[1] if len(saved) == 2 and saved[0] is not None and saved[1] is not None else None
+
+    @property
+    def decided_s(self) -> float:
+        """Seconds that they add to a step, by the medians; 0 where the samples leave open whether they add any."""
+        if self.with_them is None or self.without is None:
+            return 0.0
+        slow, fast = self.with_them.samples, self.without.samples
+        ratio = fast.speedup_over(slow) if fast is not None and slow is not None else None
+        if ratio is None or ratio.undecided or slow is None or fast is None:
+            return 0.0
+        return (slow.median_s or 0.0) - (fast.median_s or 0.0)
+
+
+class Recompilation(msgspec.Struct, frozen=True, kw_only=True):
+    """A function that was compiled again, since a guard failed."""
+
+    function: str
+    place: str
+    guard: str
+    step: int
+    """The step that it delayed; the first is 0."""
+    seconds: float
+
+
+class CompilePrices(msgspec.Struct, frozen=True, kw_only=True):
+    """A module's step compiled as it is, and in other ways."""
+
+    module: str
+    as_it_is: CompiledStep
+    clean: CompiledStep
+    """With all breaks avoided that can be."""
+    breaks: tuple[PricedBreak, ...] = ()
+    recompilations: tuple[Recompilation, ...] = ()
+    gave_up_at: str = ""
+    """The guard whose failure reached dynamo's limit of recompilations; empty where none did."""
+    steps: int = 0
+    """Steps in which recompilations were looked for."""
+    dynamic: CompiledStep | None = None
+    """Compiled with dynamic=True; None where nothing was compiled again."""
+    environment: Environment | None = None
+    date: str = ""
+
+    @property
+    def ranked(self) -> tuple[PricedBreak, ...]:
+        """The breaks, the dearest first: by time where the samples tell, then by pieces, then by what is saved."""
+        return tuple(
+            sorted(self.breaks, key=lambda each: (-each.decided_s, -each.pieces, -(each.saved_bytes or 0), each.how))
+        )
+
+
+# What was measured of collectives, and the latencies and bandwidths fitted to it, kept as ceilings are.
+
+
+class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
+    """One collective of one size: how long it took from the first rank's start to the last one's end."""
+
+    kind: str
+    backend: str
+    ranks: int
+    message_bytes: int
+    samples: Samples | None = None
+    """Seconds of one collective, each the mean of `calls` in a row."""
+    calls: int = 1
+    failure: str = ""
+    """Why it has no time."""
+
+
+class CollectiveFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Latency and bandwidth of one kind of collective among so many ranks: t = latency + bytes / bandwidth."""
+
+    kind: str
+    backend: str
+    ranks: int
+    latency_s: float
+    bytes_per_s: float | None
+    """Bytes of the message; None where time did not grow with size."""
+    residual: float
+    count: int
+
+    def seconds(self, message_bytes: float) -> float:
+        """How long a message of this size takes, by the fit."""
+        return self.latency_s + (message_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+class CollectiveFits(msgspec.Struct, frozen=True, kw_only=True):
+    """The fits of one device under one build of PyTorch."""
+
+    device_name: str
+    torch_version: str
+    measured_at: str
+    """When the newest of them was measured."""
+    fits: tuple[CollectiveFit, ...] = ()
+
+    def fit(self, kind: str, backend: str, ranks: int) -> CollectiveFit | None:
+        """The fit of this kind among so many ranks, or None."""
+        wanted = (kind, backend, ranks)
+        return next((fit for fit in self.fits if (fit.kind, fit.backend, fit.ranks) == wanted), None)
+
+
+def keep_fits(where: Environment, measured_at: str, fits: Iterable[CollectiveFit]) -> None:
+    """Keep these fits for later predictions, beside those of other kinds and ranks that are kept already."""
+    fresh = tuple(fits)
+    again = {(fit.kind, fit.backend, fit.ranks) for fit in fresh}
+    version = where.versions.get("torch", "")
+    stored = kept_fits(where.device_name, version)
+    others = (fit for fit in (stored.fits if stored else ()) if (fit.kind, fit.backend, fit.ranks) not in again)
+    found = CollectiveFits(
+        device_name=where.device_name, torch_version=version, measured_at=measured_at, fits=(*others, *fresh)
+    )
+    replace_file(_place(where.device_name, version), msgspec.json.encode(found))
+
+
+def kept_fits(device_name: str, torch_version: str) -> CollectiveFits | None:
+    """The fits of this device under this build; None where there is nothing that can be read."""
+    path = _place(device_name, torch_version)
+    try:
+        return msgspec.json.decode(read_document(path), type=CollectiveFits) if path else None
+    except (InputError, OSError, ValueError, RecursionError):
+        return None
+
+
+def _place(device_name: str, torch_version: str) -> Path | None:
+    caches = cache_directory()
+    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{device_name}-torch{torch_version}")
+    return caches / f"collectives-{slug}.json" if caches else None

@@ -1,0 +1,687 @@
+"""Times the steps, and reads clocks, power, energy, the host's load, compilations and updates around them."""
+
+import contextlib
+import dataclasses
+import gc
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stepscope.core import interrupts
+from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
+from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
+from stepscope.core.environment import GpuReading
+from stepscope.core.errors import InputError, one_line
+from stepscope.core.evidence import Capture, PhaseMemory, Precision
+from stepscope.core.model_file import unmet
+from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
+from stepscope.core.range_names import STEP
+from stepscope.core.ranks import Communication, Correctness, RankFigures, RanksEvidence, Span, steps_together
+from stepscope.core.run import Settings
+from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
+from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
+from stepscope.core.units import format_seconds
+from stepscope.core.work import Work
+from stepscope.core.work.transformer import known_work
+from stepscope.core.workload import GRAPH_WARMUP, Workload
+from stepscope.engine.draft import Draft
+from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
+from stepscope.engine.request import Stage
+from stepscope.recording import ranges
+from stepscope.recording.capture import capture_range
+from stepscope.recording.ceilings import ceilings_for, supported_dtypes
+from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
+from stepscope.recording.device import is_out_of_memory
+from stepscope.recording.driven import (
+    MemoryCapture,
+    capture_kineto,
+    capture_memory,
+    observe_step,
+    profile_step,
+    step_flops,
+    step_habits,
+    step_operators,
+    step_traffic,
+    trace_nvtx,
+)
+from stepscope.recording.energy import LEAST_S, EnergyMeter
+from stepscope.recording.environment import HostLoad, read_environment
+from stepscope.recording.gpu_samples import GpuSampler, gpu_sampled
+from stepscope.recording.held_tensors import local_part, tensors_within
+from stepscope.recording.launcher import launcher
+from stepscope.recording.nvml import nvml_kept_open, read_gpu
+from stepscope.recording.observe import whole_bytes
+from stepscope.recording.precision import probe_relative_error, with_kernels
+from stepscope.recording.step import Step
+from stepscope.recording.timer import Measurement, Progress, StepFailed, measure, measure_one
+from stepscope.recording.updates import applied_updates, read_updates
+from stepscope.training.attention import chosen_attention
+from stepscope.training.parallel.ranks import Ranks, host_name
+from stepscope.training.training_step import TrainingStep
+
+# Makes the step on the device, and later releases its memory.
+
+
+if TYPE_CHECKING:
+    from stepscope.training.own.loading import Loaded
+
+
+def build(draft: Draft) -> None:
+    """Make the step on the device."""
+    workload, device = draft.request.workload, draft.device
+    draft.begin("build", workload.name)
+    if workload.compile != "eager":
+        reset_compilation()
+    draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    draft.made, found = make_step(workload, device, draft.given, draft.ranks)
+    draft.set(workload=found)
+    if isinstance(workload, Workload) and workload.attention == "auto":
+        draft.set_evidence(attention=chosen_attention(workload, device.type))
+    # A step of a user's module alone has any of these.
+    draft.set_evidence(parts=getattr(draft.made, "found", ()), unmet=unmet(workload))
+
+
+def make_step(
+    workload: DrivenWorkload,
+    device: torch.device,
+    given: "Callable[[], Loaded] | None" = None,
+    ranks: Ranks | None = None,
+) -> tuple[Step, DrivenWorkload]:
+    """The step on its device, and its workload with what was found in making it.
+
+    given: a model of the user's own that is there already, in place of what a factory would give. ranks: those that
+    share the step, where its workload says how.
+    """
+    share = None
+    if workload.parallel != NOT_PARALLEL:
+        from stepscope.training.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
+
+        share = shared_by(workload.parallel, ranks or Ranks())
+    if isinstance(workload, Workload):
+        return TrainingStep(workload, device, share), workload
+    from stepscope.training.own.loading import make_own_step  # noqa: PLC0415  (only where a model is the user's own)
+
+    return make_own_step(workload, device, given, share)
+
+
+def release(draft: Draft) -> None:
+    """Release the step's memory: later stages need it, or must not run beside it."""
+    draft.made = None
+    gc.collect()  # a step and its phases refer to each other
+    if draft.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+# Finds the rates that this device really reaches, for the dtype of the step.
+
+
+def find_ceilings(draft: Draft) -> None:
+    """Measure the ceilings, or take those that are stored for this device and build."""
+    if draft.ranks.ranks > 1 and draft.device.type == "cpu":
+        return  # ranks that share a processor would each measure what the others leave it
+    draft.begin("ceiling")
+    request = draft.request
+    with ranges.silenced():  # these steps are not the model's
+        ceilings = ceilings_for(
+            draft.device,
+            [dtype] if (dtype := product_dtype(request.workload.dtype)) in supported_dtypes(draft.device) else [],
+            lambda what: draft.tell(Stage(name="ceiling", detail=what)),
+            keep=request.memory_limit_bytes is None,
+        )
+    draft.set(ceilings=ceilings)
+
+
+# Reads the environment and the device's datasheet, and counts the work of the step.
+
+
+def look_round(draft: Draft) -> None:
+    """Fill in what is known before anything runs, and write the run for the first time."""
+    request = draft.request
+    own_code = isinstance(request.workload, OwnWorkload)
+    environment = read_environment(draft.device, request.memory_limit_bytes, own_code=own_code)
+    environment = msgspec.structs.replace(environment, node=request.node)
+    name, stated = environment.device_name, request.peak_flops_per_s
+    spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
+    draft.set(environment=environment, device_spec=spec, work=known_work(request.workload))
+    draft.save(rescue=False)
+
+
+# Records the allocations of one more step, where it was asked for.
+
+
+def record_memory(draft: Draft) -> None:
+    """Record a step. On a CPU, where nothing else counts allocations, the memory figures are this step's."""
+    if draft.request.memory is None:
+        return
+    draft.begin("memory")
+    if draft.step.cuda_graphs:
+        draft.note("no memory history: tensors of replayed CUDA graphs were allocated when the graphs were made")
+        return
+    measured = _record(draft).measured
+    counted = draft.run.evidence.memory
+    if counted is None or counted.allocated_peak is None:
+        draft.set_evidence(memory=measured)
+    elif counted.allocated_peak != measured.allocated_peak:
+        draft.note(
+            f"the step whose allocations were recorded peaked at {measured.allocated_peak:,} bytes, "
+            f"the observed one at {counted.allocated_peak:,}"
+        )
+
+
+def record_what_filled_the_memory(draft: Draft) -> None:
+    """Run the step that ran out of memory once more, recorded, and keep what it has allocated when it fails again. The
+    run has ended already, so any error here becomes a note."""
+    step = draft.made
+    if draft.request.memory is None or step is None or draft.device.type != "cuda" or step.cuda_graphs:
+        return
+    draft.begin("memory")
+    step.loss = None
+    step.model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.empty_cache()
+    try:
+        capture = _record(draft, out_of_memory=True)
+    except KeyboardInterrupt:
+        draft.note(f"no memory history: {interrupts.said()}")
+    except Exception as failure:  # the run failed already: what fails here is only said beside it
+        draft.note(f"no memory history: {one_line(failure)}")
+    else:
+        if capture.failure is None:
+            draft.note(f"recorded, the step did not run out of memory: {MEMORY_FILE} holds the whole step")
+
+
+def _record(draft: Draft, out_of_memory: bool = False) -> MemoryCapture:
+    asked, environment = draft.request.memory, draft.run.environment
+    assert asked is not None
+    capture = capture_memory(
+        draft.step,
+        draft.device,
+        draft.directory,
+        workload=draft.run.workload,
+        device_name=environment.device_name if environment else "",
+        stacks=asked.stacks,
+        steps=1 if out_of_memory else asked.steps,
+        held_before_bytes=draft.held_before_bytes,
+        is_out_of_memory=is_out_of_memory if out_of_memory else None,
+    )
+    draft.keep_files(memory=MEMORY_FILE)
+    if asked.steps > 1 and capture.failure is None:
+        draft.keep_growth()
+    return capture
+
+
+# Gathers evidence of what the timed steps did, from steps that run after them.
+
+
+def observe(draft: Draft) -> None:
+    """Probe the precision, run steps under hooks and the profiler, and keep the evidence."""
+    draft.begin("observe")
+    step, device = draft.step, draft.device
+    precision = Precision(
+        float32_matmul=torch.get_float32_matmul_precision(), probe_relative_error=probe_relative_error(device)
+    )
+    draft.set_evidence(precision=precision)
+    observation, memory = observe_step(step, device, draft.held_before_bytes)
+    draft.set_evidence(observation=observation, memory=memory)
+    draft.set_evidence(operators=step_operators(step, device, draft.timing))
+    if draft.run.textbook is None:
+        draft.set_evidence(habits=step_habits(step, device))
+    if step.cuda_graphs:
+        draft.note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
+    if not draft.request.settings.profile:
+        return
+    if ranges.watched() and device.type == "cuda":
+        draft.note("no profile: CUDA lets one profiler in at a time, and a tool watches this process already")
+        return
+    draft.begin("profile")
+    profile = profile_step(step, device, draft.timing, draft.ranks)
+    draft.set_evidence(profile=profile, precision=with_kernels(precision, profile))
+
+
+def count_work(draft: Draft) -> None:
+    """Count the FLOPs of a step, where no formula of its sizes says them."""
+    if draft.run.work:
+        return
+    if draft.step.cuda_graphs:
+        draft.note("no FLOPs: what CUDA graphs replay calls no operators that could be counted")
+        return
+    draft.begin("count FLOPs")
+    mine, unknown = step_flops(draft.step, draft.timing)
+    of_ranks: list[bytes] = draft.ranks.gathered(msgspec.json.encode(mine)) if draft.ranks.backend else []
+    work = msgspec.json.decode(of_ranks[0], type=dict[str, Work]) if of_ranks else mine
+    for other in of_ranks[1:]:  # each has a part of the batch, and of nothing else
+        for phase, more in msgspec.json.decode(other, type=dict[str, Work]).items():
+            work[phase] = work[phase] + more if phase in work else more
+    draft.set(work=work)
+    draft.set_evidence(uncounted=unknown)
+
+
+# Takes together what the ranks of a step measured; of a step of one process it changes nothing.
+
+
+def take_steps_together(draft: Draft, result: Measurement) -> None:
+    """Make the samples of the step those of all ranks, and keep what each measured."""
+    if not draft.ranks.backend:
+        return
+    environment = draft.run.environment
+    parameters, state = kept_bytes(draft.step)
+    whole, trained = _of_the_model(draft)
+    mine = RankFigures(
+        rank=draft.ranks.rank, host=host_name(), device_name=environment.device_name if environment else "",
+        samples=result.samples, parameter_bytes=parameters, optimizer_bytes=state,
+    )  # fmt: skip
+    found: list[tuple[bytes, tuple[Span, ...]]] = draft.ranks.gathered((msgspec.json.encode(mine), result.spans_ns))
+    figures = tuple(msgspec.json.decode(one, type=RankFigures) for one, _ in found)
+    shared = RanksEvidence(
+        backend=draft.ranks.backend, ranks=figures, threads=draft.ranks.threads, start_s=draft.ranks.start_s,
+        started_here=draft.ranks.started_here, correct=draft.correct, whole_parameter_bytes=whole,
+        whole_gradient_bytes=trained,
+    )  # fmt: skip
+    together = steps_together([spans for _, spans in found], one_clock=shared.one_host)
+    step = msgspec.structs.replace(result.samples[STEP], values_s=together)
+    draft.set(samples={**result.samples, STEP: step}, shared=shared)
+
+
+def _of_the_model(draft: Draft) -> tuple[int, int]:
+    """The bytes of all parameters of the model, and of those that are trained. Each rank has whole ones, or parts of
+    tensors that say how large the whole is; in a pipeline it has some, and a weight that two stages share is two."""
+    mine = whole_bytes(draft.step.model.parameters())
+    if stages_of(draft.run.workload.parallel, draft.ranks.ranks) == 1:
+        return mine
+    of_ranks: list[tuple[int, int]] = draft.ranks.gathered(mine)
+    return sum(whole for whole, _ in of_ranks), sum(trained for _, trained in of_ranks)
+
+
+def count_traffic(draft: Draft) -> None:
+    """Count what this rank sends and receives in a step."""
+    if not draft.ranks.backend:
+        return
+    if draft.run.workload.graph == "step":
+        draft.note("no bytes of collectives: what CUDA graphs replay calls none that could be counted")
+        return
+    draft.begin("count communication")
+    draft.traffic = step_traffic(draft.step, draft.timing)
+
+
+def bring_the_ranks_together(draft: Draft) -> None:
+    """Keep the memory of every rank, and name the files that each recorded."""
+    if not draft.ranks.backend or draft.run.shared is None:
+        return
+    run = draft.run
+    profile = run.evidence.profile
+    communication = Communication(
+        calls=draft.traffic,
+        communication_s=profile.communication_s if profile else None,
+        exposed_s=profile.exposed_s if profile else None,
+        computation_s=profile.computation_s if profile else None,
+    )
+    found = draft.ranks.gathered((
+        msgspec.json.encode(run.evidence.memory), msgspec.json.encode(communication), run.artifacts,
+    ))  # fmt: skip
+    figures: list[RankFigures] = []
+    files: dict[str, str] = {}
+    for known, (memory, sent, artifacts) in zip(draft.run.shared.ranks, found, strict=True):
+        kept = msgspec.json.decode(memory, type=PhaseMemory | None)
+        told = msgspec.json.decode(sent, type=Communication)
+        figures.append(msgspec.structs.replace(known, memory=kept, artifacts=artifacts, communication=told))
+        if known.rank:
+            folder = RANK_FOLDER.format(rank=known.rank)
+            files |= {f"{kind}-{folder}": f"{folder}/{file}" for kind, file in artifacts.items()}
+    draft.set(shared=msgspec.structs.replace(draft.run.shared, ranks=tuple(figures)))
+    draft.keep_files(**files)
+    if not draft.saves:
+        with contextlib.suppress(OSError):  # it recorded nothing of its own
+            draft.directory.rmdir()
+
+
+def kept_bytes(step: Step) -> tuple[int, int]:
+    """What this rank keeps between steps: its parameters, and its optimizer's state, in bytes."""
+    optimizer = step.optimizer
+    if optimizer is None:
+        return storage_bytes(step.model.parameters()), 0
+    groups = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    state = (tensor for _, tensor in tensors_within(optimizer.state))
+    return storage_bytes([*step.model.parameters(), *groups]), storage_bytes(state)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the tensors' storages, each once; of a sharded tensor those of this rank's part."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = local_part(tensor)
+        storage = local.untyped_storage()
+        if local.device.type != "meta" and storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+_SUBJECT = "step"
+_MANY = 1_000_000
+"""More steps than two seconds hold."""
+
+
+def time_steps(draft: Draft) -> None:
+    """Warm up and measure. Raises StepFailed; what was measured before is in the draft."""
+    draft.begin("warm-up")
+    step = draft.step
+    interrupted = False
+    with nvml_kept_open(draft.device), gpu_sampled(draft.device) as sampler:
+        readings = _Readings(draft, sampler)
+        readings.read_before()  # stays where the run ends before it measures
+        try:
+            result = measure(
+                {_SUBJECT: step},
+                device=draft.timing,
+                settings=_settings(draft),
+                on_progress=lambda progress: _tell(draft, progress),
+                before_measuring=readings.before_the_measured_steps,
+                peers=draft.ranks,
+            )[_SUBJECT]
+            _keep(draft, result)
+            if not result.interrupted:
+                take_steps_together(draft, result)
+            interrupted = result.interrupted
+        except StepFailed as failure:
+            _keep(draft, failure.partial[_SUBJECT])
+            raise
+        finally:
+            with interrupts.held():
+                readings.read_after()
+    readings.keep_updates()
+    if step.compiled:
+        draft.set_evidence(compilation=compile_report(step.forward_module))
+    if interrupted:
+        draft.stage = "measure" if draft.run.samples["step"].count else "warm-up"
+        raise KeyboardInterrupt
+    readings.keep_energy()
+    draft.save_meanwhile()  # a process that is killed while it observes then does not lose the times
+    draft.set(status="done")
+
+
+def time_in_turns(*drafts: Draft) -> None:
+    """Warm up the steps of several drafts, one after the other, and measure them turn by turn.
+
+    Raises StepFailed, whose subject is the place of the draft; what was measured before is in the drafts.
+    """
+    subjects = {str(place): draft.step for place, draft in enumerate(drafts)}
+    for draft in drafts:
+        draft.stage = "warm-up"
+    readings: list[_Readings] = []
+    results: dict[str, Measurement] = {}
+
+    def before_measuring() -> None:
+        for reading in readings:
+            reading.before_the_measured_steps()
+
+    def tell(progress: Progress) -> None:
+        for draft in drafts:
+            draft.stage = progress.stage
+        _tell(drafts[0], progress)
+
+    with nvml_kept_open(drafts[0].device), gpu_sampled(drafts[0].device) as sampler:
+        readings += [_Readings(draft, sampler, alone=False) for draft in drafts]
+        for reading in readings:
+            reading.read_before()
+        try:
+            results = measure(
+                subjects, device=drafts[0].timing, settings=_settings(*drafts), on_progress=tell,
+                before_measuring=before_measuring,
+            )  # fmt: skip
+        except StepFailed as failure:
+            results = failure.partial
+            raise
+        finally:
+            with interrupts.held():
+                for name, result in results.items():
+                    _keep(drafts[int(name)], result)
+                for reading in readings:
+                    reading.read_after()
+    if any(result.interrupted for result in results.values()):
+        raise KeyboardInterrupt
+    compiled = [draft for draft in drafts if draft.step.compiled]
+    for draft, reading in zip(drafts, readings, strict=True):
+        reading.keep_updates()
+        if draft.step.compiled and len(compiled) == 1:
+            draft.set_evidence(compilation=compile_report(draft.step.forward_module))
+        elif draft.step.compiled:
+            draft.note("what torch.compile did: it compiled both steps, and its counters are the process's")
+        draft.save_meanwhile()
+        draft.set(status="done")
+
+
+def _settings(*drafts: Draft) -> Settings:
+    """How the steps are measured. Raises InputError if a step is measured before it is replayed as was asked."""
+    settings = drafts[0].request.settings
+    if all(draft.request.workload.graph == "none" for draft in drafts):
+        return settings
+    if settings.warmup_cap < GRAPH_WARMUP:
+        raise InputError(
+            f"--graph step runs {GRAPH_WARMUP - 1} steps as they are and captures the next: "
+            f"{settings.warmup_cap} steps of warm-up are too few; say --warmup {GRAPH_WARMUP}"
+        )
+    return msgspec.structs.replace(settings, warmup_floor=max(settings.warmup_floor, GRAPH_WARMUP))
+
+
+def measure_energy(draft: Draft) -> None:
+    """Run more steps for the counter of energy, where the measured ones were too short for it.
+
+    They are no samples. Whoever asks for less than LEAST_S of steps gets no more.
+    """
+    if draft.ranks.ranks > 1 or draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S:
+        return
+    settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=_MANY, seconds=LEAST_S)
+    with nvml_kept_open(draft.device):
+        meter = EnergyMeter(draft.device)
+        if not meter.start():
+            return
+        draft.begin("energy")
+        steps = measure_one(draft.step, device=draft.timing, settings=settings)[STEP].count
+        draft.set_evidence(energy=meter.read(steps, are_samples=False))
+
+
+class _Readings:
+    """Readings of the machine before, while and after the measured steps run."""
+
+    def __init__(self, draft: Draft, sampler: GpuSampler | None, *, alone: bool = True) -> None:
+        """alone: whether no other step takes turns with this one. Power would be that of both."""
+        self._draft, self._sampler, self._alone = draft, sampler, alone
+        self._meter, self._energy = EnergyMeter(draft.device), None
+        self._began_s = 0.0
+        """When the measured steps began; 0 before they did."""
+        self._compiling = CompilationWatch(draft.device)
+        self._updates: int | None = None
+        self._gpu: GpuReading | None = None
+        self._load = HostLoad()
+
+    def read_before(self) -> None:
+        self._gpu, self._load = read_gpu(self._draft.device), HostLoad()
+
+    def before_the_measured_steps(self) -> None:
+        """Read once after warm-up, so that what warm-up compiled does not count. The device idles meanwhile, so NVML is
+        initialised already."""
+        self._updates = applied_updates(self._draft.step.optimizer)
+        self._compiling.start()
+        self.read_before()
+        self._began_s = time.monotonic()
+        self._meter.start()
+
+    def read_after(self) -> None:
+        draft, environment, end_s = self._draft, self._draft.run.environment, time.monotonic()
+        samples = draft.run.samples.get(STEP)
+        self._energy = self._meter.read(samples.count if samples else 0, are_samples=True)
+        draft.set_evidence(compiled_while_measured=self._compiling.read())
+        assert environment is not None
+        after, load = read_gpu(draft.device), self._load.read()
+        during = self._sampler.read(self._began_s, end_s) if self._sampler and self._began_s else None
+        if during is not None and not self._alone:
+            during = msgspec.structs.replace(during, power_w=None)
+        versions = environment.versions | launcher()
+        read = {"before": self._gpu, "after": after, "during": during, "host": load, "versions": versions}
+        draft.set(environment=msgspec.structs.replace(environment, **read))
+
+    def keep_energy(self) -> None:
+        """Store the energy of the measured steps, which were not cut short."""
+        self._draft.set_evidence(energy=self._energy)
+
+    def keep_updates(self) -> None:
+        """Store how many of the measured steps updated the parameters."""
+        step, count = self._draft.step, self._draft.run.samples["step"].count
+        if step.optimizer is not None and self._updates is not None and count:
+            norm = getattr(step, "gradient_norm", None)  # a step of the user's own has none
+            found = read_updates(step.optimizer, step.scaler, steps=count, before=self._updates, gradient_norm=norm)
+            self._draft.set_evidence(updates=found)
+
+
+def _tell(draft: Draft, progress: Progress) -> None:
+    draft.stage = progress.stage
+    detail = f"step {progress.done}, {format_seconds(progress.last_step_s)}"
+    draft.tell(Stage(name=progress.stage, detail=detail, fraction=progress.fraction))
+
+
+def _keep(draft: Draft, result: Measurement) -> None:
+    draft.set(samples=result.samples, warmup_steady=result.warmup_steady)
+
+
+# Holds ranks that share a step against one process, before anything is timed.
+
+
+_LAYERS = 2
+"""Layers of the textbook's model that are checked: one block's way of being spread is every block's."""
+_VOCABULARY, _SEQUENCE = 32_768, 4096
+"""The largest vocabulary and the longest sequence of what is checked. Both change how long the check takes, and nothing
+in how a matrix or a batch is spread."""
+_SAMPLES = 2
+"""Sequences of each rank and micro-batch that are checked. One process runs the whole batch, some fifty times, while
+all ranks wait for it: of 24 sequences for each of 8 ranks, longer than what is measured. With two, each rank adds up
+over samples, and one process has several ways to split the batch."""
+
+
+def check_the_ranks(draft: Draft) -> None:
+    """Raise an error, which ends the run, where the ranks compute something else than one process does."""
+    workload = draft.request.workload
+    if workload.parallel == NOT_PARALLEL or workload.phase == "forward":
+        return
+    draft.begin("check ranks")
+    draft.correct = found = _check(draft, workload)
+    release(draft)
+    if not found.passed:
+        raise RuntimeError(said_of(found, workload.parallel))
+
+
+def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
+    from stepscope.training.parallel.correctness import check_ranks  # noqa: PLC0415
+    from stepscope.training.training_step import StepParts, textbook_parts  # noqa: PLC0415  (only where ranks share a step)
+
+    device = draft.device
+    if isinstance(workload, OwnWorkload):
+        from stepscope.training.own.loading import own_parts  # noqa: PLC0415
+
+        def make_own() -> StepParts:
+            return dataclasses.replace(own_parts(workload, device, draft.given), optimizer=None)
+
+        return check_ranks(workload.parallel, make_own, workload, device, draft.ranks)
+    stages = stages_of(workload.parallel, workload.ranks)
+    layers = min(max(_LAYERS, stages), workload.model.layers)
+    vocabulary = min(workload.model.vocabulary, _VOCABULARY)
+    both_chunks = 2 * workload.ranks  # where ranks share a sequence, each takes two chunks
+    seq_len = min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks)
+    micro_batches = strategy_named(workload.parallel).micro_batches(workload.ranks, workload.accumulation)
+    batch_size = min(workload.batch_size, _SAMPLES * workload.ranks * micro_batches)
+    small = msgspec.structs.replace(
+        workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
+        batch_size=batch_size, seq_len=seq_len, compile="eager",
+        checkpointing=_of_fewer_layers(workload, layers),
+    )  # fmt: skip
+    found = check_ranks(workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks)
+    return msgspec.structs.replace(
+        found,
+        layers=layers if layers < workload.model.layers else None,
+        vocabulary=vocabulary if vocabulary < workload.model.vocabulary else None,
+        seq_len=seq_len if seq_len < workload.seq_len else None,
+        batch_size=batch_size if batch_size < workload.batch_size else None,
+    )
+
+
+def _of_fewer_layers(workload: Workload, layers: int) -> str:
+    """The checkpointing of a model of so few layers that has blocks of every kind that the whole model has."""
+    checkpointing, last = workload.checkpointing, selective_of(workload.checkpointing)
+    offloaded = offload_of(checkpointing)
+    if last is not None:
+        return f"selective-{min(last, layers - 1)}"
+    if offloaded is not None and offloaded < workload.model.layers:
+        return f"{OFFLOAD}-{min(offloaded, layers - 1)}"
+    return of_fewer_layers(checkpointing, layers)
+
+
+def said_of(found: Correctness, name: str) -> str:
+    """What the ranks compute wrongly, in a line."""
+    wrong, allowed, what = found.gradient_error, found.gradient_allowed, "the gradients of the first step"
+    if wrong <= allowed:
+        wrong, allowed = found.update_error, found.update_allowed
+        what = f"what {found.steps} steps of SGD make of the parameters"
+    if wrong <= allowed and found.loss_error is not None and found.loss_allowed is not None:
+        wrong, allowed = found.loss_error, found.loss_allowed
+        what = f"the losses of {found.steps} steps of AdamW"
+    return (
+        f"ranks that share a step by {name} compute something else than one process: {what} differ by {wrong:.2g}, "
+        f"where rounding makes up to {allowed:.2g}, most in {found.worst}; nothing was timed"
+    )
+
+
+# Takes traces of some more steps. A trace that fails is evidence too: its capture says why.
+
+
+def trace_by_kineto(draft: Draft) -> None:
+    """Trace with torch.profiler, where it was asked for."""
+    asked = draft.request.trace
+    if "kineto" not in asked.tools:
+        return
+
+    def take() -> Capture:
+        return capture_kineto(
+            draft.step, draft.device, draft.timing, draft.directory, steps=asked.steps, stacks=asked.stacks,
+            peers=draft.ranks,
+        )  # fmt: skip
+
+    _take(draft, "kineto", str(torch.__version__), take, kineto=KINETO_FILE)
+
+
+def trace_for_the_watching_tool(draft: Draft) -> None:
+    """Run steps with every range, where the user started a tool that watches this process and keeps what it records."""
+    if not ranges.watched():
+        return
+
+    def take() -> Capture:
+        if not ranges.current_emitters():
+            raise InputError(NO_NVTX)
+        with capture_range(draft.device):
+            samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
+        return Capture(tool="nvtx", tool_version="", samples=samples)
+
+    _take(draft, "nvtx", "", take)
+
+
+def trace_by_nsys(draft: Draft) -> None:
+    """Run the cell again under Nsight Systems, where it was asked for. The step is released by then."""
+    if draft.nsys is not None:
+        draft.begin("trace nsys")
+        cuda = draft.device.type == "cuda"
+        _keep_trace(draft, *trace_under_nsys(draft.request, draft.nsys, draft.directory, cuda=cuda))
+
+
+def _take(draft: Draft, tool: str, version: str, take: Callable[[], Capture], **files: str) -> None:
+    draft.begin(f"trace {tool}")
+    try:
+        capture = take()
+    except Exception as error:  # whatever the profiler raises is said in the capture; the times are kept
+        capture, files = Capture(tool=tool, tool_version=version, failure=one_line(error)), {}
+    _keep_trace(draft, capture, files)
+
+
+def _keep_trace(draft: Draft, capture: Capture, files: dict[str, str]) -> None:
+    draft.set_evidence(captures=(*draft.run.evidence.captures, capture))
+    draft.keep_files(**files)

@@ -1,1 +1,0 @@
-"""What a setting of PyTorch's caching allocator gives."""

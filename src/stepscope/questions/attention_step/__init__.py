@@ -1,1 +1,0 @@
-"""A whole step with each attention, side by side."""

@@ -1,0 +1,475 @@
+"""The answer to "which kernels does a step run": a table for each question of the write-ups, and what follows."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import msgspec
+
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table, known_columns, measured_answer
+from stepscope.core.doubts import doubting_kinds
+from stepscope.core.evidence import Capture
+from stepscope.core.figures import count, digits, milliseconds, percent
+from stepscope.core.finding import Finding, note
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
+from stepscope.core.run import Run
+from stepscope.questions.compare.comparison import ComparedRun
+from stepscope.runs.metrics import median_s
+from stepscope.traces.captures.digest import KEPT_ROWS, RoofRow, TraceDigest
+from stepscope.traces.captures.summary import FORWARD_AND_BACKWARD, KernelRow
+from stepscope.traces.kernels.names import kernel_label
+
+# The cells of the kernel study: a run with what was kept of its captured step, by one profiler or by two.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CapturedCell(ComparedRun):
+    """A run and the digest of its capture; `other` is that of another profiler's capture of the same cell."""
+
+    FIELD: ClassVar[str] = "phase"
+    BASELINE: ClassVar[str] = "forward"
+
+    other: TraceDigest | None = None
+
+    @property
+    def tables(self) -> TraceDigest:
+        """The digest of the run's own capture: a cell of this study has one."""
+        assert self.digest is not None, "a cell of the kernel study is a captured run"
+        return self.digest
+
+    @property
+    def cell(self) -> str:
+        return "-".join(self.run.workload.words())
+
+    @property
+    def trains(self) -> bool:
+        return not self.is_base
+
+    @property
+    def order(self) -> tuple[int, int, str, bool]:
+        """Small models first, then by sequence length, dtype, inference before training."""
+        workload = self.run.workload
+        model = workload.model
+        size = model.layers * model.d_model if isinstance(model, ModelConfig) else self.parameters
+        return (size, workload.seq_len or 0, workload.dtype, self.trains)
+
+    @property
+    def capture(self) -> Capture | None:
+        """The steps that the digest is of, as the run timed them."""
+        tool = self.tables.tool
+        return next((capture for capture in self.run.evidence.captures if capture.tool == tool), None)
+
+    @property
+    def slowed(self) -> float | None:
+        """How many times as long a step takes under the profiler."""
+        traced, plain = self.capture.step_s if self.capture else None, median_s(self.run, STEP)
+        return traced / plain if traced and plain else None
+
+    def kernel_ns(self, part: str) -> float | None:
+        """Kernel time of a phase or of the whole `step`; None where no kernel ran in it."""
+        if part == STEP:
+            return self.tables.busy_ns / self.tables.steps
+        phase = self.tables.phase(part)
+        return phase.busy_ns if phase else None
+
+    def family_ns(self, family: str) -> float:
+        return sum(row.busy_ns for row in self.tables.families if row.family == family)
+
+    def longest(self, phase: str) -> KernelRow | None:
+        """The kernel that takes longest in a phase, or in forward and backward together."""
+        if phase == FORWARD_AND_BACKWARD:
+            return self.tables.top_together[0] if self.tables.top_together else longest_of_both(self.tables)
+        return next((row for row in self.tables.top if row.phase == phase), None)
+
+
+def longest_of_both(digest: TraceDigest) -> KernelRow | None:
+    """What takes longest in forward and backward together, by the longest kernels of each.
+
+    None where they do not tell: a kernel that is not among the longest of a phase may take as long there as the last
+    of these.
+    """
+    names = (FORWARD, BACKWARD)
+    phases = [digest.phase(name) for name in names]
+    kept = [{row.name: row for row in digest.top if row.phase == name} for name in names]
+    if not all(phases) or not all(kept):
+        return None
+    unseen = [min(row.busy_ns for row in rows.values()) if len(rows) >= KEPT_ROWS else 0.0 for rows in kept]
+    found = {name: [rows[name] for rows in kept if name in rows] for name in (*kept[0], *kept[1])}
+    known = {name: sum(row.busy_ns for row in rows) for name, rows in found.items()}
+    first = max(known, key=lambda name: known[name])
+    at_most = [
+        known[name] + sum(more for rows, more in zip(kept, unseen, strict=True) if name not in rows) for name in known
+    ]
+    if max(*at_most, sum(unseen)) > known[first]:
+        return None
+    return msgspec.structs.replace(
+        found[first][0],
+        phase=FORWARD_AND_BACKWARD,
+        calls=sum(row.calls for row in found[first]),
+        busy_ns=known[first],
+        share=known[first] / sum(phase.busy_ns for phase in phases if phase),
+    )
+
+
+def busiest_families(cells: list[CapturedCell]) -> list[str]:
+    """The six families that take most time over all cells."""
+    families = sorted({row.family for cell in cells for row in cell.tables.families})
+    return sorted(families, key=lambda family: -sum(cell.family_ns(family) for cell in cells))[:6]
+
+
+STUDY = "kernels"
+QUESTION = "Which kernels does a training step run, and where does their time go?"
+MISSING = "Not measured"
+_LONGEST = 3
+"""Kernels that are shown of each ranking."""
+_NS = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """The table of one question, the sentence that its figures allow, and its curves."""
+
+    table: Table
+    findings: tuple[Finding, ...] = ()
+    panels: tuple[Panel, ...] = ()
+
+
+def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured: Sequence[Run] = ()) -> Answer:
+    """The questions of these letters, or all. `unmeasured`: runs that ended before they had a capture."""
+    ordered = sorted(cells, key=lambda cell: cell.order)
+    parts = [make(letter, ordered) for letter, make in QUESTIONS.items() if not letters or letter in letters]
+    shown = [part for part in parts if part.table.rows]
+    missing = tuple(("-".join(run.workload.words()), ComparedRun(run=run).why_missing) for run in unmeasured)
+    return measured_answer(
+        next((cell.run.environment for cell in ordered), None),
+        study=STUDY,
+        question=QUESTION,
+        date=max(cell.run.day for cell in ordered),
+        tables=(*(part.table for part in shown), Table(title=MISSING, columns=("cell", "why"), rows=missing)),
+        panels=[panel for part in shown for panel in part.panels],
+        findings=[*(finding for part in shown for finding in part.findings), *_doubts(ordered)],
+    )
+
+
+def _times(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    slowed = []
+    for cell in cells:
+        traced = cell.capture.samples if cell.capture else {}
+        doubts = ", ".join(doubting_kinds(cell.run))
+        for name in (*PHASES, STEP):
+            kernels_ns = cell.kernel_ns(name)
+            if kernels_ns is None:
+                continue
+            sample, plain_s = traced.get(name), median_s(cell.run, name)
+            rows.append(
+                (
+                    cell.cell,
+                    name,
+                    milliseconds(kernels_ns * _NS),
+                    milliseconds(sample.mean_s) if sample else None,
+                    milliseconds(sample.stdev_s) if sample else None,
+                    milliseconds(plain_s),
+                    digits(cell.slowed) if name == STEP else None,
+                    doubts,
+                )
+            )
+        if cell.slowed:
+            slowed.append((cell.slowed, cell.cell))
+    heads = ("kernels ms", "profiled ms", "± ms", "unprofiled ms", "slowed, times", "findings")
+    table = known_columns(
+        f"({letter}) Device time by phase, beside the measurements with and without the profiler",
+        ("cell", "phase", *heads), rows,
+    )  # fmt: skip
+    return _with_range(table, slowed, "profiler-slows", "Under the profiler a step takes", "without it")
+
+
+def _with_range(table: Table, ratios: list[tuple[float, str]], kind: str, what: str, base: str) -> _Part:
+    """The table, and from the least to the greatest ratio, each with its cell, how many times as long something takes
+    as something else."""
+    if not ratios:
+        return _Part(table=table)
+    (least, shortest), (most, longest) = min(ratios), max(ratios)
+    said = f"{what} {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as {base}."
+    return _Part(table=table, findings=(note(kind, said, {"least": least, "most": most}),))
+
+
+def _longest(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    counted = right = 0
+    for cell in cells:
+        for name in (*PHASES, FORWARD_AND_BACKWARD):
+            row, phase = cell.longest(name), cell.tables.phase(name)
+            if row is None or (name == FORWARD_AND_BACKWARD and not cell.trains):
+                continue
+            expected = phase.expected_products if phase else None
+            if phase and expected is not None:
+                counted += 1
+                right += phase.product_kernels == expected
+            rows.append((cell.cell, name, *_kernel(row), count(phase.product_kernels) if phase else None, expected))
+    table = known_columns(
+        f"({letter}) The kernel that takes longest in each phase",
+        ("cell", "phase", "kernel", "calls a step", "ms a step", "share %", "matrix products", "expected"), rows,
+    )  # fmt: skip
+    if not counted:
+        return _Part(table=table)
+    said = (
+        f"In {right} of {counted} phases the matrix products are as many as the model has: in forward, a layer has "
+        "query, key, value, output, gate, up and down, and the two of attention unless they are fused; one more is "
+        "the head's. Backward has two for each."
+    )
+    return _Part(table=table, findings=(note("product-counts", said, {"phases": counted, "as expected": right}),))
+
+
+def _kernel(row: KernelRow) -> tuple[Cell, ...]:
+    """Name, calls, milliseconds and percent."""
+    return (kernel_label(row.name), count(row.calls), milliseconds(row.busy_ns * _NS), percent(row.share))
+
+
+def _without_products(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    for cell in cells:
+        longest = [row for row in cell.tables.top_without_products if row.phase == FORWARD][:_LONGEST]
+        rows += [(cell.cell, i, *_kernel(row)) for i, row in enumerate(longest, 1)]
+    columns = ("cell", "rank", "kernel", "calls a step", "ms a step", "share %")
+    title = f"({letter}) The longest kernels of forward that are no matrix product"
+    return _Part(table=Table(title=title, columns=columns, rows=tuple(rows)))
+
+
+def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    inference = {cell.group: cell for cell in cells if not cell.trains}
+    training = [cell for cell in cells if cell.trains]
+    falls = 0
+    for cell in training:
+        alone = inference.get(cell.group)
+        phases = [cell.tables.phase(name) for name in (FORWARD, BACKWARD)]
+        falls += phases[0] is not None and cell.tables.gemm_fraction < phases[0].gemm_fraction
+        rows.append(
+            (
+                cell.cell,
+                percent(alone.tables.gemm_fraction) if alone else None,
+                *(percent(phase.gemm_fraction) if phase else None for phase in phases),
+                percent(cell.tables.gemm_fraction),
+            )
+        )
+    shown = {cell.group for cell in training}
+    rows += [
+        (cell.cell, percent(cell.tables.gemm_fraction), None, None, None) for cell in cells if cell.group not in shown
+    ]
+    columns = ("cell", "inference %", "training: forward %", "backward %", "whole step %")
+    table = Table(
+        title=f"({letter}) The share of matrix multiplication in kernel time", columns=columns, rows=tuple(rows)
+    )
+    panels = _over_lengths("share of matrix multiplication, %", cells, lambda cell: percent(cell.tables.gemm_fraction))
+    if not training:
+        return _Part(table=table, panels=panels)
+    why = ": the optimizer multiplies no matrices" if falls and _optimizer_without_products(cells) else ""
+    said = (
+        f"Over a whole training step the share is lower than in forward alone in {falls} of {len(training)} cells{why}."
+    )
+    finding = note("product-share-falls", said, {"cells": len(training), "lower": falls})
+    return _Part(table=table, findings=(finding,), panels=panels)
+
+
+def _over_lengths(
+    y_title: str, cells: list[CapturedCell], figure: Callable[[CapturedCell], float | None]
+) -> tuple[Panel, ...]:
+    """A panel of one figure over the sequence length, a line for each cell that differs in more; none without two."""
+    points = tuple(
+        Point(
+            line="-".join(cell.run.workload.words("seq_len")), x=seq_len, y=y,
+            doubted=bool(doubting_kinds(cell.run)),
+        )
+        for cell in cells
+        if (y := figure(cell)) is not None and (seq_len := cell.run.workload.seq_len)
+    )  # fmt: skip
+    panel = Panel(x_title="sequence length", y_title=y_title, points=points, x_log=True)
+    return (panel,) if len({point.x for point in points}) > 1 else ()
+
+
+def _optimizer_without_products(cells: list[CapturedCell]) -> bool:
+    optimizers = [phase for cell in cells if cell.trains and (phase := cell.tables.phase(OPTIMIZER))]
+    return bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
+
+
+def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    costs: dict[int, float] = {}
+    for i, cell in enumerate(cells):
+        if len(cell.tables.attention) != 4:
+            continue
+        scores, scaling, softmax, output = cell.tables.attention
+        products_ns = scores.busy_ns + output.busy_ns
+        products = scores.flops + output.flops if scores.flops and output.flops else None
+        time_ratio = products_ns / softmax.busy_ns if softmax.busy_ns and products_ns else None
+        flop_ratio = products / softmax.flops if products and softmax.flops else None
+        if flop_ratio and time_ratio:
+            costs[i] = flop_ratio / time_ratio
+        rows.append(
+            (
+                cell.cell,
+                *(milliseconds(row.busy_ns * _NS) for row in (scores, scaling, softmax, output)),
+                digits(softmax.busy_ns * 1e-3 / cell.run.textbook.model.layers) if cell.run.textbook else None,
+                digits(products / 1e9) if products else None,
+                digits(softmax.flops / 1e9) if softmax.flops else None,
+                *(digits(ratio) for ratio in (time_ratio, flop_ratio, costs.get(i))),
+            )
+        )
+    heads = (
+        "Q K^T ms", "scale, mask ms", "softmax ms", "P V ms", "softmax of a layer µs", "products GFLOP",
+        "softmax GFLOP", "time ratio", "FLOP ratio", "ratio of ratios",
+    )  # fmt: skip
+    title = f"({letter}) Softmax beside the two products of attention, in forward: both products over softmax"
+    table = known_columns(title, ("cell", *heads), rows)
+    if not costs:
+        return _Part(table=table)
+    least, most = min(costs.values()), max(costs.values())
+    said = (
+        "Time ratio and FLOP ratio: both products over softmax. A FLOP of softmax costs "
+        f"{least:.0f} to {most:.0f} times as much as one of a product."
+    )
+    costs_of = {id(cells[i]): cost for i, cost in costs.items()}
+    panels = _over_lengths(
+        "cost of a FLOP of softmax, in FLOPs of a product", cells, lambda cell: digits(costs_of.get(id(cell)))
+    )
+    finding = note("softmax-costs", said, {"least": least, "most": most})
+    return _Part(table=table, findings=(finding,), panels=panels)
+
+
+def _softmax_kernels(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    for cell in cells:
+        rows += [(cell.cell, *_kernel(row)) for row in cell.tables.softmax_kernels]
+    columns = ("cell", "kernel", "calls a step", "ms a step", "share of softmax %")
+    title = f"({letter}) The kernels that softmax is made of, in forward"
+    return _Part(table=Table(title=title, columns=columns, rows=tuple(rows)))
+
+
+def _families(letter: str, cells: list[CapturedCell]) -> _Part:
+    busiest = busiest_families(cells)
+    rows: list[tuple[Cell, ...]] = []
+    ratios = []
+    for cell in cells:
+        forward, backward = cell.tables.phase(FORWARD), cell.tables.phase(BACKWARD)
+        ratio = backward.busy_ns / forward.busy_ns if forward and backward and forward.busy_ns else None
+        if ratio:
+            ratios.append((ratio, cell.cell))
+        shown = [cell.family_ns(family) for family in busiest]
+        rest = (cell.kernel_ns(STEP) or 0.0) - sum(shown)
+        rows.append(
+            (
+                cell.cell,
+                digits(ratio),
+                *(milliseconds(ns * _NS) if ns else None for ns in shown),
+                milliseconds(max(rest, 0.0) * _NS),
+            )
+        )
+    table = Table(
+        title=f"({letter}) Backward against forward, and where the device's time goes",
+        columns=("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms"), rows=tuple(rows),
+    )  # fmt: skip
+    base = f"forward{', for twice the matrix products' if _twice_the_products(cells) else ''}"
+    return _with_range(table, ratios, "backward-forward", "In kernel time backward takes", base)
+
+
+def _twice_the_products(cells: list[CapturedCell]) -> bool:
+    """Whether each backward ran twice the products of its forward."""
+    counts = [
+        (forward.product_kernels, backward.product_kernels)
+        for cell in cells
+        if (forward := cell.tables.phase(FORWARD)) and (backward := cell.tables.phase(BACKWARD))
+    ]
+    return all(forward is not None and backward == 2 * forward for forward, backward in counts)
+
+
+def _roofs(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    verdicts: dict[str, dict[str, int]] = {}
+    busiest = busiest_families(cells)
+    for cell in cells:
+        roofs = {roof.family: roof for roof in cell.tables.roofs if roof.over_bound is not None}
+        if not any(family in roofs for family in busiest):
+            continue
+        rows.append((cell.cell, *(_over_bound(roofs.get(family)) for family in busiest)))
+        for family in (family for family in busiest if family in roofs):
+            verdict = roofs[family].verdict or "mixed"
+            counts = verdicts.setdefault(family, {})
+            counts[verdict] = counts.get(verdict, 0) + 1
+    findings = [
+        note(
+            "family-bound",
+            f"{family[0].upper()}{family[1:]} is "
+            + ", ".join(f"{verdict} in {count}" for verdict, count in sorted(counts.items(), key=lambda item: -item[1]))
+            + f" of {sum(counts.values())} cells.",
+            {**counts},
+        )
+        for family, counts in verdicts.items()
+    ]
+    title = f"({letter}) Kernel families against the device's peaks: time over the bound, and what bounds it"
+    return _Part(table=known_columns(title, ("cell, times the bound", *busiest), rows), findings=tuple(findings))
+
+
+def _over_bound(roof: RoofRow | None) -> str | None:
+    return f"{roof.over_bound:.2f} {(roof.verdict or 'mixed').removesuffix('-bound')}" if roof else None
+
+
+def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
+    rows: list[tuple[Cell, ...]] = []
+    times, points = [], []
+    for cell in cells:
+        for phase in cell.tables.phases if cell.other else ():
+            twin = cell.other.phase(phase.phase) if cell.other else None
+            if twin is None or not phase.busy_ns:
+                continue
+            times.append(twin.busy_ns / phase.busy_ns - 1)
+            points.append((twin.gemm_fraction - phase.gemm_fraction) * 100)
+            both = (milliseconds(each.busy_ns * _NS) for each in (phase, twin))
+            shares = (percent(each.gemm_fraction) for each in (phase, twin))
+            counts = (count(each.kernels) for each in (phase, twin))
+            ends = (round(times[-1] * 100, 2), *shares, round(points[-1], 2))
+            rows.append((cell.cell, phase.phase, *counts, *both, *ends))
+    first = cells[0].tables.profiler if cells else ""
+    heads = (
+        "kernels", "other kernels", "ms", "other ms", "differ %", "matrix share %", "other matrix share %", "points",
+    )  # fmt: skip
+    table = Table(
+        title=f"({letter}) The same cell by the other profiler", columns=("cell", "phase", *heads), rows=tuple(rows)
+    )
+    if not times:
+        return _Part(table=table)
+    apart, share = max(map(abs, times)) * 100, max(map(abs, points))
+    said = (
+        f"{first} and the other profiler saw different steps of different processes. Kernel time by phase differs "
+        f"by at most {apart:.2f} %, the share of matrix multiplication by {share:.2f} points."
+    )
+    return _Part(table=table, findings=(note("profilers-agree", said, {"time %": apart, "points": share}),))
+
+
+def _doubts(cells: list[CapturedCell]) -> list[Finding]:
+    """What the captures' own findings say to take care with, each with its cell."""
+    return [
+        Finding(
+            kind=finding.kind, severity=finding.severity, evidence=finding.evidence, remedy=finding.remedy,
+            sentence=f"{cell.cell}: {finding.severity} {finding.kind}: {finding.sentence}"
+            + (f" Remedy: {finding.remedy}." if finding.remedy else ""),
+        )
+        for cell in cells
+        for finding in cell.tables.findings
+        if finding.severity != "note"
+    ]  # fmt: skip
+
+
+QUESTIONS: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
+    "a": _times,
+    "b": _longest,
+    "c": _without_products,
+    "d": _fractions,
+    "e": _softmax,
+    "i": _softmax_kernels,
+    "f": _families,
+    "h": _roofs,
+    "g": _tools,
+}
+"""How each question is answered, by its letter."""

@@ -1,1 +1,0 @@
-"""The kernels of many cells side by side."""

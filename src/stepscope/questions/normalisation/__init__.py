@@ -1,5 +1,0 @@
-"""RMSNorm and LayerNorm in few bits."""
-
-from stepscope.core.address_space import require_room_for_torch
-
-require_room_for_torch()

@@ -1,0 +1,520 @@
+"""Strategies that share a step over ranks, against one process and against one another.
+
+Strong scaling: the same batch on more ranks. Weak scaling: the same batch for each rank. Both are the tokens that a
+device trains on in a second (on a CPU a thread), beside those of one process: the efficiency.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table, as_lines, measured_answer, table_of
+from stepscope.core.doubts import doubt_mark, doubts_sentence
+from stepscope.core.errors import InputError, choose
+from stepscope.core.finding import Finding, note
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
+from stepscope.core.run import Run, Settings
+from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named, strategy_word
+from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
+from stepscope.core.workload import Workload
+from stepscope.engine.plan import Cell as SweepCell
+from stepscope.engine.plan import grid, order_cells
+from stepscope.questions.compare.comparison import (
+    ComparedRun,
+    Comparison,
+    Pair,
+    compare_runs,
+    doubtful_runs,
+    missing_cells,
+    nothing_to_compare,
+    replaced_runs,
+    same_but,
+    unlike_environments,
+)
+from stepscope.questions.compared_cells import Sizes
+from stepscope.runs import communication, metrics
+from stepscope.runs.answer import bar
+
+STUDY = "parallel"
+QUESTION = "What do ranks gain that share a step, by which strategy, and what do they pay for it?"
+STRONG, WEAK, PHASES, COMMUNICATION, MEMORY, MISSING = (
+    "Strong scaling: the same batch",
+    "Weak scaling: the same batch for each rank",
+    "The step by its phases, the same batch",
+    "Communication of a step, the same batch",
+    "Memory of a rank",
+    "Not measured",
+)
+_ORDER = {name: place for place, name in enumerate((NOT_PARALLEL, *STRATEGIES))}
+_AS_BY_FORMULA = 0.001
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedCell(ComparedRun):
+    """A step of one process, or one that ranks share, beside those of the same batch."""
+
+    FIELD = "parallel"
+    BASELINE = NOT_PARALLEL
+    WITH_BACKWARD = True
+
+    @property
+    def asked(self) -> bool:
+        return isinstance(self.run.workload, Workload) and super().asked
+
+    @property
+    def ranks(self) -> int:
+        return self.run.workload.ranks
+
+    @property
+    def strategy(self) -> str:
+        return self.run.workload.parallel
+
+    @property
+    def value(self) -> str:
+        return f"{self.strategy} x {self.ranks}" if self.ranks > 1 else self.strategy
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        return same_but(self.run, parallel=NOT_PARALLEL, ranks=1)
+
+    @property
+    def batch(self) -> int:
+        assert isinstance(self.run.workload, Workload)
+        return self.run.workload.batch_size
+
+    @property
+    def computing(self) -> int:
+        """How many devices compute; on a CPU, how many threads: there ranks share the cores."""
+        shared, where = self.run.shared, self.run.environment
+        if self.on_gpu or where is None:
+            return self.ranks
+        return self.ranks * shared.threads if shared is not None and shared.threads else where.threads or 1
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The place of the cell among others: by model, sizes, ranks and strategy."""
+        workload = self.run.workload
+        return (
+            self.parameters,
+            workload.seq_len or 0,
+            self.batch,
+            self.ranks,
+            _ORDER.get(strategy_word(self.strategy), 0),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeakCell(SharedCell):
+    """The same, beside those whose ranks have a batch as large each."""
+
+    @property
+    def asked(self) -> bool:
+        workload = self.run.workload
+        divided = isinstance(workload, Workload) and self.batch % (self.ranks * workload.accumulation) == 0
+        return divided and super().asked
+
+    @property
+    def group(self) -> tuple[object, ...]:
+        return same_but(self.run, parallel=NOT_PARALLEL, ranks=1, batch_size=self.batch // self.ranks)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SharedPair(Pair[SharedCell]):
+    """A step that ranks share, and that of one process."""
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens a second and device, beside those of one process."""
+        alone, together = (cell.batch / cell.time_s / cell.computing for cell in (self.base, self.other))
+        return together / alone
+
+
+Scaling = Comparison[Any, SharedPair]
+
+
+def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Sequence[tuple[str, str]] = ()) -> Answer:
+    """The whole answer. Phases, communication and memory are of the same batch; where none are known of that, of the
+    same batch for each rank. refused: combinations that cannot be, each with why. Raises InputError where nothing
+    pairs."""
+    del unread  # no capture is asked
+    cells = list(found)
+    strong = compare_runs(cells, SharedPair, order=lambda cell: cell.order)
+    weak = compare_runs([_as_weak(cell) for cell in cells], SharedPair, order=lambda cell: cell.order)
+    pairs = [pair for pair in (*strong.pairs, *weak.pairs) if pair.other.ranks > 1]
+    if not pairs:
+        raise InputError(
+            nothing_to_compare(
+                strong, verb=STUDY, asked="is a training step that ranks share", sides="by ranks and by one process"
+            )
+        )
+    runs = [pair.other.run for pair in pairs]
+    shown, of_batch = (strong, "") if _shared(strong) else (weak, " for each rank")
+    sent = _communication(strong, COMMUNICATION)  # of replayed steps no collective is known
+    more = [(cell, "", why) for cell, why in refused]
+    return measured_answer(
+        pairs[0].base.run.environment,
+        study=STUDY,
+        question=QUESTION,
+        tables=(
+            _scaling(STRONG, strong), _scaling(WEAK, weak), _phases(shown, f"{PHASES}{of_batch}"),
+            sent if sent.rows else _communication(weak, f"{COMMUNICATION} for each rank"), _memory(shown),
+            missing_cells(MISSING, SharedCell.FIELD, strong.unmeasured, more),
+        ),
+        panels=_panels(strong, weak),
+        date=max(run.day for run in runs),
+        intervals=strong.intervals,
+        settings=_settings(runs),
+        findings=tuple(_findings(strong, weak, shown)),
+    )  # fmt: skip
+
+
+def _as_weak(cell: SharedCell) -> WeakCell:
+    return WeakCell(run=cell.run, digest=cell.digest)
+
+
+def _settings(runs: Sequence[Run]) -> dict[str, Cell]:
+    shared = [run.shared for run in runs if run.shared is not None]
+    return {"backend": ", ".join(dict.fromkeys(one.backend for one in shared))} if shared else {}
+
+
+def _named(cell: SharedCell) -> tuple[Cell, ...]:
+    return cell.name, cell.strategy, cell.ranks
+
+
+_HEAD = ("cell", "strategy", "ranks")
+
+
+def _scaling(title: str, scaling: Scaling) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for pair in _shared(scaling):
+        ratio, cell = pair.speed_up, pair.other
+        low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
+        rows.append((*_named(cell), pair.base.time_s, cell.time_s, ratio.value, low, high,
+                     metrics.tokens_per_s(cell.run), pair.efficiency))  # fmt: skip
+    return table_of(
+        *_HEAD, ("one process", "s"), ("step", "s"), ("times as fast", ".2f"), ("from", ".2f"), ("to", ".2f"),
+        ("tokens/s", ",.0f"), ("efficiency", "%"),
+        title=title, rows=rows,
+        notes=as_lines(
+            f"Efficiency: tokens a second and {_unit(scaling)}, beside one process.",
+            *_doubted(scaling),
+        ),
+    )  # fmt: skip
+
+
+def _unit(scaling: Scaling) -> str:
+    """What computes, of which there are several."""
+    return "device" if all(cell.on_gpu for cell in scaling.cells) else "thread"
+
+
+def _doubted(scaling: Scaling) -> Iterator[str]:
+    said = doubts_sentence(cell.run for cell in scaling.cells)
+    if said is not None:
+        yield said
+
+
+def _phases(scaling: Scaling, title: str) -> Table:
+    parts = (FORWARD, BACKWARD, GRADIENT_SYNC, OPTIMIZER, STEP)
+    cells = _with_bases(scaling)
+    rows = [(*_named(cell), *(metrics.median_s(cell.run, part) for part in parts)) for cell in cells]
+    return table_of(
+        *_HEAD, *((part, "s") for part in parts), title=title, rows=rows,
+        notes=as_lines(
+            f"The phases are those of rank 0. In {GRADIENT_SYNC} a rank waits for gradients when backward has ended."
+        ),
+    )  # fmt: skip
+
+
+def _with_bases(scaling: Scaling) -> list[SharedCell]:
+    """The cells of all pairs, each once, in their order."""
+    kept = {id(cell): cell for pair in _shared(scaling) for cell in (pair.base, pair.other)}
+    return sorted(kept.values(), key=lambda cell: cell.order)
+
+
+def _communication(scaling: Scaling, title: str) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for pair in _shared(scaling):
+        run = pair.other.run
+        sent, formula = communication.sent_bytes(run), communication.sent_by_formula(run)
+        if sent is None:
+            continue
+        rows.append((
+            *_named(pair.other), communication.communication_s(run), communication.exposed_s(run),
+            communication.overlap_share(run), sent, formula, sent / formula - 1 if formula else None,
+            _calls(pair.other),
+        ))  # fmt: skip
+    return table_of(
+        *_HEAD, ("communication", "s"), ("exposed", "s"), ("hidden", "%"), ("sent by a rank", "B"),
+        ("by formula", "B"), ("sent more", "+%"), "collectives",
+        title=title, rows=rows,
+        notes=as_lines(
+            "Means of the ranks; times are of one step under the profiler. Exposed is what passes while a rank "
+            "computes nothing, its waiting for the others with it."
+        ),
+    )  # fmt: skip
+
+
+def _calls(cell: SharedCell) -> int | None:
+    """How many collectives rank 0 calls in a step."""
+    shared = cell.run.shared
+    told = shared.ranks[0].communication if shared is not None else None
+    return sum(call.calls for call in told.calls) if told is not None and told.calls is not None else None
+
+
+def _memory(scaling: Scaling) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for cell in _with_bases(scaling):
+        shared = cell.run.shared
+        if shared is None:
+            continue
+        kept = [(figures.parameter_bytes, figures.optimizer_bytes or 0) for figures in shared.ranks]
+        peaks = [
+            figures.memory.allocated_peak for figures in shared.ranks
+            if figures.memory is not None and figures.memory.allocated_peak is not None
+        ]  # fmt: skip
+        parameters, state = max(kept, key=sum)
+        rows.append((*_named(cell), parameters, state, parameters + state, communication.kept_by_formula(cell.run),
+                     max(peaks, default=None)))  # fmt: skip
+    has_peaks = any(row[-1] is not None for row in rows)
+    return table_of(
+        *_HEAD, ("parameters", "B"), ("optimizer state", "B"), ("together", "B"), ("by formula", "B"),
+        *((("peak", "B"),) if has_peaks else ()),
+        title=MEMORY, rows=rows if has_peaks else [row[:-1] for row in rows],
+        notes=as_lines("Of the rank that keeps most between steps. By formula: even parts of what a strategy shards."),
+    )  # fmt: skip
+
+
+def _panels(strong: Scaling, weak: Scaling) -> tuple[Panel, ...]:
+    """The step of each strategy beside that of one process, for one batch and for a batch for each rank. Where there
+    are several, a bar has the name of its one process's cell: with a batch for each rank the cells of more ranks have
+    others."""
+    points: list[Point] = []
+    beside = {
+        id(cell): pair.base
+        for scaling in (strong, weak)
+        for pair in _shared(scaling)
+        for cell in (pair.base, pair.other)
+    }
+    several = len({base.name for base in beside.values()}) > 1
+    for words, scaling in (("the same batch", strong), ("the same batch for each rank", weak)):
+        for cell in _with_bases(scaling):
+            name = f"{beside[id(cell)].name} {cell.value}" if several else cell.value
+            points.append(bar(words, name, cell.samples(STEP), doubted=bool(doubt_mark(cell.run))))
+    return (Panel(x_title="", y_title="step, ms", points=tuple(points), kind="bars"),) if points else ()
+
+
+def _shared(scaling: Scaling) -> list[SharedPair]:
+    return [pair for pair in scaling.pairs if pair.other.ranks > 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """From one strategy to the next: what changes, and by which kind of finding it is said."""
+
+    kind: str
+    before: str
+    after: str
+    words: str
+
+
+_STEPS = (
+    _Step(kind="one-message", before="ddp-naive", after="ddp-flat", words="one message in place of many"),
+    _Step(kind="overlap", before="ddp-flat", after="ddp-overlap", words="each gradient sent while backward goes on"),
+    _Step(kind="buckets", before="ddp-overlap", after="ddp-bucketed", words="gradients sent in buckets"),
+    _Step(kind="own-ddp", before="ddp-bucketed", after="ddp", words="PyTorch's own in place of the lesson"),
+    _Step(kind="sharded-optimizer", before="ddp-bucketed", after="zero1", words="the optimizer's state sharded"),
+    _Step(kind="fully-sharded", before="ddp-bucketed", after="fsdp-textbook", words="everything sharded"),
+    _Step(kind="own-fsdp", before="fsdp-textbook", after="fsdp2", words="PyTorch's own in place of the lesson"),
+    _Step(kind="sequence", before="tensor", after="tensor-sequence", words="what lies between the products split too"),
+)
+"""What the lessons ask, in their order."""
+
+DATA_PARALLEL = ("gradient-sync", "one-message", "overlap", "buckets", "own-ddp", "fastest")
+SHARDED = ("sharded-optimizer", "fully-sharded", "own-fsdp")
+"""Kinds of findings that answer questions on data parallel, and on sharding."""
+
+
+def _findings(strong: Scaling, weak: Scaling, shown: Scaling) -> Iterator[Finding]:
+    pairs = _shared(shown)
+    for pair in pairs:
+        yield from _gradient_sync(pair.other)
+    for asked in _STEPS:
+        yield from _from_to(asked, pairs)
+    yield from _fastest(_shared(strong))
+    yield from _best_weak(weak)
+    yield from _by_formula(pairs)
+    yield from doubtful_runs(shown)
+    # One process has all threads of a CPU, and each rank its share: it is no other environment.
+    yield from unlike_environments([SharedPair(base=pairs[0].other, other=pair.other) for pair in pairs[1:]])
+    yield from replaced_runs(shown)
+
+
+def _gradient_sync(cell: SharedCell) -> Iterator[Finding]:
+    """How long the lessons of data parallel wait for gradients after backward, in the timed steps."""
+    sync_s = metrics.median_s(cell.run, GRADIENT_SYNC)
+    if not sync_s or not cell.strategy.startswith("ddp-"):
+        return
+    yield note(
+        "gradient-sync",
+        f"{cell.label}: after backward, ranks wait {format_milliseconds(sync_s)} ms for gradients, "
+        f"{format_share(sync_s / cell.time_s)} of the step.",
+        {"seconds": sync_s, "share": sync_s / cell.time_s},
+    )
+
+
+def _from_to(asked: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
+    """What changes from one strategy to the next, where both were measured with the same ranks and batch."""
+    by_place = {(pair.other.group, pair.other.ranks, pair.other.strategy): pair.other for pair in pairs}
+    for (group, ranks, strategy), cell in by_place.items():
+        before = by_place.get((group, ranks, asked.before))
+        if strategy != asked.after or before is None:
+            continue
+        pair = SharedPair(base=before, other=cell)
+        times = f"{format_milliseconds(before.time_s)} to {format_milliseconds(cell.time_s)} ms"
+        ratio = pair.speed_up
+        if ratio.undecided:
+            step = f"the steps cannot be told apart, {times}"
+        else:
+            bounds = f" ({ratio.interval.low:.3g} to {ratio.interval.high:.3g})" if ratio.interval else ""
+            step = f"the step is {ratio.value:.3g}{bounds} times as fast, {times}"
+        yield note(
+            asked.kind,
+            f"{cell.name}, {counted(ranks, 'rank')}, from {asked.before} to {asked.after} ({asked.words}): "
+            f"{'; '.join([step, *_moves(before, cell)])}.",
+            {"speed-up": ratio.value, "step_s": cell.time_s, "before_s": before.time_s},
+        )
+
+
+def _moves(before: SharedCell, after: SharedCell) -> Iterator[str]:
+    """What else moved between two cells: exposed communication, bytes sent, what a rank keeps."""
+    was, now = communication.exposed_s(before.run), communication.exposed_s(after.run)
+    if was is not None and now is not None:
+        yield f"exposed communication {format_milliseconds(was)} to {format_milliseconds(now)} ms"
+    for words, read in (("sent by a rank", communication.sent_bytes), ("kept by a rank", communication.kept_bytes)):
+        was, now = read(before.run), read(after.run)
+        if was and now is not None and abs(now / was - 1) > _AS_BY_FORMULA:
+            yield f"{words} {format_bytes(was)} to {format_bytes(now)} ({now / was - 1:+.0%})"
+
+
+def _fastest(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
+    """The fastest strategy of each batch and number of ranks."""
+    groups: dict[tuple[object, ...], list[SharedPair]] = {}
+    for pair in pairs:
+        groups.setdefault((pair.other.group, pair.other.ranks), []).append(pair)
+    for together in (found for found in groups.values() if len(found) > 1):
+        best = max(together, key=lambda pair: pair.speed_up.value)
+        alike = [
+            pair.other.strategy for pair in together
+            if pair is not best and SharedPair(base=pair.other, other=best.other).speed_up.undecided
+        ]  # fmt: skip
+        rest = f", not distinguishable from {', '.join(alike)}" if alike else ""
+        yield note(
+            "fastest",
+            f"{best.other.name}, {counted(best.other.ranks, 'rank')}: {best.other.strategy} is the fastest of "
+            f"{len(together)} strategies, {best.speed_up.value:.3g} times as fast as one process{rest}.",
+            {"speed-up": best.speed_up.value, "efficiency": best.efficiency},
+        )
+
+
+def _best_weak(weak: Scaling) -> Iterator[Finding]:
+    if pairs := _shared(weak):
+        best = max(pairs, key=lambda pair: pair.efficiency)
+        yield note(
+            "weak-scaling",
+            f"{best.other.label} scales best where each rank has a batch of its own: {format_share(best.efficiency)} "
+            f"of the tokens a second and {_unit(weak)} of one process.",
+            {"efficiency": best.efficiency},
+        )
+
+
+def _by_formula(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
+    """Whose bytes are those of the formula, and whose are not."""
+    known = [
+        (pair.other, sent / formula - 1) for pair in pairs
+        if (sent := communication.sent_bytes(pair.other.run)) is not None
+        and (formula := communication.sent_by_formula(pair.other.run))
+    ]  # fmt: skip
+    off = [(cell, share) for cell, share in known if abs(share) >= _AS_BY_FORMULA]
+    if known:
+        others = ", ".join(f"{cell.value} {share:+.1%}" for cell, share in off)
+        yield note(
+            "by-formula",
+            f"Ranks send what the formula says in {len(known) - len(off)} of {counted(len(known), 'cell')}"
+            f"{f'; not: {others}' if others else ''}.",
+            {"cells": len(known), "off": len(off)},
+        )
+
+
+def part_of(answer: Answer, kinds: Sequence[str], tables: Sequence[str]) -> Answer:
+    """The findings of these kinds and the tables of these titles, with what was not measured."""
+    return msgspec.structs.replace(
+        answer,
+        tables=tuple(table for table in answer.tables if table.title in (*tables, MISSING)),
+        findings=tuple(finding for finding in answer.findings if finding.kind in kinds or finding.severity != "note"),
+    )
+
+
+# What do ranks gain that share a step? Cells of each strategy and number of ranks, for strong and for weak scaling.
+
+
+ON_GPU = Sizes(models=("large",), dtypes=("bf16",), seq_len=512, batch_size=8)
+ON_CPU = Sizes(models=("tiny",), dtypes=("fp32",), seq_len=64, batch_size=4)
+USUAL = (
+    "ddp-naive", "ddp-flat", "ddp-overlap", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2",
+)  # fmt: skip
+
+
+def usual_ranks(device_type: str) -> tuple[int, ...]:
+    """Every GPU, or two ranks on a CPU."""
+    if device_type == "cpu":
+        return (2,)
+    import torch  # noqa: PLC0415  (for GPUs alone)
+
+    return (max(2, torch.cuda.device_count()),)
+
+
+def parallel_cells(
+    *, strategies: Sequence[str], ranks: Sequence[int], models: Sequence[ModelConfig], seq_lens: Sequence[int],
+    batch_size: int, dtypes: Sequence[str], settings: Settings, scaling: str = "both", **choices: Any,
+) -> tuple[tuple[SweepCell, ...], list[tuple[str, str]]]:  # fmt: skip
+    """The step of one process, and that of each strategy and number of ranks with this batch and with one as large for
+    each rank; and the combinations that cannot be, with why. One rank is one process.
+
+    scaling: one of SCALINGS. choices: of other fields of each workload.
+    """
+    choose(scaling, SCALINGS, "scaling")
+    for name in strategies:
+        strategy_named(name)
+    if any(number < 1 for number in ranks) or max(ranks, default=0) < 2:
+        raise InputError(f"--ranks {','.join(map(str, ranks))} compares nothing with one process: name 2, or more")
+    refused: list[tuple[str, str]] = []
+    sizes = {"seq_len": list(seq_lens), "dtype": list(dtypes), **choices}
+    alone = grid(model=models, **sizes, batch_size=batch_size)
+    workloads: list[Workload] = []
+    for number, name in itertools.product((number for number in ranks if number > 1), strategies):
+        for batch in batches_of(scaling, batch_size, number):
+            try:
+                workloads += grid(model=models, **sizes, batch_size=batch, parallel=name, ranks=number)
+            except InputError as error:
+                refused.append((f"{name} x {number}, batch {batch}", str(error)))
+    if not workloads:
+        raise InputError(f"nothing to measure beside one process: {refused[0][1] if refused else 'name a strategy'}")
+    return order_cells([SweepCell(workload=workload, settings=settings) for workload in [*alone, *workloads]]), refused
+
+
+def batches_of(scaling: str, batch_size: int, ranks: int) -> tuple[int, ...]:
+    """The batches of so many ranks beside one process with `batch_size` sequences.
+
+    >>> batches_of("both", 4, 2), batches_of("strong", 4, 2), batches_of("weak", 4, 2)
+    ((4, 8), (4,), (8,))
+    """
+    return {"strong": (batch_size,), "weak": (ranks * batch_size,)}.get(scaling, (batch_size, ranks * batch_size))
+
+
+def without_none(strategies: Sequence[str]) -> tuple[str, ...]:
+    """The strategies without `none`, which is measured in any case."""
+    return tuple(name for name in strategies if name != NOT_PARALLEL)

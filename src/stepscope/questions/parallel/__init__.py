@@ -1,1 +1,0 @@
-"""What ranks gain that share a step."""

@@ -1,0 +1,266 @@
+"""What one run of a step gives, its loss and its gradients, and how far two runs are apart."""
+
+import dataclasses
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.precisions import Dtype
+from stepscope.core.range_names import FORWARD
+from stepscope.core.workload import Workload
+from stepscope.questions.answers import check_room
+from stepscope.recording.step import Recorder, drive
+from stepscope.training.own.loading import Loaded, copy_of, load_module
+from stepscope.training.own.own_step import OwnModule, OwnStep
+from stepscope.training.training_step import TrainingStep
+
+PATIENCE_S = 2.0
+"""Seconds of work that need no word about how far it is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """The loss and the gradients of one step."""
+
+    losses: tuple[float, ...]
+    """The loss of each micro-batch."""
+    loss: float
+    loss_rounding: float
+    """The distance from 1 to the next number of the loss's dtype."""
+    gradients: Mapping[str, Tensor]
+    """By the parameter's name. A parameter that got none is not there."""
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the loss and every gradient are finite."""
+        return self.not_finite is None
+
+    @property
+    def not_finite(self) -> str | None:
+        """What is not finite, in words: the loss, or else the first such gradient; None where all is finite."""
+        if not math.isfinite(self.loss):
+            return "the loss"
+        broken = (name for name, each in self.gradients.items() if not bool(each.isfinite().all()))
+        return next((f"the gradient of {name}" for name in broken), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distance:
+    """How far one step's result is from another's."""
+
+    loss: float
+    """Relative to the other's loss."""
+    gradients: float
+    """The norm of the difference over all parameters, relative to the norm of the other's gradients."""
+    parameters: Mapping[str, float]
+    """The norm of the difference by parameter, relative to the norm of all the other's gradients."""
+
+    @property
+    def worst(self) -> str:
+        """The parameter with the largest difference; empty where there is none."""
+        return max(self.parameters, key=self.parameters.__getitem__, default="")
+
+
+def run_step(step: OwnStep, seed: int, *recorders: Recorder, weights: Sequence[float] = ()) -> StepResult:
+    """What the step gives from this random state. weights: what each micro-batch's loss is multiplied by; all alike,
+    which makes the mean of them, where there are none."""
+    step.prepare()
+    losses = _Losses(step, weights)
+    _set_random_state(seed)
+    drive(step, losses, *recorders)
+    scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
+    gradients = {
+        name: parameter.grad.detach() / scale if scale != 1.0 else parameter.grad.detach().clone()
+        for name, parameter in step.model.named_parameters()
+        if parameter.grad is not None
+    }
+    found = losses.found
+    factors = weights or [1 / len(found)] * len(found)
+    loss = sum(factor * each for factor, each in zip(factors, found, strict=True))
+    rounding = torch.finfo(step.loss.dtype if step.loss is not None else torch.float32).eps
+    return StepResult(losses=tuple(found), loss=loss, loss_rounding=rounding, gradients=gradients)
+
+
+def distance(found: StepResult, reference: StepResult) -> Distance:
+    """How far `found` is from `reference`: a missing gradient counts as zero, one that is not finite as infinitely
+    far."""
+    off, size = {}, []
+    for name in dict.fromkeys((*reference.gradients, *found.gradients)):
+        one, other = found.gradients.get(name), reference.gradients.get(name)
+        size.append(_norm(other) if other is not None else 0.0)
+        if one is None or other is None:
+            rest = one if one is not None else other
+            off[name] = _norm(rest) if rest is not None else 0.0
+        else:
+            off[name] = _norm(one.double() - other.double())
+    whole = math.hypot(*size)
+    return Distance(
+        loss=_relative(abs(found.loss - reference.loss), abs(reference.loss)),
+        gradients=_relative(math.hypot(*off.values()), whole),
+        parameters={name: _relative(each, whole) for name, each in off.items()},
+    )
+
+
+def patient(tell: Callable[[str, float], None] | None) -> Callable[[str, float], None]:
+    """A function that passes on what it is told, a name and a share that is done, once the work has taken a while."""
+    begun = time.monotonic()
+
+    def told(name: str, share: float) -> None:
+        if tell is not None and time.monotonic() - begun > PATIENCE_S:
+            tell(name, share)
+
+    return told
+
+
+class _Losses(Recorder):
+    """Keeps the loss of each micro-batch, and weighs it before backward."""
+
+    def __init__(self, step: OwnStep, weights: Sequence[float]) -> None:
+        self._step, self._weights = step, weights
+        self.found: list[float] = []
+
+    def phase_ends(self, name: str) -> None:
+        loss = self._step.loss
+        if name == FORWARD and loss is not None:
+            if self._weights:
+                # The step divides by the number of micro-batches.
+                self._step.loss = loss * (self._weights[len(self.found)] * len(self._weights))
+            self.found.append(loss.item())
+
+
+def _set_random_state(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _norm(tensor: Tensor) -> float:
+    norm = float(torch.linalg.vector_norm(tensor.double()))
+    return norm if math.isfinite(norm) else math.inf
+
+
+def _relative(off: float, size: float) -> float:
+    if math.isnan(off):
+        return math.inf
+    return 0.0 if off == 0 else off / size if size else math.inf
+
+
+# The model that a study runs again and again: its step is made anew each time, from one state.
+
+
+_STEP_BYTES = 4 * 4 + 2 * 8
+"""Bytes per parameter: the parameter, its gradient, a gradient that is kept, a copy; and both in double precision."""
+
+
+class Subject:
+    """The textbook's model or one of the user's own, with the first of its batches and its loss."""
+
+    def __init__(self, workload: DrivenWorkload, device: torch.device) -> None:
+        """workload: the model, its batch and the seed; what else it asks for is not looked at."""
+        self.device, self.seed = device, workload.seed
+        self._loaded: Loaded | None = None
+        self._workload: Workload | None = None
+        if isinstance(workload, OwnWorkload):
+            made = load_module(workload.factory, workload.arguments, seed=workload.seed)
+            made = dataclasses.replace(made, batches=made.batches[:1], optimizer=None)
+            self._loaded = Loaded(name=made.name, made=made)
+            self.name = workload.factory
+        else:
+            check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
+            self._workload = msgspec.structs.replace(workload, phase="forward-backward", dtype="fp32")
+            self.name = workload.model.name
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model is the user's."""
+        return self._loaded is not None
+
+    def step(
+        self, *, dtype: Dtype = "fp32", accumulation: int = 1, compile: str = "eager", checkpointing: str = "none",
+        attention: str | None = None, double: bool = False, adapt: Callable[[OwnModule], OwnModule] | None = None,
+    ) -> OwnStep:  # fmt: skip
+        """A step of forward and backward, with weights of its own that are always the same.
+
+        attention: of the textbook's model, and None for the workload's. double: parameters, buffers and the batch are
+        in float64, and no autocast is on. adapt: changes the module, or its loss, before the step is made of it.
+        """
+        ours = self._workload is not None
+        own = self._textbook(attention, checkpointing) if ours else self._copy()
+        own = adapt(own) if adapt is not None else own
+        choices = OwnWorkload(
+            factory=self.name, model=OwnModel(name=""), phase="forward-backward", seed=self.seed,
+            dtype="fp32" if double else dtype, accumulation=accumulation, compile=compile,  # type: ignore[arg-type]
+            checkpointing="none" if ours else checkpointing,
+        )  # fmt: skip
+        return OwnStep(own.on(self.device, torch.float64) if double else own, choices, self.device)
+
+    def _copy(self) -> OwnModule:
+        assert self._loaded is not None
+        made = copy_of(self._loaded).made
+        assert made is not None
+        return made
+
+    def _textbook(self, attention: str | None, checkpointing: str) -> OwnModule:
+        assert self._workload is not None
+        changes = {"checkpointing": checkpointing, **({"attention": attention} if attention else {})}
+        step = TrainingStep(msgspec.structs.replace(self._workload, **changes), self.device)
+        return OwnModule(name=self.name, module=step.model, batches=[tuple(step.batch)], loss=cross_entropy)
+
+
+def drawing_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules in training mode that have a share to drop out, by path."""
+    return {path: part for path, part in model.named_modules() if part.training and _dropouts(part)}
+
+
+def without_dropout(model: nn.Module) -> None:
+    """Set every share that a module drops out to zero."""
+    for part in drawing_modules(model).values():
+        for name in _dropouts(part):
+            setattr(part, name, 0.0)
+
+
+def _dropouts(part: nn.Module) -> list[str]:
+    """The attributes that hold such a share: `p` of PyTorch's modules, and numbers that others name after dropout."""
+    is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
+    return [
+        name for name, value in vars(part).items()
+        if isinstance(value, float) and 0 < value <= 1 and ((is_dropout and name == "p") or "drop" in name)
+    ]  # fmt: skip
+
+
+def cross_entropy(logits_BSV: Tensor, targets: Tensor) -> Tensor:
+    # At least in fp32, as the training step has it; in float64 it stays there.
+    wide = torch.promote_types(logits_BSV.dtype, torch.float32)
+    return F.cross_entropy(logits_BSV.flatten(0, 1).to(wide), targets.flatten())
+
+
+# Shares and lists of names, as sentences have them.
+
+
+MOST_NAMED = 4
+"""Names that a sentence lists; it counts the others."""
+
+
+def share(value: float) -> str:
+    """A relative difference: in percent where it is large, as a power of ten where it is rounding."""
+    if value == 0:
+        return "nothing"
+    return f"{100 * value:.3g} %" if 1e-4 <= value < float("inf") else f"{value:.2g}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as a list in words; of many the first ones, and how many more there are."""
+    if len(names) > MOST_NAMED:
+        return f"{', '.join(names[:MOST_NAMED])} and {len(names) - MOST_NAMED} more"
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

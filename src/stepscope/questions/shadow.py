@@ -1,0 +1,650 @@
+"""Which module's precision the gradients depend on: one step, again from the same weights, batch and random state, with
+each module alone in 16 bits, ranked by how far this moves the gradients, beside how far the step again moves them.
+"""
+
+import contextlib
+import dataclasses
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table
+from stepscope.core.errors import InputError, StepscopeError, choose
+from stepscope.core.figures import digits
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.model_config import ModelConfig
+from stepscope.core.range_names import FORWARD
+from stepscope.questions.against_float64 import DTYPES
+from stepscope.questions.answers import computed_answer
+from stepscope.questions.replays import (
+    Distance,
+    StepResult,
+    Subject,
+    distance,
+    drawing_modules,
+    listed,
+    patient,
+    run_step,
+    share,
+    without_dropout,
+)
+from stepscope.questions.steps import folded, one_step_of, settings_of
+from stepscope.recording.device import resolve_device
+from stepscope.recording.step import Recorder
+from stepscope.training.own.own_step import OwnModule, OwnStep
+from stepscope.training.own.user_code import said_of
+
+# The parts of a step whose precision can be changed: modules by what they compute themselves, and the loss.
+#
+# A part is a module's own operators. What another module inside it computes is a part of its own and keeps its
+# precision, so that a block is what stands between its modules: the sums of a residual stream, or an attention written
+# out.
+
+
+LOSS = "the loss"
+"""The name of the part that is no module: what the loss function computes."""
+
+_NO_ARITHMETIC = ("_to_copy", "clone", "copy_", "detach", "alias", "contiguous")
+"""Operators that move numbers and compute none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A module's own operators; of layers that differ in a number alone, those of all of them."""
+
+    name: str
+    """The path, with * for the numbers of layers; LOSS for the loss function."""
+    kind: str
+    """The class, and that it is what stands between modules where it has some."""
+    paths: tuple[str, ...]
+    """The module of each layer. Empty for the loss."""
+    widest: int
+    """The bytes of the widest floating number that its operators take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """What computes in a step, and what does not."""
+
+    computing: tuple[Part, ...]
+    """In the order in which they first compute."""
+    called: frozenset[str]
+    """The paths of all modules that run."""
+    idle: tuple[str, ...]
+    """Modules that run and compute nothing, such as a dropout that is off."""
+
+
+def find_parts(step: OwnStep, seed: int) -> Parts:
+    """Run a step once, and see which modules compute."""
+    seeing = _Seeing(step.model)
+    with seeing.running():
+        run_step(step, seed, seeing)
+    # Modules of a Sequential differ in a number alone, too: only those of one class are layers.
+    grouped: dict[tuple[str, str], list[str]] = {}
+    for path in seeing.widest:
+        kind = step.own.loss_name if path is None else _kind(step, path, frozenset(seeing.called))
+        grouped.setdefault((LOSS if path is None else folded(path), kind), []).extend([] if path is None else [path])
+    names = {key: paths[0] if len(paths) == 1 and paths[0] else key[0] for key, paths in grouped.items()}
+    several = Counter(names.values())
+    found = tuple(
+        Part(
+            name=f"{names[key]} ({key[1]})" if several[names[key]] > 1 else names[key], kind=key[1],
+            paths=tuple(paths), widest=max(seeing.widest[path] for path in paths or (None,)),
+        )
+        for key, paths in grouped.items()
+    )  # fmt: skip
+    inside = {path for path in seeing.called if any(_is_inside(other, path) for other in seeing.called)}
+    idle = {folded(path): None for path in seeing.called if path not in seeing.widest and path not in inside}
+    return Parts(computing=found, called=frozenset(seeing.called), idle=tuple(idle))
+
+
+def nearest_inside(path: str, called: frozenset[str]) -> list[str]:
+    """The modules inside of one that run, without those that stand inside of another of them."""
+    inside = [other for other in called if _is_inside(other, path)]
+    return [other for other in inside if not any(_is_inside(other, between) for between in inside)]
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return path != outer and path.startswith(f"{outer}." if outer else "")
+
+
+def _kind(step: OwnStep, path: str, called: frozenset[str]) -> str:
+    name = type(step.model.get_submodule(path)).__name__
+    return f"{name}, between its modules" if nearest_inside(path, called) else name
+
+
+class _Seeing(Recorder):
+    """Hooks that know which module runs, and a mode that sees operators."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._open: list[str] = []
+        self._watching = contextlib.ExitStack()
+        self.called: dict[str, None] = {}
+        self.widest: dict[str | None, int] = {}
+        """The bytes of the widest number that each module's own operators take; under None the loss's."""
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """A context in which the hooks are on."""
+        with contextlib.ExitStack() as stack:
+            for path, module in self._model.named_modules():
+                stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
+            stack.enter_context(self._watching)
+            yield
+
+    def phase_begins(self, name: str) -> None:
+        if name == FORWARD:
+            self._watching.enter_context(_Operators(self._computed))
+
+    def phase_ends(self, name: str) -> None:
+        self._watching.close()
+
+    def _entering(self, path: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            self._open.append(path)
+            self.called[path] = None
+
+        return enter
+
+    def _leave(self, *_: object) -> None:
+        self._open.pop()
+
+    def _computed(self, widest: int) -> None:
+        module = self._open[-1] if self._open else None
+        self.widest[module] = max(self.widest.get(module, 0), widest)
+
+
+class _Operators(TorchDispatchMode):
+    """A mode that tells of each operator that computes floating numbers from others, and how wide those are."""
+
+    def __init__(self, tell: Callable[[int], None]) -> None:
+        super().__init__()
+        self._tell = tell
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        widest = _widest_number((args, kwargs))
+        if not views and name not in _NO_ARITHMETIC and widest and _widest_number(output):
+            self._tell(widest)
+        return output
+
+
+def _widest_number(value: Any) -> int:
+    leaves = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return max((leaf.dtype.itemsize for leaf in leaves), default=0)
+
+
+# Runs some parts of a step in another precision, and all others as they were given.
+
+
+class CastLoss:
+    """A loss function whose output can be computed in another precision."""
+
+    def __init__(self, loss: Callable[..., Any]) -> None:
+        self._loss = loss
+        self.low: torch.dtype | None = None
+        """The dtype in which it computes; None as given."""
+        # A step reads from the signature what the loss takes beside the output.
+        with contextlib.suppress(TypeError, ValueError):
+            self.__signature__ = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
+        self.__name__ = getattr(loss, "__name__", type(loss).__name__)
+
+    def __call__(self, output: Any, *others: Any) -> Any:
+        if self.low is None:
+            return self._loss(output, *others)
+        wide = _widest(output)
+        return _raised(self._loss(_lowered(output, self.low), *_lowered(others, self.low)), self.low, wide)
+
+
+def with_cast_loss(own: OwnModule) -> OwnModule:
+    """The module with a loss that can be cast, where it has one outside of forward."""
+    return own if own.loss is None else dataclasses.replace(own, loss=CastLoss(own.loss))
+
+
+@contextlib.contextmanager
+def computing_in(low: torch.dtype, own: OwnModule, parts: Sequence[Part], found: Parts) -> Iterator[None]:
+    """While open, the own operators of these parts take inputs, parameters and buffers in `low`, and what they give is
+    given on in its own dtype. Modules inside of them that are no such part compute as given."""
+    with contextlib.ExitStack() as stack:
+        guarded: list[tuple[nn.Module, _Cast]] = []
+        for part in parts:
+            if part.name == LOSS and isinstance(own.loss, CastLoss):
+                own.loss.low = low
+                stack.callback(setattr, own.loss, "low", None)
+            for path in part.paths:
+                module, inside = own.module.get_submodule(path), nearest_inside(path, found.called)
+                cast = _Cast(low, _owners(own.module, path, found.called))
+                stack.enter_context(_replaced_forward(module, cast.lowering))
+                guarded += [(own.module.get_submodule(each), cast) for each in inside]
+        # Outside of what lowers a module that is a part itself: it is raised first, which changes no number.
+        for module, cast in guarded:
+            stack.enter_context(_replaced_forward(module, cast.guarding))
+        yield
+
+
+class _Cast:
+    """The cast of one module, while it runs."""
+
+    def __init__(self, low: torch.dtype, owners: Sequence[nn.Module]) -> None:
+        self._low, self._owners = low, owners
+        self._given: list[torch.dtype] = []
+        """The dtype that is given on, of each call that is open."""
+
+    def lowering(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of the module: it computes in the lower dtype."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [tensor for owner in self._owners for tensor in owner.parameters(recurse=False)]
+            wide = _widest((args, kwargs, tensors))
+            self._given.append(wide)
+            try:
+                with self._lowered_state():
+                    output = forward(*_lowered(args, self._low), **_lowered(kwargs, self._low))
+            finally:
+                self._given.pop()
+            return _raised(output, self._low, wide)
+
+        return run
+
+    def guarding(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward of a module inside: called by this one it computes as given."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not self._given:
+                return forward(*args, **kwargs)
+            wide = self._given[-1]
+            output = forward(*_raised(args, self._low, wide), **_raised(kwargs, self._low, wide))
+            return _lowered(output, self._low)
+
+        return run
+
+    @contextlib.contextmanager
+    def _lowered_state(self) -> Iterator[None]:
+        """While open, the module's parameters and buffers are copies, through which gradients come back."""
+        kept: list[tuple[dict[str, Any], str, Any]] = []
+        for owner in self._owners:
+            for held in (owner._parameters, owner._buffers):
+                for name, tensor in held.items():
+                    if tensor is not None and _is_wider(tensor, self._low):
+                        kept.append((held, name, tensor))
+        try:
+            for held, name, tensor in kept:
+                held[name] = tensor.to(self._low)
+            yield
+        finally:
+            for held, name, tensor in kept:
+                held[name] = tensor
+
+
+def _owners(model: nn.Module, path: str, called: frozenset[str]) -> list[nn.Module]:
+    """The module, and those inside of it that never run: it takes their parameters itself."""
+    module = model.get_submodule(path)
+    inside = nearest_inside(path, called)
+    found = [module]
+    for below, other in module.named_modules(prefix=path):
+        if other is not module and not any(below == each or below.startswith(f"{each}.") for each in inside):
+            found.append(other)
+    return found
+
+
+@contextlib.contextmanager
+def _replaced_forward(module: nn.Module, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    own = module.__dict__.get("forward")
+    module.forward = make(module.forward)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own  # type: ignore[method-assign]
+
+
+def _is_wider(tensor: Tensor, low: torch.dtype) -> bool:
+    return tensor.is_floating_point() and tensor.dtype.itemsize > low.itemsize
+
+
+def _widest(value: Any) -> torch.dtype:
+    found = [leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return max(found, key=lambda dtype: dtype.itemsize, default=torch.get_default_dtype())
+
+
+def _lowered(value: Any, low: torch.dtype) -> Any:
+    return tree_map(lambda leaf: leaf.to(low) if isinstance(leaf, Tensor) and _is_wider(leaf, low) else leaf, value)
+
+
+def _raised(value: Any, low: torch.dtype, wide: torch.dtype) -> Any:
+    return tree_map(lambda leaf: leaf.to(wide) if isinstance(leaf, Tensor) and leaf.dtype == low else leaf, value)
+
+
+# How far each part of a step, alone in 16 bits, moves the gradients.
+
+
+NOISE_FACTOR = 2.0
+"""How many times as far as the step again a change may be and still be noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranked:
+    """A part, and how far the step is moved where it alone is in 16 bits."""
+
+    part: Part
+    off: Distance | None = None
+    """None where it does not run."""
+    finite: bool = True
+    worst: str = ""
+    """The parameter whose gradient is farthest, for its own size."""
+    worst_off: float = 0.0
+    """How far that is, relative to its own norm."""
+    refused: str = ""
+
+    @property
+    def error(self) -> float:
+        """How far the gradients are off; infinite where they are not finite, and negative where it does not run."""
+        if self.off is None:
+            return -1.0
+        return self.off.gradients if self.finite else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranking:
+    """All parts, the one that moves the gradients farthest first."""
+
+    to: str
+    parts: Sequence[Ranked]
+    at_once: Ranked | None
+    """All parts together; None where that does not run."""
+    layers: Sequence[Ranked]
+    """The layers of the first part, one at a time."""
+    noise: float
+    """How far the step again is, relative."""
+    idle: Sequence[str]
+    """Modules that compute nothing."""
+    quiet: Sequence[str]
+    """Modules whose dropout is off."""
+    draws: bool
+    """Whether forward draws random numbers all the same."""
+
+    def is_noise(self, ranked: Ranked) -> bool:
+        """Whether a part moves the gradients no farther than the step again does."""
+        return ranked.off is not None and ranked.error <= NOISE_FACTOR * self.noise
+
+
+# What the ranking of modules by their precision shows, in sentences.
+
+
+def shadow_found(ranking: Ranking) -> Iterator[Finding]:
+    """The module that matters most, those that do not matter, and what could not be seen."""
+    ran = [each for each in ranking.parts if each.off is not None]
+    above = [each for each in ran if not ranking.is_noise(each)]
+    yield _headline(ranking, ran, above)
+    broken = [each for each in above if not each.finite]
+    if broken:
+        yield warning(
+            "shadow-not-finite",
+            f"Not finite is the loss or a gradient with {_names(broken)} alone in {ranking.to}.",
+            {"modules": len(broken)},
+        )
+    if ranking.layers:
+        yield _layers(ranking)
+    quiet = [each for each in ran if ranking.is_noise(each)]
+    if quiet:
+        yield note(
+            "shadow-noise",
+            f"Within noise ({_noise(ranking)}) are the gradients with {_names(quiet)} alone in {ranking.to}.",
+            {"modules": len(quiet), "noise": ranking.noise},
+        )
+    for each in ranking.parts:
+        if each.refused:
+            yield note("shadow-refused", f"`{each.part.name}` does not run in {ranking.to}: {each.refused}")
+    if ranking.idle:
+        yield note("shadow-idle", f"Nothing is computed by {_quoted(ranking.idle)}, which stayed as given.")
+    if ranking.quiet:
+        yield note("shadow-dropout", f"Dropout is off, in {_quoted(ranking.quiet)}: another precision draws others.")
+    if ranking.draws:
+        yield warning(
+            "shadow-dropout",
+            "Forward draws random numbers of its own: another precision may draw others, which counts as error here.",
+            remedy="give the factory an argument that turns randomness off in forward",
+        )
+
+
+def _headline(ranking: Ranking, ran: list[Ranked], above: list[Ranked]) -> Finding:
+    if not ran:
+        return warning("shadow", f"No module runs alone in {ranking.to}.")
+    if not above:
+        return note(
+            "shadow",
+            f"No module, alone in {ranking.to}, moves the gradients farther than the step again does "
+            f"({_noise(ranking)}).",
+            {"noise": ranking.noise},
+        )
+    first = above[0]
+    evidence: dict[str, float | int | str | None] = {
+        "module": first.part.name, "gradients_off": first.error, "noise": ranking.noise,
+        "worst_parameter": first.worst, "worst_off": first.worst_off,
+    }  # fmt: skip
+    together = f" ({len(first.part.paths)} modules together)" if len(first.part.paths) > 1 else ""
+    said = f"`{first.part.name}`{together} is the most sensitive to its precision: alone in {ranking.to} "
+    if first.finite:
+        said += f"it moves the gradients by {share(first.error)}, those of {first.worst} by {share(first.worst_off)}"
+    else:
+        said += "it makes them not finite"
+    if len(ran) > 1:
+        second = ran[1]
+        evidence["second"], evidence["second_off"] = second.part.name, second.error
+        times = f", {first.error / second.error:.3g} times as far" if 0 < second.error < float("inf") else ""
+        said += f"; the next, `{second.part.name}`, by {share(second.error)}{times if first.finite else ''}"
+    if ranking.at_once is not None:
+        evidence["all_at_once"] = ranking.at_once.error
+        said += f". All at once move them by {share(ranking.at_once.error)}" if ranking.at_once.finite else (
+            ". All at once make them not finite"
+        )  # fmt: skip
+    return note("shadow", f"{said}; {_noise(ranking)}.", evidence)
+
+
+def _layers(ranking: Ranking) -> Finding:
+    known = [each for each in ranking.layers if each.off is not None]
+    worst, least = max(known, key=lambda each: each.error), min(known, key=lambda each: each.error)
+    return note(
+        "shadow-layers",
+        f"Of its {len(ranking.layers)} layers, one at a time, `{worst.part.name}` moves the gradients farthest, by "
+        f"{share(worst.error)}, and `{least.part.name}` least, by {share(least.error)}.",
+        {"most": worst.part.name, "most_off": worst.error, "least": least.part.name, "least_off": least.error},
+    )
+
+
+def _noise(ranking: Ranking) -> str:
+    return f"the step again moves them by {share(ranking.noise)}" if ranking.noise else (
+        "the step again gives the same bits"
+    )  # fmt: skip
+
+
+def _names(ranked: list[Ranked]) -> str:
+    return _quoted([each.part.name for each in ranked])
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return listed([f"`{name}`" for name in names])
+
+
+RANKING, LAYERS = "Modules, each alone", "The first of them, layer by layer"
+"""Titles of the tables."""
+LOW = ("bf16", "fp16")
+"""Formats that a module can be changed to."""
+MOST_LAYERS = 64
+"""Layers of the first module that are changed one at a time."""
+_REPEATS = 3
+_MOST_BARS = 40
+_SCALES = (16, 12, 8, 4, 0)
+"""Loss scales that are tried for fp16, as powers of two: the first with which all modules at once stay finite."""
+
+
+def study_shadow(
+    *, to: str = "bf16", model: ModelConfig | None = None, batch_size: int = 4, seq_len: int = 64, seed: int = 0,
+    own: str | None = None, arguments: Mapping[str, Any] | None = None, device: str = "auto",
+    tell: Callable[[str, float], None] | None = None,
+) -> Answer:  # fmt: skip
+    """Rank the modules of a step by the error that each makes in the gradients, alone in bf16 or fp16.
+
+    own: the factory of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
+    what it is called with. Raises InputError where nothing can be changed.
+    """
+    low, on, told = DTYPES[choose(to, LOW, "precision")], resolve_device(device), patient(tell)
+    workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
+    with torch.random.fork_rng([on] if on.type == "cuda" else []):
+        replay = Replay(Subject(workload, on), low, told)
+        ranking = replay.ranking(to)
+    settings: dict[str, Cell] = {
+        **settings_of(workload),
+        "seed": seed,
+        "to": to,
+        "run-to-run noise": digits(ranking.noise),
+    }
+    if replay.scale:
+        settings["loss scale"] = f"2**{replay.scale}"
+    tables = [_ranking_table(ranking)]
+    if ranking.layers:
+        tables.append(_table(LAYERS, ranking.layers, ranking))
+    return computed_answer(
+        on,
+        study="shadow",
+        question=f"Which module of {replay.subject.name}, alone in {to}, moves the gradients of a step farthest?",
+        settings=settings,
+        tables=tables,
+        panels=(_panel(ranking),),
+        findings=shadow_found(ranking),
+    )
+
+
+class Replay:
+    """A step that runs again from one state, each time with other parts in 16 bits."""
+
+    def __init__(self, subject: Subject, low: torch.dtype, told: Callable[[str, float], None]) -> None:
+        self.subject, self._low, self._told = subject, low, told
+        self._step = subject.step(adapt=with_cast_loss)
+        self.quiet = tuple(drawing_modules(self._step.model))
+        without_dropout(self._step.model)
+        self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
+        self.scale = 0
+        told("the step as given", 0.0)
+        self._found = find_parts(self._step, subject.seed)
+        self._given = self._run(())
+        if not self._given.is_finite:
+            raise InputError(
+                f"{self._given.not_finite} of the step of {subject.name} is not finite: give another batch"
+            )
+
+    def ranking(self, to: str) -> Ranking:
+        """Every part alone, then all at once, then the layers of the first."""
+        parts = [part for part in self._found.computing if part.widest > self._low.itemsize]
+        if not parts:
+            raise InputError(f"nothing in {self.subject.name} is wider than {to}: there is no precision to change")
+        at_once = Part(name="all at once", kind="", paths=(), widest=0)
+        if self._low == torch.float16:
+            self._choose_scale(parts)
+        together = self._ranked(at_once, parts)
+        ranked: list[Ranked] = []
+        for i, part in enumerate(parts):
+            self._told(part.name, (i + 1) / (len(parts) + 1))
+            ranked.append(self._ranked(part, (part,)))
+        ranked.sort(key=lambda each: each.error, reverse=True)
+        first = ranked[0].part
+        layers = [Part(name=path, kind=first.kind, paths=(path,), widest=0) for path in first.paths[:MOST_LAYERS]]
+        other = distance(self._run((), self.subject.seed + 1), self._given).gradients
+        noise = max(distance(self._run(()), self._given).gradients for _ in range(_REPEATS))
+        return Ranking(
+            to=to, parts=ranked, at_once=together if together.off else None, noise=noise, idle=self._found.idle,
+            layers=[self._ranked(layer, (layer,)) for layer in layers] if len(layers) > 1 else (), quiet=self.quiet,
+            draws=other > 8 * max(noise, 2.0**-23),
+        )  # fmt: skip
+
+    def _ranked(self, part: Part, changed: Sequence[Part]) -> Ranked:
+        try:
+            found = self._run(changed)
+        except StepscopeError as error:
+            return Ranked(part=part, refused=str(error))
+        off = distance(found, self._given)
+        worst, worst_off = _worst(off, self._given)
+        return Ranked(part=part, off=off, finite=found.is_finite, worst=worst, worst_off=worst_off)
+
+    def _run(self, changed: Sequence[Part], seed: int | None = None) -> StepResult:
+        with torch.no_grad():
+            for buffer, kept in self._buffers:
+                buffer.copy_(kept)
+        weights = (2.0**self.scale,) if self.scale else ()
+        # What fails is the user's code in a precision that it was not written for.
+        with said_of(self.subject.name), computing_in(self._low, self._step.own, changed, self._found):
+            return run_step(self._step, self.subject.seed if seed is None else seed, weights=weights)
+
+    def _choose_scale(self, parts: Sequence[Part]) -> None:
+        for self.scale in _SCALES:
+            self._given = self._run(())
+            try:
+                if self._given.is_finite and self._run(parts).is_finite:
+                    return
+            except StepscopeError:
+                continue
+
+
+def _worst(off: Distance, given: StepResult) -> tuple[str, float]:
+    """The parameter that is farthest for its own size, and how far. One whose gradient is next to zero does not count:
+    what is left of it is rounding."""
+    norms = {name: float(each.double().norm()) for name, each in given.gradients.items()}
+    whole = sum(each**2 for each in norms.values()) ** 0.5
+    found = {
+        name: each * whole / norms[name]
+        for name, each in off.parameters.items()
+        if norms.get(name, 0.0) > 1e-6 * whole
+    }  # fmt: skip
+    worst = max(found, key=found.__getitem__, default="")
+    return worst, found.get(worst, 0.0)
+
+
+def _ranking_table(ranking: Ranking) -> Table:
+    more = [ranking.at_once] if ranking.at_once else []
+    return _table(RANKING, [*ranking.parts, *more], ranking)
+
+
+def _table(title: str, ranked: Sequence[Ranked], ranking: Ranking) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for each in ranked:
+        figures: tuple[Cell, ...] = (None, None, "", None)
+        if each.off is not None:
+            figures = (digits(each.off.loss), digits(each.off.gradients), each.worst, digits(each.worst_off))
+        rows.append((each.part.name, each.part.kind, len(each.part.paths) or None, *figures, _verdict(each, ranking)))
+    columns = ("module", "class", "modules", "loss off by", "gradients off by", "worst parameter", "off by", "verdict")
+    return Table(title=title, columns=columns, rows=tuple(rows))
+
+
+def _verdict(ranked: Ranked, ranking: Ranking) -> str:
+    if ranked.off is None:
+        return "does not run"
+    if not ranked.finite:
+        return "not finite"
+    return "within noise" if ranking.is_noise(ranked) else "above noise"
+
+
+def _panel(ranking: Ranking) -> Panel:
+    points = [_bar(each) for each in ranking.parts if each.off is not None][:_MOST_BARS]
+    title = f"error of the gradients with it alone in {ranking.to}, relative"
+    return Panel(x_title="", y_title=title, points=tuple(points), kind="bars", y_log=True)
+
+
+def _bar(ranked: Ranked) -> Point:
+    known = ranked.finite and ranked.error > 0
+    missing = "" if known else "none" if ranked.finite else "not finite"
+    return Point(line="error", name=ranked.part.name, y=ranked.error if known else 0.0, missing=missing)

@@ -1,0 +1,563 @@
+"""The answer to "how much faster is lower precision, and why": tables, curves, and what follows from them."""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
+from stepscope.core.doubts import doubting_kinds
+from stepscope.core.errors import InputError, choose
+from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms
+from stepscope.core.finding import Finding, note, warning
+from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.units import format_bytes, format_seconds, format_share
+from stepscope.core.workload import DTYPES
+from stepscope.engine.plan import Cell as SweepCell
+from stepscope.questions.compare.comparison import (
+    ComparedRun,
+    Comparison,
+    Pair,
+    compare_runs,
+    doubtful_runs,
+    listed,
+    missing_cells,
+    nothing_to_compare,
+    over_sizes,
+    replaced_runs,
+    speed_ups_of,
+    unlike_environments,
+)
+from stepscope.questions.compared_cells import Sizes, compared_cells
+from stepscope.runs.metrics import launch_bound_share, median_s, memory_of
+
+# A step run in several dtypes: how much faster it is than in fp32, and which part of it made the gain.
+#
+# A step's forward and backward are three parts: kernels of matrix products, all other kernels, and the time in which no
+# kernel runs. The first two are sums over the kernels of a captured step, whose durations a profiler leaves alone; the
+# third is what remains of the unprofiled median by the device's clock. (Copies and fills that are no kernels are in the
+# third. Fused attention multiplies matrices too, and is in the second: `attention (fused)` is a family of its own.)
+#
+# With shares p, o, i of fp32's time in these parts, each s times as fast in the other dtype, Amdahl's law (1967) gives
+# the whole: S = 1 / (p / s_p + o / s_o + i / s_i).
+
+
+PHASES = (FORWARD, BACKWARD)
+CASTS = "copy/cast"
+FUSED = "attention (fused)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """Forward and backward of one step, in seconds.
+
+    `casts_s` is a part of `rest_s`. `between_s` is None on a CPU, where the host itself does the work, and its capture
+    slows it down: shares and speed-ups are then those of the operators' time.
+    """
+
+    products_s: float
+    rest_s: float
+    between_s: float | None
+    casts_s: float = 0.0
+    kernels: float = 0.0
+
+    @property
+    def kernels_s(self) -> float:
+        return self.products_s + self.rest_s
+
+    @property
+    def total_s(self) -> float:
+        return self.kernels_s + (self.between_s or 0.0)
+
+    @property
+    def product_share(self) -> float:
+        """Share of the kernels' time that lies in matrix products."""
+        return self.products_s / self.kernels_s if self.kernels_s else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Amdahl:
+    """fp32's step beside another's, part by part. A speed-up is None where a part takes no time in either."""
+
+    base: Parts
+    other: Parts
+
+    @property
+    def product_share(self) -> float:
+        """p: the share of fp32's time, gaps included, that lies in products."""
+        return self.base.products_s / self.base.total_s
+
+    @property
+    def products(self) -> float | None:
+        """s_p: how many times as fast the products are."""
+        return _speed_up(self.base.products_s, self.other.products_s)
+
+    @property
+    def rest(self) -> float | None:
+        """s_o: how many times as fast all other kernels are."""
+        return _speed_up(self.base.rest_s, self.other.rest_s)
+
+    @property
+    def kernels(self) -> float | None:
+        """How many times as fast all kernels together are: the speed-up of the step if it had no gaps."""
+        return _speed_up(self.base.kernels_s, self.other.kernels_s)
+
+    @property
+    def whole(self) -> float | None:
+        """S: the speed-up of the three parts together; it is the measured one, unless capturing slowed the kernels."""
+        return _speed_up(self.base.total_s, self.other.total_s)
+
+    @property
+    def by_products_alone(self) -> float:
+        """What S would be if only the products had changed: 1 / (p / s_p + 1 - p)."""
+        return self.base.total_s / (self.base.total_s - self.base.products_s + self.other.products_s)
+
+    @property
+    def limit(self) -> float | None:
+        """What products that take no time would give, beside the rest as fp32 has it: 1 / (1 - p)."""
+        return _speed_up(self.base.total_s, self.base.total_s - self.base.products_s)
+
+    @property
+    def products_gain_s(self) -> float:
+        """Seconds that a step wins in products; below zero, loses. The three gains add up to the whole."""
+        return self.base.products_s - self.other.products_s
+
+    @property
+    def rest_gain_s(self) -> float:
+        return self.base.rest_s - self.other.rest_s
+
+    @property
+    def between_gain_s(self) -> float | None:
+        if self.base.between_s is None or self.other.between_s is None:
+            return None
+        return self.base.between_s - self.other.between_s
+
+    def self_check(self) -> None:
+        """Raise AssertionError unless gains add up to the difference of the steps."""
+        gains = self.products_gain_s + self.rest_gain_s + (self.between_gain_s or 0.0)
+        whole = self.base.total_s - self.other.total_s
+        assert abs(gains - whole) <= 1e-9 * (self.base.total_s + self.other.total_s), "gains do not add up"
+
+
+def _speed_up(base_s: float, other_s: float) -> float | None:
+    return base_s / other_s if base_s and other_s else None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TimedCell(ComparedRun):
+    """Forward and backward of a step in one dtype."""
+
+    FIELD = "dtype"
+    BASELINE = "fp32"
+    PART = "forward-backward"
+    WITH_BACKWARD = True
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} in {self.value}"
+
+    @property
+    def captured(self) -> bool:
+        return self.parts is not None
+
+    @cached_property
+    def parts(self) -> Parts | None:
+        """The parts of forward and backward; None without a capture that holds both phases."""
+        phases = [self.digest.phase(name) for name in PHASES] if self.digest else []
+        found = [phase for phase in phases if phase is not None]
+        both = self.samples(self.PART)
+        if self.digest is None or len(found) < len(PHASES) or both is None or both.median_s is None:
+            return None
+        busy_s = sum(phase.busy_ns for phase in found) * 1e-9
+        products_s = sum(phase.gemm_ns for phase in found) * 1e-9
+        casts = [row.busy_ns for row in self.digest.families if row.family == CASTS and row.phase in PHASES]
+        return Parts(
+            products_s=products_s,
+            rest_s=busy_s - products_s,
+            between_s=max(0.0, both.median_s - busy_s) if self.on_gpu else None,
+            casts_s=sum(casts) * 1e-9,
+            kernels=sum(phase.kernels for phase in found),
+        )
+
+    @property
+    def fused_attention(self) -> bool:
+        return self.digest is not None and any(row.family == FUSED for row in self.digest.families)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SpeedPair(Pair[TimedCell]):
+    """A step in another dtype, and the same in fp32."""
+
+    @cached_property
+    def amdahl(self) -> Amdahl | None:
+        """Amdahl's law for the two steps; None unless both have a captured step."""
+        if self.base.parts is None or self.other.parts is None:
+            return None
+        found = Amdahl(base=self.base.parts, other=self.other.parts)
+        found.self_check()
+        return found
+
+    @property
+    def peaks_ratio(self) -> float | None:
+        """The datasheet's rate of products in this dtype over that in fp32; None for an unknown device."""
+        spec = self.other.run.device_spec
+        fast = spec.peak_for(self.other.run.workload.dtype) if spec else None
+        slow = spec.peak_for(self.base.run.workload.dtype) if spec else None
+        return fast / slow if fast and slow else None
+
+
+SpeedStudy = Comparison[TimedCell, SpeedPair]
+
+
+def pair_up(found: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
+    """Cells in the order of their size and of `order` (of dtypes), and each dtype beside fp32 of the same cell.
+
+    Runs without a backward say nothing here and are left out.
+    """
+    return compare_runs(found, SpeedPair, order=lambda cell: _order(cell, order))
+
+
+def _order(cell: TimedCell, order: Sequence[str]) -> tuple[object, ...]:
+    workload = cell.run.workload
+    place = order.index(cell.value) if cell.value in order else len(order)
+    return (workload.seq_len or 0, workload.batch_size or 0, cell.parameters, cell.name, place, cell.value)
+
+
+# What follows from a step run in several dtypes: sentences made from its figures.
+
+
+_FIGURES = (
+    ("forward_peak", "forward-peak", "the peak of forward"),
+    ("saved_for_backward", "saved", "what is kept for backward"),
+)
+"""Memory figures in order of preference: field of PhaseMemory, kind of finding, name. The first known one is used."""
+_RISE = 0.001
+"""A peak that is higher by less is the same peak: allocators round."""
+
+
+def speed_findings(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
+    """Every finding: how fast by size, where slower, memory, what bounds the gain, and what to doubt."""
+    return itertools.chain(
+        _by_size(study), _slower(study), _memory_findings(study), _bounds(study), _doubts(study, lacking, unread)
+    )
+
+
+def _by_size(study: SpeedStudy) -> Iterator[Finding]:
+    """The speed-up over the models, for each dtype and shape."""
+    for (dtype, shape), pairs in study.lines.items():
+        ratios = [pair.speed_up for pair in pairs]
+        speed_ups = ", ".join(f"{pair.other.model} {pair.speed_up.value:.2f}" for pair in pairs)
+        grows = ""
+        if len(pairs) > 1 and all(b.surely_above(a) for a, b in itertools.pairwise(ratios)):
+            grows = "; it grows with the model"
+        elif any(a.surely_above(b) for a, b in itertools.pairwise(ratios)):
+            grows = "; it does not grow with every size"
+        yield note(
+            "speed-up",
+            f"{dtype} against fp32 ({shape}), speed-up of forward and backward: {speed_ups}{grows}.",
+            {pair.other.model: pair.speed_up.value for pair in pairs},
+        )
+
+
+def _slower(study: SpeedStudy) -> Iterator[Finding]:
+    """Lower precision is said to be faster: where it is not, and what took the gain."""
+    for pair in study.pairs:
+        if not pair.slower:
+            continue
+        yield warning(
+            "slower",
+            f"Against folk wisdom, {pair.label} is slower than in fp32: {format_seconds(pair.other.time_s)} "
+            f"for {format_seconds(pair.base.time_s)}{_lost_where(pair)}.",
+            {"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
+        )
+    if untold := [pair for pair in study.pairs if pair.untold]:
+        which = f"{listed(pair.label for pair in untold)} differ{'s' if len(untold) == 1 else ''}"
+        said = f"Whether {which} from fp32 cannot be told: {untold[0].speed_up.why_undecided}."
+        yield note("cannot-be-told", said, speed_ups_of(untold), remedy="measure more steps: --steps 30")
+    if level := [pair for pair in study.pairs if pair.level]:
+        which = listed(pair.label for pair in level)
+        said = f"No difference from fp32 is measured for {which}: the interval of the speed-up holds 1."
+        yield note("no-difference", said, speed_ups_of(level))
+
+
+def _lost_where(pair: SpeedPair) -> str:
+    """The end of a sentence: where the time was lost, by the captures, or by the profiled steps without captures."""
+    law = pair.amdahl
+    if law is None:
+        idle, before = launch_bound_share(pair.other.run), launch_bound_share(pair.base.run)
+        if idle is None or before is None:
+            return ""
+        return f". No kernel runs for {format_share(idle)} of its whole step (fp32: {format_share(before)})"
+    base, other = law.base, law.other
+    said = f". Its kernels take {format_seconds(other.kernels_s)} for {format_seconds(base.kernels_s)}"
+    if base.between_s is None or other.between_s is None:
+        return said
+    said += f", but for {format_seconds(other.between_s)} (fp32: {format_seconds(base.between_s)}) no kernel runs"
+    host_s, before_s = median_s(pair.other.run, "host"), median_s(pair.base.run, "host")
+    if host_s and before_s:
+        said += f". To issue the whole step the host takes {format_seconds(host_s)} (fp32: {format_seconds(before_s)})"
+    return f"{said}, with {other.kernels:,.0f} kernels in forward and backward in place of {base.kernels:,.0f}"
+
+
+def _memory_findings(study: SpeedStudy) -> Iterator[Finding]:
+    """Lower precision is said to halve memory: where the forward peak rises, and the most it falls.
+
+    Where nobody counted a peak (a CPU), what is kept for backward stands for it.
+    """
+    for dtype in dict.fromkeys(pair.other.value for pair in study.pairs):
+        pairs = [pair for pair in study.pairs if pair.other.value == dtype]
+        for field, kind, name in _FIGURES:
+            changes = {pair: change for pair in pairs if (change := pair.memory_change(field)) is not None}
+            if changes:
+                yield from _rise(changes, field, kind, name)
+                yield from _fall(changes, kind, name)
+                break
+
+
+def _rise(changes: dict[SpeedPair, float], field: str, kind: str, name: str) -> Iterator[Finding]:
+    rises = {pair: change for pair, change in changes.items() if change > _RISE}
+    if not rises:
+        return
+    worst = max(rises, key=lambda pair: rises[pair])
+    dtype, memory = worst.other.value, worst.base.run.evidence.memory
+    more = (memory_of(worst.other.run, field) or 0) - (memory_of(worst.base.run, field) or 0)
+    copies = (
+        ": autocast keeps 16-bit copies of the weights that products read, of every parameter it would be "
+        f"{format_bytes(memory.parameter_bytes / 2)}"
+        if memory and dtype in ("bf16", "fp16")
+        else ""
+    )
+    named = listed([f"{pair.other.name} ({change * 100:+.1f} %)" for pair, change in rises.items()])
+    yield warning(
+        f"{kind}-rises",
+        f"Against folk wisdom, {dtype} raises {name} in {len(rises)} of {len(changes)} cells: {named}. In "
+        f"{worst.other.name} it is {format_bytes(more)} more{copies}.",
+        {pair.other.name: change for pair, change in rises.items()},
+    )
+
+
+def _fall(changes: dict[SpeedPair, float], kind: str, name: str) -> Iterator[Finding]:
+    falls = {pair: change for pair, change in changes.items() if change < -_RISE}
+    if not falls:
+        return
+    best = min(falls, key=lambda pair: falls[pair])
+    yield note(
+        f"{kind}-falls",
+        f"{best.other.value} lowers {name} in {len(falls)} of {len(changes)} cells, most in "
+        f"{best.other.name}: {falls[best] * 100:+.1f} %.{' Nowhere is it halved.' if falls[best] > -0.5 else ''}",
+        {pair.other.name: change for pair, change in falls.items()},
+    )
+
+
+def _bounds(study: SpeedStudy) -> Iterator[Finding]:
+    """Which part makes the gain and which one bounds it, in each dtype's least and greatest speed-up."""
+    for dtype in dict.fromkeys(pair.other.value for pair in study.pairs):
+        explained = [pair for pair in study.pairs if pair.other.value == dtype and pair.amdahl is not None]
+        ordered = sorted(explained, key=lambda pair: pair.speed_up.value)
+        for pair in dict.fromkeys([*ordered[:1], *ordered[-1:]]):
+            law = pair.amdahl
+            assert law is not None
+            yield note("bound", _law_in_words(pair, law), {"speed_up": pair.speed_up.value, **_law_evidence(law)})
+
+
+def _law_in_words(pair: SpeedPair, law: Amdahl) -> str:
+    peaks = f" (the datasheet's peaks: {pair.peaks_ratio:.1f})" if pair.peaks_ratio else ""
+    others = f", the other kernels {law.rest:.2f} times" if law.rest else ""
+    products = f"which run {law.products:.2f} times as fast{peaks}" if law.products else "which take no time in it"
+    gains = [(law.products_gain_s, "in products"), (law.rest_gain_s, "in other kernels")]
+    left = [(law.other.products_s, "products"), (law.other.rest_s, "other kernels")]
+    if law.between_gain_s is not None and law.other.between_s is not None:
+        gains.append((law.between_gain_s, "where no kernel runs"))
+        left.append((law.other.between_s, "without a kernel"))
+    won = ", ".join(
+        f"{'wins' if gain_s >= 0 else 'loses'} {format_seconds(abs(gain_s))} {part}" for gain_s, part in gains
+    )
+    now = ", ".join(f"{format_share(part_s / law.other.total_s)} {part}" for part_s, part in left)
+    limit = f"; were products free, fp32's rest would bound it at {law.limit:.2f}" if law.limit else ""
+    return (
+        f"{pair.label}, speed-up {pair.speed_up.value:.2f}: {format_share(law.product_share)} of fp32's time is in "
+        f"products, {products}{others}. A step {won}. By products alone the speed-up would be "
+        f"{law.by_products_alone:.2f}{limit}. What is left in {pair.other.value} is {now}."
+    )
+
+
+def _law_evidence(law: Amdahl | None) -> dict[str, float | int | str | None]:
+    if law is None:
+        return {}
+    return {
+        "product_share": law.product_share,
+        "products_speed_up": law.products,
+        "rest_speed_up": law.rest,
+        "products_gain_s": law.products_gain_s,
+        "rest_gain_s": law.rest_gain_s,
+        "between_gain_s": law.between_gain_s,
+        "by_products_alone": law.by_products_alone,
+        "limit": law.limit,
+    }
+
+
+def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
+    """What is missing, and what makes a comparison doubtful."""
+    if any(cell.parts is not None and not cell.on_gpu for cell in study.cells):
+        yield note(
+            "on-cpu",
+            "On a CPU the kernels are operators, and their times those of a captured step, which the profiler slows: "
+            "the parts say what the gain is made of, the medians how large it is.",
+        )
+    if lacking:
+        yield note("dtype-lacking", f"Left out: {', '.join(lacking)}, which a CPU does not have.")
+    bare = [cell.label for cell in study.cells if cell.parts is None]
+    if bare:
+        reason = "polars, which reads them, is not installed" if unread else "none lies beside them that can be read"
+        yield note(
+            "no-capture",
+            f"{len(bare)} of {len(study.cells)} runs are shown without a captured step ({reason}): their share of "
+            "products is not known.",
+        )
+    yield from doubtful_runs(study)
+    yield from unlike_environments(study.pairs)
+    fused = [cell.label for cell in study.cells if cell.fused_attention]
+    if fused:
+        yield note(
+            "fused-attention", f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels."
+        )
+    yield from replaced_runs(study)
+
+
+STUDY = "speed"
+QUESTION = "How much faster are forward and backward in lower precision, and which part of them is it?"
+TIMES, MEMORY, PARTS, LAW, MISSING = (
+    "Forward and backward: medians, with 95 % intervals",
+    "Memory of the step, and its change against fp32",
+    "Where the time of forward and backward lies, by a captured step",
+    "Amdahl's law: fp32's time in parts, and how many times as fast each part is",
+    "Not measured",
+)
+
+
+def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int = 0) -> Answer:
+    """The whole answer. `lacking`: dtypes that the device does not have; `unread`: captures that could not be read.
+
+    Raises InputError where no cell was measured both in fp32 and in another dtype.
+    """
+    if not study.pairs:
+        sides = f"in {TimedCell.BASELINE} and in another dtype"
+        raise InputError(nothing_to_compare(study, verb=STUDY, asked="has a backward", sides=sides))
+    missing = missing_cells(MISSING, TimedCell.FIELD, study.unmeasured)
+    return measured_answer(
+        study.pairs[0].base.run.environment,
+        study=STUDY,
+        question=QUESTION,
+        date=max(cell.run.day for cell in study.cells),
+        intervals=study.intervals,
+        tables=(_times(study), _memory(study), _parts(study), _law(study), missing),
+        panels=_panels(study),
+        findings=speed_findings(study, lacking, unread),
+    )
+
+
+def _times(study: SpeedStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for cell in study.cells:
+        pair = study.pair_of(cell)
+        medians = (milliseconds(median_s(cell.run, phase)) for phase in (FORWARD, BACKWARD, "forward-backward"))
+        speed_up = times_within(pair.speed_up if pair else None)
+        doubts = ", ".join(doubting_kinds(cell.run))
+        rows.append((cell.name, cell.value, *medians, *within_ms(cell.samples(cell.PART)), *speed_up, doubts))
+    heads = (
+        "forward ms", "backward ms", "both ms", "both from", "both to", "speed-up", "speed-up from", "speed-up to",
+        "findings",
+    )  # fmt: skip
+    return Table(title=TIMES, columns=("cell", "dtype", *heads), rows=tuple(rows))
+
+
+def _memory(study: SpeedStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for cell in study.cells:
+        pair = study.pair_of(cell)
+        row: list[Cell] = []
+        for field in ("forward_peak", "saved_for_backward"):
+            held = memory_of(cell.run, field)
+            change = pair.memory_change(field) if pair else None
+            row += [gibibytes(held), percent(change)]
+        if row[0] is not None or row[2] is not None:
+            rows.append((cell.name, cell.value, *row))
+    heads = ("forward peak GiB", "forward peak %", "saved for backward GiB", "saved for backward %")
+    return Table(title=MEMORY, columns=("cell", "dtype", *heads), rows=tuple(rows))
+
+
+def _parts(study: SpeedStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for cell in study.cells:
+        parts = cell.parts
+        if parts is None:
+            continue
+        times = map(milliseconds, (parts.products_s, parts.rest_s, parts.casts_s, parts.between_s))
+        between = parts.between_s / parts.total_s if parts.between_s is not None else None
+        shares = (percent(parts.product_share), percent(between))
+        rows.append((cell.name, cell.value, round(parts.kernels), *times, *shares))
+    heads = (
+        "kernels", "products ms", "other kernels ms", "of them copies, casts ms", "no kernel ms",
+        "products % of kernel time", "no kernel %",
+    )  # fmt: skip
+    return Table(title=PARTS, columns=("cell", "dtype", *heads), rows=tuple(rows))
+
+
+def _law(study: SpeedStudy) -> Table:
+    rows: list[tuple[Cell, ...]] = []
+    for pair in study.pairs:
+        if (law := pair.amdahl) is not None:
+            faster = (percent(law.product_share), digits(law.products), digits(law.rest))
+            won = map(milliseconds, (law.products_gain_s, law.rest_gain_s, law.between_gain_s))
+            whole = map(digits, (law.kernels, law.whole, pair.speed_up.value, law.limit))
+            rows.append((pair.other.name, pair.other.value, *faster, *won, *whole))
+    heads = (
+        "fp32 in products %", "products x", "others x", "won in products ms", "in others ms", "where no kernel ran ms",
+        "kernels x", "by the parts x", "measured x", "limit x",
+    )  # fmt: skip
+    return Table(title=LAW, columns=("cell", "dtype", *heads), rows=tuple(rows))
+
+
+def _panels(study: SpeedStudy) -> tuple[Panel, ...]:
+    several = len({cell.shape for cell in study.cells}) > 1
+    speed_ups = [(pair.other, pair.speed_up.value, pair.doubted) for pair in study.pairs]
+    shares = [(cell, cell.parts.product_share * 100, False) for cell in study.cells if cell.parts is not None]
+    return (
+        *over_sizes("speed-up of forward and backward over fp32", speed_ups, several_shapes=several),
+        *over_sizes("products, % of kernel time", shares, several_shapes=several),
+    )
+
+
+# How much faster is a step in TF32 or bf16, and why? Forward and backward of some models in each dtype.
+
+
+BASELINE = TimedCell.BASELINE
+
+
+COMPARED = (BASELINE, "tf32", "bf16")
+ON_GPU = Sizes(models=("small", "medium", "large", "xl", "2.7B"), seq_len=512, batch_size=4, dtypes=COMPARED)
+ON_CPU = Sizes(models=("tiny", "small"), seq_len=32, batch_size=1, dtypes=COMPARED)
+"""A minute on two cores. TF32 is named to be told that a CPU has none."""
+
+
+def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The dtypes that the device has, and those that it lacks: TF32 is a mode of NVIDIA's Tensor Cores.
+
+    Raises InputError where nothing is left to compare. (A GPU before Ampere refuses TF32 itself, cell by cell.)
+    """
+    for dtype in dtypes:
+        choose(dtype, DTYPES, "dtype")
+    if BASELINE not in dtypes:
+        raise InputError(f"--dtype {','.join(dtypes)} lacks {BASELINE}, which the others are compared with: add it")
+    lacking = tuple(dtype for dtype in dtypes if device_type == "cpu" and dtype == "tf32")
+    here = tuple(dtype for dtype in dtypes if dtype not in lacking)
+    if len(here) < 2:
+        told = f" ({', '.join(lacking)}: not on a CPU)" if lacking else ""
+        raise InputError(f"nothing to compare {BASELINE} with{told}: name another dtype, as in --dtype fp32,bf16")
+    return here, lacking
+
+
+def speed_cells(**sizes: Any) -> tuple[SweepCell, ...]:
+    """A cell for each of the sizes, as `compared_cells` takes them. No optimizer: it is the same in each dtype."""
+    return compared_cells(phase=["forward-backward"], optimizer=[None], **sizes)

@@ -1,1 +1,0 @@
-"""A step in several dtypes, side by side."""

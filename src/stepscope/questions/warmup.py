@@ -1,0 +1,72 @@
+"""The answer of the warm-up study: a table, and a sentence made from its figures."""
+
+from collections.abc import Sequence
+
+from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
+from stepscope.core.doubts import figure
+from stepscope.core.range_names import STEP
+from stepscope.core.run import Run, Settings
+from stepscope.core.units import format_milliseconds, format_seconds
+from stepscope.core.workload import Workload
+from stepscope.engine.plan import Cell as SweepCell
+from stepscope.runs.answer import doubts, heading, status_word
+
+
+def answer_warmup(runs: Sequence[Run]) -> Answer:
+    """Mean and deviation of the step by number of warm-up steps, and what leaving them out costs."""
+    rows: list[tuple[Cell, ...]] = []
+    for run in runs:
+        samples = run.samples.get(STEP)
+        if run.status != "done" or samples is None or samples.mean_s is None or samples.median_s is None:
+            rows.append((run.settings.warmup_floor, status_word(run), None, None, None))
+            continue
+        deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
+        rows.append((
+            run.settings.warmup_floor, figure(f"{format_milliseconds(samples.mean_s)}{deviation}", run),
+            figure(samples.median_s, run), figure(samples.values_s[0], run), samples.count,
+        ))  # fmt: skip
+    said = [f"{doubts(run)} after {run.settings.warmup_floor} warm-up steps" for run in runs if doubts(run)]
+    notes = [f"Doubtful: {'; '.join(said)}."] if said else []
+    table = table_of(
+        ("warm-up steps", TEXT), ("mean ± std (ms)", TEXT), ("median (ms)", "ms of s"), ("first step (ms)", "ms of s"),
+        ("steps", TEXT), rows=rows, notes=as_lines(warmup_sentence(runs), *notes),
+    )  # fmt: skip
+    return Answer(
+        study="warmup", question="How many warm-up steps does a measurement need?", lead=heading(runs[0]),
+        tables=(table,),
+    )  # fmt: skip
+
+
+def warmup_sentence(runs: Sequence[Run]) -> str:
+    """The mean without warm-up against the mean with the most of it, in figures."""
+    measured = sorted((run for run in runs if run.status == "done"), key=lambda run: run.settings.warmup_floor)
+    if len(measured) < 2:
+        return "Too few of the cells were measured to compare."
+    cold, warm = measured[0], measured[-1]
+    cold_step, warm_step = cold.samples[STEP], warm.samples[STEP]
+    assert cold_step.mean_s and warm_step.mean_s and warm_step.median_s  # done runs have samples
+    return (
+        f"After {cold.settings.warmup_floor} warm-up steps the mean step is {format_seconds(cold_step.mean_s)}, "
+        f"{cold_step.mean_s / warm_step.mean_s:.2f} times that after {warm.settings.warmup_floor} "
+        f"({format_seconds(warm_step.mean_s)}): the first step took {format_seconds(cold_step.values_s[0])}, "
+        f"{cold_step.values_s[0] / warm_step.median_s:.1f} times the warm median."
+    )
+
+
+# How many warm-up steps does a measurement need? The same workload after 0, 1, 2 and 5 of them, in fresh processes.
+
+
+WARMUPS = (0, 1, 2, 5)
+
+
+def warmup_cells(workload: Workload, steps: int = 10, warmups: tuple[int, ...] = WARMUPS) -> tuple[SweepCell, ...]:
+    """One cell for each number of warm-up steps; nothing else differs."""
+    return tuple(
+        SweepCell(
+            workload=workload,
+            settings=Settings(
+                warmup_floor=n, warmup_cap=n, steps_floor=steps, steps_cap=steps, seconds=0, profile=False
+            ),
+        )
+        for n in warmups
+    )

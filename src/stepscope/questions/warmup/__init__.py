@@ -1,1 +1,0 @@
-"""How many warm-up steps a measurement needs."""

@@ -1,0 +1,515 @@
+"""Figures of named things as bars, side by side by colour or stacked. What is missing is marked where it would be."""
+
+import itertools
+import math
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import altair as alt
+
+from stepscope.core.answer import Guide, Panel, Point
+from stepscope.core.errors import InputError, middle_cut, printable
+from stepscope.rendering.plots.save import DASHES, FAINT, INK, PALETTE, SHAPES, told_apart
+
+# Axes that plots share: logarithmic ones with few, round ticks.
+
+
+NUMBER = ",.10~r"
+"""d3's format: plain decimals, thousands separated, no trailing zeros."""
+
+
+_POWERS = f"abs(log(datum.value) / LN10) < 4.5 ? format(datum.value, '{NUMBER}') : format(datum.value, '~e')"
+"""Vega's expression for a tick's label: beyond 10,000 and below 0.0001 a power of ten, as in 1e-7."""
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between two positive ends, with their twofold and fivefold where that stays readable."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps = (1, 2, 5) if math.log10(high / low) <= 3.2 else (1,)
+    # Powers of ten by text: 10.0**-3 * 5 is not 0.005.
+    return [tick for decade in decades for step in steps if low <= (tick := float(f"{step}e{decade}")) <= high]
+
+
+def log_axis(low: float, high: float, *, grid: bool = True) -> alt.Axis:
+    """For a logarithmic scale whose domain this is."""
+    ticks = log_ticks(low, high)
+    # Less than one interval of them: leave the choice to Vega.
+    values: dict[str, Any] = {"values": ticks} if len(ticks) > 2 else {"tickCount": 4}
+    return alt.Axis(format=NUMBER, labelOverlap="greedy", labelExpr=_POWERS, grid=grid, **values)
+
+
+MOST_BARS = 80
+LONGEST_NAME = 48
+"""Characters of a bar's name: kernels' names are longer, and differ at both ends."""
+_ROW_PX = 18
+
+
+def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
+    """The panel's bars, lying, a row for each name, or for each name and colour where they stand side by side.
+
+    Raises InputError where there is nothing to draw, or more than can be told apart.
+    """
+    known = [point for point in panel.points if not point.missing]
+    if not known:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    names = list(dict.fromkeys(_name(point) for point in panel.points))
+    lines = list(dict.fromkeys(printable(point.line) for point in panel.points))
+    if len(names) > MOST_BARS or len(lines) > len(PALETTE):
+        raise InputError(f"{len(names)} bars of {len(lines)} colours are more than a plot can tell apart")
+    stacked = panel.kind == "stack"
+    log = bool(panel.y_log) and not stacked
+    values = [value for p in known for value in (p.y, p.low, p.high) if value is not None]
+    if log and min(values) <= 0:
+        raise InputError(f"{panel.y_title} has a value of zero or less: no logarithmic axis can show it")
+    ends = (min(values) / 1.5, max(values) * 1.2) if log else None
+    axis = log_axis(*ends) if ends else alt.Axis(format=NUMBER, tickCount=6)
+    scale = alt.Scale(type="log", domain=list(ends), nice=False) if ends else alt.Scale(zero=True)
+    rows = alt.Y("name:N", sort=names, title=panel.x_title or None, axis=alt.Axis(labelLimit=420, grid=False))
+    colour = alt.Color(
+        "line:N",
+        scale=alt.Scale(domain=lines, range=list(PALETTE[: len(lines)])),
+        legend=alt.Legend(title=None, symbolType="square") if len(lines) > 1 else None,
+    )
+    beside: dict[str, Any] = {} if stacked or len(lines) == 1 else {"yOffset": alt.YOffset("line:N", sort=lines)}
+    length = alt.X("y:Q", title=panel.y_title, scale=scale, axis=axis, stack="zero" if stacked else None)
+    order: dict[str, Any] = {"order": alt.Order("place:Q")} if stacked else {}
+    tooltip = ["name:N", "line:N", alt.Tooltip("y:Q", format=",.4~g")]
+    opacity = alt.condition("datum.doubted", alt.value(0.35), alt.value(1.0))
+    layers: list[alt.Chart] = [
+        _chart(known, lines).mark_bar().encode(
+            x=length, y=rows, color=colour, opacity=opacity, tooltip=tooltip, **beside, **order
+        )
+    ]  # fmt: skip
+    between = [point for point in known if point.low is not None and point.high is not None]
+    if between and not stacked:
+        low = alt.X("low:Q", title=panel.y_title, scale=scale, axis=axis)
+        layers.append(
+            _chart(between, lines).mark_rule(color=INK, strokeWidth=1.4).encode(x=low, x2="high:Q", y=rows, **beside)
+        )
+    missing = [point for point in panel.points if point.missing]
+    if missing:
+        layers.append(
+            _chart(missing, lines).mark_text(align="left", dx=4, fontStyle="italic", color=INK)
+            .encode(x=alt.value(0), y=rows, text="missing:N", **beside)
+        )  # fmt: skip
+    height = max(120, _ROW_PX * len(names) * (len(lines) if beside else 1))
+    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
+    return alt.layer(*layers).properties(width=640, height=height, title=heading)
+
+
+def _name(point: Point) -> str:
+    return middle_cut(printable(point.name), LONGEST_NAME)
+
+
+def _chart(points: Sequence[Point], lines: Sequence[str]) -> alt.Chart:
+    rows = [
+        {"name": _name(p), "line": printable(p.line), "y": p.y, "low": p.low, "high": p.high, "doubted": p.doubted,
+         "missing": printable(p.missing), "place": lines.index(printable(p.line))}
+        for p in points
+    ]  # fmt: skip
+    return alt.Chart(alt.InlineData(values=rows))
+
+
+# Points that no line joins, held against lines and ribbons; one panel below the other, over one axis.
+
+
+WIDTH, HEIGHT, LOWER_HEIGHT = 620, 460, 190
+"""The first panel is nearly square, so that a diagonal is one; the others are low."""
+
+
+def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "") -> alt.VConcatChart:
+    """The panels' points: colour by line, shape by style, hollow where a point stands apart.
+
+    Raises InputError where there is nothing to draw, or more colours or shapes than can be told apart.
+    """
+    points = [point for panel in panels for point in panel.points]
+    if not points:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    lines, styles = told_apart(
+        (point.line for point in points), (point.style for point in points), "give a folder of fewer runs"
+    )
+    frame = panels[0].frame
+    marks = _marks(lines, styles, frame.line_title, frame.style_title, hollow=any(map(_is_hollow, points)))
+    charts = []
+    for i, panel in enumerate(panels):
+        x = alt.X("x:Q", title=panel.x_title, **_axis([p.x for p in panel.points], panel.frame.x_ends, panel.x_log))
+        y = alt.Y("y:Q", title=panel.y_title, **_axis([p.y for p in panel.points], panel.frame.y_ends, panel.y_log))
+        layers = [layer for guide in panel.frame.guides for layer in _guide(guide, x, y)]
+        chart = alt.layer(*layers, _points(panel, marks).encode(x=x, y=y))
+        charts.append(chart.properties(width=WIDTH, height=LOWER_HEIGHT if i else HEIGHT))
+    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
+    return alt.vconcat(*charts, spacing=26).properties(title=heading)
+
+
+def _is_hollow(point: Point) -> bool:
+    return point.apart or point.doubted
+
+
+def _axis(values: Sequence[float], ends: tuple[float, float] | None, log: bool | None) -> dict[str, Any]:
+    """The scale and the axis of x or y."""
+    if log:
+        low, high = ends or (min(values) / 1.25, max(values) * 1.25)
+        if low <= 0:
+            raise InputError("a value of zero or less: no logarithmic axis can show it")
+        return {"scale": alt.Scale(type="log", domain=[low, high], nice=False), "axis": log_axis(low, high)}
+    domain: dict[str, Any] = {"domain": list(ends), "nice": False} if ends else {}
+    return {"scale": alt.Scale(**domain), "axis": alt.Axis(format=NUMBER)}
+
+
+def _marks(lines: list[str], styles: list[str], line_title: str, style_title: str, *, hollow: bool) -> dict[str, Any]:
+    """How a point looks: colour by line, shape by style, filled where it counts."""
+    line_scale = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
+    style_scale = alt.Scale(domain=styles, range=list(SHAPES[: len(styles)]))
+    by_shape = alt.Legend(title=style_title or None) if len(styles) > 1 else None
+    filled = alt.condition("datum.hollow", alt.value(0.0), alt.value(0.75))
+    return {
+        "color": alt.Color(
+            "line:N", scale=line_scale, legend=alt.Legend(title=line_title or None, symbolType="circle")
+        ),
+        "fill": alt.Fill("line:N", scale=line_scale, legend=None),
+        "shape": alt.Shape("style:N", scale=style_scale, legend=by_shape),
+        **({"fillOpacity": filled} if hollow else {}),
+    }
+
+
+def _points(panel: Panel, marks: dict[str, Any]) -> alt.Chart:
+    rows = [
+        {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "name": printable(p.name),
+         "hollow": _is_hollow(p)}
+        for p in panel.points
+    ]  # fmt: skip
+    tooltip = [
+        alt.Tooltip("name:N"),
+        alt.Tooltip("line:N", title=panel.frame.line_title or "line"),
+        alt.Tooltip("style:N", title=panel.frame.style_title or "style"),
+        alt.Tooltip("x:Q", title=panel.x_title, format=",.4~g"),
+        alt.Tooltip("y:Q", title=panel.y_title, format=",.4~g"),
+    ]
+    return (
+        alt.Chart(alt.InlineData(values=rows))
+        .mark_point(size=70, strokeWidth=1.4, opacity=1, fillOpacity=0.75)
+        .encode(**marks, tooltip=tooltip)
+    )
+
+
+def _guide(guide: Guide, x: alt.X, y: alt.Y) -> list[alt.Chart]:
+    """A line, or a ribbon with its name at its upper right end."""
+    if not guide.x:
+        level = alt.Chart(alt.InlineData(values=[{"y": guide.y[0]}]))
+        return [level.mark_rule(color=INK, strokeWidth=1).encode(y=y), *_named(guide, guide.y[0], y)]
+    if not guide.to:
+        rows = [{"x": at, "y": edge} for at, edge in zip(guide.x, guide.y, strict=True)]
+        line = alt.Chart(alt.InlineData(values=rows)).mark_line(color=INK, strokeWidth=1).encode(x=x, y=y)
+        return [line, *_named(guide, guide.y[-1], y)]
+    rows = [{"x": at, "y": edge, "to": to} for at, edge, to in zip(guide.x, guide.y, guide.to, strict=True)]
+    ribbon = alt.Chart(alt.InlineData(values=rows)).mark_area(clip=True, color=FAINT, opacity=0.18)
+    return [ribbon.encode(x=x, y=y, y2="to:Q"), *_named(guide, guide.to[-1], y)]
+
+
+def _named(guide: Guide, height: float, y: alt.Y) -> list[alt.Chart]:
+    if not guide.name:
+        return []
+    name = alt.Chart(alt.InlineData(values=[{"y": height, "name": printable(guide.name)}]))
+    return [name.mark_text(align="left", color=FAINT, x=WIDTH + 6).encode(y=y, text="name:N")]
+
+
+# Lines of one quantity against another: a panel a quantity, a colour a line, bars where an interval is known.
+
+
+LOG_FROM_X, LOG_FROM_Y = 8, 50
+"""Axes are logarithmic where the largest value is so many times the smallest."""
+_LABEL_PX = 15
+MOST_DOTS = 60
+"""A line of more points is drawn without a dot for each."""
+_WIDTH, _WIDER = 2, 4
+"""Pixels of a line, and of each line that another covers in addition."""
+_AS_ONE = 0.03
+"""Two lines that are so near each other at two neighbouring points look like one."""
+
+
+HOLLOW = "hollow or pale: doubted by the run's own findings"
+"""What the subtitle says of points that are doubted."""
+
+
+def draw_series(
+    panels: Sequence[Panel],
+    *,
+    title: str = "",
+    subtitle: str = "",
+) -> alt.ConcatChart:
+    """Panels over one axis of x, which is the first one's, at most two abreast.
+
+    A scale of None is logarithmic for values that span decades.
+    Raises InputError where there is nothing to draw, or more lines than can be told apart.
+    """
+    panels = [panel for panel in panels if any(map(_has_place, panel.points))]
+    if not panels:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    x_title, x_log, y_log, frame = panels[0].x_title, panels[0].x_log, panels[0].y_log, panels[0].frame
+    points = [point for panel in panels for point in panel.points]
+    lines, styles = told_apart(
+        (point.line for point in points), (point.style for point in points), "keep fewer runs with --where"
+    )
+    xs = sorted({point.x for point in points})
+    if x_log is None:
+        x_log = spans(xs, LOG_FROM_X)
+    x = _x_axis(xs, x_title, log=x_log)
+    # A legend of dashes would explain nothing where no line has two points.
+    joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
+    channels = _channels(lines, styles, frame.line_title, frame.style_title, dashes=joined)
+    width, height = (640, 400) if len(panels) == 1 else (430, 300)
+    charts = []
+    for panel in panels:
+        values = [v for each in panels if _compares(each, panel) for v in _values(each)]
+        log = spans(values, LOG_FROM_Y) if y_log is None else y_log
+        if (log and min(values) <= 0) or (x_log and xs[0] <= 0):
+            raise InputError(
+                f"{panel.y_title} against {x_title} has a value of zero or less: no logarithmic axis can show it"
+            )
+        ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
+        y, low = _y_axes(panel.y_title, ends, log=log)
+        charts.append(alt.layer(*_layers(panel, x, y, low, channels)).properties(width=width, height=height))
+    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
+    return alt.concat(*charts, columns=2).properties(title=heading)
+
+
+def _has_place(point: Point) -> bool:
+    return not point.missing and math.isfinite(point.y)
+
+
+def _values(panel: Panel) -> list[float]:
+    """What the axis of y must hold."""
+    return [v for p in panel.points if _has_place(p) for v in (p.y, p.low, p.high) if v is not None]
+
+
+def _compares(one: Panel, other: Panel) -> bool:
+    """Whether two panels show one quantity of several things, over ranges that meet: then they share a scale."""
+    quantity, second = (panel.y_title.partition(" of ")[0] for panel in (one, other))
+    values, others = _values(one), _values(other)
+    return one is other or (quantity == second and min(values) <= max(others) and min(others) <= max(values))
+
+
+def spans(values: Sequence[float], factor: float) -> bool:
+    """Whether positive values go over so many times the smallest."""
+    return min(values) > 0 and max(values) >= factor * min(values)
+
+
+def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
+    """Ticks stand at the values themselves where these are few and round: lengths are powers of two, or chosen."""
+    kind: dict[str, Any] = {"type": "log", "base": 2} if log else {"zero": False}
+    scale = alt.Scale(**kind, nice=False, padding=14)
+    chosen = len(xs) <= 12 and all(x == float(f"{x:.3g}") or float(x).is_integer() for x in xs)
+    if log and not chosen and len(xs) <= 12:
+        return alt.X("x:Q", title=title, scale=scale, axis=log_axis(xs[0], xs[-1], grid=False))
+    ticks: dict[str, Any] = {"values": xs} if chosen else {}
+    axis = alt.Axis(format=NUMBER, labelOverlap="greedy", grid=False, **ticks)
+    return alt.X("x:Q", title=title, scale=scale, axis=axis)
+
+
+def _y_axes(title: str, ends: tuple[float, float], *, log: bool) -> tuple[alt.Y, alt.Y]:
+    """For the figures, and for the lower ends of their bars."""
+    scale = alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False)
+    axis = log_axis(*ends) if log else alt.Axis(format=NUMBER, tickCount=6)
+    return alt.Y("y:Q", title=title, scale=scale, axis=axis), alt.Y("low:Q", title=title, scale=scale, axis=axis)
+
+
+def _channels(
+    lines: list[str], styles: list[str], line_title: str, style_title: str, *, dashes: bool
+) -> dict[str, Any]:
+    """How lines and points look. A style is told by dashes, or by shapes where nothing joins the points.
+
+    Not by both: Vega-Lite would draw them in one legend, of dashed shapes that read badly.
+    """
+    colours = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
+    by_colour = alt.Legend(title=line_title or None, symbolType="circle") if len(lines) > 1 else None
+    by_dash = alt.Legend(title=style_title or None, symbolType="stroke", symbolSize=500, symbolStrokeColor=INK)
+    by_shape = alt.Legend(title=style_title or None, symbolFillColor=INK)
+    dash, shape = alt.value(DASHES[0]), alt.value(SHAPES[0])
+    if len(styles) > 1 and dashes:
+        dash = alt.StrokeDash("style:N", scale=alt.Scale(domain=styles, range=list(DASHES)), legend=by_dash)
+    elif len(styles) > 1:
+        shape = alt.Shape("style:N", scale=alt.Scale(domain=styles, range=list(SHAPES)), legend=by_shape)
+    return {
+        "color": alt.Color("line:N", scale=colours, legend=by_colour),
+        "fill": alt.condition("datum.doubted", alt.value("white"), alt.Fill("line:N", scale=colours, legend=None)),
+        "strokeDash": dash,
+        "shape": shape,
+    }
+
+
+def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
+    placed = [point for point in panel.points if _has_place(point)]
+    wide = _covered(placed)
+    rows = [
+        {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "low": p.low, "high": p.high,
+         "doubted": p.doubted, "wide": _WIDTH + _WIDER * wide[p.line, p.style]}
+        for p in placed
+    ]  # fmt: skip
+    counts = Counter((point.line, point.style) for point in placed)
+    dotted = [row for row, p in zip(rows, placed, strict=True) if counts[p.line, p.style] <= MOST_DOTS]
+    chart, dots = alt.Chart(alt.InlineData(values=rows)), alt.Chart(alt.InlineData(values=dotted))
+    bars = alt.Chart(alt.InlineData(values=[row for row in rows if row["low"] is not None and row["high"] is not None]))
+    colour, dash, shape = channels["color"], channels["strokeDash"], channels["shape"]
+    tooltip = ["line:N", "style:N", "x:Q", alt.Tooltip("y:Q", format=",.4~g")]
+    width: dict[str, Any] = (
+        {"strokeWidth": alt.StrokeWidth("wide:Q", scale=None, legend=None)} if any(wide.values()) else {}
+    )
+    return [
+        chart.mark_line(strokeWidth=_WIDTH).encode(x=x, y=y, color=colour, strokeDash=dash, detail="style:N", **width),
+        bars.mark_rule(strokeWidth=1.6).encode(x=x, y=low, y2="high:Q", color=colour),
+        *_lost(panel, placed, x, y, colour),
+        dots.mark_point(size=60, strokeWidth=1.8, opacity=1).encode(
+            x=x, y=y, color=colour, shape=shape, fill=channels["fill"], tooltip=tooltip
+        ),
+    ]
+
+
+def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt.Color) -> list[alt.Chart]:
+    """A word for each point that has no place, in its line's colour at the height of that line's last point; at the top
+    where the line has none."""
+    last = {point.line: point.y for point in sorted(placed, key=lambda point: point.x)}
+    taken: Counter[tuple[float, float | None]] = Counter()
+    marks: list[alt.Chart] = []
+    for point in panel.points:
+        if _has_place(point):
+            continue
+        height = last.get(point.line)
+        row = {
+            "x": point.x,
+            "y": height,
+            "line": printable(point.line),
+            "why": printable(point.missing or str(point.y)),
+        }
+        place = y if height is not None else alt.value(0)
+        mark = alt.Chart(alt.InlineData(values=[row])).mark_text(
+            baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * taken[point.x, height]
+        )
+        marks.append(mark.encode(x=x, y=place, text="why:N", color=colour))
+        taken[point.x, height] += 1
+    return marks
+
+
+def _covered(points: Sequence[Point]) -> dict[tuple[str, str], int]:
+    """How many lines that are drawn later lie on each line: it is drawn so much wider, and seen on both sides."""
+    lines: dict[tuple[str, str], dict[float, float]] = {}
+    for point in points:
+        lines.setdefault((point.line, point.style), {})[point.x] = point.y
+    covered = dict.fromkeys(lines, 0)
+    for (name, one), (_, other) in itertools.combinations(lines.items(), 2):
+        shared = sorted(one.keys() & other.keys())
+        meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
+        covered[name] += any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
+    return covered
+
+
+# Icicles, timelines and heat maps as charts: rectangles over two axes.
+
+
+_TILE_ROW_PX = 26
+_WIDTH_PX = 760
+_LEAST_LABELLED = 0.07
+"""The share of the width from which a part's name is written into it."""
+_LONGEST = 40
+_MORE = "other"
+
+
+def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
+    """The nodes by depth from the top, each as wide as its value; the innermost are coloured by name.
+
+    Raises InputError where there is nothing to draw.
+    """
+    whole = panel.nodes[0].value if panel.nodes else 0.0
+    if whole <= 0:
+        raise InputError("there is nothing to plot: no time in any part")
+    lefts: list[float] = []
+    depths: list[int] = []
+    taken: dict[int, float] = {}
+    rows: list[dict[str, object]] = []
+    totals: dict[str, float] = {}
+    for node in panel.nodes:
+        if node.level == "family":
+            totals[node.name] = totals.get(node.name, 0.0) + node.value
+    kinds = sorted(totals, key=lambda name: -totals[name])[: len(PALETTE) - 1]
+    for node in panel.nodes:
+        left = (lefts[node.parent] if node.parent >= 0 else 0.0) + taken.get(node.parent, 0.0)
+        depth = depths[node.parent] + 1 if node.parent >= 0 else 0
+        taken[node.parent] = taken.get(node.parent, 0.0) + node.value
+        lefts.append(left)
+        depths.append(depth)
+        kind = (node.name if node.name in kinds else _MORE) if node.level == "family" else "phases and modules"
+        name = middle_cut(printable(node.name), _LONGEST) if node.value / whole >= _LEAST_LABELLED else ""
+        rows.append({"left": left, "right": left + node.value, "depth": depth, "kind": printable(kind), "name": name,
+                     "part": printable(node.name), "below": depth + 0.96})  # fmt: skip
+    shades = ["phases and modules", *map(printable, kinds), _MORE]
+    colours = ["#D9DBDF", *PALETTE[: len(kinds)], "#ADADAD"]
+    base = alt.Chart(alt.Data(values=rows), height=_TILE_ROW_PX * (max(depths) + 1), width=_WIDTH_PX)
+    x = alt.X("left:Q", title=panel.x_title, scale=alt.Scale(domain=[0, whole], nice=False))
+    y = alt.Y("depth:Q", scale=alt.Scale(reverse=True, domain=[0, max(depths) + 1], nice=False), axis=None)
+    colour = alt.Color("kind:N", scale=alt.Scale(domain=shades, range=colours), legend=alt.Legend(title=None))
+    tiles = base.mark_rect(stroke="white", strokeWidth=0.6).encode(
+        x=x, x2="right:Q", y=y, y2="below:Q", color=colour, tooltip=["part:N"]
+    )
+    words = base.mark_text(align="left", baseline="middle", dx=4, fontSize=10, color="#000000").encode(
+        x=x, y=alt.Y("middle:Q", scale=alt.Scale(reverse=True, domain=[0, max(depths) + 1], nice=False), axis=None),
+        text="name:N",
+    ).transform_calculate(middle="datum.depth + 0.48")  # fmt: skip
+    return alt.layer(tiles, words).properties(title=_titled(title, subtitle))
+
+
+def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Chart:
+    """The slices of each lane over time. Raises InputError where there is nothing to draw."""
+    if not panel.slices:
+        raise InputError("there is nothing to plot: nothing ran")
+    totals: dict[str, float] = {}
+    for one in panel.slices:
+        totals[one.kind] = totals.get(one.kind, 0.0) + one.end - one.begin
+    kinds = sorted(totals, key=lambda kind: -totals[kind])[: len(PALETTE) - 1]
+    rows = [
+        {"lane": printable(one.lane), "begin": one.begin, "end": one.end,
+         "kind": printable(one.kind) if one.kind in kinds else _MORE}
+        for one in panel.slices
+    ]  # fmt: skip
+    lanes = list(dict.fromkeys(str(row["lane"]) for row in rows))
+    domain, ends = [*map(printable, kinds), _MORE], panel.frame.x_ends
+    scale = alt.Scale(domain=list(ends), nice=False) if ends else alt.Scale(nice=False)
+    return (
+        alt.Chart(alt.Data(values=rows), width=_WIDTH_PX, height=alt.Step(_TILE_ROW_PX), title=_titled(title, subtitle))
+        .mark_bar(height=_TILE_ROW_PX - 6)
+        .encode(
+            x=alt.X("begin:Q", title=panel.x_title, scale=scale), x2="end:Q",
+            y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(labelLimit=220)),
+            color=alt.Color("kind:N", scale=alt.Scale(domain=domain, range=[*PALETTE[: len(kinds)], "#ADADAD"]),
+                            legend=alt.Legend(title=None, symbolType="square")),
+        )
+    )  # fmt: skip
+
+
+def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
+    """A cell for each row and column, darker where the figure is larger, with the figure or why there is none.
+
+    Raises InputError where no cell has a figure.
+    """
+    known = [point for point in panel.points if not point.missing]
+    if not known:
+        raise InputError("there is nothing to plot: no figure in any cell")
+    rows = [
+        {"down": printable(point.line), "across": printable(point.name), "y": None if point.missing else point.y,
+         "said": printable(point.missing) if point.missing else f"{point.y:.4g}"}
+        for point in panel.points
+    ]  # fmt: skip
+    across, down = (list(dict.fromkeys(str(row[key]) for row in rows)) for key in ("across", "down"))
+    middle = (max(point.y for point in known) + min(point.y for point in known)) / 2
+    base = alt.Chart(alt.Data(values=rows), width=alt.Step(64), height=alt.Step(28)).encode(
+        x=alt.X("across:N", sort=across, title=panel.x_title, axis=alt.Axis(labelAngle=0)),
+        y=alt.Y("down:N", sort=down, title=panel.frame.line_title or None),
+    )
+    cells = base.mark_rect(stroke="white").encode(color=alt.Color("y:Q", scale=alt.Scale(scheme="blues"), legend=None))
+    dark = alt.condition(f"isValid(datum.y) && datum.y > {middle!r}", alt.value("white"), alt.value(INK))
+    words = base.mark_text(fontSize=11).encode(text="said:N", color=dark)
+    return alt.layer(cells, words).properties(title=_titled(title or panel.frame.heading, subtitle))
+
+
+def _titled(title: str, subtitle: str) -> alt.TitleParams:
+    return alt.TitleParams(title, subtitle=[subtitle] if subtitle else [], subtitleColor=FAINT)

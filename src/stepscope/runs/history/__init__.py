@@ -1,1 +1,0 @@
-"""What runs on disk say over time, and what became of forecasts."""

@@ -1,0 +1,593 @@
+"""Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
+
+An interval is inside the innermost one that holds it on its thread. Intervals of one path of names are one node. Time
+on the device is that of the work launched inside: by the thread of the launch or, where that thread has no interval
+open, by the innermost of its process (autograd launches backward from a thread that has no ranges).
+"""
+
+from dataclasses import dataclass
+
+import polars as pl
+
+from stepscope.traces.captures.attribution import Attribution, gather, range_kind
+from stepscope.traces.captures.occupation import matching, named, waits
+from stepscope.traces.captures.summary import TraceSummary
+from stepscope.traces.launches import is_launch
+from stepscope.traces.nesting import Nest, numbered
+from stepscope.traces.roofline.roofline import OperatorRoof
+from stepscope.traces.table import COPIES, KIND, TraceTable
+
+DEEPEST = 200
+"""Intervals that nest deeper are left out, with the work launched in them."""
+
+TREE_SCHEMA = pl.Schema(
+    {
+        "depth": pl.Int64,
+        "name": pl.String,
+        "path": pl.List(pl.String),
+        "calls": pl.Int64,
+        "host_ns": pl.Int64,
+        "self_host_ns": pl.Int64,
+        "kernels": pl.Int64,
+        "device_ns": pl.Int64,
+        "self_device_ns": pl.Int64,
+    }
+)
+"""Columns of a tree, parents before children. `calls`: intervals. `kernels`: work launched inside, copies included.
+`self_*`: without what the children take."""
+
+_NUMBERED = r"(?i)^(.*#|.*\bstep[ _]?)\d+$"
+"""Names that count steps: `ProfilerStep#7`. Steps are one node."""
+
+
+def operator_tree(attribution: Attribution, top: int | None = None) -> pl.DataFrame:
+    """The tree of a capture's operators, of the schema TREE_SCHEMA; `top`: the nodes with most time, and their
+    parents."""
+    operators = attribution.table.operators
+    return _tree(attribution, operators, attribution.work["operator_row"], top)
+
+
+def range_tree(attribution: Attribution, top: int | None = None) -> pl.DataFrame:
+    """The tree of a capture's ranges that nest; steps are one node, whatever their numbers."""
+    ranges = attribution.table.ranges.filter("nested")
+    names = ranges["name"].unique().cast(pl.String)
+    plain = names.str.replace(_NUMBERED, "${1}*")
+    ranges = ranges.with_columns(
+        ranges["name"].cast(pl.String).replace_strict(names, plain, return_dtype=pl.String).cast(pl.Categorical)
+    )
+    return _tree(attribution, ranges, _innermost(attribution.work, ranges), top)
+
+
+def _innermost(work: pl.DataFrame, intervals: pl.DataFrame) -> pl.Series:
+    """The row of the interval open at each launch, on its thread or else in its process; null without one."""
+    keys = ["process", "thread"]
+    threads = work.select("process", pl.col("launch_thread").alias("thread"))
+    track = numbered(pl.concat([intervals.select(keys), threads]), keys)
+    own = Nest(intervals.with_columns(track.head(intervals.height).alias("track")), "track")
+    anywhere = Nest(intervals, "process")
+    found = {
+        "own": own.innermost(track.tail(work.height), work["launch_ns"]),
+        "anywhere": anywhere.innermost(work["process"], work["launch_ns"]),
+    }
+    return pl.DataFrame(found).select(pl.coalesce("own", "anywhere").alias("row")).to_series()
+
+
+def _tree(attribution: Attribution, intervals: pl.DataFrame, rows: pl.Series, top: int | None) -> pl.DataFrame:
+    if not intervals.height:
+        return pl.DataFrame(schema=TREE_SCHEMA)
+    nest = Nest(intervals.with_columns(numbered(intervals, ["process", "thread"]).alias("track")), "track")
+    node, nodes = _nodes(gather(intervals["name"], nest.order), nest.parent)
+    places = pl.DataFrame(
+        {
+            "node": node,
+            "host_ns": intervals["duration_ns"].gather(nest.order),
+            "self_host_ns": nest.self_ns(intervals["duration_ns"]),
+        }
+    )
+    held = places.group_by("node").agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("host_ns", "self_host_ns").sum())
+    node_of_row = pl.DataFrame({"row": nest.order, "node": node}).sort("row")["node"]
+    spent = (
+        pl.DataFrame({"node": gather(node_of_row, rows), "ns": attribution.work["duration_ns"]})
+        .drop_nulls("node")
+        .group_by("node")
+        .agg(pl.len().cast(pl.Int64).alias("kernels"), pl.col("ns").sum().alias("self_device_ns"))
+    )
+    nodes = nodes.join(held, on="node", how="left").join(spent, on="node", how="left").fill_null(0).sort("node")
+    on_device = int(nodes["self_device_ns"].sum()) > 0
+    return _ordered(_with_inner(nodes, on_device), top)
+
+
+def _nodes(names: pl.Series, parent: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
+    """The node of each position, and the nodes (node, parent, depth, name), parents before children."""
+    frame = pl.DataFrame({"name": names, "parent": parent}).with_row_index("position")
+    found: list[pl.DataFrame] = []
+    placed: list[pl.DataFrame] = []
+    count = 0
+    # One level of depth after the other: a position's node is its name inside its parent's node.
+    level = frame.filter(pl.col("parent").is_null()).select("position", "name", pl.lit(-1, pl.Int64).alias("above"))
+    for depth in range(DEEPEST):
+        if not level.height:
+            break
+        fresh = level.select("above", "name").unique(maintain_order=True)
+        fresh = fresh.with_columns((pl.int_range(pl.len(), dtype=pl.Int64) + count).alias("node"))
+        count += fresh.height
+        found.append(fresh.with_columns(pl.lit(depth, pl.Int64).alias("depth")))
+        here = level.join(fresh, on=["above", "name"], how="left").select("position", "node")
+        placed.append(here)
+        below = here.rename({"position": "parent", "node": "above"}).cast({"parent": pl.Int64})
+        level = frame.join(below, on="parent", how="inner").select("position", "name", "above")
+    nodes = pl.concat(found).rename({"above": "parent"})
+    node = frame.select("position").join(pl.concat(placed), on="position", how="left", maintain_order="left")["node"]
+    return node, nodes
+
+
+def _with_inner(nodes: pl.DataFrame, on_device: bool) -> pl.DataFrame:
+    """The nodes with what is launched inside their children too, and `weight`: the most time of any node below."""
+    nodes = nodes.with_columns(
+        pl.col("self_device_ns").alias("device_ns"),
+        pl.lit(0, pl.Int64).alias("weight") if on_device else pl.col("host_ns").alias("weight"),
+    )
+    for depth in range(int(nodes["depth"].max() or 0), 0, -1):  # type: ignore[arg-type]
+        inner = (
+            nodes.filter(pl.col("depth") == depth)
+            .group_by("parent")
+            .agg(pl.col("kernels", "device_ns").sum().name.prefix("inner_"), pl.col("weight").max().alias("inner"))
+        )
+        nodes = (
+            nodes.join(inner, left_on="node", right_on="parent", how="left", maintain_order="left")
+            .with_columns(
+                pl.col("kernels") + pl.col("inner_kernels").fill_null(0),
+                pl.col("device_ns") + pl.col("inner_device_ns").fill_null(0),
+                pl.max_horizontal("weight", pl.col("inner").fill_null(0)),
+            )
+            .drop("inner_kernels", "inner_device_ns", "inner")
+        )
+    return nodes.with_columns(pl.col("device_ns").alias("weight")) if on_device else nodes
+
+
+def _ordered(nodes: pl.DataFrame, top: int | None) -> pl.DataFrame:
+    """The heaviest nodes, each below its parent, the heaviest children first."""
+    # A parent weighs at least as much as its child and has a lower number, so it is among them where the child is.
+    kept = nodes.sort("weight", "node", descending=[True, False]).head(top or nodes.height)
+    children: dict[int, list[int]] = {}
+    for node, parent in kept.select("node", "parent").iter_rows():
+        children.setdefault(parent, []).append(node)
+    names = dict(kept.select("node", pl.col("name").cast(pl.String).fill_null("")).iter_rows())
+    order: list[int] = []
+    paths: list[list[str]] = []
+    waiting: list[tuple[int, list[str]]] = [(node, []) for node in reversed(children.get(-1, []))]
+    while waiting:
+        node, above = waiting.pop()
+        order.append(node)
+        paths.append([*above, names[node]])
+        waiting += [(child, paths[-1]) for child in reversed(children.get(node, []))]
+    placed = pl.DataFrame({"node": order, "path": paths}, schema={"node": pl.Int64, "path": pl.List(pl.String)})
+    return (
+        placed.join(kept, on="node", how="left", maintain_order="left")
+        .with_columns(pl.col("name").cast(pl.String))
+        .select(list(TREE_SCHEMA))
+    )
+
+
+# Copies and fills by direction, kind of memory and size, with the bandwidth that they reached.
+
+
+SIZES = ((4 << 10, "below 4 KiB"), (64 << 10, "to 64 KiB"), (1 << 20, "to 1 MiB"), (16 << 20, "to 16 MiB"))
+LARGE, UNTOLD = "16 MiB and more", "size not recorded"
+"""The classes of sizes: each up to its bound, which it leaves out."""
+
+FILL = "fill"
+
+
+def copy_totals(attribution: Attribution) -> pl.DataFrame:
+    """A row for each direction, kind of memory and class of size, over the whole capture, the busiest first.
+
+    `direction`: HtoD, DtoH, DtoD, PtoP, HtoH, fill, or other. `memory`: `Pageable -> Device`, null where it is not
+    recorded. `size`: one of SIZES. `calls`, `busy_ns`, `bytes` and `bytes_per_s` (null where sizes are not recorded).
+    """
+    names = attribution.work["name"]
+    chosen = attribution.work.filter(pl.col("kind").is_in(pl.Series(COPIES, dtype=KIND).implode()))
+    distinct = chosen["name"].unique().cast(pl.String)
+    said = pl.DataFrame({"name": distinct}).select(
+        pl.col("name").cast(names.dtype),
+        pl.when(pl.col("name").str.starts_with("Memset"))
+        .then(pl.lit(FILL))
+        .otherwise(pl.col("name").str.extract(r"\b([HDP]to[HDP])\b").fill_null("other"))
+        .alias("direction"),
+        pl.col("name").str.extract(r"\(([^()]+ -> [^()]+)\)").alias("named"),
+    )
+    size = pl.when(pl.col("bytes").is_null()).then(pl.lit(UNTOLD))
+    for bound, label in SIZES:
+        size = size.when(pl.col("bytes") < bound).then(pl.lit(label))
+    moved, spent = pl.col("bytes").sum(), pl.col("busy_ns")
+    known = pl.col("size") != UNTOLD
+    return (
+        chosen.join(said, on="name", how="left")
+        .with_columns(
+            pl.coalesce("named", pl.col("memory").cast(pl.String)).alias("memory"),
+            size.otherwise(pl.lit(LARGE)).alias("size"),
+        )
+        .group_by("direction", "memory", "size")
+        .agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("duration_ns").sum().alias("busy_ns"), moved)
+        .with_columns(pl.when(known).then("bytes").alias("bytes"))
+        .with_columns(pl.when(spent > 0).then(pl.col("bytes") / spent * 1e9).alias("bytes_per_s"))
+        .sort("busy_ns", "direction", "memory", "size", descending=[True, False, False, False])
+    )
+
+
+# Time of the host in calls to the CUDA (or HIP) runtime and driver, and how long it waited in them; data loading.
+
+
+_LOADS = r"DataLoader"
+_VERSION = r"_v\d{4,}$"
+"""What Nsight Systems adds to a call's name: the version of CUDA in which it last changed."""
+
+
+def host_calls(attribution: Attribution, calls: pl.DataFrame) -> pl.DataFrame:
+    """A row for each name among `calls`, the longest first: calls, total_ns, median_ns, max_ns, and of those that wait
+    for the device `waits` and `waited_ns`."""
+    columns = ["process", "thread", "start_ns", "name"]
+    waiting = waits(attribution.table, attribution.work).with_columns(pl.lit(True).alias("waits"))
+    marked = calls.join(waiting.select(*columns, "waits").unique(), on=columns, how="left", maintain_order="left")
+    spent = pl.col("duration_ns")
+    return (
+        marked.group_by("name")
+        .agg(
+            pl.len().cast(pl.Int64).alias("calls"),
+            spent.sum().alias("total_ns"),
+            spent.median().alias("median_ns"),
+            spent.max().alias("max_ns"),
+            pl.col("waits").fill_null(False).sum().cast(pl.Int64),
+            spent.filter("waits").sum().alias("waited_ns"),
+        )
+        .with_columns(pl.col("name").cast(pl.String).str.replace(_VERSION, ""))
+        .sort("total_ns", "name", descending=[True, False])
+    )
+
+
+def data_loading(*recorded: pl.DataFrame) -> pl.DataFrame:
+    """A row for each of the recorded ranges and operators of PyTorch's DataLoader: name, calls, total_ns, median_ns,
+    max_ns."""
+    loading = pl.concat(
+        named(frame.select("name", "duration_ns"), _LOADS).with_columns(pl.col("name").cast(pl.String))
+        for frame in recorded
+    )
+    spent = pl.col("duration_ns")
+    return (
+        loading.group_by("name")
+        .agg(
+            pl.len().cast(pl.Int64).alias("calls"),
+            spent.sum().alias("total_ns"),
+            spent.median().alias("median_ns"),
+            spent.max().alias("max_ns"),
+        )
+        .sort("total_ns", "name", descending=[True, False])
+    )
+
+
+# How the duration of each kernel varies, and with which grid, registers and occupancy it ran.
+
+
+def kernel_times(attribution: Attribution) -> pl.DataFrame:
+    """A row for each kernel and family over the whole capture, the busiest first.
+
+    `calls`, `busy_ns`, `min_ns`, `median_ns`, `max_ns`, `deviation_ns` (of a sample; null for one call). `grid` and
+    `block` are those of most calls, `grids` counts different ones. `registers` is the most. `occupancy` is the mean of
+    the profiler's estimate by time, from 0 to 100. What is not recorded is null.
+    """
+    spent = pl.col("duration_ns")
+    told = pl.col("occupancy").is_not_null()
+    weighted = (pl.col("occupancy").cast(pl.Float64) * spent).filter(told).sum() / spent.filter(told).sum()
+    return (
+        attribution.kernels.group_by("name", "family")
+        .agg(
+            pl.len().cast(pl.Int64).alias("calls"),
+            spent.sum().alias("busy_ns"),
+            spent.min().alias("min_ns"),
+            spent.median().alias("median_ns"),
+            spent.max().alias("max_ns"),
+            spent.std().alias("deviation_ns"),
+            pl.col("grid", "block").drop_nulls().mode().sort().first().cast(pl.String),
+            pl.col("grid").drop_nulls().n_unique().cast(pl.Int64).alias("grids"),
+            pl.col("registers").max(),
+            pl.when(spent.filter(told).sum() > 0).then(weighted).alias("occupancy"),
+        )
+        .with_columns(pl.col("name", "family").cast(pl.String))
+        .sort("busy_ns", "name", "family", descending=[True, False, False])
+    )
+
+
+# Every operator of a capture with its shapes: calls, kernels, device time, FLOPs, bytes and bound.
+
+
+_ROOFS = pl.Schema(
+    {
+        "name": pl.Categorical(),
+        "shapes": pl.Categorical(),
+        "launching": pl.Int64,
+        "kernels": pl.Int64,
+        "busy_ns": pl.Int64,
+        "flops": pl.Float64,
+        "bytes": pl.Float64,
+        "bound_ns": pl.Float64,
+        "bound": pl.String,
+    }
+)
+
+
+def operator_totals(summary: TraceSummary) -> pl.DataFrame:
+    """A row for each operator and its shapes, over the whole capture, the busiest first.
+
+    `name`, `shapes` (JSON text as recorded), `calls`, `host_ns` (without operators that it calls), `kernels` and
+    `busy_ns` of the work that it launched itself, copies included, `flops`, `bytes`, `bound_ns` (null where no rule
+    counts them) and `bound`: the verdict of most of its time. The operators of a part are those that launched some of
+    it, and have no `host_ns`.
+    """
+    roofs = _roofs(summary)
+    if summary.part is not None:
+        totals = roofs.with_columns(pl.col("launching").alias("calls"), pl.lit(None, pl.Int64).alias("host_ns"))
+    else:
+        called = _called(summary.attribution.table.operators)
+        totals = called.join(roofs, on=["name", "shapes"], how="left", nulls_equal=True)
+    columns = ["name", "shapes", "calls", "host_ns", "kernels", "busy_ns", "flops", "bytes", "bound_ns", "bound"]
+    return (
+        totals.with_columns(pl.col("kernels", "busy_ns").fill_null(0), pl.col("name", "shapes").cast(pl.String))
+        .select(columns)
+        .sort("busy_ns", "host_ns", "name", "shapes", descending=[True, True, False, False], nulls_last=True)
+    )
+
+
+def _called(operators: pl.DataFrame) -> pl.DataFrame:
+    """The calls of each operator and their own time on the host."""
+    nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+    if not nest.height:
+        return pl.DataFrame(schema={**_ROOFS, "calls": pl.Int64, "host_ns": pl.Int64}).select(
+            "name", "shapes", "calls", "host_ns"
+        )
+    placed = operators.select("name", "shapes")[nest.order]
+    return (
+        placed.with_columns(nest.self_ns(operators["duration_ns"]).alias("host_ns"))
+        .group_by("name", "shapes")
+        .agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("host_ns").sum())
+    )
+
+
+def _roofs(summary: TraceSummary) -> pl.DataFrame:
+    """What the calls that launched something did, by operator and shapes."""
+    rows = [_row(roof) for roof in (summary.roofline.operators if summary.roofline else ())]
+    frame = pl.DataFrame(rows, schema=_ROOFS, orient="row")
+    known = [pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name) for name in _COUNTED]
+    return (
+        frame.sort("busy_ns", descending=True)
+        .group_by("name", "shapes", maintain_order=True)
+        .agg(pl.col("launching", "kernels", "busy_ns").sum(), *known, pl.col("bound").drop_nulls().first())
+    )
+
+
+_COUNTED = ("flops", "bytes", "bound_ns")
+
+
+def _row(roof: OperatorRoof) -> tuple[object, ...]:
+    counted = (None if count is None else float(count) for count in (roof.flops, roof.bytes_moved, roof.bound_ns))
+    return (roof.operator, roof.shapes, roof.calls, roof.kernels, roof.device_ns, *counted, roof.verdict)
+
+
+# The queue of each device: work that is launched and has not started. An empty queue leaves the device to the host.
+#
+# The kernels of a graph's replay are all launched by one call, so all wait from there. Work without a recorded launch
+# does not count.
+
+
+PIECES = 100
+"""Equal parts of the span in which the mean length is told."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Queue:
+    """The queue of one device, from the first launch to the start of the last work.
+
+    `mean`: over time. `empty_share`: the share of the span in which nothing waited. `wait_ns`: median time from launch
+    to start. `over_time`: the mean length in each of PIECES equal parts of the span.
+    """
+
+    device: int
+    span_ns: int
+    mean: float
+    longest: int
+    empty_share: float
+    wait_ns: int
+    over_time: tuple[float, ...]
+
+
+def queues(attribution: Attribution) -> tuple[Queue, ...]:
+    """The queue of each device; none for a CPU, and where no launch is recorded."""
+    if attribution.table.on_cpu:
+        return ()
+    launched = attribution.work.filter(pl.col("launch_ns").is_not_null()).select(
+        "device",
+        "launch_ns",
+        pl.max_horizontal("start_ns", "launch_ns").alias("start_ns"),  # clocks of host and device may differ a little
+    )
+    return tuple(
+        _queue(device, launched.filter(pl.col("device") == device))
+        for device in launched["device"].unique().sort().to_list()
+    )
+
+
+def _queue(device: int, work: pl.DataFrame) -> Queue:
+    changes = (
+        pl.concat(
+            [
+                work.select(pl.col("launch_ns").alias("at_ns"), pl.lit(1, pl.Int64).alias("change")),
+                work.select(pl.col("start_ns").alias("at_ns"), pl.lit(-1, pl.Int64).alias("change")),
+            ]
+        )
+        .group_by("at_ns")
+        .agg(pl.col("change").sum())
+        .sort("at_ns")
+        .with_columns(pl.col("change").cum_sum().alias("length"))
+        .with_columns((pl.col("at_ns").shift(-1) - pl.col("at_ns")).fill_null(0).alias("lasts_ns"))
+    )
+    area = (changes["length"] * changes["lasts_ns"]).cum_sum()
+    moments = changes["at_ns"].to_list()
+    first, last = moments[0], moments[-1]
+    span_ns, waited_ns = last - first, int((work["start_ns"] - work["launch_ns"]).sum())
+    empty_ns = int(changes.filter(pl.col("length") == 0)["lasts_ns"].sum())
+    longest, median = changes["length"].max(), (work["start_ns"] - work["launch_ns"]).median()
+    return Queue(
+        device=device,
+        span_ns=span_ns,
+        mean=waited_ns / span_ns if span_ns else 0.0,
+        longest=longest if isinstance(longest, int) else 0,
+        empty_share=empty_ns / span_ns if span_ns else 0.0,
+        wait_ns=round(median) if isinstance(median, int | float) else 0,
+        over_time=_means(changes, area, first, span_ns) if span_ns >= PIECES else (),
+    )
+
+
+def _means(changes: pl.DataFrame, area: pl.Series, first: int, span_ns: int) -> tuple[float, ...]:
+    """The mean length in each part of the span, from the area below the curve up to each bound."""
+    bounds = pl.Series([first + span_ns * piece // PIECES for piece in range(PIECES + 1)], dtype=pl.Int64)
+    at = (changes["at_ns"].search_sorted(bounds, side="right").cast(pl.Int64) - 1).clip(lower_bound=0)
+    whole = (area - changes["length"] * changes["lasts_ns"]).gather(at)
+    below = whole + changes["length"].gather(at) * (bounds - changes["at_ns"].gather(at))
+    return tuple((below.diff().drop_nulls() / bounds.diff().drop_nulls()).to_list())
+
+
+# Replays of CUDA graphs: how many kernels each has, and which operator and module each kernel was when captured.
+#
+# Kernels of a replay carry the correlation of the call that launched the graph. While a graph is captured, each launch
+# is called once and nothing runs; so the nth launch of a capture is the nth kernel of a replay, by its node or, where
+# nodes are not recorded, by its start. Both are joined only where their numbers agree.
+
+
+_GRAPH_LAUNCH = r"^(cuda|cu|hip)GraphLaunch"
+_BEGINS, _ENDS = r"^(cuda|cu|hip)StreamBeginCapture", r"^(cuda|cu|hip)StreamEndCapture"
+
+
+def graph_replays(attribution: Attribution) -> pl.DataFrame:
+    """A row for each graph, told by the work of its replay: `graph` from 0 as they come, `replays`, `kernels` and
+    `copies` of one replay, `busy_ns` and `span_ns` (from its first start to its last end; medians), `host_ns` of the
+    call, and `launch_rows`, the rows of the calls.
+
+    Replays with the same names of work in the same order are of one graph.
+    """
+    work = _replayed(attribution)
+    calls = attribution.table.calls
+    end_ns = pl.col("start_ns") + pl.col("duration_ns")
+    computes = pl.col("kind").cast(pl.String) == "kernel"
+    replays = (
+        work.group_by("launch_row", maintain_order=True)
+        .agg(
+            computes.sum().cast(pl.Int64).alias("kernels"),
+            (~computes).sum().cast(pl.Int64).alias("copies"),
+            pl.col("duration_ns").sum().alias("busy_ns"),
+            (end_ns.max() - pl.col("start_ns").min()).alias("span_ns"),
+            pl.col("name").cast(pl.String).str.join("\n").hash().alias("work"),
+        )
+        .with_columns(
+            calls["duration_ns"].gather(pl.Series(work["launch_row"].unique(maintain_order=True))).alias("host_ns")
+        )
+    )
+    return (
+        replays.group_by("work", "kernels", "copies", maintain_order=True)
+        .agg(
+            pl.len().cast(pl.Int64).alias("replays"),
+            pl.col("busy_ns", "span_ns", "host_ns").median(),
+            pl.col("launch_row").alias("launch_rows"),
+        )
+        .with_row_index("graph")
+        .select("graph", "replays", "kernels", "copies", "busy_ns", "span_ns", "host_ns", "launch_rows")
+    )
+
+
+def _replayed(attribution: Attribution) -> pl.DataFrame:
+    """The work of replays, in the order of calls and, within one, of nodes or starts."""
+    calls, work = attribution.table.calls, attribution.work
+    launching = calls["name"].is_in(matching(calls["name"], _GRAPH_LAUNCH).implode())
+    chosen = work.filter(
+        gather(launching, work["launch_row"]).fill_null(False) & (pl.col("kind").cast(pl.String) != "graph")
+    )
+    return chosen.with_columns(calls["start_ns"].gather(chosen["launch_row"]).alias("_called_ns")).sort(
+        "_called_ns", "launch_row", "graph_node", "start_ns", nulls_last=True
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Captured:
+    """One capture of a graph: the `operator` and `module` (null outside) of each launch, in their order."""
+
+    launches: pl.DataFrame
+
+    @property
+    def kernels(self) -> int:
+        """The launches of the capture, copies included."""
+        return self.launches.height
+
+
+def captured_graphs(table: TraceTable) -> tuple[Captured, ...]:
+    """The captures of graphs that a trace holds, in their order."""
+    calls = table.calls
+    begins = calls.filter(pl.col("name").is_in(matching(calls["name"], _BEGINS).implode()))
+    ends = calls.filter(pl.col("name").is_in(matching(calls["name"], _ENDS).implode())).sort("start_ns")
+    names = calls["name"].unique().cast(pl.String)
+    launching = names.filter(names.to_frame().select(is_launch(pl.col(names.name))).to_series())
+    launches = calls.filter(pl.col("name").is_in(launching.cast(calls["name"].dtype).implode()))
+    found = []
+    for process, begun_ns in begins.sort("start_ns").select("process", "start_ns").iter_rows():
+        until = ends.filter((pl.col("process") == process) & (pl.col("start_ns") > begun_ns)).head(1)["start_ns"]
+        if len(until):
+            inside = (pl.col("process") == process) & pl.col("start_ns").is_between(begun_ns, until.item())
+            found.append(Captured(launches=_placed(launches.filter(inside).sort("start_ns"), table)))
+    return tuple(found)
+
+
+def _placed(launches: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
+    """The innermost operator and module open at each launch on its thread."""
+    names = table.ranges["name"].unique().to_list()
+    modules = pl.Series([name for name in names if range_kind(name) == "module"], dtype=pl.Categorical())
+    ranges = table.ranges.filter(pl.col("nested") & pl.col("name").is_in(modules.implode()))
+    found = []
+    for name, frame in (("operator", table.operators), ("module", ranges)):
+        keys = ["process", "thread"]
+        track = numbered(pl.concat([frame.select(keys), launches.select(keys)]), keys)
+        nest = Nest(frame.with_columns(track.head(frame.height).alias("track")), "track")
+        rows = nest.innermost(track.tail(launches.height), launches["start_ns"])
+        found.append(gather(frame["name"], rows).cast(pl.String).alias(name))
+    return pl.DataFrame(found)
+
+
+def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) -> pl.DataFrame:
+    """A row for each kernel or copy of each graph whose capture is known: graph, node, name, operator, module, calls
+    and busy_ns over all replays. Graphs take the captures with as many launches, in order."""
+    work, left = _replayed(attribution), list(captures)
+    parts = []
+    for row in graph_replays(attribution).iter_rows(named=True):
+        match = next((one for one in left if one.kernels == row["kernels"] + row["copies"]), None)
+        if match is None:
+            continue
+        if len(left) > 1:
+            left.remove(match)
+        own = work.filter(pl.col("launch_row").is_in(row["launch_rows"]))
+        node = pl.int_range(pl.len(), dtype=pl.Int64).over("launch_row")
+        totals = (
+            own.with_columns(node.alias("node"))
+            .group_by("node")
+            .agg(
+                pl.col("name").first().cast(pl.String),
+                pl.len().cast(pl.Int64).alias("calls"),
+                pl.col("duration_ns").sum().alias("busy_ns"),
+            )
+        )
+        places = match.launches.with_row_index("node").cast({"node": pl.Int64})
+        joined = totals.join(places, on="node", how="left").sort("node")
+        parts.append(
+            joined.select(
+                pl.lit(row["graph"], pl.Int64).alias("graph"), "node", "name", "operator", "module", "calls", "busy_ns"
+            )
+        )
+    nothing = {
+        "graph": pl.Int64, "node": pl.Int64, "name": pl.String, "operator": pl.String, "module": pl.String,
+        "calls": pl.Int64, "busy_ns": pl.Int64,
+    }  # fmt: skip
+    return pl.concat([pl.DataFrame(schema=nothing), *parts])

@@ -1,1 +1,0 @@
-"""What engineers look up in a capture, one question a file: operators, copies, calls, queues, trees, graphs."""
