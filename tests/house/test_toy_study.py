@@ -48,8 +48,7 @@ def toy(*, steps: int = 4, device: str) -> Answer:
 '''
 
 LINES = {
-    "from stepscope.app.cli.verb import Verbs, study_now, verb\n": "from stepscope.app.cli.studies.toy import toy\n",
-    '        "warmup": warmup,': '        "toy": toy,\n',
+    '        "warmup": (\n': '        "toy": ("stepscope.app.cli.studies.toy:toy", "How a harmonic sum grows."),\n',
 }
 """Lines of `app/cli/study.py`, each with the line to insert before it."""
 

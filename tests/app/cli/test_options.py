@@ -13,8 +13,9 @@ import msgspec
 import pytest
 import typer
 
-from stepscope.app.cli.app import app
+from stepscope.app.cli.app import _Command, app
 from stepscope.app.cli.options import GROUPS, OPTIONS, line_of
+from stepscope.app.cli.study import _Studies
 from stepscope.app.cli.verb import EXAMPLES, OLD_SPELLINGS
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
@@ -71,6 +72,16 @@ def test_one_name_means_one_thing_and_has_one_place():
     for option in OPTIONS:
         for verb in option.verbs:
             assert (option.flag.partition("/")[0], verb) in used, f"{verb} has no {option.flag}"
+
+
+@pytest.mark.parametrize(
+    ("listed", "before"), [(_Command.verbs, ""), (_Studies.verbs, "study ")], ids=["verbs", "studies"]
+)
+def test_the_list_of_verbs_says_what_each_verb_says(listed: dict[str, tuple[str, str]], before: str):
+    """The list is read without the verbs, which take their time to import."""
+    for name, (_, words) in listed.items():
+        said = inspect.getdoc(VERBS[f"{before}{name}"].callback) or ""
+        assert " ".join(said.partition("\n\n")[0].split()) == words
 
 
 @pytest.mark.parametrize("verb", VERBS)

@@ -9,17 +9,8 @@ from typing import Any, ClassVar, NoReturn
 import typer
 
 from stepscope import __version__
-from stepscope.app.cli import compare, fit, plan, report, run, study, sweep, trace, tune, watch, writeup
-from stepscope.app.cli import lookups as device
-from stepscope.app.cli import lookups as kernel
-from stepscope.app.cli import lookups as memory
-from stepscope.app.cli import lookups as models
-from stepscope.app.cli import output as streams
-from stepscope.app.cli import stored_runs as history
-from stepscope.app.cli import stored_runs as ls
-from stepscope.app.cli import stored_runs as show
-from stepscope.app.cli import stored_runs as table
-from stepscope.app.cli.output import emit
+from stepscope.app.cli import study
+from stepscope.app.cli.output import emit, mend
 from stepscope.app.cli.verb import Verbs, help_width
 from stepscope.core import interrupts
 from stepscope.core.address_space import address_space_limit
@@ -49,13 +40,76 @@ class _Command(Verbs):
     """The command itself. In its verbs, and only there, a signal is a KeyboardInterrupt, which goes no further."""
 
     verbs: ClassVar = {
-        "run": run.run, "watch": watch.watch, "sweep": sweep.sweep, "compare": compare.compare, "table": table.table,
-        "trace": trace.trace, "memory": memory.memory, "report": report.report, "fit": fit.fit, "plan": plan.plan,
-        "tune": tune.tune,
-        "show": show.show,
-        "ls": ls.ls, "history": history.history, "writeup": writeup.writeup,
-        "models": models.models, "device": device.device, "kernel": kernel.kernel,
-    }  # fmt: skip
+        "run": (
+            "stepscope.app.cli.run:run",
+            "Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory.",
+        ),
+        "watch": (
+            "stepscope.app.cli.watch:watch",
+            "Run a training script unchanged, and measure some of its steps: data, forward, backward, optimizer, the "
+            "rest.",
+        ),
+        "sweep": (
+            "stepscope.app.cli.sweep:sweep",
+            "Measure a grid of workloads. The same command resumes a sweep that was interrupted.",
+        ),
+        "compare": (
+            "stepscope.app.cli.compare:compare",
+            "Compare runs, sets, sweeps, tags or commits: what changed, by how much, and how sure that is.",
+        ),
+        "table": (
+            "stepscope.app.cli.stored_runs:table",
+            "Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot.",
+        ),
+        "trace": (
+            "stepscope.app.cli.trace:trace",
+            "Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted "
+            "for.",
+        ),
+        "memory": (
+            "stepscope.app.cli.lookups:memory",
+            "Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for.",
+        ),
+        "report": (
+            "stepscope.app.cli.report:report",
+            "Write one HTML page that needs nothing else: look at it, print it, send it.",
+        ),
+        "fit": (
+            "stepscope.app.cli.fit:fit",
+            "Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU.",
+        ),
+        "plan": (
+            "stepscope.app.cli.plan:plan",
+            "Plan a step on paper, over one GPU to 100,000: every layout, which fit, which is fastest, and what "
+            "bounds it.",
+        ),
+        "tune": (
+            "stepscope.app.cli.tune:tune",
+            "Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.",
+        ),
+        "show": (
+            "stepscope.app.cli.stored_runs:show",
+            "Show a run read back from disk, or the runs of one set together.",
+        ),
+        "ls": ("stepscope.app.cli.stored_runs:ls", "List runs, oldest first."),
+        "history": (
+            "stepscope.app.cli.stored_runs:history",
+            "Trends of stored runs by workload, with changes of level dated by commit.",
+        ),
+        "writeup": (
+            "stepscope.app.cli.writeup:writeup",
+            "Answer the questions of an assignment from stored runs; a question without data names its command.",
+        ),
+        "models": ("stepscope.app.cli.lookups:models", "List the presets: name, parameters and every size."),
+        "device": (
+            "stepscope.app.cli.lookups:device",
+            "Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs).",
+        ),
+        "kernel": (
+            "stepscope.app.cli.lookups:kernel",
+            "Explain a kernel by its name: library, types, layout, tile, and which product of a step it is.",
+        ),
+    }
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("To begin with"):
@@ -99,7 +153,7 @@ def main() -> NoReturn:
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     interrupts.install()
-    streams.mend()
+    mend()
     try:
         Path.cwd()  # libraries that are loaded where there is no directory end the process themselves
     except OSError:

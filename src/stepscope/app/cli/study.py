@@ -1,62 +1,111 @@
 """`stepscope study NAME`: questions with an answer of their own."""
 
-from pathlib import Path
 from typing import Any, ClassVar
 
 import typer
 
-from stepscope.app.cli.output import Presentation
-from stepscope.app.cli.studies import precision
-from stepscope.app.cli.studies.attention import attention, attention_gate
-from stepscope.app.cli.studies.collectives import collectives
-from stepscope.app.cli.studies.steps import allocator, attention_step, compiled, kernels, parallel, speed
-from stepscope.app.cli.verb import Verbs, study_now, verb
-
-
-@verb(
-    "study warmup",
-    "stepscope study warmup --model small --seq-len 512",
-    "stepscope study warmup --warmup 0,1,10 --steps 20",
-)
-def warmup(
-    *,
-    model: str = "tiny",
-    seq_len: int = 128,
-    batch_size: int = 4,
-    dtype: str = "fp32",
-    device: str,
-    warmup: tuple[int, ...] = (0, 1, 2, 5),
-    steps: int = 10,
-    tag: str | None,
-    runs: Path,
-    shown: Presentation,
-) -> None:
-    """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
-    from stepscope.app.cli.sweep import measure_and_report, report_runs
-    from stepscope.core.model_config import configure
-    from stepscope.core.workload import Workload
-    from stepscope.engine.plan import Policy, SweepPlan
-    from stepscope.questions.warmup import answer_warmup, warmup_cells
-
-    workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
-    cells = warmup_cells(workload, steps, warmup)
-    plan = SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag)
-    measure_and_report(plan, Policy(), lambda found: report_runs(found, answer_warmup(found), shown))
+from stepscope.app.cli.verb import Verbs, study_now
 
 
 class _Studies(Verbs):
     """The studies, each a verb."""
 
     verbs: ClassVar = {
-        "warmup": warmup, "allocator": allocator, "kernels": kernels, "compile": compiled,
-        "formats": precision.formats_study,
-        "accumulation": precision.accumulation_study, "normalisation": precision.normalisation_study,
-        "softmax": precision.softmax_study, "underflow": precision.underflow,
-        "scaling": precision.scaling, "swallowed": precision.swallowed, "autocast": precision.autocast,
-        "parity": precision.parity, "shadow": precision.shadow,
-        "speed": speed, "quality": precision.quality, "attention": attention, "attention-step": attention_step,
-        "attention-gate": attention_gate, "collectives": collectives, "parallel": parallel,
-    }  # fmt: skip
+        "warmup": (
+            "stepscope.app.cli.studies.steps:warmup",
+            "Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process.",
+        ),
+        "allocator": (
+            "stepscope.app.cli.studies.steps:allocator",
+            "Measure a step without a setting of the GPU's caching allocator and with it, each in a process of its "
+            "own.",
+        ),
+        "kernels": (
+            "stepscope.app.cli.studies.steps:kernels",
+            "Kernels by phase, their share, softmax and the rest, over models and sequence lengths.",
+        ),
+        "compile": (
+            "stepscope.app.cli.studies.steps:compiled",
+            "What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it "
+            "fused.",
+        ),
+        "formats": (
+            "stepscope.app.cli.studies.precision:formats_study",
+            "Range, precision and largest integer of every floating format, from its bits.",
+        ),
+        "accumulation": (
+            "stepscope.app.cli.studies.precision:accumulation_study",
+            "Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why.",
+        ),
+        "normalisation": (
+            "stepscope.app.cli.studies.precision:normalisation_study",
+            "RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe "
+            "way.",
+        ),
+        "softmax": (
+            "stepscope.app.cli.studies.precision:softmax_study",
+            "Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow.",
+        ),
+        "underflow": (
+            "stepscope.app.cli.studies.precision:underflow",
+            "The exponents of a training step's gradients against each format, without and with a loss scale.",
+        ),
+        "scaling": (
+            "stepscope.app.cli.studies.precision:scaling",
+            "A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler.",
+        ),
+        "swallowed": (
+            "stepscope.app.cli.studies.precision:swallowed",
+            "Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside "
+            "fp32.",
+        ),
+        "autocast": (
+            "stepscope.app.cli.studies.precision:autocast",
+            "The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator.",
+        ),
+        "parity": (
+            "stepscope.app.cli.studies.precision:parity",
+            "Whether one step gives the same loss and gradients in other micro-batches, compiled, checkpointed, or "
+            "with another attention; and which module departs first where it does not. What is asked for is "
+            "compared, or all that can be.",
+        ),
+        "shadow": (
+            "stepscope.app.cli.studies.precision:shadow",
+            "Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the "
+            "error that this makes in the gradients, beside run-to-run noise.",
+        ),
+        "speed": (
+            "stepscope.app.cli.studies.steps:speed",
+            "How much faster lower precision is by the model's size, and which part of the step makes the gain.",
+        ),
+        "quality": (
+            "stepscope.app.cli.studies.precision:quality",
+            "A small transformer trained on real text in every precision: quality, and the step at which a run "
+            "departs.",
+        ),
+        "attention": (
+            "stepscope.app.cli.studies.attention:attention",
+            "Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and "
+            "head_dim.",
+        ),
+        "attention-step": (
+            "stepscope.app.cli.studies.steps:attention_step",
+            "A whole training step with each attention in it: time, memory, and where the difference comes from.",
+        ),
+        "attention-gate": (
+            "stepscope.app.cli.studies.attention:attention_gate",
+            "Whether each implementation of attention is right: every dtype and shape, judged by float64.",
+        ),
+        "collectives": (
+            "stepscope.app.cli.studies.collectives:collectives",
+            "Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, "
+            "by size.",
+        ),
+        "parallel": (
+            "stepscope.app.cli.studies.steps:parallel",
+            "Strategies that share a step, beside one process and one another: step, communication, memory, scaling.",
+        ),
+    }
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, study_now(args))

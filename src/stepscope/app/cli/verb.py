@@ -7,6 +7,7 @@ the options that its fields name. Parameters that typer annotates are its argume
 """
 
 import functools
+import importlib
 import inspect
 import math
 import operator
@@ -266,29 +267,31 @@ class Verb(TyperCommand):
 class Verbs(TyperGroup):
     """A command of verbs. A verb is built when it is asked for, since typer takes some milliseconds for each."""
 
-    verbs: ClassVar[dict[str, Callable[..., None]]] = {}
+    verbs: ClassVar[dict[str, tuple[str, str]]] = {}
+    """Each verb's function, as module:function, and what it does. The module is imported when the verb is asked for."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _BuiltWhenAsked(self.verbs, self.commands)
+        self.commands = _BuiltWhenAsked({name: function for name, (function, _) in self.verbs.items()}, self.commands)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        texts = {name: function.__doc__ or "" for name, function in self.verbs.items()}
-        texts |= {name: command.help or "" for name, command in self.commands.built.items()}
+        texts = {name: text for name, (_, text) in self.verbs.items()}
+        texts |= {name: _summary(command.help or "") for name, command in self.commands.built.items()}
         with formatter.section("Verbs"):
-            formatter.write_dl([(name, _summary(text)) for name, text in texts.items()])
+            formatter.write_dl(list(texts.items()))
 
 
 class _BuiltWhenAsked(MutableMapping[str, Any]):
     """Commands by name, made of functions when they are first looked up."""
 
-    def __init__(self, functions: dict[str, Callable[..., None]], built: Mapping[str, Any]) -> None:
+    def __init__(self, functions: dict[str, str], built: Mapping[str, Any]) -> None:
         self.functions, self.built = functions, dict(built)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.built:
+            module, _, function = self.functions[name].partition(":")
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=help_width())
-            alone.command(name, cls=Verb)(self.functions[name])
+            alone.command(name, cls=Verb)(getattr(importlib.import_module(module), function))
             self.built[name] = typer.main.get_command(alone)
         return self.built[name]
 

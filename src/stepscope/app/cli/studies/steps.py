@@ -463,3 +463,34 @@ def allocator(
             found += run_sweep(plan, Policy(fresh=True), tell)
     shown.show(answer_allocator(found, setting))
     raise typer.Exit(sweep_exit_code(found))
+
+
+@verb(
+    "study warmup",
+    "stepscope study warmup --model small --seq-len 512",
+    "stepscope study warmup --warmup 0,1,10 --steps 20",
+)
+def warmup(
+    *,
+    model: str = "tiny",
+    seq_len: int = 128,
+    batch_size: int = 4,
+    dtype: str = "fp32",
+    device: str,
+    warmup: tuple[int, ...] = (0, 1, 2, 5),
+    steps: int = 10,
+    tag: str | None,
+    runs: Path,
+    shown: Presentation,
+) -> None:
+    """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
+    from stepscope.app.cli.sweep import measure_and_report, report_runs
+    from stepscope.core.model_config import configure
+    from stepscope.core.workload import Workload
+    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.questions.warmup import answer_warmup, warmup_cells
+
+    workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
+    cells = warmup_cells(workload, steps, warmup)
+    plan = SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag)
+    measure_and_report(plan, Policy(), lambda found: report_runs(found, answer_warmup(found), shown))
