@@ -24,7 +24,7 @@ from rich.console import Console
 
 from stepscope.core.run_directory import load_runs
 from stepscope.core.units import counted
-from stepscope.runs.nodes import node_of
+from stepscope.runs.answer import node_of
 from stored import measure_or_show
 
 CELL_S = 2

@@ -7,12 +7,10 @@ import polars as pl
 import pytest
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
-from stepscope.allocations.answer import answer_memory, memory_as_json
+from stepscope.allocations.answer import alike, answer_memory, memory_as_json, saved_by_block
 from stepscope.allocations.at_moment import category_timeline, moment_at, phase_peaks
 from stepscope.allocations.block_layout import rounded
-from stepscope.allocations.blocks import alike, saved_by_block
-from stepscope.allocations.explain import Explained, explain, shapes_by_size
-from stepscope.allocations.moments import Place, place_of
+from stepscope.allocations.explain import Explained, Place, explain, place_of, shapes_by_size
 from stepscope.allocations.replay import replay
 from stepscope.allocations.snapshot import Settings, snapshot_from
 from stepscope.core.errors import InputError

@@ -5,9 +5,8 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.allocations.answer import memory_as_json
+from stepscope.allocations.answer import memory_as_json, saved_by_block
 from stepscope.allocations.at_moment import moment_at
-from stepscope.allocations.blocks import saved_by_block
 from stepscope.allocations.explain import Explained, explain
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.kept_tensors import kept_by_block

@@ -14,10 +14,10 @@ from stepscope.allocations.prediction.own_fit import KEPT_FREE, Unseen
 from stepscope.core.errors import InputError
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.units import GIB, MIB
-from stepscope.engine import own_fake_step, own_fit
+from stepscope.engine import own_fit
+from stepscope.engine import own_fit as own_fake_step
 from stepscope.engine.fake_step import estimate_by_running, replayed
-from stepscope.engine.own_fake_step import resized, watch_own_step
-from stepscope.engine.own_fit import fit_own
+from stepscope.engine.own_fit import fit_own, resized, watch_own_step
 from stepscope.training.own.own_step import OwnModule
 from tests.command import stepscope
 from tests.conftest import mini

@@ -29,8 +29,18 @@ from stepscope.questions.tuning import curves as curves_module
 from stepscope.questions.tuning.answer import answer_tuned
 from stepscope.questions.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared
 from stepscope.questions.tuning.racing import Racing, Turns, beside, compiled_s, p_value_of, steps_s
-from stepscope.questions.tuning.search import BEFORE, ROUNDS, Search, changes_of, groups_that_may, lighter, together
-from stepscope.questions.tuning.tune import one_that_fits, tune, without_numeric_changes
+from stepscope.questions.tuning.search import (
+    BEFORE,
+    ROUNDS,
+    Search,
+    changes_of,
+    groups_that_may,
+    lighter,
+    one_that_fits,
+    together,
+    tune,
+    without_numeric_changes,
+)
 from stepscope.recording.step import drive
 from stepscope.rendering.terminal import plain_text, render_answer
 from stepscope.training.training_step import TrainingStep

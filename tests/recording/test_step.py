@@ -69,7 +69,7 @@ def test_a_step_without_phases_is_a_step():
 def test_one_place_runs_phases():
     """And one makes of phases others, which replay them."""
     found = sorted(file for file in SOURCE.glob("**/*.py") if "phase.run" in file.read_text())
-    assert found == [SOURCE / "recording/step.py", SOURCE / "training/step_graphs.py"]
+    assert found == [SOURCE / "recording/step.py", SOURCE / "training/training_step.py"]
 
 
 def a_loop_of_its_own(step: TrainingStep, recorder: Recorder) -> None:

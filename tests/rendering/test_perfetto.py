@@ -16,8 +16,8 @@ from stepscope.core.errors import InputError, printable
 from stepscope.rendering.perfetto import Rank, lanes, write_perfetto
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.occupation import occupation
-from stepscope.traces.counters import COUNTER_SCHEMA
 from stepscope.traces.read import read_trace
+from stepscope.traces.table import COUNTER_SCHEMA
 from tests.handmade_trace import GEMM, REDUCE, SOFTMAX, of_a_cpu, traced, work
 from tests.public import public_capture
 

@@ -10,7 +10,7 @@ from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, Ra
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.work.communication import KINDS, sent_and_received
-from stepscope.runs import communication
+from stepscope.runs import metrics as communication
 from stepscope.runs.answer import ranks_table
 from stepscope.runs.checks import check_run
 from tests.conftest import make_run, workload

@@ -4,8 +4,7 @@ import msgspec
 
 from stepscope.core.environment import GpuReading
 from stepscope.core.run import Run
-from stepscope.runs.answer import answer_cells
-from stepscope.runs.nodes import unlike_nodes
+from stepscope.runs.answer import answer_cells, unlike_nodes
 from tests.conftest import make_run
 from tests.shown import shown
 

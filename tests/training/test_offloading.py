@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, spans_of
-from stepscope.training.checkpointing import KEPT_OPERATORS, checkpointed, one_after_another
-from stepscope.training.offloading import HostCopies, KeptByBlock
+from stepscope.training.checkpointing import KEPT_OPERATORS, HostCopies, KeptByBlock, checkpointed, one_after_another
 
 WIDTH = 8
 

@@ -15,7 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, StepOperators
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PartFound
-from stepscope.engine.own_fake_step import watch_own_step
+from stepscope.engine.own_fit import watch_own_step
 from stepscope.recording.device import timing_device
 from stepscope.recording.driven import step_flops
 from stepscope.recording.step import drive

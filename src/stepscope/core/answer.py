@@ -1,4 +1,4 @@
-"""An Answer: what a verb or a study found, as tables, curves and sentences. Renderers know nothing else."""
+"""An Answer: what a verb or a study found, as tables, curves and sentences; and a Page of several."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Measured calls of attention: the call, its outcome, its times and its memory."""
+"""Measured calls of attention, and the verdict of the gate on an implementation."""
 
 import math
 from typing import Literal, get_args

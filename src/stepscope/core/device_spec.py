@@ -1,4 +1,4 @@
-"""The datasheet figures of known devices. An unknown device has none, and nothing is guessed."""
+"""The datasheet figures of known devices, and of the networks that join them."""
 
 import re
 from collections.abc import Sequence

@@ -1,8 +1,4 @@
-"""The failures that stepscope names. Each is one line for the user and one exit code.
-
-The exit codes are a contract: 0 done, 1 measured but a check failed, 2 wrong input, 3 the device failed, 130 stopped by
-SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
-"""
+"""The failures that stepscope names, each one line and one exit code, and text as it may be shown."""
 
 import contextlib
 import functools
@@ -13,6 +9,12 @@ from pathlib import Path, PurePath
 from typing import TextIO
 
 import stepscope
+
+# The failures that stepscope names. Each is one line for the user and one exit code.
+#
+# The exit codes are a contract: 0 done, 1 measured but a check failed, 2 wrong input, 3 the device failed, 130 stopped
+# by SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
+
 
 # Text as it may be shown: nothing in it moves a cursor, turns the direction of writing, or fills a screen.
 

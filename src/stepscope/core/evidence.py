@@ -1,7 +1,4 @@
-"""What was observed of a step beside its times: the evidence that `runs/checks` judges.
-
-Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
-"""
+"""What was observed of a step or of a watched loop beside its times: the evidence that `runs/checks` judges."""
 
 from typing import Literal
 
@@ -12,6 +9,11 @@ from stepscope.core.parts import PartFound
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 from stepscope.core.units import counted, format_seconds
+
+# What was observed of a step beside its times: the evidence that `runs/checks` judges.
+#
+# Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
+
 
 # What was taken for a step of a loop that is not ours, and what its steps evaluate.
 

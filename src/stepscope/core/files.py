@@ -1,4 +1,4 @@
-"""Files that a user names, read within bounds: a device that never ends and a file that fills memory are refused."""
+"""Files and directories that a user names or that caches lie in, read within bounds."""
 
 import contextlib
 import os

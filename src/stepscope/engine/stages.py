@@ -1,4 +1,4 @@
-"""Times the steps, and reads clocks, power, energy, the host's load, compilations and updates around them."""
+"""The stages in which a step becomes a run, in the order in which `step.py` calls them."""
 
 import contextlib
 import dataclasses

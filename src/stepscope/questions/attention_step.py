@@ -1,4 +1,4 @@
-"""The answer to "what does a whole step gain by another attention": tables by cell, and what follows from them."""
+"""What a whole step gains by another attention: cells, answer and findings."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

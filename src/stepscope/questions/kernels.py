@@ -1,4 +1,4 @@
-"""The answer to "which kernels does a step run": a table for each question of the write-ups, and what follows."""
+"""Which kernels a step runs, over models and lengths: cells and answer."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

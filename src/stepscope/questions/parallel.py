@@ -1,8 +1,4 @@
-"""Strategies that share a step over ranks, against one process and against one another.
-
-Strong scaling: the same batch on more ranks. Weak scaling: the same batch for each rank. Both are the tokens that a
-device trains on in a second (on a CPU a thread), beside those of one process: the efficiency.
-"""
+"""What ranks gain that share a step: cells, answer and findings."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,8 +32,15 @@ from stepscope.questions.compare.comparison import (
     unlike_environments,
 )
 from stepscope.questions.compared_cells import Sizes
-from stepscope.runs import communication, metrics
+from stepscope.runs import metrics
+from stepscope.runs import metrics as communication
 from stepscope.runs.answer import bar
+
+# Strategies that share a step over ranks, against one process and against one another.
+#
+# Strong scaling: the same batch on more ranks. Weak scaling: the same batch for each rank. Both are the tokens that a
+# device trains on in a second (on a CPU a thread), beside those of one process: the efficiency.
+
 
 STUDY = "parallel"
 QUESTION = "What do ranks gain that share a step, by which strategy, and what do they pay for it?"

@@ -1,4 +1,4 @@
-"""What one run of a step gives, its loss and its gradients, and how far two runs are apart."""
+"""One step run again and again from one state: the model, what a run gives, and how far two are apart."""
 
 import dataclasses
 import math

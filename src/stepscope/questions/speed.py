@@ -1,4 +1,4 @@
-"""The answer to "how much faster is lower precision, and why": tables, curves, and what follows from them."""
+"""How much faster lower precision is, and why: cells, answer and findings."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

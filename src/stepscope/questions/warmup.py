@@ -1,4 +1,4 @@
-"""The answer of the warm-up study: a table, and a sentence made from its figures."""
+"""How many warm-up steps a measurement needs: cells and answer."""
 
 from collections.abc import Sequence
 

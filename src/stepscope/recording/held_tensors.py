@@ -1,9 +1,4 @@
-"""The tensors that a model and an optimizer hold between steps, wherever they keep them.
-
-Not all lie where PyTorch's own lie. A hand-written optimizer may keep its state in attributes, a library nests it in
-lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
-(bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
-"""
+"""The tensors that a model and an optimizer hold between steps, and what autograd saved for backward."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -18,6 +13,13 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stepscope.core.memory_notes import MemoryCategory
+
+# The tensors that a model and an optimizer hold between steps, wherever they keep them.
+#
+# Not all lie where PyTorch's own lie. A hand-written optimizer may keep its state in attributes, a library nests it in
+# lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
+# (bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
+
 
 # What autograd saved for backward, read off the graph when forward has ended.
 #

@@ -1,4 +1,4 @@
-"""Counts the optimizer's updates: a gradient scaler skips some, and a step without one takes less time."""
+"""The optimizer's updates in some steps, and the parameters that change by them."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -22,10 +22,9 @@ from stepscope.core.errors import InputError, printable
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_directory import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
 from stepscope.traces.captures.attribution import ROOT, Attribution
-from stepscope.traces.counters import COUNTER_SCHEMA, stepwise
 from stepscope.traces.kernels.names import kernel_labels
 from stepscope.traces.read import find_capture
-from stepscope.traces.table import COPIES, empty
+from stepscope.traces.table import COPIES, COUNTER_SCHEMA, empty, stepwise
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""

@@ -22,7 +22,8 @@ from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB, counted
 from stepscope.core.work.spelled import parameters_of
 from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
-from stepscope.runs import communication, metrics
+from stepscope.runs import metrics
+from stepscope.runs import metrics as communication
 
 Scalar = str | int | float | None
 

@@ -1,4 +1,4 @@
-"""The history of stored runs as an Answer: a row for each trend, and the changes of level that were found."""
+"""The history of stored runs: trends, changes of level, forecasts beside what came, and their answer."""
 
 import functools
 import itertools

@@ -1,9 +1,234 @@
 """Figures derived from a run: rates, utilisation, shares. Each is None where the run does not support it."""
 
+import statistics
+from collections.abc import Callable, Iterator
+
+from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
+from stepscope.core.ranks import Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
-from stepscope.runs.communication import figures_of
+from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy
+from stepscope.core.units import format_bytes, format_seconds
+from stepscope.core.workload import Workload
+
+# What the ranks of a run send one another: counted beside the strategy's formula, and how much of it nothing hides.
+
+
+_STATES = 2
+"""What AdamW keeps of each trained parameter, each as large as it."""
+_AS_BY_FORMULA = 0.001
+"""Differences that are smaller are those of padding and of single numbers."""
+
+
+def sent_bytes(run: Run) -> float | None:
+    """Bytes that a rank sends in a step, in the mean of the ranks; None where nobody counted."""
+    return _mean(run, lambda found: found.sent_bytes)
+
+
+def sent_by_formula(run: Run) -> float | None:
+    """The same by the formula of the strategy and its options; None where it has none."""
+    shared, record = run.shared, known_strategy(run.workload.parallel)
+    if shared is None or record is None or (record.sends is None and record.sends_activations is None):
+        return None
+    if record.splits != BATCH and record.sends_activations is None:
+        return None  # what it sends of the activations is not known
+    ranks, sent = len(shared.ranks), 0.0
+    if record.sends is not None:
+        if shared.whole_parameter_bytes is None or shared.whole_gradient_bytes is None:
+            return None
+        sent += record.sends(shared.whole_gradient_bytes, shared.whole_parameter_bytes, ranks)
+    if record.sends_activations is not None:
+        if run.textbook is None:
+            return None
+        sent += record.sends_activations(_activations(run.textbook), ranks)
+    return sent
+
+
+def _activations(workload: Workload) -> Activations:
+    """What formulas take of a textbook's step."""
+    model, precision = workload.model, PRECISIONS[workload.dtype]
+    return Activations(
+        tokens=workload.tokens, width=model.d_model, key_width=model.key_heads * model.head_dim, layers=model.layers,
+        element_bytes=precision.products, residual_bytes=precision.residual,
+        tied_bytes=model.vocabulary * model.d_model * precision.weights if model.tied else 0,
+    )  # fmt: skip
+
+
+def communication_s(run: Run) -> float | None:
+    """How long collectives are under way in the profiled step, in the mean of the ranks."""
+    return _mean(run, lambda found: found.communication_s)
+
+
+def exposed_s(run: Run) -> float | None:
+    """The part of it in which a rank computes nothing, in the mean of the ranks."""
+    return _mean(run, lambda found: found.exposed_s)
+
+
+def overlap_share(run: Run) -> float | None:
+    """The share of communication that computation hides."""
+    whole, exposed = communication_s(run), exposed_s(run)
+    return max(0.0, 1 - exposed / whole) if whole and exposed is not None else None
+
+
+def kept_bytes(run: Run) -> int | None:
+    """Parameters and optimizer state of the rank that keeps most between steps; None of a step of one process."""
+    kept = [_kept(figures) for figures in run.shared.ranks] if run.shared is not None else []
+    return max(kept, default=None)
+
+
+def kept_by_formula(run: Run) -> float | None:
+    """The same, evenly divided, by what the strategy's record says that it shards; None where the optimizer is no
+    AdamW, or where a strategy shards a part of the parameters alone."""
+    shared, record = run.shared, known_strategy(run.workload.parallel)
+    if shared is None or record is None or record.splits == PRODUCTS or record.near > 1:
+        return None
+    whole, trained, parts = shared.whole_parameter_bytes, shared.whole_gradient_bytes, len(shared.ranks)
+    if whole is None or trained is None or not (getattr(run.workload, "optimizer", None) or "").startswith("adamw"):
+        return None
+    state = _STATES * trained / (parts if OPTIMIZER_STATE in record.shards else 1)
+    return whole / (parts if PARAMETERS in record.shards else 1) + state
+
+
+def buffers_by_formula(run: Run) -> float:
+    """Bytes that the strategy keeps from step to step beside parameters, gradients and the optimizer's state."""
+    shared, record = run.shared, known_strategy(run.workload.parallel)
+    if shared is None or record is None or record.keeps is None:
+        return 0.0
+    return record.keeps(shared.whole_gradient_bytes or 0)
+
+
+def waits_in_forward(run: Run) -> bool:
+    """Whether ranks wait for one another in forward, so that its time is not each rank's own."""
+    calls = _of(run.shared.ranks[0]).calls if run.shared is not None else None
+    if calls is None:
+        return PARAMETERS in _shards(run)
+    return any(call.phase in (FORWARD, FORWARD_BACKWARD) for call in calls)
+
+
+def figures_of(run: Run) -> dict[str, float | None]:
+    """The figures of the ranks for the run's summary; empty of a step of one process."""
+    if run.shared is None:
+        return {}
+    return {
+        "sent_bytes": sent_bytes(run), "sent_bytes_by_formula": sent_by_formula(run),
+        "communication_s": communication_s(run), "exposed_communication_s": exposed_s(run),
+        "overlap_share": overlap_share(run), "kept_bytes": kept_bytes(run),
+        "kept_bytes_by_formula": kept_by_formula(run),
+    }  # fmt: skip
+
+
+def compared_ranks(before: Run, after: Run, title: str) -> Table:
+    """What ranks send, wait for and keep in two runs; empty where one has no ranks."""
+    figures = (
+        ("sent by a rank", sent_bytes, format_bytes), ("communication", communication_s, format_seconds),
+        ("exposed communication", exposed_s, format_seconds), ("kept by a rank", kept_bytes, format_bytes),
+    )  # fmt: skip
+    found = [(name, read(before), read(after), shown) for name, read, shown in figures]
+    rows: list[tuple[Cell, ...]] = [
+        (name, shown(was), shown(now), now / was - 1 if was else None)
+        for name, was, now, shown in found if was is not None and now is not None
+    ]  # fmt: skip
+    return table_of(title, ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=rows)
+
+
+def communication_tables(run: Run) -> Iterator[Table]:
+    """What each rank communicates in a step, and by which collectives; nothing where nobody counted."""
+    shared = run.shared
+    if shared is None or not any(_sent(figures) is not None for figures in shared.ranks):
+        return
+    formula = sent_by_formula(run)
+    timed = any(_of(figures).communication_s is not None for figures in shared.ranks)
+    yield table_of(
+        "rank", ("sent", "B"), ("received", "B"), *((("by formula", "B"), ("sent more", "+%")) if formula else ()),
+        *((("communication", "s"), ("exposed", "s"), ("hidden", "%")) if timed else ()),
+        title="communication of a step", rows=[_row(one, formula, timed=timed) for one in shared.ranks],
+        notes=as_lines(*_notes(run, formula, timed=timed)),
+    )  # fmt: skip
+    first = _of(shared.ranks[0]).calls
+    if first:
+        yield table_of(
+            "phase", ("collective", TEXT), "ranks", "calls", ("messages", "B"), ("sent", "B"),
+            title="collectives of rank 0",
+            rows=[
+                (call.phase, call.kind, call.ranks, call.calls, call.message_bytes, call.sent_bytes)
+                for call in first
+            ],
+        )  # fmt: skip
+
+
+def _row(figures: RankFigures, formula: float | None, *, timed: bool) -> tuple[Cell, ...]:
+    found, sent = _of(figures), _sent(figures)
+    more = round(sent / formula - 1, 4) + 0.0 if formula and sent is not None else None
+    hidden = None
+    if found.communication_s and found.exposed_s is not None:
+        hidden = max(0.0, 1 - found.exposed_s / found.communication_s)
+    return (
+        figures.rank, sent, found.received_bytes, *((round(formula), more) if formula else ()),
+        *((found.communication_s, found.exposed_s, hidden) if timed else ()),
+    )  # fmt: skip
+
+
+def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:
+    sent = sent_bytes(run)
+    if formula and sent is not None:
+        yield _beside_the_formula(run, sent, formula)
+    kept, of_formula = kept_bytes(run), kept_by_formula(run)
+    if kept is not None and of_formula:
+        off = kept / of_formula - 1
+        beside = f"; even parts would be {format_bytes(of_formula)} ({off:+.1%})" if abs(off) >= _AS_BY_FORMULA else ""
+        yield f"A rank keeps up to {format_bytes(kept)} of parameters and optimizer state between steps{beside}."
+    if buffers := buffers_by_formula(run):
+        yield f"Its buckets hold {format_bytes(buffers)} besides: a copy of each gradient."
+    if timed:
+        yield (
+            "Times are of one step under the profiler. Communication holds the waiting for other ranks; what is "
+            "exposed passes while the rank computes nothing."
+        )
+
+
+def _beside_the_formula(run: Run, sent: float, formula: float) -> str:
+    difference = sent / formula - 1
+    mean = f"In the mean a rank sends {format_bytes(sent)} a step"
+    if abs(difference) < _AS_BY_FORMULA:
+        return f"{mean}, as the formula of {run.workload.parallel} says."
+    why = ""
+    if getattr(run.workload, "accumulation", 1) > 1:
+        why = ": it is that of one micro-batch"
+    elif difference < 0 and PARAMETERS in _shards(run):
+        why = ": what is not let go after forward is not gathered again"
+    return f"{mean}, {abs(difference):.1%} {'more' if difference > 0 else 'less'} than the formula says{why}."
+
+
+def _shards(run: Run) -> tuple[str, ...]:
+    record = known_strategy(run.workload.parallel)
+    return record.shards if record is not None else ()
+
+
+def _of(figures: RankFigures) -> Communication:
+    return figures.communication or Communication()
+
+
+def _sent(figures: RankFigures) -> int | None:
+    return _of(figures).sent_bytes
+
+
+def _kept(figures: RankFigures) -> int:
+    return figures.parameter_bytes + (figures.optimizer_bytes or 0)
+
+
+def _mean(run: Run, read: Callable[[Communication], float | None]) -> float | None:
+    ranks = run.shared.ranks if run.shared is not None else ()
+    found = [value for figures in ranks if (value := read(_of(figures))) is not None]
+    return statistics.fmean(found) if found else None
+
+
+def computation_of(shared: RanksEvidence) -> list[tuple[int, float]]:
+    """The ranks that tell how long they computed in the profiled step, and how long."""
+    times = ((figures.rank, _of(figures).computation_s) for figures in shared.ranks)
+    return [(rank, time) for rank, time in times if time]
+
 
 WHILE_MEASURED = ("sm_clock_mhz", "power_w", "temperature_c")
 """The quantities of GpuSamples."""

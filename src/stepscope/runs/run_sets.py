@@ -1,4 +1,4 @@
-"""Runs of one experiment, measured in several processes, taken together."""
+"""Runs of one experiment taken together: sets of processes, their answer, and where runs do not agree."""
 
 import math
 import statistics

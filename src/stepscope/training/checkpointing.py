@@ -6,24 +6,359 @@ reaches it; Korthikanti et al. 2022 (arXiv:2205.05198) keep what is dear to comp
 
 import contextlib
 import functools
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.checkpointing import Span, grouped
+from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
 from stepscope.core.range_names import RECOMPUTATION
+from stepscope.core.units import GIB
 from stepscope.core.workload import Workload
 from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.recording import scaled_mm
+from stepscope.recording.fake_memory import of_host
 from stepscope.recording.ranges import detail_range
 from stepscope.training.attention import implementation
-from stepscope.training.offloading import HostCopies, KeptByBlock, when_gradient_is_there
+
+# What blocks keep for backward, in the host's memory: copied there while forward goes on, and back ahead of use.
+#
+# Each block keeps the outputs of its dear operators, as with selective checkpointing (`checkpointing.py`). Those of
+# some blocks go to the host, on a stream of its own, and the device has their memory again when `BLOCKS_ON_THE_WAY`
+# more blocks have run. In backward they return while later blocks compute: the copies of one begin when backward
+# reaches the next block that offloads. They need the link to the host, which nothing else uses meanwhile, and no
+# multiprocessor. Nothing waits if copies take less than the blocks beside them: a product of d_model to any width makes
+# d_model FLOPs for each byte in 16 bits, whatever the width.
+
+
+_PIECE = 32 * 2**20
+"""Bytes of a piece of the host's memory: a power of two, to which PyTorch rounds what it locks."""
+_ALIGNED = 512
+
+
+class HostCopies:
+    """The host's memory of one model's blocks, and the stream of the copies; steps use both again."""
+
+    def __init__(self, operators: Iterable[Any]) -> None:
+        self.operators = frozenset(operators)
+        self._pieces: list[Tensor] = []
+        self._made = 0
+        self._device_type: str | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._leaving: deque[weakref.ref[KeptByBlock] | None] = deque()
+
+    def block(self) -> "KeptByBlock":
+        return KeptByBlock(self)
+
+    def takes(self, device: torch.device) -> bool:
+        """Whether what lies there is copied: it is where the step's first output lies. What a step on a GPU has in the
+        host's memory already stays there."""
+        self._device_type = self._device_type or device.type
+        return device.type == self._device_type
+
+    def copying(self, device: torch.device) -> AbstractContextManager[object]:
+        """A context whose copies begin when the device is done with all before, and run beside what follows."""
+        if not _copies_by_itself(device):
+            return nullcontext()
+        self._stream = self._stream or torch.cuda.Stream(device)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event | None:
+        """The moment when all copies so far are made."""
+        if self._stream is None:
+            return None
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def piece(self, device: torch.device) -> Tensor:
+        """A piece to which the device copies by itself. One that came back before is written again: copies run one
+        after another, so that what it held has been read."""
+        if self._pieces:
+            return self._pieces.pop()
+        with of_host():
+            try:
+                piece = torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=_copies_by_itself(device))
+            except RuntimeError as error:
+                held = f"{self._made * _PIECE / GIB:.1f} GiB"
+                raise RuntimeError(
+                    f"the host's memory has no room for what offload-K keeps beyond {held}: choose fewer blocks"
+                ) from error
+        self._made += 1
+        return piece
+
+    def give_back(self, pieces: Iterable[Tensor]) -> None:
+        self._pieces.extend(pieces)
+
+    def ran(self, block: "KeptByBlock | None") -> None:
+        """A block has run, which is given if it offloads: let go of what an earlier one holds of the device. Blocks are
+        referred to weakly: a forward whose loss is dropped holds nothing."""
+        self._leaving.append(None if block is None else weakref.ref(block))
+        if len(self._leaving) > BLOCKS_ON_THE_WAY:
+            self._let_go()
+
+    def let_all_go(self) -> None:
+        while self._leaving:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        found = self._leaving.popleft()
+        block = None if found is None else found()
+        if block is not None:
+            block.let_go()
+
+
+class KeptByBlock:
+    """What one block keeps, from its forward to its backward."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        self._copies = copies
+        self._newest: tuple[Any, Any] | None = None
+        self._outputs: defaultdict[Any, deque[Any]] = defaultdict(deque)
+        self._away: list[_Away | _Wrapped] = []
+        self._pieces: list[Tensor] = []
+        self._rest: Tensor | None = None
+        """What is free of the last piece."""
+        self._left: torch.cuda.Event | None = None
+        self._back: torch.cuda.Event | None = None
+        self._fetched = self._begun = False
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """The contexts of the block's forward, and of its second run in backward."""
+        return _Keeping(self), _Giving(self)
+
+    @property
+    def copies(self) -> HostCopies:
+        return self._copies
+
+    def keep(self, operator: Any, output: Any) -> None:
+        """Send what the operator before returned. Backward asks for no output of a block's last product, since the
+        product itself keeps its inputs alone; so the newest waits for another. One that is missing is computed."""
+        if self._newest is not None:
+            before, sent = self._newest
+            self._outputs[before].append(tree_map_only((_Away, _Wrapped), self._sent, sent))
+        self._newest = operator, tree_map_only(Tensor, _away, output)
+
+    def _sent(self, away: "_Away | _Wrapped") -> "_Away | _Wrapped":
+        away.send(self)
+        self._away.append(away)
+        return away
+
+    def places(self, count: int, device: torch.device) -> list[Tensor]:
+        """Room for so many bytes of the device, behind what the block has sent before."""
+        found: list[Tensor] = []
+        while count:
+            if self._rest is None or not len(self._rest):
+                self._rest = self._copies.piece(device)
+                self._pieces.append(self._rest)
+            place = self._rest[:count]
+            found.append(place)
+            self._rest = self._rest[-(-len(place) // _ALIGNED) * _ALIGNED :]
+            count -= len(place)
+        return found
+
+    def end_forward(self) -> None:
+        self._newest = None
+        self._left = self._copies.mark()
+
+    def let_go(self) -> None:
+        """Give the device the memory of what was copied, once it is."""
+        _await(self._left)
+        for away in self._away:
+            away.let_go()
+
+    def fetch(self) -> None:
+        """Begin to copy back what was kept."""
+        self._copies.let_all_go()
+        if not self._fetched:
+            self._fetched = True
+            for away in self._away:
+                away.fetch()
+            self._copies.give_back(self._pieces)
+            self._pieces, self._rest = [], None
+            self._back = self._copies.mark()
+
+    def begin_again(self) -> None:
+        self.fetch()
+        self._begun = True
+        _await(self._back)
+        self._away.clear()
+
+    def __del__(self) -> None:
+        if self._back is not None and not self._begun:
+            _await(self._back)  # nobody asked for what comes back: its memory is not free until it is there
+
+    def given(self, operator: Any) -> Any:
+        """What the operator returned at this place in forward; None where it was not kept."""
+        outputs = self._outputs[operator]
+        return tree_map_only((_Away, _Wrapped), _taken, outputs.popleft()) if outputs else None
+
+
+def _away(tensor: Tensor) -> "_Away | _Wrapped":
+    return _Wrapped(tensor) if is_traceable_wrapper_subclass(tensor) else _Away(tensor)
+
+
+def _taken(away: "_Away | _Wrapped") -> Tensor:
+    return away.taken()
+
+
+class _Wrapped:
+    """A tensor that is made of others, as a DTensor is of this rank's part."""
+
+    def __init__(self, tensor: Any) -> None:
+        names, self._context = tensor.__tensor_flatten__()
+        # Some name beside their tensors what these lie on.
+        parts = {name: getattr(tensor, name) for name in names}
+        self._parts = {name: _away(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
+        self._away = [part for part in self._parts.values() if isinstance(part, (_Away, _Wrapped))]
+        self._type, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
+
+    def send(self, block: KeptByBlock) -> None:
+        for away in self._away:
+            away.send(block)
+
+    def let_go(self) -> None:
+        for away in self._away:
+            away.let_go()
+
+    def fetch(self) -> None:
+        for away in self._away:
+            away.fetch()
+
+    def taken(self) -> Tensor:
+        parts = {name: part.taken() if part in self._away else part for name, part in self._parts.items()}
+        return self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+
+
+class _Away:
+    """A tensor that is on the device, on its way or in the host's memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        # Below autograd a view has a count of writes of its own, unless this key of the dispatcher is asked.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            self._tensor: Tensor | None = tensor.detach()
+        self._version, self._device = tensor._version, tensor.device
+        self._block: KeptByBlock | None = None
+        self._places: list[Tensor] = []
+
+    def send(self, block: KeptByBlock) -> None:
+        """Begin to copy the tensor to the host."""
+        tensor = self._unchanged()
+        if not block.copies.takes(self._device):
+            return
+        if not torch.ops.aten.is_non_overlapping_and_dense(tensor):
+            tensor = self._tensor = tensor.contiguous()
+            self._version = tensor._version
+        self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
+        self._block, self._places = block, block.places(tensor.nbytes, self._device)
+        with block.copies.copying(self._device):
+            _copy(self._places, self._parts(tensor))
+
+    def let_go(self) -> None:
+        self._unchanged()
+        if self._block is not None:
+            self._tensor = None
+
+    def _unchanged(self) -> Tensor:
+        assert self._tensor is not None
+        if self._tensor._version != self._version:
+            raise RuntimeError(
+                "an operator wrote in place over what checkpointing offload-K keeps: choose --checkpointing every-1"
+            )
+        return self._tensor
+
+    def fetch(self) -> None:
+        if self._block is None:
+            return
+        self._tensor = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
+        with self._block.copies.copying(self._device):
+            _copy(self._parts(self._tensor), self._places)
+        self._places = []
+
+    def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """The bytes of a dense tensor in the order of its memory, cut as its places are."""
+        return (
+            tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).split([len(place) for place in self._places])
+        )
+
+    def taken(self) -> Tensor:
+        """The tensor, which belongs to the caller alone from now on."""
+        tensor, self._tensor = self._tensor, None
+        assert tensor is not None
+        return tensor
+
+
+class _Keeping(TorchDispatchMode):
+    """Keeps the outputs of a block's operators in its forward."""
+
+    def __init__(self, kept: KeptByBlock) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func in self._kept.copies.operators:
+            self._kept.keep(func, output)
+        return output
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._kept.end_forward()
+
+
+class _Giving(TorchDispatchMode):
+    """Gives the outputs that were kept to the block's second run, in their order."""
+
+    def __init__(self, kept: KeptByBlock) -> None:
+        super().__init__()
+        self._kept = kept
+
+    def __enter__(self) -> Any:
+        self._kept.begin_again()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = self._kept.given(func) if func in self._kept.copies.operators else None
+        return func(*args, **(kwargs or {})) if given is None else given
+
+
+def when_gradient_is_there(x: Tensor, act: Callable[[], None]) -> None:
+    """Act in backward as soon as the gradient of x is there."""
+
+    def hook(_gradient: Tensor) -> None:
+        act()
+
+    if x.requires_grad:
+        x.register_hook(hook)
+
+
+def _copies_by_itself(device: torch.device) -> bool:
+    """Whether the device copies while it computes. Where sizes alone are counted, there may be none."""
+    return device.type == "cuda" and torch.cuda.is_available()
+
+
+def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    for place, part in zip(to, parts, strict=True):
+        place.copy_(part, non_blocking=True)
+
+
+def _await(event: torch.cuda.Event | None) -> None:
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
 
 """The name of the range that encloses what backward runs again, as readers of traces know it."""
 

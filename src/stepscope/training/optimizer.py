@@ -1,4 +1,4 @@
-"""The step that our optimizers have in common, and AdamW whose state takes half the memory: both moments in bf16."""
+"""Our optimizers: moments in bf16, parameters in bf16, master weights, and clipping."""
 
 import weakref
 from abc import ABC, abstractmethod

@@ -1,10 +1,4 @@
-"""A step played through, piece by piece: each pipeline rank works off its schedule, and waits for what it needs.
-
-The formulas add up what a step must take; the simulation lets ranks wait for one another. A piece of work begins when
-its rank is free and its input is there; a send takes its link for its time, beside computation. A slow rank
-(`Stragglers`) slows whoever waits for it: within a tensor and context group everybody at once, along the pipeline by
-what is late, over data-parallel replicas at the end of the step.
-"""
+"""Pipeline schedules, and a step played through piece by piece."""
 
 import random
 from collections import deque
@@ -16,6 +10,14 @@ import msgspec
 from stepscope.allocations.planning.times import StepTime
 from stepscope.core.answer import Slice
 from stepscope.core.layout import Layout
+
+# A step played through, piece by piece: each pipeline rank works off its schedule, and waits for what it needs.
+#
+# The formulas add up what a step must take; the simulation lets ranks wait for one another. A piece of work begins when
+# its rank is free and its input is there; a send takes its link for its time, beside computation. A slow rank
+# (`Stragglers`) slows whoever waits for it: within a tensor and context group everybody at once, along the pipeline by
+# what is late, over data-parallel replicas at the end of the step.
+
 
 # Pipeline schedules as the work of each rank, in order.
 #

@@ -168,7 +168,7 @@ class ScaledProducts:
         return [tape.storage(elements), scale]
 
 
-# Blocks that keep what they keep for backward in the host's memory, in symbolic tensors: `training/offloading.py`,
+# Blocks that keep what they keep for backward in the host's memory, in symbolic tensors: `training/checkpointing.py`,
 # whose copies hold the device's memory until they are made.
 
 

@@ -71,7 +71,7 @@ def tune(
 
     from stepscope.questions.tuning.answer import answer_tuned  # noqa: PLC0415  (torch, only now)
     from stepscope.questions.tuning.racing import Racing  # noqa: PLC0415
-    from stepscope.questions.tuning.tune import tune as search  # noqa: PLC0415
+    from stepscope.questions.tuning.search import tune as search  # noqa: PLC0415
     from stepscope.recording.device import resolve_device  # noqa: PLC0415
 
     on_gpu = resolve_device(device).type == "cuda"

@@ -1,4 +1,4 @@
-"""`stepscope device`: what this device promises, and what it reaches."""
+"""The verbs that look one thing up: `device`, `kernel`, `models` and `memory`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,13 +22,13 @@ from stepscope.core.work.transformer import parameter_count
 def device(*, device: str, again: bool, from_: Path | None, shown: Presentation) -> None:
     """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
     report = _measure(device, again) if from_ is None else _load(from_)
-    from stepscope.questions.device.answer import answer_device
+    from stepscope.questions.device import answer_device
 
     shown.show(answer_device(report), document=lambda: json_document(report))
 
 
 def _measure(device: str, again: bool) -> DeviceReport:
-    from stepscope.questions.device.study import study_device
+    from stepscope.questions.device import study_device
 
     with stdout_kept_clean(), progress() as tell:
         return study_device(device, again, tell)

@@ -1,4 +1,4 @@
-"""stdout for results, stderr for progress."""
+"""What becomes of an answer: stdout for results, stderr for progress, and the options that choose its form."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""`stepscope ls`: the runs there are."""
+"""The verbs that read stored runs: `ls`, `show`, `table` and `history`."""
 
 import gc
 import time

@@ -97,7 +97,7 @@ class _Studies(Verbs):
             "Whether each implementation of attention is right: every dtype and shape, judged by float64.",
         ),
         "collectives": (
-            "stepscope.app.cli.studies.collectives:collectives",
+            "stepscope.app.cli.studies.steps:collectives",
             "Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, "
             "by size.",
         ),

@@ -57,7 +57,7 @@ def tune(
     asked = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
 
     from stepscope.questions.tuning.racing import Racing
-    from stepscope.questions.tuning.tune import tune as search
+    from stepscope.questions.tuning.search import tune as search
 
     with (
         stdout_kept_clean(),

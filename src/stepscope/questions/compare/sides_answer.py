@@ -22,8 +22,7 @@ from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
 from stepscope.core.work.spelled import run_command
 from stepscope.questions.compare.sides import SideComparison, SidePair
-from stepscope.runs.communication import compared_ranks
-from stepscope.runs.metrics import joules_per_step, samples_of
+from stepscope.runs.metrics import compared_ranks, joules_per_step, samples_of
 from stepscope.runs.run_sets import disagreement
 
 # What to doubt in a comparison of two sides: other workloads, environments, clocks, runs on both sides.

@@ -1,34 +1,555 @@
-"""What a name means to whoever wants its page: a run, a set, a folder of runs, a capture, ranks, a snapshot, or an
-answer that was stored."""
+"""The page that a name means: of a run, of a set, of many runs, of a capture, of a snapshot, of an answer."""
 
 import gzip
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+
+import msgspec
 
 from stepscope.allocations.answer import answer_memory
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.snapshot import read_snapshot
-from stepscope.core.answer import Answer, Figure, Page, decode_answer
+from stepscope.core.answer import (
+    Answer,
+    Cell,
+    Figure,
+    Frame,
+    Line,
+    Page,
+    Panel,
+    Point,
+    Section,
+    Table,
+    as_lines,
+    decode_answer,
+    name_of,
+    table_of,
+)
+from stepscope.core.doubts import doubts_sentence
+from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.files import read_document
+from stepscope.core.finding import Finding, warning
+from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
-from stepscope.core.units import format_bytes
+from stepscope.core.units import GIB, counted, format_bytes, format_milliseconds, format_seconds, format_share
+from stepscope.core.work.spelled import cell_name, run_command
 from stepscope.questions.compare.sides import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare.sides_answer import answer_comparison, conclusion, short_names, verdict
-from stepscope.rendering.pages.of_answer import gravest, is_prediction, page_of_answer, page_of_prediction
-from stepscope.rendering.pages.of_capture import page_of_capture, page_of_job
-from stepscope.rendering.pages.of_runs import page_of_run, page_of_runs, page_of_set
-from stepscope.runs.run_sets import RunSet, sets_of
+from stepscope.rendering.pages.of_answer import (
+    gravest,
+    heading_of,
+    is_prediction,
+    page_of_answer,
+    page_of_prediction,
+    section,
+    sections_of,
+)
+from stepscope.rendering.pages.of_capture import page_of_capture, page_of_job, sections_of_capture, sections_of_digest
+from stepscope.runs import metrics
+from stepscope.runs.answer import answer_cells, answer_run, identify, status_in_short, status_sentence, status_word
+from stepscope.runs.fields import FIELDS, Scalar
+from stepscope.runs.run_sets import RunSet, answer_set, sets_of
+from stepscope.runs.tables import TableQuery, select_runs, table_panels
+from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import TraceDigest, digest_beside, load_capture, load_digest
+from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.ranks.answer import check_job
 from stepscope.traces.ranks.job import captures_in, load_job
+
+# The page of several runs: the cells of a sweep, their figures over the axes, and what is missing.
+
+
+_NUMBERS = ("seq_len", "batch_size", "layers", "d_model", "heads", "accumulation", "head_dim")
+"""Axes of numbers, the one that is most often swept first."""
+_CHOICES = ("model", "dtype", "attention", "compile", "phase", "optimizer", "checkpointing", "device", "factory")
+_SHOWN = (("step", "a step, ms"), ("tokens_per_s", "tokens per second"), ("peak_memory", "peak memory, GiB"))
+_MOST_CELLS = 60
+"""The most rows or columns of a heat map."""
+_MOST_LINES, _MOST_LINE_AXES = 8, 2
+_MOST_MAPS = 4
+"""Values of further axes, each of which has a map of its own."""
+_SIZES = ("layers", "d_model", "heads", "head_dim")
+
+
+def page_of_runs(runs: Sequence[Run], name: str, places: Sequence[str]) -> Page:
+    """The page of these runs, which lie in these places and go by this name. Raises InputError where there are none."""
+    if not runs:
+        raise InputError(f"no runs at {name}: `stepscope sweep` leaves some")
+    done = [run for run in runs if run.status == "done" and metrics.median_s(run, STEP)]
+    devices = list(dict.fromkeys(run.environment.limited_device for run in runs if run.environment))
+    findings = _findings(runs)
+    cells = _with_legend(answer_cells(runs), runs)
+    sections = [Section(title="Cells", answer=cells)]
+    plots = (*_curves(done), *_heats(runs))
+    if plots:
+        drawn = Answer(study="sweep", question="", panels=plots)
+        sections.insert(0, Section(title="Over the axes", answer=drawn))
+    if missing := [run for run in runs if run not in done]:
+        sections.append(Section(title="What is missing, and why", answer=_missing(missing)))
+    return Page(
+        title=f"{counted(len(runs), 'run')} of {name}",
+        kind="sweep",
+        sentence=_sentence(runs, done, devices),
+        figures=_figures(runs, done, findings),
+        findings=(*_not_measured(runs), *findings),
+        checked=bool(done),
+        sections=(*sections, _where(runs)),
+        shown_by=(f"stepscope table {shlex.join(places)}",),
+    )
+
+
+def _with_legend(cells: Answer, runs: Sequence[Run]) -> Answer:
+    """The cells, with what the marks beside their figures mean."""
+    found = cells.tables[0]
+    said = doubts_sentence(runs)
+    if said is None:
+        return cells
+    legend = Line(said, "aside")
+    return msgspec.structs.replace(
+        cells, tables=(msgspec.structs.replace(found, notes=(*found.notes, legend)), *cells.tables[1:])
+    )
+
+
+def _sentence(runs: Sequence[Run], done: Sequence[Run], devices: Sequence[str]) -> str:
+    where = f" on {' and '.join(devices[:3])}" if devices else ""
+    if not done:
+        return f"None of {counted(len(runs), 'run')}{where} measured a step."
+    by_time = sorted(done, key=lambda run: metrics.median_s(run, STEP) or 0.0)
+    first, last = by_time[0], by_time[-1]
+    lost = Counter(status_word(run) for run in runs if run not in done)
+    others = f"; {', '.join(f'{count} {word}' for word, count in lost.items())}" if lost else ""
+    span = f"from {_step(first)} ({cell_name(first.workload)}) to {_step(last)} ({cell_name(last.workload)})"
+    if len(done) == 1:
+        span = f"{_step(first)} ({cell_name(first.workload)})"
+    return f"{counted(len(done), 'run')} measured{where}, {span}{others}."
+
+
+def _step(run: Run) -> str:
+    return format_seconds(metrics.median_s(run, STEP) or 0.0)
+
+
+def _figures(runs: Sequence[Run], done: Sequence[Run], findings: tuple[Finding, ...]) -> tuple[Figure, ...]:
+    # A forward alone has more tokens per second than a training step of the same: they are no rivals.
+    phases = {FIELDS["phase"].read(run) for run in done}
+    whole = [run for run in done if FIELDS["phase"].read(run) == "train"] if len(phases) > 1 else done
+    of_train = ", training" if len(phases) > 1 and whole else ""
+    whole = whole or done
+    return (
+        Figure(name="measured", value=f"{len(done)} of {len(runs)}"),
+        _most(whole, f"most tokens per second{of_train}", metrics.tokens_per_s, lambda value: f"{value:,.0f}"),
+        _most(done, "best MFU", lambda run: metrics.mfu_datasheet(run) or metrics.mfu_measured(run), format_share),
+        _most(done, "most memory", metrics.peak_bytes, format_bytes),
+        _gravest(runs, findings),
+    )
+
+
+def _gravest(runs: Sequence[Run], findings: tuple[Finding, ...]) -> Figure:
+    """The gravest finding; where there is no error, how many runs ended before they were measured comes first."""
+    lost = Counter(status_word(run) for run in runs if run.status != "done")
+    if not lost or any(finding.severity == "error" for finding in findings):
+        return gravest(findings)
+    said = ", ".join(f"{count} {word}" for word, count in lost.items())
+    return Figure(name="gravest finding", value=said, note="not measured to the end")
+
+
+def _not_measured(runs: Sequence[Run]) -> Iterator[Finding]:
+    """What became of the runs that did not end, which no check sees."""
+    lost = Counter(status_word(run) for run in runs if run.status != "done")
+    if lost:
+        said = ", ".join(f"{count} {word}" for word, count in lost.items())
+        yield warning(
+            "not-measured",
+            f"{said} of {counted(len(runs), 'run')}: what is missing stands below, with why.",
+            dict(lost),
+        )
+
+
+def _most(done: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]) -> Figure:
+    """The run with the largest of a figure."""
+    best = max(done, key=lambda run: read(run) or 0.0, default=None)
+    value = read(best) if best is not None else None
+    if best is None or not value:
+        return Figure(name=name, value="not measured")
+    return Figure(name=name, value=shown(value), note=cell_name(best.workload))
+
+
+def _findings(runs: Sequence[Run]) -> tuple[Finding, ...]:
+    """Each kind of finding once, with the number of runs that have it, the gravest and most frequent first."""
+    counts = Counter(kind for run in runs for kind in {finding.kind for finding in run.findings})
+    first: dict[str, Finding] = {}
+    for run in runs:
+        for finding in run.findings:
+            first.setdefault(finding.kind, finding)
+    grave = ("error", "warning", "note")
+    ordered = sorted(first.values(), key=lambda one: (grave.index(one.severity), -counts[one.kind], one.kind))
+    return tuple(
+        msgspec.structs.replace(one, sentence=_in_how_many(one.sentence, counts[one.kind], len(runs)))
+        for one in ordered
+    )
+
+
+def _in_how_many(sentence: str, count: int, runs: int) -> str:
+    """The sentence of one run's finding, and how many others have a finding of its kind, with figures of their own."""
+    if count == 1:
+        return f"{sentence} (In one of {runs} runs.)" if runs > 1 else sentence
+    return f"{sentence} (One of {count} such findings in {runs} runs; the others have figures of their own.)"
+
+
+def _axes(runs: Sequence[Run]) -> list[str]:
+    """The fields in which the runs differ, numbers first; sizes that follow from the model's name are none."""
+    found = [name for name in (*_NUMBERS, *_CHOICES) if len({FIELDS[name].read(run) for run in runs}) > 1]
+    if "model" not in found:
+        return found
+    models = {FIELDS["model"].read(run) for run in runs}
+
+    def follows(name: str) -> bool:
+        return name in _SIZES and len({(FIELDS["model"].read(run), FIELDS[name].read(run)) for run in runs}) == len(
+            models
+        )
+
+    return [name for name in found if not follows(name)]
+
+
+def _curves(done: Sequence[Run]) -> tuple[Panel, ...]:
+    """Time, tokens and memory over the first axis of numbers, the others as lines; none where nothing varies so."""
+    axes = _axes(done)
+    x = next((name for name in axes if name in _NUMBERS), None)
+    if x is None:
+        return ()
+    lines = tuple(name for name in axes if name != x)
+    if len(lines) > _MOST_LINE_AXES:
+        return ()
+    query = TableQuery(rows=(*lines[:1], x), columns=lines[1:], values=tuple(name for name, _ in _SHOWN))
+    try:
+        chosen, _ = select_runs(done, query)  # one run stands for a cell, as in a table of the same runs
+        panels = table_panels(chosen, query)
+    except InputError:
+        return ()  # runs that differ in more than can be drawn: the table has them all
+    return tuple(
+        panel for panel in panels if panel.points and len({point.line for point in panel.points}) <= _MOST_LINES
+    )
+
+
+def _heats(runs: Sequence[Run]) -> tuple[Panel, ...]:
+    """A map of two axes for each figure, and for each value of a third, missing cells with their reason; none with
+    fewer than two axes."""
+    axes = _axes(runs)
+    if len(axes) < 2:
+        return ()
+    across = next((name for name in axes if name in _NUMBERS), axes[0])
+    down = "model" if "model" in axes and across != "model" else next(name for name in axes if name != across)
+    rest = [name for name in axes if name not in (across, down)]
+    groups: dict[tuple[Scalar, ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(FIELDS[name].read(run) for name in rest), []).append(run)
+    if len(groups) > _MOST_MAPS:
+        return ()
+    panels: list[Panel] = []
+    for title, read in _MAPPED:
+        for values, members in groups.items():
+            known = [(name, value) for name, value in zip(rest, values, strict=True) if value is not None]
+            where = ", ".join(f"{name} {value}" for name, value in known)
+            panels += _heat(members, across, down, f"{title}{f', {where}' if where else ''}", read)
+    return tuple(panels)
+
+
+def _heat(
+    runs: Sequence[Run], across: str, down: str, title: str, read: Callable[[Run], float | None]
+) -> Iterator[Panel]:
+    cells: dict[tuple[Scalar, Scalar], list[Run]] = {}
+    for run in runs:
+        cells.setdefault((FIELDS[down].read(run), FIELDS[across].read(run)), []).append(run)
+    if max(len({key[place] for key in cells}) for place in (0, 1)) > _MOST_CELLS:
+        return
+    points: list[Point] = []
+    for row, column in sorted(cells, key=lambda cell: (FIELDS[down].rank(cell[0]), FIELDS[across].rank(cell[1]))):
+        newest = max(cells[row, column], key=lambda run: run.instant)
+        value = read(newest) if newest.status == "done" else None
+        points.append(
+            Point(
+                line=str(row), name=str(column), y=value if value is not None else 0.0,
+                missing="" if value is not None else status_word(newest),
+            )
+        )  # fmt: skip
+    if any(not point.missing for point in points):
+        yield Panel(
+            x_title=across,
+            y_title=title,
+            points=tuple(points),
+            kind="heat",
+            frame=Frame(heading=title, line_title=down, note=_again(cells.values())),
+        )
+
+
+def _again(cells: Iterable[Sequence[Run]]) -> str:
+    """What a map says where cells were measured more than once."""
+    count = sum(len(runs) > 1 for runs in cells)
+    return f"of {counted(count, 'cell')} measured more than once the newest run is shown" if count else ""
+
+
+def _ms(run: Run) -> float | None:
+    step_s = metrics.median_s(run, STEP)
+    return step_s * 1e3 if step_s is not None else None
+
+
+def _gib(run: Run) -> float | None:
+    peak = metrics.peak_bytes(run)
+    return peak / GIB if peak is not None else None
+
+
+_MAPPED: tuple[tuple[str, Callable[[Run], float | None]], ...] = (
+    ("a step, ms", _ms), ("tokens per second", metrics.tokens_per_s), ("peak memory, GiB", _gib),
+)  # fmt: skip
+
+
+def _missing(runs: Sequence[Run]) -> Answer:
+    rows: list[tuple[Cell, ...]] = [
+        (cell_name(run.workload, run.settings), status_word(run), status_sentence(run)) for run in runs
+    ]
+    table = Table(title="", columns=("cell", "status", "why"), rows=tuple(rows), units=("", "", "prose"))
+    return Answer(study="sweep", question="", tables=(table,))
+
+
+def _where(runs: Sequence[Run]) -> Section:
+    """The environments, a line for each that differs."""
+    counts = Counter(run.environment.described for run in runs if run.environment)
+    rows: list[tuple[Cell, ...]] = [(described, count) for described, count in counts.items()]
+    table = table_of("device and versions", ("runs", ","), rows=rows)
+    return Section(title="Environment", answer=Answer(study="sweep", question="", tables=(table,)))
+
+
+# The page of one run, or of one step measured in several processes.
+
+
+_UNKNOWN = "not measured"
+
+
+def page_of_run(
+    run: Run, *, captured: TraceSummary | None = None, digest: TraceDigest | None = None,
+    remembered: Answer | None = None, notes: tuple[str, ...] = (),
+) -> Page:  # fmt: skip
+    """The page of a run: its times and memory, then what it recorded.
+
+    `captured`: its trace, read. `digest`: what was kept of a trace that is not there. `remembered`: the answer on its
+    memory snapshot. `notes`: what could not be read.
+    """
+    answer = answer_run(run)
+    memory = [table for table in answer.tables if name_of(table).startswith("memory")]
+    step = [table for table in answer.tables if table not in memory]
+    sections = [*heading_of(answer)]
+    if step:
+        sections.append(section("The step by its phases", answer, tables=step, panels=answer.panels))
+    found = check_trace(captured) if captured is not None else ()
+    if captured is not None:
+        sections += sections_of_capture(captured, answer_trace(captured, found, run.id))
+    elif digest is not None:
+        sections += sections_of_digest(digest, on_cpu=run.environment is None or run.environment.device_type == "cpu")
+        found = digest.findings
+    if memory:
+        sections.append(section("Memory by phase", answer, tables=memory))
+    if remembered is not None:
+        sections += [
+            msgspec.structs.replace(one, title=f"Memory: {one.title[:1].lower()}{one.title[1:]}")
+            for one in sections_of(remembered)
+        ]
+    sections += _numerics(run)
+    sections += _environment(run.environment)
+    asides = (*answer.asides, *notes)
+    ends = msgspec.structs.replace(answer.body(), tables=(), panels=(), findings=(), checked=False)
+    sections.append(
+        Section(title="Notes", answer=msgspec.structs.replace(ends, asides=asides, origin=(identify(run),)))
+    )
+    kinds = {finding.kind for finding in run.findings}
+    findings = (*run.findings, *(one for one in found if one.kind not in kinds))
+    return Page(
+        title=f"{run.workload.name}: a training step",
+        kind="run",
+        sentence=sentence_of(run),
+        figures=_run_figures(run),
+        findings=findings,
+        checked=answer.checked,
+        sections=tuple(sections),
+        reproduce=tuple(commands_of(run)),
+    )
+
+
+def page_of_set(found: RunSet) -> Page:
+    """The page of a step that was measured in several processes."""
+    answer, run, times = answer_set(found), found.representative, found.processes(STEP)
+    interval = times.interval()
+    step_s = times.typical_s
+    enough = len(found.measured) >= FEWEST_PROCESSES
+    between = f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else ""
+    sure = f", with 95 % confidence {between}" if between and enough else ""
+    figures = (
+        Figure(
+            name="a step, between processes", value=format_seconds(step_s) if step_s else _UNKNOWN,
+            note=between or f"fewer than {FEWEST_PROCESSES} processes: no interval",
+        ),
+        *_run_figures(run)[1:-1],
+        gravest(answer.findings),
+    )  # fmt: skip
+    return Page(
+        title=f"{run.workload.name}: a training step in {counted(len(found.runs), 'process')}",
+        kind="set",
+        sentence=f"In {counted(len(found.measured), 'process')} a step typically takes {format_seconds(step_s)}{sure}."
+        if step_s
+        else "None of the processes measured a step.",
+        figures=figures,
+        findings=answer.findings,
+        checked=answer.checked,
+        sections=(*heading_of(answer), *sections_of(answer), *_environment(run.environment)),
+        reproduce=tuple(f"{command} --repeat {len(found.runs)}" for command in commands_of(run)[:1]),
+    )
+
+
+def sentence_of(run: Run) -> str:
+    """The run in one sentence."""
+    step_s = metrics.median_s(run, STEP)
+    device = run.environment.limited_device if run.environment else "this device"
+    if run.status != "done" and step_s is None:
+        return status_in_short(run)
+    if not step_s:
+        return "No step was measured."
+    parts = {
+        name: found / step_s for name in metrics.parts_of(run) if (found := metrics.median_s(run, name)) is not None
+    }
+    longest = max(parts, key=lambda name: parts[name], default=None)
+    where = f", {format_share(parts[longest])} of it in {longest}" if longest is not None else ""
+    idle = metrics.launch_bound_share(run)
+    stood = f"; the GPU has nothing to run for {format_share(idle)} of it" if idle is not None and idle > 0.05 else ""
+    return f"A step of {cell_name(run.workload)} takes {format_seconds(step_s)} on {device}{where}{stood}."
+
+
+def _run_figures(run: Run) -> tuple[Figure, ...]:
+    samples = run.samples.get(STEP)
+    interval = samples.interval() if samples is not None and samples.count else None
+    step_s, tokens, peak = metrics.median_s(run, STEP), metrics.tokens_per_s(run), metrics.peak_bytes(run)
+    held, of_peak = metrics.mfu_datasheet(run), "of the datasheet's peak"
+    if held is None:
+        held, of_peak = metrics.mfu_measured(run), "of the measured ceiling"
+    capacity = run.environment.memory_bytes if run.environment else None
+    between = (
+        f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms, one process"
+        if interval
+        else f"{counted(samples.count, 'step')}, no interval"
+        if samples is not None and samples.count
+        else ""
+    )
+    return (
+        Figure(name="a step", value=format_seconds(step_s) if step_s else _UNKNOWN, note=between),
+        Figure(name="tokens per second", value=f"{tokens:,.0f}" if tokens else _UNKNOWN),
+        Figure(name="MFU", value=format_share(held) if held else _UNKNOWN, note=of_peak if held else ""),
+        Figure(
+            name="peak memory", value=format_bytes(peak) if peak is not None else _UNKNOWN,
+            note=f"of {format_bytes(capacity)}" if capacity and peak is not None else "",
+        ),
+        _gravest_of_run(run),
+    )  # fmt: skip
+
+
+def _gravest_of_run(run: Run) -> Figure:
+    """The gravest finding; of a run that ended before it was measured, how it ended."""
+    if run.status != "done" and not any(finding.severity == "error" for finding in run.findings):
+        return Figure(name="gravest finding", value=status_word(run), note="not measured to the end")
+    return gravest(run.findings)
+
+
+def _numerics(run: Run) -> Iterator[Section]:
+    """What was observed of the run's precision and of its updates; nothing where nothing was."""
+    precision, updates, seen = run.evidence.precision, run.evidence.updates, run.evidence.observation
+    rows: list[tuple[Cell, ...]] = []
+    notes: list[str] = []
+    if precision is not None:
+        rows.append(("fp32 matrix products are set to", precision.float32_matmul))
+        rows.append(("error of one against float64", f"{precision.probe_relative_error:.1e}"))
+        for name, kernels in (("TF32", precision.tf32_kernels), ("true fp32", precision.fp32_kernels)):
+            rows += [(f"kernels of products in {name}", counted(len(kernels), "name"))] if kernels else []
+    if seen is not None and seen.product_dtypes:
+        rows.append(("operands of the forward's products", ", ".join(seen.product_dtypes)))
+    if updates is not None:
+        rows.append(("updates of the parameters", f"{updates.applied} in {counted(updates.steps, 'measured step')}"))
+        if updates.loss_scale is not None:
+            rows.append(("scale of the loss after them", f"{updates.loss_scale:,g}"))
+        if updates.gradient_norm is not None:
+            rows.append(("norm of the last gradients before clipping", f"{updates.gradient_norm:.4g}"))
+        if updates.parameters_finite is not None:
+            rows.append(("every parameter finite after them", "yes" if updates.parameters_finite else "no"))
+        if updates.skipped:
+            notes.append(
+                f"{counted(updates.skipped, 'update')} did not come: a gradient scaler swallows those of steps whose "
+                "gradients overflow."
+            )
+    habits = run.evidence.habits
+    if habits is not None and habits.without_gradient_count:
+        rows.append(("parameters without a gradient", f"{habits.without_gradient_count:,}"))
+    if rows:
+        table = table_of("what", "in this run", rows=rows, notes=as_lines(*notes))
+        yield Section(title="Numerics", answer=Answer(study="run", question="", tables=(table,)))
+
+
+def _environment(where: Environment | None) -> Iterator[Section]:
+    """Everything that a figure depends on beside the workload, a line each."""
+    if where is None:
+        return
+    rows: list[tuple[Cell, ...]] = []
+    for field, value in msgspec.structs.asdict(where).items():
+        if value is None or field in ("before", "after", "during", "host", "versions"):
+            continue
+        rows.append((_KEYS.get(field) or _in_words(field), _with_unit(field, value)))
+    rows += [(name, version) for name, version in where.versions.items()]
+    for when in ("before", "after"):
+        reading = getattr(where, when)
+        if reading is not None:
+            said = ", ".join(
+                f"{_in_words(name)} {_with_unit(name, value)}"
+                for name, value in msgspec.to_builtins(reading).items()
+                if value not in (None, (), []) and name != "read_at_s"
+            )
+            rows.append((f"GPU {when} the measured steps", said))
+    table: Table = table_of("what", "on this machine", rows=rows)
+    yield Section(title="Environment", answer=Answer(study="run", question="", tables=(table,)))
+
+
+_KEYS = {"l2_bytes": "L2 cache", "multiprocessors": "streaming multiprocessors", "cpu_name": "CPU"}
+"""Fields of an environment whose names say too little."""
+_WORDS = {"sm": "SM", "gpu": "GPU", "cpu": "CPU", "git": "git"}
+_OF_FIELDS: dict[str, Callable[[float], str]] = {
+    "_bytes": format_bytes, "_mhz": lambda value: f"{value:,.0f} MHz", "_w": lambda value: f"{value:,.0f} W",
+    "_c": lambda value: f"{value:.0f} °C", "_s": format_seconds,
+}  # fmt: skip
+"""The ends of fields' names that are units, and how a figure in them reads."""
+
+
+def _in_words(field: str) -> str:
+    """The name of a field as words, without its unit."""
+    bare = next((field.removesuffix(unit) for unit in _OF_FIELDS if field.endswith(unit)), field)
+    return " ".join(_WORDS.get(word, word) for word in bare.split("_"))
+
+
+def _with_unit(field: str, value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        shown = next((text for unit, text in _OF_FIELDS.items() if field.endswith(unit)), None)
+        return shown(value) if shown is not None else f"{value:,}"
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def commands_of(run: Run) -> list[str]:
+    """Commands that measure the same again, as far as options say it; none where a loop was watched."""
+    command = run_command(run.workload, run.settings)
+    return [command] if command is not None else []
+
 
 Say = Callable[[str], None]
 Begun = Callable[[Page], None]

@@ -1,4 +1,4 @@
-"""Figures of named things as bars, side by side by colour or stacked. What is missing is marked where it would be."""
+"""Charts: bars, lines, points, and rectangles over two axes."""
 
 import itertools
 import math

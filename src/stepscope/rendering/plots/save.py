@@ -1,7 +1,4 @@
-"""A chart to a file, by the file's suffix: SVG, PNG, HTML or JSON. No browser, no network, nothing of the machine.
-
-The same chart gives the same bytes, so that plots kept with results change only when their figures do.
-"""
+"""The look that all plots share, and how a chart becomes a file."""
 
 import html
 import re
@@ -15,6 +12,11 @@ import vl_convert
 
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.run_directory import write_atomically
+
+# A chart to a file, by the file's suffix: SVG, PNG, HTML or JSON. No browser, no network, nothing of the machine.
+#
+# The same chart gives the same bytes, so that plots kept with results change only when their figures do.
+
 
 # The look that all plots share: font, colours, and one fixed colour for each category of memory.
 

@@ -9,7 +9,7 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
-from stepscope.runs.communication import buffers_by_formula
+from stepscope.runs.metrics import buffers_by_formula
 from stepscope.traces.kernels.names import decode, is_tf32
 
 TF32_ERROR = 1e-5

@@ -1,4 +1,4 @@
-"""The tables of captures/details as parts of an answer and as plain data, each made only when it is asked for."""
+"""The tables of `details.py` as parts of an answer and as plain data, each made when it is asked for."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,9 +1,4 @@
-"""Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
-
-An interval is inside the innermost one that holds it on its thread. Intervals of one path of names are one node. Time
-on the device is that of the work launched inside: by the thread of the launch or, where that thread has no interval
-open, by the innermost of its process (autograd launches backward from a thread that has no ranges).
-"""
+"""What engineers look up in a capture: trees, operators, copies, host calls, the queue, replays of graphs."""
 
 from dataclasses import dataclass
 
@@ -16,6 +11,13 @@ from stepscope.traces.launches import is_launch
 from stepscope.traces.nesting import Nest, numbered
 from stepscope.traces.roofline.roofline import OperatorRoof
 from stepscope.traces.table import COPIES, KIND, TraceTable
+
+# Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
+#
+# An interval is inside the innermost one that holds it on its thread. Intervals of one path of names are one node. Time
+# on the device is that of the work launched inside: by the thread of the launch or, where that thread has no interval
+# open, by the innermost of its process (autograd launches backward from a thread that has no ranges).
+
 
 DEEPEST = 200
 """Intervals that nest deeper are left out, with the work launched in them."""

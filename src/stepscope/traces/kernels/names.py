@@ -1,4 +1,4 @@
-"""From a kernel's name to a `KernelName`."""
+"""What a kernel's name says: its grammar, the decoded name, and a short label."""
 
 import re
 from collections import Counter, defaultdict

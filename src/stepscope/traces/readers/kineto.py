@@ -19,12 +19,13 @@ import polars as pl
 
 from stepscope.core.errors import InputError, printable
 from stepscope.traces.assemble import assemble
-from stepscope.traces.counters import COPY_SCHEMA, COUNTER_SCHEMA, copies_of, copy_bandwidth, memory_counters
 from stepscope.traces.readers.json_events import read_events
 from stepscope.traces.table import (
     CALL_SCHEMA,
     CALLS,
     COLLECTIVE_SCHEMA,
+    COPY_SCHEMA,
+    COUNTER_SCHEMA,
     DETAIL_SCHEMA,
     KIND,
     LINK_SCHEMA,
@@ -37,7 +38,10 @@ from stepscope.traces.table import (
     Damage,
     TraceTable,
     add_count,
+    copies_of,
+    copy_bandwidth,
     empty,
+    memory_counters,
 )
 
 # Times of Chrome-trace events as exact nanoseconds.

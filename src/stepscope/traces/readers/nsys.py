@@ -27,7 +27,6 @@ from stepscope.core.files import check_no_pointer
 from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.core.units import format_bytes
 from stepscope.traces.assemble import LARGEST_NS, assemble
-from stepscope.traces.counters import copy_bandwidth
 from stepscope.traces.readers.json_events import is_bomb
 from stepscope.traces.table import (
     CALL_SCHEMA,
@@ -42,6 +41,7 @@ from stepscope.traces.table import (
     Damage,
     TraceTable,
     add_count,
+    copy_bandwidth,
     empty,
 )
 

@@ -28,7 +28,7 @@ from torch.func import functional_call
 
 from stepscope.core.errors import named_line
 from stepscope.kernels.function_transforms import transformed_by_func
-from stepscope.training.parts.trials import (
+from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,
     Frozen,

@@ -25,8 +25,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.parts import MODULE_PARTS, NO_MODULES, PARTS, REFERENCE, Kernels, Part, PartFound, check_parts
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.parts import part_function
+from stepscope.training.parts.gate import Trial, Unlike, hold, trials_of_one_tensor
 from stepscope.training.parts.language_loss import LanguageModel, language_model, loss_forward, trials_of_states
-from stepscope.training.parts.trials import Trial, Unlike, hold, trials_of_one_tensor
 
 SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))
 """Names of SwiGLU's linear layers in models of others: gate, up and down."""

@@ -1,4 +1,4 @@
-"""`stepscope study NAME` for the arithmetic of 16 bits: formats, sums, softmax, normalisation."""
+"""The studies of precision: formats, sums, softmax, norms, gradients, autocast, parity, shadow and quality."""
 
 from typing import Any
 

@@ -1,6 +1,8 @@
-"""`stepscope study speed`: forward and backward in fp32, TF32 and bf16, measured and captured here, or before."""
+"""The studies that measure steps in cells: speed, compile, kernels, parallel, attention-step, allocator,
+collectives, warmup."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,19 +11,28 @@ import typer
 
 from stepscope.app.cli.options import recording_from, refuse_beside
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
-from stepscope.app.cli.studies.answering import Answering, AskedSteps, AskedStepsOfAny, Comparing, given_ones
+from stepscope.app.cli.studies.answering import (
+    Answering,
+    AskedSteps,
+    AskedStepsOfAny,
+    Comparing,
+    given_ones,
+    study_verb,
+)
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
+from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.parts import named_kernels
+from stepscope.core.ranks import place_in_job
 from stepscope.core.run import Run, Settings, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.strategies import spelled
 from stepscope.core.workload import DTYPES
-from stepscope.engine.request import TraceRequest
+from stepscope.engine.request import Stage, Tell, TraceRequest
 
 
 @verb(
@@ -494,3 +505,33 @@ def warmup(
     cells = warmup_cells(workload, steps, warmup)
     plan = SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag)
     measure_and_report(plan, Policy(), lambda found: report_runs(found, answer_warmup(found), shown))
+
+
+# `stepscope study collectives`: how fast ranks communicate.
+
+
+@study_verb(
+    "collectives",
+    "stepscope study collectives --ranks 2 --backend gloo --largest 1MiB",
+    "stepscope study collectives --ranks 2,4,8 --save bandwidth.svg",
+    ranks="every GPU, or 2 on CPUs",
+    backend="nccl where GPUs are",
+    largest="1 GiB on GPUs, 16 MiB on CPUs",
+)
+def collectives(
+    tell: Tell, *, ranks: tuple[int, ...] | None, backend: tuple[str, ...] | None, sizes: tuple[int, ...] | None,
+    largest: int | None, seconds: float | None,
+) -> Answer:  # fmt: skip
+    """Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, by size.
+
+    Inside torchrun or srun the ranks of that job take part.
+    """
+    place = place_in_job(os.environ)
+    from stepscope.questions.collectives.study import study_collectives
+
+    given = given_ones({"ranks": ranks, "backends": backend, "sizes": sizes, "largest": largest, "seconds": seconds})
+    with interrupts.raising():
+        found = study_collectives(lambda name, share: tell(Stage(name=name, fraction=share)), place=place, **given)
+    if place is not None and place.rank:
+        raise typer.Exit  # the first rank shows what all measured
+    return found

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from stepscope.core.work import CausalConvention, Convention, Work
-from stepscope.core.work.operators import formulas, products
+from stepscope.core.work.operators import formulas
+from stepscope.core.work.operators import formulas as products
 from stepscope.core.work.operators.attention import FusedAttention, Sight
 from stepscope.core.work.operators.calls import OperatorCall, Unknown, read_call
-from stepscope.core.work.operators.products import Convolution
+from stepscope.core.work.operators.formulas import Convolution
 
 Formula = Callable[[OperatorCall, CausalConvention], Work]
 

@@ -1,8 +1,12 @@
-"""A device as an answer: datasheet beside measured."""
+"""What a device promises, and what it reaches."""
 
 from stepscope.core.answer import TEXT, Answer, Cell, Line, as_lines, table_of
-from stepscope.core.device_spec import DeviceReport
+from stepscope.core.device_spec import DeviceReport, find_device_spec
 from stepscope.core.units import counted, format_bytes, format_rate
+from stepscope.engine.request import Stage, Tell
+from stepscope.recording.ceilings import ceilings_for, supported_dtypes
+from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import read_environment
 
 
 def answer_device(report: DeviceReport) -> Answer:
@@ -40,3 +44,17 @@ def answer_device(report: DeviceReport) -> Answer:
         tables=(table_of("rate", ("datasheet", TEXT), ("measured", TEXT), ("share", "%"), "by", rows=rows),),
         origin=(f"Ceilings measured {ceilings.measured_at}, kept for later runs.",),
     )
+
+
+# What does this device promise, and what does it reach?
+
+
+def study_device(name: str, again: bool, tell: Tell) -> DeviceReport:
+    """The device's environment, datasheet and ceilings; measures (and stores) what is not stored, or all if `again`."""
+    device = resolve_device(name)
+    environment = read_environment(device)
+    ceilings = ceilings_for(
+        device, supported_dtypes(device), lambda what: tell(Stage(name="ceiling", detail=what)), again=again
+    )
+    spec = find_device_spec(environment.device_name)
+    return DeviceReport(environment=environment, spec=spec, ceilings=ceilings)

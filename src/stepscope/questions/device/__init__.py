@@ -1,1 +1,0 @@
-"""What a device promises, and what it reaches."""
