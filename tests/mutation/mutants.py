@@ -280,8 +280,8 @@ MUTANTS = (
     Mutant(
         name="epsilon under the root",
         file="training/optimizer.py",
-        old='.sqrt_().add_(group["eps"])',
-        new='.add_(group["eps"]).sqrt_()',
+        old='square.div_(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])',
+        new='square.div_(1 - beta2 ** state["step"]).add_(group["eps"]).sqrt_()',
         falsifies="parameters with small gradients hardly move",
         tests=("training/test_optimizer.py",),
     ),
