@@ -63,7 +63,7 @@ class Event(msgspec.Struct, frozen=True, gc=False):
     pool_id: PoolId | None = None
     """The allocator's pool; None where PyTorch did not write it."""
     frames: Any = ()
-    """The stack, checked only when read (stacks.py): stacks are most of a snapshot, and a copy would double it."""
+    """The stack, checked only when read: stacks are most of a snapshot, and a copy would double it."""
 
 
 class Block(msgspec.Struct, frozen=True, kw_only=True):

@@ -27,7 +27,7 @@ from stepscope.core.workload import Workload
 
 CHECKPOINTINGS = ("none", "selective", "every-1")
 """The checkpointing that is tried unasked, what computes least again first. Where `selective` does not fit, a search
-tries `selective-K` and `attention` besides (`mixtures.py`)."""
+tries `selective-K` and `attention` besides."""
 MOST_SEQUENCES = 8
 """The most sequences of a micro-batch that are tried."""
 CHUNKS = (1, 2, 4, 8)

@@ -12,7 +12,7 @@ gradient, a copy in the compute dtype and both moments (Rajbhandari et al. 2020,
     zero3       P p / n                 P g / n         P o / n
 
 Where gradients are sharded, those of a block are on their way, and with zero3 the parameters of one or two blocks, and
-of embedding and head, are whole for a while: `sharded_units.py` plays that. Beside that, a rank holds what its schedule
+of embedding and head, are whole for a while: `ShardedUnits` plays that. Beside that, a rank holds what its schedule
 has in flight: each chunk's saved activations, and what the chunk at work needs more.
 """
 
@@ -333,7 +333,7 @@ _TEMPORARY = CATEGORIES.index("temporaries")
 _OPERATORS_LEFT_OUT = PRODUCTS | ATTENTION
 _LOSS = "LinearCrossEntropy"
 _FUSED = frozenset({"RmsNorm", "AddRmsNorm", "Rotate", "SiluProduct", _LOSS})
-"""The operators of fused parts (`symbolic_fused.py`)."""
+"""The operators of fused parts (`symbolic_model.py`)."""
 
 Gradients = Literal["made", "elsewhere"]
 """made: gradients appear during backward, and are counted. elsewhere: they are sent away or added to what is there, and

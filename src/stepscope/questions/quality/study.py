@@ -3,7 +3,7 @@
 Each run has the same parameters at the start and the same batches (`training.py`), so that what differs is the
 precision. How much a difference means is told by runs of fp32 that start from the parameters of other seeds, over the
 same batches: with other batches too, differences in smoothed losses would be mostly the batches' own
-(`departure.py`).
+(`answer.py`).
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Training in every precision from the same initial parameters, with the same batches and the same learning rates.
 
-`train` is of the textbook's model; `of_own.py` gives the same loop a module of the user's own.
+`train` is of the textbook's model; `study.py` gives the same loop a module of the user's own.
 
 fp32, tf32, bf16 and fp16 have parameters in fp32; the latter two run forward under autocast. fp16's loss is scaled by a
 DynamicLossScaler; fp16-unscaled's is not. fp8 and fp8-row are as bf16, with products of 8 bits in the blocks. bf16-pure

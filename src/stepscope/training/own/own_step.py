@@ -34,7 +34,7 @@ from stepscope.training.training_step import AssembledStep, Batch, Choices, Shar
 #     (module, batch, loss, optimizer)     the loss may be None
 #     module                               forward takes nothing
 #     an object with the attributes        module, batch or batches, loss, optimizer
-#     an object with the attribute phases  a step of the user's own (`driven_step.py`)
+#     an object with the attribute phases  a step of the user's own
 #
 # A batch is a tensor, a tuple of positional arguments or a dict of keyword arguments; a list, an iterator or a
 # DataLoader gives several, which the steps rotate through.

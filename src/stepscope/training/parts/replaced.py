@@ -2,8 +2,8 @@
 
 A norm is a module with one weight (M) and an epsilon; a SwiGLU has three linear layers: gate, up and down; a loss is a
 causal language model of Hugging Face's (`language_loss.py`). What it is called says nothing: before it is replaced, a
-module is held against its replacement, forward and backward, on random numbers, by the bounds of the gate (`gate.py`,
-`trials.py`): at several shapes, in its own dtype, and under autocast where its weights are fp32. Weights of norms and
+module is held against its replacement, forward and backward, on random numbers, by the bounds of the gate
+(`gate.py`): at several shapes, in its own dtype, and under autocast where its weights are fp32. Weights of norms and
 SwiGLUs are random there, too, since fresh norms are all ones. What differs is left, and named. Of modules that are
 alike but for their weights, as those of a model's blocks, one is held for all.
 
