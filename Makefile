@@ -6,8 +6,6 @@ INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process. A test waits for processes, timers and disks a third of its time: three keep
 # two cores busy.
 WORKERS ?= 3
-# Tests start hundreds of processes. Where Python may keep no bytecode, each of them compiles the source again.
-unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test tests quick lint style types docs measures hostile mutants nsys clean
 

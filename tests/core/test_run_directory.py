@@ -167,7 +167,8 @@ def in_a_process_with_little_disk(code: str, tmp_path: Path) -> subprocess.Compl
     limited += "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
     return subprocess.run(
         [sys.executable, "-c", limited + textwrap.dedent(code)],
-        cwd=Path(__file__).parents[2], env={**os.environ, "TMPDIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"},  # it would be cut, too
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 

@@ -171,7 +171,7 @@ def test_a_disk_without_room(folder: Path):
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
         "found = list_runs([Path(sys.argv[1])], fewest=1); print(len(found.runs)); print(found.notes[0])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-B", "-c", code, str(folder)], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[0] == "5" and "cannot write" in done.stdout
     assert [path.name for path in folder.iterdir() if "index" in path.name] == []
 
