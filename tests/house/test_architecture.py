@@ -111,28 +111,42 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_the_reading_wing_needs_no_torch(tmp_path: Path):
-    """Every verb that reads, on a run read back from disk."""
+def test_reading_needs_no_torch(tmp_path: Path):
+    """Every verb that reads, where torch cannot be imported: of runs, captures, snapshots, names and sizes."""
     from stepscope.core.run_directory import create_run_directory, save_run
     from tests.conftest import make_run
 
-    run = make_run(forward=[0.1] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
-    save_run(run, create_run_directory(tmp_path, run.workload))
+    names = []
+    for forward in (0.1, 0.11):
+        run = make_run(forward=[forward] * 6, backward=[0.2] * 6, optimizer=[0.05] * 6)
+        directory = create_run_directory(tmp_path, run.workload)
+        save_run(run, directory)
+        names.append(str(directory))
     result = run_python(
         """
         import sys
+        class Missing:
+            def find_spec(self, name, path=None, target=None):
+                if name.partition(".")[0] in {"torch", "triton"}:
+                    raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+        sys.meta_path.insert(0, Missing())
         from stepscope.app.cli.app import app
-        out = sys.argv[1]
-        for verb in (["ls", out], ["show", "last", "--runs", out], ["table", out], ["table", out, "--style", "csv"],
-                     ["models"], ["--help"], ["sweep", "--help"]):
+        out, first, second, data = sys.argv[1:]
+        for verb in (["--help"], ["sweep", "--help"], ["models"], ["ls", out], ["show", "last", "--runs", out],
+                     ["table", out], ["table", out, "--style", "csv"], ["history", out], ["compare", first, second],
+                     ["kernel", "ampere_sgemm_128x64_nn"], ["trace", f"{data}/kineto_train.json.gz"],
+                     ["memory", f"{data}/snapshot_train.pickle.gz"], ["fit", "--model", "tiny", "--memory", "1GiB"],
+                     ["plan", "--model", "large", "--ranks", "2", "--device", "H100"]):
             app(verb, standalone_mode=False)
-        assert "torch" not in sys.modules
         assert not {"altair", "vl_convert"} & set(sys.modules), "nobody asked for a plot"
+        for verb in (["report", first, "-o", f"{out}/page.html"], ["writeup", out, "-o", f"{out}/w.md"]):
+            app(verb, standalone_mode=False)
         """,
-        str(tmp_path),
-    )
+        str(tmp_path), *names, str(Path(__file__).parents[1] / "data"),
+    )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "forward" in result.stdout and "100 ms" in result.stdout
+    assert "forward" in result.stdout and "110 ms" in result.stdout
+    assert (tmp_path / "page.html").stat().st_size > 10_000
 
 
 def test_help_loads_next_to_nothing():
