@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -69,15 +70,16 @@ def public_names() -> str:
 
 
 def keys_of_stored_runs() -> str:
-    """The digest of the keys of each folder's runs under results/, and how many there are."""
+    """The digest of the key and the settings' identity of the runs under results/, a line a month."""
     runs, faults = load_runs([ROOT / "results"])
     assert not faults
-    folders: dict[str, list[str]] = {}
-    for directory, key in ((run.id, run.workload.key) for run in runs):
-        folders.setdefault(directory[:6], []).append(f"{directory} {key}")
+    months: dict[str, list[str]] = {}
+    for run in runs:
+        settings = msgspec.json.encode(run.settings.identity, order="sorted").decode()
+        months.setdefault(run.id[:6], []).append(f"{run.id} {run.workload.key} {settings}")
     return "".join(
         f"{month}  {len(keys)} runs  {hashlib.sha256(chr(10).join(sorted(keys)).encode()).hexdigest()[:16]}\n"
-        for month, keys in sorted(folders.items())
+        for month, keys in sorted(months.items())
     )
 
 

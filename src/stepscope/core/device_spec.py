@@ -257,7 +257,7 @@ class Network(msgspec.Struct, frozen=True, kw_only=True):
         return next((fit for fit in reversed(fits) if fit.ranks <= ranks), fits[0] if fits else None)
 
     def faster(self, *, inside: float = 1.0, between: float = 1.0) -> "Network":
-        """The same with links so many times as fast."""
+        """A copy of this network whose links, inside nodes and between them, are so many times as fast."""
         return msgspec.structs.replace(
             self,
             inside_bytes_per_s=self.inside_bytes_per_s * inside,

@@ -10,12 +10,6 @@ from typing import TextIO
 
 import stepscope
 
-# The failures that stepscope names. Each is one line for the user and one exit code.
-#
-# The exit codes are a contract: 0 done, 1 measured but a check failed, 2 wrong input, 3 the device failed, 130 stopped
-# by SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
-
-
 # Text as it may be shown: nothing in it moves a cursor, turns the direction of writing, or fills a screen.
 
 
@@ -86,6 +80,11 @@ def _escaped(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
+
+# The failures that stepscope names. Each is one line for the user and one exit code.
+#
+# The exit codes are a contract: 0 done, 1 measured but a check failed, 2 wrong input, 3 the device failed, 130 stopped
+# by SIGINT (Ctrl-C), 143 by SIGTERM, 129 by SIGHUP.
 
 EXIT_DONE = 0
 EXIT_CHECK_FAILED = 1

@@ -10,11 +10,6 @@ from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 from stepscope.core.units import counted, format_seconds
 
-# What was observed of a step beside its times: the evidence that `runs/checks` judges.
-#
-# Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
-
-
 # What was taken for a step of a loop that is not ours, and what its steps evaluate.
 
 
@@ -106,6 +101,10 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     saved: Saved | None = None
     """What the timed steps save; None where none does, and in runs from before it was looked at."""
 
+
+# What was observed of a step beside its times: the evidence that `runs/checks` judges.
+#
+# Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
 
 ProcessStart = Literal["exec", "fork"]
 """How a process came to be: as a Python of its own, or forked from one that had imported PyTorch."""

@@ -55,7 +55,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float | None = None
     """How many times as long it took as the best step until then."""
     interval: Interval | None = None
-    """Of the ratio, within one process."""
+    """The interval of `ratio` within one process."""
     p_value: float | None = None
     """Two-sided, of "both take equally long", by the interval; a round's are judged together (Holm)."""
     apart: bool = False

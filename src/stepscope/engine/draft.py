@@ -22,6 +22,9 @@ from stepscope.recording.nsys import Nsys
 from stepscope.recording.step import Step
 from stepscope.training.parallel.ranks import Ranks
 
+if TYPE_CHECKING:
+    from stepscope.training.own.loading import Loaded
+
 # Reads what recorded steps left behind from the snapshot that was just written.
 
 
@@ -109,10 +112,6 @@ class RunDraft:
         elif self.run.status == "done" and self.run.failure is None:
             failure = Failure(message=f"{interrupts.said()}, after the timed steps", during=self.stage)
             self.set(failure=failure)
-
-
-if TYPE_CHECKING:
-    from stepscope.training.own.loading import Loaded
 
 
 class Draft(RunDraft):

@@ -63,11 +63,10 @@ from stepscope.training.attention import chosen_attention
 from stepscope.training.parallel.ranks import Ranks, host_name
 from stepscope.training.training_step import TrainingStep
 
-# Makes the step on the device, and later releases its memory.
-
-
 if TYPE_CHECKING:
     from stepscope.training.own.loading import Loaded
+
+# Makes the step on the device, and later releases its memory.
 
 
 def build(draft: Draft) -> None:

@@ -14,13 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stepscope.core.memory_notes import MemoryCategory
 
-# The tensors that a model and an optimizer hold between steps, wherever they keep them.
-#
-# Not all lie where PyTorch's own lie. A hand-written optimizer may keep its state in attributes, a library nests it in
-# lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
-# (bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
-
-
 # What autograd saved for backward, read off the graph when forward has ended.
 #
 # No hook runs in forward for it: hooks on saved tensors make autograd keep other objects than it would, and what is to
@@ -120,6 +113,12 @@ def whole_numel(tensor: Tensor) -> int:
     """The numbers in the whole of which this tensor is a part, or in the tensor."""
     return getattr(tensor, _WHOLE, tensor.numel())
 
+
+# The tensors that a model and an optimizer hold between steps, wherever they keep them.
+#
+# Not all lie where PyTorch's own lie. A hand-written optimizer may keep its state in attributes, a library nests it in
+# lists. A quantised weight is a plain parameter of bytes, whose scales are attributes of it or of its module
+# (bitsandbytes, HQQ), a module's buffers (GPTQ, AWQ), or a tensor made of others (torchao).
 
 _DEEPEST = 4
 """Objects between an owner and its tensor; containers are followed to their end."""

@@ -49,13 +49,6 @@ from stepscope.recording.precision import cast_copy
 from stepscope.recording.ranges import BackwardRanges, SequenceNotes
 from stepscope.recording.step import Recorder, Step, optimizers_of
 
-# Steps whose every allocation is recorded with its stack: a snapshot in PyTorch's own form, with our notes.
-#
-# On a GPU the allocator itself keeps the history, and every event carries the open ranges
-# (`forward|blocks.3.attention|softmax`). On a CPU the same file is written from the profiler's allocator events.
-# Nothing here allocates on the device, so the peak of the recorded step is that of any other.
-
-
 # Which tensor lies at which address, noted while a step runs: what a snapshot of the allocator cannot know.
 #
 # To note a tensor is to read its address and size. Nothing here allocates on the device, and nothing is kept alive.
@@ -617,6 +610,12 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
 def _set_metadata(text: str) -> None:
     torch._C._cuda_setMemoryMetadata(text)
 
+
+# Steps whose every allocation is recorded with its stack: a snapshot in PyTorch's own form, with our notes.
+#
+# On a GPU the allocator itself keeps the history, and every event carries the open ranges
+# (`forward|blocks.3.attention|softmax`). On a CPU the same file is written from the profiler's allocator events.
+# Nothing here allocates on the device, so the peak of the recorded step is that of any other.
 
 _COMPRESSION = 2  # nine tenths of what level 6 saves, in a third of the time
 _PICKLE_PROTOCOL = 4

@@ -11,14 +11,6 @@ from stepscope.allocations.planning.times import StepTime
 from stepscope.core.answer import Slice
 from stepscope.core.layout import Layout
 
-# A step played through, piece by piece: each pipeline rank works off its schedule, and waits for what it needs.
-#
-# The formulas add up what a step must take; the simulation lets ranks wait for one another. A piece of work begins when
-# its rank is free and its input is there; a send takes its link for its time, beside computation. A slow rank
-# (`Stragglers`) slows whoever waits for it: within a tensor and context group everybody at once, along the pipeline by
-# what is late, over data-parallel replicas at the end of the step.
-
-
 # Pipeline schedules as the work of each rank, in order.
 #
 # 1F1B and its interleaved form as Narayanan et al. 2021 draw them (figures 3 and 4) and Megatron runs them: some
@@ -55,6 +47,13 @@ def _work(layout: Layout, number: int, *, forward: bool) -> Work:
     micro_batch = number // (p * v) * p + number % p
     return Work(forward, micro_batch, chunk if forward else v - 1 - chunk)
 
+
+# A step played through, piece by piece: each pipeline rank works off its schedule, and waits for what it needs.
+#
+# The formulas add up what a step must take; the simulation lets ranks wait for one another. A piece of work begins when
+# its rank is free and its input is there; a send takes its link for its time, beside computation. A slow rank
+# (`Stragglers`) slows whoever waits for it: within a tensor and context group everybody at once, along the pipeline by
+# what is late, over data-parallel replicas at the end of the step.
 
 MOST_REPLICAS = 16
 """Data-parallel replicas that are played; of more, the slowest of these many stands for them."""

@@ -49,7 +49,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     mfu: float | None = None
     """Share of the device's peak, as published."""
     tokens_per_s: float | None = None
-    """Of each GPU."""
+    """Tokens a second of each GPU, as published."""
     peak_gib: float | None = None
     unknown: str = ""
     """What the source does not say, and what stands for it here."""

@@ -306,7 +306,7 @@ class RankModel(SymbolicModel):
 
 
 class CompiledRankModel(RankModel, CompiledSymbolicModel):
-    """The same under torch.compile."""
+    """The symbolic model as one rank of a layout runs it under torch.compile."""
 
 
 class FusedRankModel(RankModel, FusedSymbolicModel):

@@ -22,11 +22,15 @@ from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workload import Compile, Graph, Optimizer, Phase, Projections, Workload
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stepscope.training.own.loading import Loaded
+
+
 # Makes the workload from what a caller in Python says: of the textbook's model, of a factory, or of a module.
 
-
-if TYPE_CHECKING:
-    from stepscope.training.own.loading import Loaded
 
 _OF_ANY_MODEL = (
     "dtype", "phase", "compile", "graph", "optimizer", "clip", "checkpointing", "accumulation", "seed", "kernels",
@@ -134,12 +138,6 @@ def _choices(said: Mapping[str, Any], remedy: str) -> dict[str, Any]:
     parts = own_kernels(said["kernels"]) if "kernels" in said else {}
     return {**{name: value for name, value in said.items() if name != "kernels"}, **parts}
 
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from stepscope.training.own.loading import Loaded
 
 _RECORDED = ("memory", *TRACE_TOOLS)
 

@@ -18,11 +18,11 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, encode_run, find_place, find_run, load_runs
 from stepscope.core.run_index import list_runs
 
-# `stepscope show`: one run, as it was reported when it was measured.
-
-
 if TYPE_CHECKING:
+    from stepscope.runs.fields import Condition
     from stepscope.runs.run_sets import RunSet
+
+# `stepscope show`: one run, as it was reported when it was measured.
 
 
 @verb("show", "stepscope show last", "stepscope show xl-b4-s1024 --runs results/h200/limit-80GiB")
@@ -141,10 +141,6 @@ def ls(
 
 
 # `stepscope table`: any set of runs, arranged.
-
-
-if TYPE_CHECKING:
-    from stepscope.runs.fields import Condition
 
 
 @verb(

@@ -31,6 +31,7 @@ from stepscope.core.workload import DTYPES, PHASES
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.traces.captures.digest import TraceDigest
 
 
 _UNFIT_NAMED = 6
@@ -189,10 +190,6 @@ def sweep_exit_code(runs: list[Run]) -> int:
 
 
 # Runs, and what their captures say: measured just now, or found in folders. Several studies answer from both.
-
-
-if TYPE_CHECKING:
-    from stepscope.traces.captures.digest import TraceDigest
 
 
 @functools.cache

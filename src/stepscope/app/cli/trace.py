@@ -16,11 +16,12 @@ from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window
 
-# `stepscope trace` of several ranks' captures.
-
-
 if TYPE_CHECKING:
+    from stepscope.traces.captures.detail_tables import View
+    from stepscope.traces.captures.summary import TraceSummary
     from stepscope.traces.ranks.job import Job
+
+# `stepscope trace` of several ranks' captures.
 
 
 def captures_of(names: Sequence[str], runs: Path) -> list[Path]:
@@ -98,11 +99,6 @@ def _export(job: "Job", captures: list[Path], out: Path) -> None:
         ranks.append(Rank(f"rank {one.number}", summary.attribution, gaps, offset_ns=offsets[one.number]))
     written = write_perfetto(ranks, out, sources=[find_capture(path) for path in captures])
     warn(f"{written} slices in {out}: open it at https://ui.perfetto.dev")
-
-
-if TYPE_CHECKING:
-    from stepscope.traces.captures.detail_tables import View
-    from stepscope.traces.captures.summary import TraceSummary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,9 @@ from stepscope.questions.compare.sides import SideComparison, SidePair
 from stepscope.runs.metrics import compared_ranks, joules_per_step, samples_of
 from stepscope.runs.run_sets import disagreement
 
+if TYPE_CHECKING:
+    from stepscope.traces.captures.digest import TraceDigest
+
 # What to doubt in a comparison of two sides: other workloads, environments, clocks, runs on both sides.
 
 
@@ -208,9 +211,6 @@ def _clock_mhz(run: Run) -> float | None:
         return where.during.sm_clock_mhz.median
     return where.after.sm_clock_mhz if where.after is not None else None
 
-
-if TYPE_CHECKING:
-    from stepscope.traces.captures.digest import TraceDigest
 
 DETAILED = 3
 """Pairs whose buckets are shown, those that changed most. `--json` holds those of all."""

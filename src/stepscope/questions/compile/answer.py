@@ -36,6 +36,9 @@ from stepscope.runs.checks.computation import compile_fallback, compile_not_used
 from stepscope.runs.metrics import median_s, memory_of
 from stepscope.traces.kernels.families import classify, is_generated
 
+if TYPE_CHECKING:
+    from stepscope.traces.captures.digest import FamilyRow, TraceDigest
+
 # A step run eager and compiled: how much faster it gets, when compiling has paid for itself, which kernels are gone.
 #
 # A step's time is that of its kernels, by kind, and the time in which none runs. Kernels are those of a captured step,
@@ -46,9 +49,6 @@ from stepscope.traces.kernels.families import classify, is_generated
 # E = sum(w) - W m. After n steps, n >= W, a process has spent E + n m on steps, so that a compiled one, E' and m', is
 # even with an eager one after n = (E' - E) / (m - m').
 
-
-if TYPE_CHECKING:
-    from stepscope.traces.captures.digest import FamilyRow, TraceDigest
 
 PARTS = (*PHASES, STEP)
 """What is timed; `step` by the host's clock round a synchronised region."""

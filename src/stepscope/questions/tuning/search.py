@@ -22,11 +22,6 @@ from stepscope.core.workload import Workload
 from stepscope.questions.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.questions.tuning.racing import Racing
 
-# The search: round after round, the fastest change that surely helps is taken; then the end is confirmed.
-#
-# It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
-
-
 # The rounds of a search for the fastest step: which changes are tried together, and in which order.
 #
 # A round's changes all begin at the best step so far, and the fastest of them is taken. What only helps together is one
@@ -49,7 +44,7 @@ PRECISIONS_TRIED: dict[Dtype, tuple[Dtype, ...]] = {
     "fp16": ("bf16", "bf16-master"),
     "bf16": ("bf16-master",),
 }
-"""Of each precision those that may be faster, and that the quality study sees train as fp32 does."""
+"""The precisions that are tried in place of each: they may be faster, and the quality study sees them train as fp32."""
 
 MOST_MICRO_BATCHES = 16
 
@@ -60,7 +55,7 @@ class Round:
 
     name: str
     changes: Callable[[DrivenWorkload, bool], Iterable[Change]]
-    """Of the best step so far, and whether it runs on a GPU."""
+    """Returns the changes to try, from the best step so far and whether it runs on a GPU."""
     of_gpu: bool = False
     """Whether it needs a GPU."""
     of_textbook: bool = False
@@ -331,6 +326,10 @@ def changes_of(
             seen.add(made.key)
             yield different, made
 
+
+# The search: round after round, the fastest change that surely helps is taken; then the end is confirmed.
+#
+# It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
 
 NOT_REACHED = "the time was over"
 FAR = 1.15

@@ -13,11 +13,6 @@ import vl_convert
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.run_directory import write_atomically
 
-# A chart to a file, by the file's suffix: SVG, PNG, HTML or JSON. No browser, no network, nothing of the machine.
-#
-# The same chart gives the same bytes, so that plots kept with results change only when their figures do.
-
-
 # The look that all plots share: font, colours, and one fixed colour for each category of memory.
 
 
@@ -89,6 +84,10 @@ def told_apart(colours: Iterable[str], shapes: Iterable[str], remedy: str) -> tu
         )
     return by_colour, by_shape
 
+
+# A chart to a file, by the file's suffix: SVG, PNG, HTML or JSON. No browser, no network, nothing of the machine.
+#
+# One chart always gives equal bytes, so that plots kept with results change only when their figures do.
 
 SUFFIXES = (".svg", ".png", ".html", ".json")
 PNG_SCALE = 2

@@ -182,7 +182,7 @@ class Measure:
     """A command that measures what questions lack. Several questions may name one: it runs once."""
 
     name: str
-    """Of the folder or file, in the store, that it leaves."""
+    """The name of the folder or file that the command leaves in the store."""
     full: str
     """The words after `stepscope`, at the sizes that the question asks about."""
     small: str

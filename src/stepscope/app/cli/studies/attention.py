@@ -18,11 +18,12 @@ from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DO
 from stepscope.core.files import read_named
 from stepscope.engine.request import Tell
 
+if TYPE_CHECKING:
+    from stepscope.core.attention_timing import AttentionTimings
+    from stepscope.questions.attention.grid import GateMatrix
+
 # `stepscope study attention-gate`: is each implementation of attention right? The whole matrix, nothing timed.
 
-
-if TYPE_CHECKING:
-    from stepscope.questions.attention.grid import GateMatrix
 
 _GATE_SECONDS = 120.0
 
@@ -162,10 +163,6 @@ def kind_of(data: bytes) -> str:
         return msgspec.json.decode(data, type=Kind).kind
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return ""
-
-
-if TYPE_CHECKING:
-    from stepscope.core.attention_timing import AttentionTimings
 
 
 @verb(

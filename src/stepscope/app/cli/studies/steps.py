@@ -34,6 +34,10 @@ from stepscope.core.strategies import spelled
 from stepscope.core.workload import DTYPES
 from stepscope.engine.request import Stage, Tell, TraceRequest
 
+if TYPE_CHECKING:
+    from stepscope.questions.kernels import CapturedCell
+    from stepscope.traces.captures.digest import TraceDigest
+
 
 @verb(
     "study speed",
@@ -145,11 +149,6 @@ def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...]
 # `stepscope study kernels`: which kernels a step runs, over models and sequence lengths, captured here or before.
 
 
-if TYPE_CHECKING:
-    from stepscope.questions.kernels import CapturedCell
-    from stepscope.traces.captures.digest import TraceDigest
-
-
 @verb(
     "study kernels",
     "stepscope study kernels --model small --seq-len 128,512",
@@ -183,7 +182,6 @@ def kernels(
     json: bool,
 ) -> None:
     """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
-    from stepscope.core.errors import choose
     from stepscope.core.evidence import TRACE_TOOLS
     from stepscope.questions.kernels import QUESTIONS
 
