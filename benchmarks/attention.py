@@ -38,10 +38,10 @@ from stepscope.core.errors import (
     StepscopeError,
     choose,
 )
+from stepscope.core.formulas.attention import CONVENTION, backward_flops, forward_flops
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
-from stepscope.core.work.attention import CONVENTION, backward_flops, forward_flops
 
 OURS: Attention = "flash"
 RIVALS: dict[TensorDtype, tuple[Attention, ...]] = {

@@ -13,7 +13,7 @@ the same update, so that the losses of both stand beside one another.
 
 A step is timed as those of stepscope are: after a barrier that is not timed, with the device synchronised before and
 after, from the earliest start to the latest end over the ranks, which must share a host and so a clock. Model FLOPs
-are those of `stepscope.core.work`: causal attention is half of the square, and nothing that runs again counts.
+are those of `stepscope.core.formulas`: causal attention is half of the square, and nothing that runs again counts.
 
 FILE is written whole after each step, so that a time limit loses no step. What fails is in it as "fault".
 """
@@ -35,12 +35,12 @@ from typing import Any
 import msgspec
 
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import parameter_count, step_flops
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.parts import PARTS
 from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
-from stepscope.core.work.transformer import parameter_count, step_flops
 from stepscope.core.workload import Workload
 
 KIND = "long-step"

@@ -24,11 +24,11 @@ from typing import Literal, get_args
 
 import msgspec
 
+from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.work.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.workload import Workload
 from stepscope.recording.device import Device, resolve_device, timing_device
 from stepscope.recording.environment import read_environment

@@ -20,12 +20,12 @@ from typing import Any
 
 import msgspec
 
+from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.model_config import configure
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.work.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.workload import Workload
 from stored import bounds_of, measure_or_show, ratios_of
 

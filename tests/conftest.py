@@ -16,11 +16,11 @@ from hypothesis import settings as hypothesis_settings
 
 import stepscope
 from stepscope.core.environment import Environment
+from stepscope.core.formulas.transformer import phase_work
 from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
-from stepscope.core.work.transformer import phase_work
 from stepscope.core.workload import Workload
 from tests.interpreter import quicken
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from benchmarks.long_step import KIND, main, rendered, rows_of, workload_of
 
-from stepscope.core.work.transformer import step_flops
+from stepscope.core.formulas.transformer import step_flops
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--layers", "2", "--d-model", "64", "--d-ff", "128", "--heads", "2", "--vocabulary", "512", "--seq-len", "64"]

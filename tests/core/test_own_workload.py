@@ -11,11 +11,7 @@ from stepscope.app.cli.workloads import ManyWorkloads
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
-from stepscope.core.memory_notes import MemoryNotes
-from stepscope.core.own_workload import AnyWorkload, Input, OwnModel, OwnWorkload, WatchedWorkload, with_kind
-from stepscope.core.run import Run
-from stepscope.core.run_directory import encode_run, load_run
-from stepscope.core.work.spelled import (
+from stepscope.core.formulas.spelled import (
     cell_name,
     describe_model,
     describe_workload,
@@ -23,6 +19,10 @@ from stepscope.core.work.spelled import (
     run_call,
     run_command,
 )
+from stepscope.core.memory_notes import MemoryNotes
+from stepscope.core.own_workload import AnyWorkload, Input, OwnModel, OwnWorkload, WatchedWorkload, with_kind
+from stepscope.core.run import Run
+from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.workload import Workload
 from stepscope.runs.answer import answer_cells, answer_list, answer_run
 from stepscope.runs.checks import check_run

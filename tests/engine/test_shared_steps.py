@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness, RanksEvidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.work.transformer import parameter_count
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import MARK
 from stepscope.engine.draft import Draft

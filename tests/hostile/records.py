@@ -16,8 +16,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from stepscope.core.work.operators.calls import Unknown
-from stepscope.core.work.operators.rules import OPERATOR_WORK_RULES, call_sight, call_work, operator_rule, recorded_call
+from stepscope.core.formulas.operators.calls import Unknown
+from stepscope.core.formulas.operators.rules import (
+    OPERATOR_WORK_RULES,
+    call_sight,
+    call_work,
+    operator_rule,
+    recorded_call,
+)
 from stepscope.traces.readers.kineto import Arguments, Event, decode_block, needs_values, operator_shapes
 from stepscope.traces.roofline.answer import shapes_label
 from tests.hostile.campaign import conclude, generator, parser

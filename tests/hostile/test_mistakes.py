@@ -31,12 +31,12 @@ from stepscope.core.evidence import (
     StepOperators,
     WatchedLoop,
 )
+from stepscope.core.formulas import Work
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.work import Work
 from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.recording.device import HostDevice

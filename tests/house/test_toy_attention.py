@@ -15,9 +15,9 @@ from stepscope.core.attention_timing import AttentionCell, GateReport, decode_ti
 from stepscope.core.attentions import ATTENTIONS, AttentionCall, AttentionRecord, attention_names
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
+from stepscope.core.formulas.attention import saved_by_formula
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.work.attention import saved_by_formula
 from stepscope.core.workload import Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step

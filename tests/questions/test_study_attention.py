@@ -28,8 +28,8 @@ from stepscope.core.attention_timing import (
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.attention import backward_flops, forward_flops, saved_by_formula
 from stepscope.core.samples import Samples
-from stepscope.core.work.attention import backward_flops, forward_flops, saved_by_formula
 from stepscope.questions.attention.answer import (
     BOTH,
     CELLS,

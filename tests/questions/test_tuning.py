@@ -17,13 +17,13 @@ from stepscope.core.checkpointing import selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence
 from stepscope.core.finding import error
+from stepscope.core.formulas.spelled import run_call, run_command
 from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.run import Run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words
-from stepscope.core.work.spelled import run_call, run_command
 from stepscope.core.workload import Workload
 from stepscope.questions.tuning import curves as curves_module
 from stepscope.questions.tuning.answer import answer_tuned

@@ -7,8 +7,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
+from stepscope.core.formulas.transformer import phase_work, recomputed_flops
 from stepscope.core.model_config import configure
-from stepscope.core.work.transformer import phase_work, recomputed_flops
 from stepscope.core.workload import Workload
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.step import Phase, drive

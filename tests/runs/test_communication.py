@@ -6,10 +6,10 @@ import msgspec
 import pytest
 
 from stepscope.core.evidence import Evidence, PhaseMemory
+from stepscope.core.formulas.communication import KINDS, sent_and_received
 from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.work.communication import KINDS, sent_and_received
 from stepscope.runs import metrics as communication
 from stepscope.runs.answer import ranks_table
 from stepscope.runs.checks import check_run

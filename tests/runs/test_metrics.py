@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from stepscope.core.device_spec import DeviceSpec
-from stepscope.core.work.transformer import phase_work
+from stepscope.core.formulas.transformer import phase_work
 from stepscope.runs import metrics
 from tests.conftest import make_run, workload
 

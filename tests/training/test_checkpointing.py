@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from stepscope.core.formulas.transformer import products_per_forward, recomputed_products
 from stepscope.core.range_names import MARKING, RECOMPUTATION
 from stepscope.core.run_directory import KINETO_FILE
-from stepscope.core.work.transformer import products_per_forward, recomputed_products
 from stepscope.recording import capture, driven, ranges
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.recording.device import HostDevice

@@ -29,10 +29,10 @@ from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, tab
 from stepscope.core.errors import printable
 from stepscope.core.evidence import LeftBehind, MemoryGrowth
 from stepscope.core.finding import Finding
+from stepscope.core.formulas.spelled import describe_model, describe_workload
 from stepscope.core.memory_notes import KeptTensor
 from stepscope.core.range_names import FORWARD
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
-from stepscope.core.work.spelled import describe_model, describe_workload
 
 # Finds what each block of the model saves for backward, and the gradients that it leaves.
 

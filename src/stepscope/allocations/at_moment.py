@@ -16,9 +16,9 @@ from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment, Snapshot
 from stepscope.core.answer import Frame, Guide, Panel, Point, Span, Table, as_lines, table_of
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
+from stepscope.core.formulas.spelled import describe_workload
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, PhaseSpan
 from stepscope.core.units import format_bytes
-from stepscope.core.work.spelled import describe_workload
 
 # Live bytes by category over a history: exact after every event, and thinned to what a plot can show.
 

@@ -24,7 +24,7 @@ class CollectiveCalls(msgspec.Struct, frozen=True, kw_only=True):
 
     phase: str
     kind: str
-    """As core/work/communication.py names it."""
+    """As core/formulas/communication.py names it."""
     ranks: int
     """How many take part."""
     calls: int

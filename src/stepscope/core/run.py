@@ -11,10 +11,10 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
+from stepscope.core.formulas import Work
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.ranks import RanksEvidence
 from stepscope.core.samples import Samples
-from stepscope.core.work import Work
 from stepscope.core.workload import Workload
 
 # 1  2026-11  first: workload, settings, environment, samples, evidence, work, summary, findings

@@ -16,12 +16,12 @@ import msgspec
 
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
+from stepscope.core.formulas.transformer import known_work
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.ranks import RankPlace, check_processes
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.work.transformer import known_work
 from stepscope.engine.cell_process import CellEvent, CellProcess, Fork
 from stepscope.engine.forks import Forks
 from stepscope.engine.request import Stage, StepRequest, Tell

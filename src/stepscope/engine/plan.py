@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 
 from stepscope.core.evidence import ProcessStart
+from stepscope.core.formulas.spelled import parameters_of
+from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.work.spelled import parameters_of
-from stepscope.core.work.transformer import step_flops
 from stepscope.core.workload import Workload
 from stepscope.engine.request import MemoryRequest, TraceRequest
 

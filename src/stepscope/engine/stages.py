@@ -17,6 +17,8 @@ from stepscope.core.device_spec import find_device_spec, overridden_spec, produc
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.evidence import Capture, PhaseMemory, Precision
+from stepscope.core.formulas import Work
+from stepscope.core.formulas.transformer import known_work
 from stepscope.core.model_file import unmet
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.range_names import STEP
@@ -25,8 +27,6 @@ from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
 from stepscope.core.units import format_seconds
-from stepscope.core.work import Work
-from stepscope.core.work.transformer import known_work
 from stepscope.core.workload import GRAPH_WARMUP, Workload
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys

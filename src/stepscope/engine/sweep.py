@@ -18,11 +18,11 @@ from typing import Self
 
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
-from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of

@@ -13,7 +13,7 @@ import stepscope
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
-from stepscope.core.work.transformer import parameter_count
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.workload import Workload
 from stepscope.recording.environment import cpu_name
 

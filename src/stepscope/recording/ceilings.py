@@ -11,9 +11,9 @@ import torch
 from stepscope.core.device_spec import Ceiling, Ceilings
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.files import cache_directory, read_document, replace_file
+from stepscope.core.formulas.operations import copy_work, matmul_work
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
-from stepscope.core.work.operations import copy_work, matmul_work
 from stepscope.recording.device import timing_device
 from stepscope.recording.environment import cpu_name
 from stepscope.recording.precision import matmul_precision

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory, ProfiledStep, StepObservation, StepOperators
+from stepscope.core.formulas import Work
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.ranks import CollectiveCalls
 from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
-from stepscope.core.work import Work
 from stepscope.recording import ranges
 from stepscope.recording.capture import (
     BackwardMarks,

@@ -19,10 +19,10 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from stepscope.core.formulas import Convention, Work
+from stepscope.core.formulas.operators.calls import Operand, OperatorCall, TensorList, Unknown, Value
+from stepscope.core.formulas.operators.rules import call_work, is_product
 from stepscope.core.parts import PARTS
-from stepscope.core.work import Convention, Work
-from stepscope.core.work.operators.calls import Operand, OperatorCall, TensorList, Unknown, Value
-from stepscope.core.work.operators.rules import call_work, is_product
 from stepscope.recording import scaled_mm
 from stepscope.recording.step import Recorder
 
@@ -45,8 +45,8 @@ _NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional",
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int | None:
     """FLOPs of an operator that multiplies; None where nothing says that it does.
 
-    By the rules that also read traces (core/work/operators), with attention as the full square; where they do not know
-    the operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where none knows them, and
+    By the rules that also read traces (core/formulas/operators), with attention as the full square; where they do not
+    know the operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where none knows them, and
     what such a formula raises.
     """
     multiplies = not isinstance(func, HigherOrderOperator) and is_product(func._schema.name)

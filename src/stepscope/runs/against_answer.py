@@ -6,11 +6,11 @@ from typing import Any
 import msgspec
 
 from stepscope.core.answer import TEXT, Answer, Cell, Line, as_lines, table_of
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.processes import FEWEST_PROCESSES, SEEN_IN, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import CONFIDENCE, Interval
 from stepscope.core.units import counted, format_share
-from stepscope.core.work.spelled import cell_name
 from stepscope.runs.answer import heading
 from stepscope.runs.run_sets import RunSet, change_of, paired_ratios
 

@@ -12,6 +12,7 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.attentions import attention_names
 from stepscope.core.checkpointing import OFFLOAD
 from stepscope.core.errors import InputError, choose, printable
+from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import PRESETS
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import PARTS, kernels_of
@@ -20,7 +21,6 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB, counted
-from stepscope.core.work.spelled import parameters_of
 from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
 from stepscope.runs import metrics
 from stepscope.runs import metrics as communication

@@ -12,12 +12,12 @@ import msgspec
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.doubts import doubting_kinds, figure
 from stepscope.core.finding import Finding, warning
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.processes import FEWEST_PROCESSES, Change, Processes, change_of_pairs
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, Ratio, Samples
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_seconds, format_share
-from stepscope.core.work.spelled import cell_name
 from stepscope.runs.answer import doubts, heading, status_sentence, status_word
 from stepscope.runs.metrics import joules_per_step, median_s, parts_of, samples_of, while_measured
 

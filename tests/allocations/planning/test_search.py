@@ -11,10 +11,10 @@ from stepscope.allocations.planning.times import rates_of
 from stepscope.allocations.prediction.fit import budget_of_memory, fit
 from stepscope.allocations.prediction.layouts import RankMemory
 from stepscope.core.device_spec import DATASHEET, NETWORKS
+from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, parse_layout, settled
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.units import GIB
-from stepscope.core.work.transformer import PlannedModel
 from stepscope.core.workload import Workload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024, kv_heads=4)

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from stepscope.allocations.planning.simulation import Stragglers, Work, schedule, simulate
 from stepscope.allocations.planning.times import StepTime
+from stepscope.core.formulas.transformer import bubble_turns, chunks_in_flight
 from stepscope.core.layout import Layout
-from stepscope.core.work.transformer import bubble_turns, chunks_in_flight
 
 
 def times(forward: float = 1.0, backward: float = 2.0, **more: float) -> StepTime:

@@ -28,11 +28,11 @@ from stepscope.allocations.planning.times import (
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec, Network
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.communication import Copies, data_copies
+from stepscope.core.formulas.transformer import PlannedModel, step_flops
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.run_directory import load_runs
-from stepscope.core.work.communication import Copies, data_copies
-from stepscope.core.work.transformer import PlannedModel, step_flops
 from stepscope.core.workload import Workload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)

@@ -6,10 +6,10 @@ import pytest
 
 from stepscope.allocations.planning.verification import PUBLISHED, answer_verification
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
+from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, layout_of, step_of
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_runs
-from stepscope.core.work.transformer import PlannedModel
 from stepscope.core.workload import Workload
 
 

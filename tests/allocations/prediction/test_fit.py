@@ -24,10 +24,10 @@ from stepscope.allocations.prediction.layouts import sharded_peak
 from stepscope.core.checkpointing import keeping
 from stepscope.core.device_spec import DATASHEET
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import GIB, MIB, parse_bytes
-from stepscope.core.work.transformer import step_flops
 from stepscope.core.workload import Workload
 from tests.conftest import at_length, mini
 from tests.shown import shown

@@ -20,9 +20,9 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import configure
 from stepscope.core.units import MIB
-from stepscope.core.work.transformer import parameter_count
 from stepscope.core.workload import Workload
 from tests.conftest import mini
 

@@ -19,9 +19,9 @@ import stepscope
 from stepscope.app.api.shown import ShownAnswer, as_text
 from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.spelled import run_call
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run_directory import load_run
-from stepscope.core.work.spelled import run_call
 from stepscope.core.workload import Workload
 from stepscope.runs.answer import answer_run
 

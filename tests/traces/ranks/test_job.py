@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
-from stepscope.core.work.communication import KINDS, kind_of, message_bytes
+from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes
 from stepscope.traces.ranks.answer import answer_job, check_job, job_as_json
 from stepscope.traces.ranks.job import Job, captures_in, load_job
 from tests.captures import GEMM

@@ -11,7 +11,7 @@ from stepscope.core.answer import Answer
 from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec
 from stepscope.core.errors import InputError
-from stepscope.core.work.transformer import forward_flops
+from stepscope.core.formulas.transformer import forward_flops
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.read import read_trace
 from stepscope.traces.roofline.answer import (

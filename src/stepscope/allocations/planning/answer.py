@@ -22,10 +22,10 @@ from stepscope.core.answer import PROSE, TEXT, Answer, Frame, Line, Panel, Point
 from stepscope.core.checkpointing import offload_of, selective_of
 from stepscope.core.device_spec import MOST_RANKS, DeviceSpec, Network
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.formulas.communication import Transfer, bus_bandwidth, transfer_s, transfers_of
+from stepscope.core.formulas.spelled import run_command
 from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
 from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
-from stepscope.core.work.communication import Transfer, bus_bandwidth, transfer_s, transfers_of
-from stepscope.core.work.spelled import run_command
 
 # How a plan changes with the number of ranks, and with the speed of the links.
 

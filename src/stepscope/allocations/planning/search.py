@@ -16,10 +16,10 @@ from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memo
 from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network
+from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.parts import REFERENCE
 from stepscope.core.units import GIB
-from stepscope.core.work.transformer import PlannedModel
 from stepscope.core.workload import Workload
 
 # Every layout of a step over so many ranks, and why a combination is none.

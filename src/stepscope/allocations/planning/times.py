@@ -2,9 +2,9 @@
 
 A micro-batch's turn on a rank is its products, attention and elementwise work, and the communication that nothing
 hides: of tensor, context and expert parallelism all of it. m turns and the bubble of (p - 1) / v turns make the
-pipeline (`core/work/transformer.py`). What data parallelism sends is hidden behind the computation that does not wait
-for it (forward and backward of the same micro-batch, or of the last one), and only the rest counts. But a collective
-takes multiprocessors: computation beside it goes slower. Then the optimizer steps.
+pipeline (`core/formulas/transformer.py`). What data parallelism sends is hidden behind the computation that does not
+wait for it (forward and backward of the same micro-batch, or of the last one), and only the rest counts. But a
+collective takes multiprocessors: computation beside it goes slower. Then the optimizer steps.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,10 +18,7 @@ from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network, pcie_generation, product_dtype
 from stepscope.core.errors import InputError
-from stepscope.core.layout import SHARDINGS, Layout
-from stepscope.core.parts import REFERENCE
-from stepscope.core.precisions import PRECISIONS
-from stepscope.core.work.communication import (
+from stepscope.core.formulas.communication import (
     Copies,
     Transfer,
     When,
@@ -34,8 +31,11 @@ from stepscope.core.work.communication import (
     tensor_transfers,
     transfer_s,
 )
-from stepscope.core.work.operations import adamw_work
-from stepscope.core.work.transformer import PlannedModel, bubble_turns, largest_stage, moment_bytes
+from stepscope.core.formulas.operations import adamw_work
+from stepscope.core.formulas.transformer import PlannedModel, bubble_turns, largest_stage, moment_bytes
+from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.parts import REFERENCE
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workload import OF_ONE_LAUNCH, Workload
 
 # The rates at which a device is assumed to work: shares of its datasheet, and where each share comes from.

@@ -14,13 +14,13 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.device_spec import DATASHEET, DeviceSpec, Network, find_device_spec, network_for
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
+from stepscope.core.formulas.spelled import cell_name
+from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import configure
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB
-from stepscope.core.work.spelled import cell_name
-from stepscope.core.work.transformer import PlannedModel
 from stepscope.core.workload import Workload
 
 # What others published of training over many GPUs: the layout, and the figures that a plan is set beside.

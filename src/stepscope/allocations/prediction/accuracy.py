@@ -9,9 +9,9 @@ from stepscope.allocations.prediction.estimate import MemoryEstimate, estimate
 from stepscope.allocations.prediction.fit import budget_of_memory, budget_of_total, will_fit
 from stepscope.core.answer import Frame, Guide, Panel, Point
 from stepscope.core.attention_support import is_predicted
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.run import Run
 from stepscope.core.units import GIB
-from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import Workload
 
 

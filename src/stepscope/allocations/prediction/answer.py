@@ -18,11 +18,11 @@ from stepscope.allocations.prediction.own_fit import (
 )
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.evidence import PhaseMemory
+from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
+from stepscope.core.formulas.transformer import moment_bytes, parameter_count
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.work.spelled import cell_name, describe_model, describe_workload
-from stepscope.core.work.transformer import moment_bytes, parameter_count
 from stepscope.core.workload import Workload
 
 _SYMBOLS = {

@@ -12,10 +12,10 @@ from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
+from stepscope.core.formulas.transformer import recomputed_flops, step_flops
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
-from stepscope.core.work.transformer import recomputed_flops, step_flops
 from stepscope.core.workload import Workload
 
 # Changes to a step that may make it fit: the words and the option of each, and plans of several.

@@ -39,13 +39,13 @@ from stepscope.allocations.prediction.symbolic_tensors import (
 )
 from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import OFFLOAD, Span, of_fewer_layers, spans_of
+from stepscope.core.formulas.communication import Bytes
+from stepscope.core.formulas.transformer import PlannedModel, Shapes, chunks_in_flight, largest_stage, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.work.communication import Bytes
-from stepscope.core.work.transformer import PlannedModel, Shapes, chunks_in_flight, largest_stage, moment_bytes
 from stepscope.core.workload import Workload
 
 # What a rank holds beside its shards while a step goes on, as PyTorch's `fully_shard` allocates and frees it.

@@ -12,10 +12,10 @@ from stepscope.core.device_spec import DeviceReport
 from stepscope.core.document import decode_document, json_document
 from stepscope.core.errors import InputError
 from stepscope.core.files import read_named
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
 from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run_directory import find_place
-from stepscope.core.work.transformer import parameter_count
 
 
 @verb("device", "stepscope device", "stepscope device --from results/h200/device.json")

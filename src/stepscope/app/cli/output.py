@@ -229,7 +229,7 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
 
 def rows_of(state: "SweepState") -> "list[ProgressRow]":
     """The state of a sweep as rendering/sweep.py reads it."""
-    from stepscope.core.work.spelled import cell_name
+    from stepscope.core.formulas.spelled import cell_name
     from stepscope.rendering.sweep import ProgressRow
 
     return [

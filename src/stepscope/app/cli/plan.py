@@ -60,9 +60,9 @@ def plan(
     workload, checkpointings = _step(said, batch_tokens)
     from stepscope.allocations.planning.search import Question
     from stepscope.core.device_spec import MOST_RANKS
+    from stepscope.core.formulas.transformer import PlannedModel
     from stepscope.core.layout import parse_layout
     from stepscope.core.model_config import whole_number
-    from stepscope.core.work.transformer import PlannedModel
 
     whole_number(ranks, "--ranks", 1, MOST_RANKS)
     question = Question(

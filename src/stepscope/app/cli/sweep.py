@@ -138,7 +138,7 @@ def measure_and_report(
 
 def _foretell(plan: "SweepPlan") -> None:
     """A line on the cells that are predicted to run out of memory. They are measured all the same."""
-    from stepscope.core.work.spelled import cell_name
+    from stepscope.core.formulas.spelled import cell_name
     from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
 
     budget = memory_of(plan)

@@ -33,13 +33,13 @@ from stepscope.core.evidence import (
     Updates,
     WatchedLoop,
 )
+from stepscope.core.formulas import Work
 from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Run
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
 from stepscope.core.units import counted, format_seconds
-from stepscope.core.work import Work
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between

@@ -21,9 +21,15 @@ from stepscope.core.figures import (
     tera,
 )
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.formulas.attention import (
+    CONVENTION,
+    SavedByFormula,
+    backward_flops,
+    forward_flops,
+    saved_by_formula,
+)
 from stepscope.core.samples import Ratio
 from stepscope.core.units import MIB, format_bytes, format_rate, format_share
-from stepscope.core.work.attention import CONVENTION, SavedByFormula, backward_flops, forward_flops, saved_by_formula
 
 # Timings of attention, ordered and set beside one another: powers of the sequence, ratios, crossovers.
 

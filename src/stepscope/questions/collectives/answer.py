@@ -9,9 +9,9 @@ from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.formulas.communication import algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
 from stepscope.core.study_results import CollectiveFit, CollectiveTime
 from stepscope.core.units import format_bytes, format_rate, format_seconds, format_share
-from stepscope.core.work.communication import algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
 
 _GOOD_FIT = 0.25
 """The residual up to which latency and bandwidth describe the times."""

@@ -16,10 +16,10 @@ from stepscope.core.answer import Cell, Panel, Point, Table
 from stepscope.core.doubts import doubt_mark
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
-from stepscope.core.work.spelled import parameters_of
 from stepscope.core.workload import Workload
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of

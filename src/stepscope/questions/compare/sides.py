@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 
 from stepscope.core.errors import InputError, choose, printable
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.processes import Change, standing
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import Workload
 from stepscope.runs.answer import status_word
 from stepscope.runs.fields import conditions_in, holds_names, in_words, is_field, meeting

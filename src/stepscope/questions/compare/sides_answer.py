@@ -15,12 +15,12 @@ from stepscope.core.doubts import doubting_kinds
 from stepscope.core.environment import COMMITS
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
+from stepscope.core.formulas.spelled import run_command
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
-from stepscope.core.work.spelled import run_command
 from stepscope.questions.compare.sides import SideComparison, SidePair
 from stepscope.runs.metrics import compared_ranks, joules_per_step, samples_of
 from stepscope.runs.run_sets import disagreement

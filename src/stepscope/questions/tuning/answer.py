@@ -6,10 +6,10 @@ import msgspec
 
 from stepscope.core.answer import INTERVALS, PROSE, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
-from stepscope.core.work.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.runs.against_answer import interval_text
 
 STUDY = "tune"

@@ -13,10 +13,10 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory
+from stepscope.core.formulas import Work
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, EVALUATION, FORWARD, PHASES, REST, STEP
 from stepscope.core.run_directory import KINETO_FILE
-from stepscope.core.work import Work
 from stepscope.recording import ranges
 from stepscope.recording.capture import BackwardMarks, capture_range, export_kineto, kineto_session
 from stepscope.recording.flops import FlopCounts

@@ -35,12 +35,12 @@ from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.files import read_document
 from stepscope.core.finding import Finding, warning
+from stepscope.core.formulas.spelled import cell_name, run_command
 from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
 from stepscope.core.units import GIB, counted, format_bytes, format_milliseconds, format_seconds, format_share
-from stepscope.core.work.spelled import cell_name, run_command
 from stepscope.questions.compare.sides import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare.sides_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.rendering.pages.of_answer import (

@@ -18,11 +18,11 @@ from stepscope.core.doubts import doubting_kinds
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.work.spelled import cell_name
 from stepscope.core.workload import DTYPES, Workload
 from stepscope.questions.attention_step import StepCell, answer_steps
 from stepscope.questions.compile.answer import CompileCell, answer_compile

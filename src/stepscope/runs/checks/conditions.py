@@ -4,12 +4,12 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 """
 
 from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS, ModelConfig
 from stepscope.core.own_workload import OwnWorkload, WatchedWorkload
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.work.transformer import parameter_count
 from stepscope.core.workload import Workload
 
 

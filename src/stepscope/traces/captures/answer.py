@@ -9,9 +9,9 @@ from stepscope.core.answer import Answer, Cell, Frame, Line, Node, Panel, Point,
 from stepscope.core.doubts import figure
 from stepscope.core.errors import middle_cut, name_shown
 from stepscope.core.finding import Finding
+from stepscope.core.formulas.spelled import describe_model, describe_workload
 from stepscope.core.range_names import BACKWARD, FORWARD, RECOMPUTATION
 from stepscope.core.units import counted, format_count, format_share, ms_text
-from stepscope.core.work.spelled import describe_model, describe_workload
 from stepscope.traces.captures.attribution import RANGES, ROOT, Attribution
 from stepscope.traces.captures.critical_path import CriticalPath
 from stepscope.traces.captures.detail_tables import View, detail_tables, details_as_json, more_tables

@@ -11,6 +11,8 @@ import polars as pl
 
 from stepscope.core.attentions import scores_of
 from stepscope.core.errors import name_shown
+from stepscope.core.formulas.attention import attention_product_flops, softmax_flops
+from stepscope.core.formulas.transformer import products_per_forward, recomputed_products
 from stepscope.core.range_names import (
     ATTENTION_PARTS,
     BACKWARD,
@@ -22,8 +24,6 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.units import Window, ms_text
-from stepscope.core.work.attention import attention_product_flops, softmax_flops
-from stepscope.core.work.transformer import products_per_forward, recomputed_products
 from stepscope.core.workload import Workload
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.critical_path import CriticalPath, critical_path

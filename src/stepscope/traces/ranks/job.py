@@ -14,10 +14,10 @@ import polars as pl
 
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
+from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes, named_kind
 from stepscope.core.range_names import STEP
 from stepscope.core.run_directory import CAPTURE_FILES, RANK_FOLDER, RUN_FILE
 from stepscope.core.units import counted
-from stepscope.core.work.communication import KINDS, kind_of, message_bytes, named_kind
 from stepscope.traces.captures.attribution import Attribution, range_kind
 from stepscope.traces.captures.checks import doubts_of
 from stepscope.traces.captures.digest import load_capture

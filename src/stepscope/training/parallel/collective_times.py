@@ -208,4 +208,4 @@ MAKERS: dict[str, Callable[[int, Ranks, torch.device], _Collective]] = {
     "all-reduce": _all_reduce, "all-gather": _all_gather, "reduce-scatter": _reduce_scatter,
     "all-to-all": _all_to_all, "broadcast": _broadcast, "send and receive": _send_and_receive,
 }  # fmt: skip
-"""What makes each kind, by its name in core/work/communication.py."""
+"""What makes each kind, by its name in core/formulas/communication.py."""

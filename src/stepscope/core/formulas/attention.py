@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from stepscope.core.attention_timing import BYTES, AttentionCell, AttentionShape
 from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.work.operations import SOFTMAX_FLOPS, AttentionSizes, attention_backward_flops, attention_flops
+from stepscope.core.formulas.operations import SOFTMAX_FLOPS, AttentionSizes, attention_backward_flops, attention_flops
 from stepscope.core.workload import Workload
 
 CONVENTION = (

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from stepscope.core.work import Convention, Work
-from stepscope.core.work.operators.calls import Operand, promoted
-from stepscope.core.work.operators.rules import (
+from stepscope.core.formulas import Convention, Work
+from stepscope.core.formulas.operators.calls import Operand, promoted
+from stepscope.core.formulas.operators.rules import (
     OPERATOR_WORK_RULES,
     OperatorRule,
     is_product,

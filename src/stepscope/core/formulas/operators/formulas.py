@@ -8,9 +8,9 @@ less than counted. Whatever the record leaves open raises Unknown.
 import math
 from dataclasses import dataclass
 
-from stepscope.core.work import CausalConvention, Work, operations
-from stepscope.core.work.operations import AttentionSizes, elementwise_work
-from stepscope.core.work.operators.calls import (
+from stepscope.core.formulas import CausalConvention, Work, operations
+from stepscope.core.formulas.operations import AttentionSizes, elementwise_work
+from stepscope.core.formulas.operators.calls import (
     COMPLEX_BYTES,
     ELEMENT_BYTES,
     Operand,

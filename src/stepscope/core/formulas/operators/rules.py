@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from stepscope.core.work import CausalConvention, Convention, Work
-from stepscope.core.work.operators import formulas
-from stepscope.core.work.operators import formulas as products
-from stepscope.core.work.operators.attention import FusedAttention, Sight
-from stepscope.core.work.operators.calls import OperatorCall, Unknown, read_call
-from stepscope.core.work.operators.formulas import Convolution
+from stepscope.core.formulas import CausalConvention, Convention, Work
+from stepscope.core.formulas.operators import formulas
+from stepscope.core.formulas.operators import formulas as products
+from stepscope.core.formulas.operators.attention import FusedAttention, Sight
+from stepscope.core.formulas.operators.calls import OperatorCall, Unknown, read_call
+from stepscope.core.formulas.operators.formulas import Convolution
 
 Formula = Callable[[OperatorCall, CausalConvention], Work]
 

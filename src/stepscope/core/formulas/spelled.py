@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Iterable, Iterator
 
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.own_workload import AnyWorkload, DrivenWorkload, OwnModel, OwnWorkload, WatchedWorkload
@@ -10,7 +11,6 @@ from stepscope.core.parts import MODULE_PARTS, PARTS, REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import counted, format_count
-from stepscope.core.work.transformer import parameter_count
 from stepscope.core.workload import Workload
 
 _Sized = Workload | OwnWorkload | ModelConfig

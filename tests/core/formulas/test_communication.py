@@ -6,11 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.core.device_spec import NETWORKS, Network, measured_network
-from stepscope.core.layout import SHARDINGS, Layout
-from stepscope.core.model_config import PUBLIC_SHAPES, ModelConfig
-from stepscope.core.strategies import STRATEGIES
-from stepscope.core.study_results import CollectiveFit
-from stepscope.core.work.communication import (
+from stepscope.core.formulas.communication import (
     Bytes,
     Group,
     Transfer,
@@ -19,7 +15,17 @@ from stepscope.core.work.communication import (
     transfer_s,
     transfers_of,
 )
-from stepscope.core.work.transformer import PlannedModel, block_shapes, bubble_turns, chunks_in_flight, parameter_count
+from stepscope.core.formulas.transformer import (
+    PlannedModel,
+    block_shapes,
+    bubble_turns,
+    chunks_in_flight,
+    parameter_count,
+)
+from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.model_config import PUBLIC_SHAPES, ModelConfig
+from stepscope.core.strategies import STRATEGIES
+from stepscope.core.study_results import CollectiveFit
 
 SMALL = PlannedModel(config=ModelConfig(name="small", d_model=8, d_ff=16, layers=4, heads=4, vocabulary=32, kv_heads=2))
 FP32 = Bytes(parameters=4, gradients=4, compute=4, residual=4)

@@ -4,11 +4,10 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.core.model_config import PRESETS, configure
-from stepscope.core.work import Convention, Work
-from stepscope.core.work.operations import adamw_work, copy_work, matmul_work
-from stepscope.core.work.spelled import describe_workload
-from stepscope.core.work.transformer import (
+from stepscope.core.formulas import Convention, Work
+from stepscope.core.formulas.operations import adamw_work, copy_work, matmul_work
+from stepscope.core.formulas.spelled import describe_workload
+from stepscope.core.formulas.transformer import (
     block_shapes,
     forward_flops,
     parameter_count,
@@ -18,6 +17,7 @@ from stepscope.core.work.transformer import (
     shapes_outside_blocks,
     step_flops,
 )
+from stepscope.core.model_config import PRESETS, configure
 from stepscope.training.training_step import TrainingStep, build_model
 from tests.conftest import mini, workload
 

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from stepscope.core.work import CausalConvention, Work, operations
-from stepscope.core.work.operations import AttentionSizes
-from stepscope.core.work.operators.calls import Operand, OperatorCall, Unknown
+from stepscope.core.formulas import CausalConvention, Work, operations
+from stepscope.core.formulas.operations import AttentionSizes
+from stepscope.core.formulas.operators.calls import Operand, OperatorCall, Unknown
 
 Sight = Literal["causal", "not causal", "masked", "assumed causal", "assumed not causal"]
 """Which keys a query sees. `masked`: those of a mask or bias, whose zeros are not recorded. `assumed`: the record does

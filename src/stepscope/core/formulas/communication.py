@@ -24,8 +24,8 @@ from typing import Literal, NamedTuple
 
 from stepscope.core.checkpointing import spans_of
 from stepscope.core.device_spec import Network
+from stepscope.core.formulas.transformer import PlannedModel, block_shapes, largest_stage, shapes_outside_blocks
 from stepscope.core.layout import SHARDINGS, Layout
-from stepscope.core.work.transformer import PlannedModel, block_shapes, largest_stage, shapes_outside_blocks
 
 # Collectives: their kinds, the size of a message, and the bytes that a link carries for it.
 #

@@ -23,13 +23,13 @@ from functools import cached_property
 
 from stepscope.core.attentions import scores_of
 from stepscope.core.errors import InputError
+from stepscope.core.formulas import CausalConvention, Convention, Work
+from stepscope.core.formulas.operations import adamw_work
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
 from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.work import CausalConvention, Convention, Work
-from stepscope.core.work.operations import adamw_work
 from stepscope.core.workload import StepChoices, Workload
 
 Shapes = dict[str, tuple[int, ...]]
@@ -156,7 +156,7 @@ def _products_per_block(workload: Workload) -> int:
     return 9 if scores_of(workload.attention) == "whole" else 7
 
 
-# A model as a plan sees it: the transformer of `core/work/transformer.py`, whose feed-forward network may have
+# A model as a plan sees it: the transformer of `core/formulas/transformer.py`, whose feed-forward network may have
 # experts.
 #
 # With experts, each block has E feed-forward networks of width d_ff and a router (E x d); each token goes through A of

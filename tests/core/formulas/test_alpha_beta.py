@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.work.communication import KINDS, algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
+from stepscope.core.formulas.communication import KINDS, algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
 
 SIZES = [4**i * 1024 for i in range(8)]
 

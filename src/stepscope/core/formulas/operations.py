@@ -8,7 +8,7 @@ each result written once.
 
 from dataclasses import dataclass
 
-from stepscope.core.work import CausalConvention, Work
+from stepscope.core.formulas import CausalConvention, Work
 
 SOFTMAX_FLOPS = 5
 """y = exp(x - max) / sum: maximum, subtraction, exp, sum, division. log-softmax too: its last is a subtraction."""
