@@ -3,8 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Tests side by side, a file to a process. A test waits for processes, timers and disks a third of its time: three keep
-# two cores busy.
+# Tests side by side, a file to a process. Tests wait for processes, timers and disks, so three keep two cores busy.
 WORKERS ?= 3
 
 .PHONY: run test tests quick lint style types docs measures hostile mutants nsys clean
