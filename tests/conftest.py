@@ -180,6 +180,14 @@ def _no_dispatch_mode_is_left() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
+def _where_modules_are_looked_for_is_put_back() -> Iterator[None]:
+    """A user's factory leaves its folder in `sys.path`, which every process inherits that a later test starts."""
+    places = list(sys.path)
+    yield
+    sys.path[:] = places
+
+
+@pytest.fixture(autouse=True)
 def _what_dynamo_skips_is_put_back() -> Iterator[None]:
     """A loop that is watched tells Dynamo to leave the measuring code alone, until its process ends. A later test may
     compile what lies beside that code."""

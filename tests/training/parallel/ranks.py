@@ -3,13 +3,11 @@
 import json
 import multiprocessing
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,11 +46,8 @@ def on_ranks(count: int, function: Callable[[int, int], Any]) -> list[Any]:
         context.set_forkserver_preload(_IMPORTED)
         here = (count, folder, function, dict(os.environ))  # the process that forks has the variables of its start
         ranks = [context.Process(target=_rank, args=(rank, *here)) for rank in range(count)]
-        with pytest.MonkeyPatch.context() as patched:
-            # Ranks inherit where modules are looked for, and a test before may have left a folder of its own there.
-            patched.setattr(sys, "path", [place for place in sys.path if "pytest-of-" not in place])
-            for process in ranks:
-                process.start()
+        for process in ranks:
+            process.start()
         for process in ranks:
             process.join(240)
         alive = [process for process in ranks if process.is_alive()]
