@@ -82,7 +82,7 @@ def test_every_number_of_bf16_is_cast_to_eight_bits_as_torch_casts_it(name: str)
     """In range and beyond it, infinity and NaN too, by the convention that this PyTorch is seen to use."""
     saturates = cast_convention(name, torch.device("cpu")) == SATURATING
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    theirs = numbers.to(EIGHT_BITS[name]).double().tolist()
+    theirs = numbers.to(getattr(torch, EIGHT_BITS[name])).double().tolist()
     wrong = [
         (number, became)
         for number, became in zip(numbers.double().tolist(), theirs, strict=True)
@@ -102,7 +102,7 @@ def test_every_number_of_bf16_is_cast_to_eight_bits_as_torch_casts_it(name: str)
 @example(value=-math.inf)
 def test_eight_bits_round_as_torch(name: str, value: float):
     saturates = cast_convention(name, torch.device("cpu")) == SATURATING
-    theirs = torch.tensor(value, dtype=torch.float32).to(EIGHT_BITS[name]).float().item()
+    theirs = torch.tensor(value, dtype=torch.float32).to(getattr(torch, EIGHT_BITS[name])).float().item()
     assert same(FORMATS[name].round(value, saturates=saturates), theirs)
 
 
@@ -117,7 +117,7 @@ def test_the_two_conventions_beyond_the_largest():
 
 
 def test_the_study_names_both_conventions_and_the_one_that_this_torch_uses():
-    found = study_formats("500")
+    found = study_formats(value="500")
     becomes = {row[0]: (row[1], row[5]) for row in found.tables[1].rows}
     assert becomes["fp8-e4m3, not saturating"][1] == "overflows"
     assert becomes["fp8-e4m3, saturating"] == (448, "cut off at the largest")
@@ -167,7 +167,7 @@ def test_by_hand():
 
 def test_what_becomes_of_a_small_number():
     """1e-7 is between zero and fp16's first two numbers, 2^-24 and 2^-23."""
-    found = study_formats("1e-7")
+    found = study_formats(value="1e-7")
     rows = {row[0]: dict(zip(found.tables[1].columns, row, strict=True)) for row in found.tables[1].rows}
     assert rows["fp16"]["becomes"] == 2.0**-23 and rows["fp16"]["what happened"] == "subnormal: fewer digits"
     assert rows["bf16"]["becomes"] == torch.tensor(1e-7).bfloat16().item()
@@ -178,12 +178,12 @@ def test_what_becomes_of_a_small_number():
 
 def test_a_tenth_is_exact_in_no_format_and_a_half_in_all():
     """fp64 has 0.1 as 3602879701896397 / 2^55."""
-    fp64 = study_formats("0.1").tables[1].rows[0]
+    fp64 = study_formats(value="0.1").tables[1].rows[0]
     assert fp64[1] == 0.1 and fp64[5] == "rounded"
     assert fp64[2] == float(Fraction(3602879701896397, 2**55) - Fraction(1, 10))
-    assert study_formats("0.1").findings[-1].sentence == "0.1 is exact in none."
-    assert {row[5] for row in study_formats("-0.5").tables[1].rows} == {"exact"}
-    assert {row[5] for row in study_formats("-0.0").tables[1].rows} == {"exact"}
+    assert study_formats(value="0.1").findings[-1].sentence == "0.1 is exact in none."
+    assert {row[5] for row in study_formats(value="-0.5").tables[1].rows} == {"exact"}
+    assert {row[5] for row in study_formats(value="-0.0").tables[1].rows} == {"exact"}
 
 
 def test_json_is_one_document_without_nan_and_reads_back():
@@ -192,7 +192,7 @@ def test_json_is_one_document_without_nan_and_reads_back():
     def refuse(constant: str) -> Any:
         raise AssertionError(f"{constant} is no JSON")
 
-    found = study_formats("1e6")
+    found = study_formats(value="1e6")
     text = encode_answer(found)
     rows = {row[0]: row for row in json.loads(text, parse_constant=refuse)["tables"][1]["rows"]}
     assert rows["fp16"][1] == "inf" and rows["fp8-e4m3, not saturating"][1] == "nan"
@@ -228,7 +228,7 @@ def test_bad_input_is_one_line(tmp_path: Path):
 
 def test_an_error_below_every_number_of_fp64_is_said_as_it_is():
     """5e-324 is stored as 2 ** -1074, 4.9407e-324: 5.93e-326 less, which no number of fp64 is."""
-    rows = {row[0]: row for row in study_formats("5e-324").table("What becomes of 5e-324").rows}
+    rows = {row[0]: row for row in study_formats(value="5e-324").table("What becomes of 5e-324").rows}
     assert rows["fp64"][2] == "-5.934e-326"
     assert rows["bf16"][2] == -5e-324
-    assert study_formats("1").table("What becomes of 1").rows[0][2] == 0.0
+    assert study_formats(value="1").table("What becomes of 1").rows[0][2] == 0.0

@@ -30,7 +30,7 @@ def fit_of_own(
 
 def main(request: str) -> str:
     """The prediction as JSON, for `fit_of_own`."""
-    from stepscope.engine.own_fit import fit_own  # noqa: PLC0415  (torch: only the child needs it)
+    from stepscope.engine.own_fit import fit_own
 
     asked = msgspec.json.decode(request, type=_Request)
     return msgspec.json.encode(fit_own(asked.workload, asked.budgets, asked.device_type, search=asked.search)).decode()

@@ -7,17 +7,20 @@ one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3
 import math
 from decimal import Decimal
 from fractions import Fraction
-
-import torch
+from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat
-from stepscope.questions.answers import computed_answer, processor_name
-from stepscope.recording.device import resolve_device
+from stepscope.core.options import NUMBERS, Option
+from stepscope.questions.question import Question
 
-EIGHT_BITS = {"fp8-e5m2": torch.float8_e5m2, "fp8-e4m3": torch.float8_e4m3fn}
+if TYPE_CHECKING:
+    import torch
+
+EIGHT_BITS = {"fp8-e5m2": "float8_e5m2", "fp8-e4m3": "float8_e4m3fn"}
+"""The dtypes of PyTorch with 8 bits, by the format."""
 SATURATING, NOT_SATURATING, NEITHER = "saturating", "not saturating", "neither"
 CASTS = "PyTorch's casts to 8 bits"
 
@@ -30,11 +33,14 @@ _LONGEST = 1_000
 """The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
 
 
-def study_formats(value: str | None = None, device: str = "cpu") -> Answer:
-    """List every format and PyTorch's casts to 8 bits on this device; with `value`, also what each makes of it.
+Value = Annotated[str | None, Option(group=NUMBERS, help="What does each format make of this number? As in 1e-7.")]
 
-    Raises InputError for what is no finite number.
-    """
+
+def study_formats(*, value: Value = None, device: str = "cpu") -> Answer:
+    """Range, precision and largest integer of every floating format, from its bits."""
+    from stepscope.questions.answers import computed_answer, processor_name
+    from stepscope.recording.device import resolve_device
+
     chosen, number = resolve_device(device), None
     conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
     tables = [Table(title="Formats", columns=_PROPERTIES, rows=tuple(_row(f) for f in FORMATS.values()))]
@@ -130,7 +136,7 @@ def _what_happened(f: FloatFormat, exact: Fraction, rounded: float) -> str:
     return "subnormal: fewer digits" if abs(rounded) < f.smallest_normal else "rounded"
 
 
-def cast_convention(name: str, device: torch.device) -> str:
+def cast_convention(name: str, device: "torch.device") -> str:
     """Which convention PyTorch's cast to this format of 8 bits uses here: seen by casting, not known beforehand."""
     f = FORMATS[name]
     beyond = [sign * number for number in (2 * f.largest, 1e30, math.inf) for sign in (1, -1)]
@@ -142,12 +148,15 @@ def cast_convention(name: str, device: torch.device) -> str:
     return NEITHER
 
 
-def cast(numbers: list[float], name: str, device: torch.device) -> list[float]:
+def cast(numbers: list[float], name: str, device: "torch.device") -> list[float]:
     """What PyTorch makes of numbers of fp32 in this format of 8 bits."""
-    return torch.tensor(numbers, dtype=torch.float32, device=device).to(EIGHT_BITS[name]).double().tolist()
+    import torch
+
+    in_fp32 = torch.tensor(numbers, dtype=torch.float32, device=device)
+    return in_fp32.to(getattr(torch, EIGHT_BITS[name])).double().tolist()
 
 
-def _casts(number: float | None, conventions: dict[str, str], device: torch.device) -> Table:
+def _casts(number: float | None, conventions: dict[str, str], device: "torch.device") -> Table:
     """What the casts do beyond the largest number; and to the number as fp32 has it, which training casts from."""
     columns, rows = ("format", "beyond the largest"), list(conventions.items())
     if number is None:
@@ -160,7 +169,9 @@ def _casts(number: float | None, conventions: dict[str, str], device: torch.devi
     )
 
 
-def _which_convention(conventions: dict[str, str], device: torch.device) -> Finding:
+def _which_convention(conventions: dict[str, str], device: "torch.device") -> Finding:
+    import torch
+
     clauses = []
     for name, convention in conventions.items():
         f = FORMATS[name]
@@ -209,3 +220,11 @@ def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
         said.append(f"overflows in {', '.join(overflowed)}")
     said.append(f"is exact in {', '.join(kept)}" if kept else "is exact in none")
     return [note("value", f"{value.strip()} {', '.join(said)}.", {"value": number})]
+
+
+QUESTION = Question(
+    "formats",
+    study_formats,
+    examples=("stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats"),
+    has_curves=False,
+)

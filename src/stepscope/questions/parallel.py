@@ -475,7 +475,7 @@ def usual_ranks(device_type: str) -> tuple[int, ...]:
     """Every GPU, or two ranks on a CPU."""
     if device_type == "cpu":
         return (2,)
-    import torch  # noqa: PLC0415  (for GPUs alone)
+    import torch
 
     return (max(2, torch.cuda.device_count()),)
 

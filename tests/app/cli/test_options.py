@@ -14,12 +14,13 @@ import pytest
 import typer
 
 from stepscope.app.cli.app import _Command, app
-from stepscope.app.cli.options import GROUPS, OPTIONS, line_of
+from stepscope.app.cli.options import OPTIONS
 from stepscope.app.cli.study import _Studies
-from stepscope.app.cli.verb import EXAMPLES, OLD_SPELLINGS
+from stepscope.app.cli.verb import EXAMPLES, OLD_SPELLINGS, OPTIONS_OF
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.options import GROUPS
 from stepscope.core.workload import Workload
 
 pytestmark = pytest.mark.slow
@@ -30,6 +31,10 @@ VERBS: dict[str, Any] = {
     **{name: COMMAND.commands[name] for name in COMMAND.commands if name != "study"},
     **{f"study {name}": command for name, command in COMMAND.commands["study"].commands.items()},
 }
+
+STATED = {option: None for verb in VERBS for option in OPTIONS_OF[verb] if option not in OPTIONS}
+"""Options that a verb or a question states in its own signature."""
+EVERY_OPTION = (*OPTIONS, *STATED)
 
 
 PAGE_HEAD = """# Options
@@ -66,7 +71,7 @@ def test_one_name_means_one_thing_and_has_one_place():
         for flag, param in options_of(verb).items():
             assert param.rich_help_panel in GROUPS or flag == "--help", (verb, flag)
             assert flag not in OLD_SPELLINGS, f"{verb} still spells {flag}"
-    known = {flag for option in OPTIONS for flag in (*option.flag.split("/"), option.short)}
+    known = {flag for option in EVERY_OPTION for flag in (*option.flag.split("/"), option.short)}
     assert {flag for verb in VERBS for flag in options_of(verb)} <= known | {"--help"}
     used = {(flag, verb) for verb in VERBS for flag in options_of(verb)}
     for option in OPTIONS:
@@ -171,9 +176,9 @@ def page() -> str:
     parts = [PAGE_HEAD]
     for group in GROUPS:
         parts.append(f"## {group}\n\n| option | what it is | in |\n|---|---|---|")
-        for option in (option for option in OPTIONS if option.group == group):
+        for option in (option for option in EVERY_OPTION if option.group == group):
             flag = option.flag.partition("/")[0]
-            verbs = [v for v in VERBS if flag in options_of(v) and line_of(option.name, v) is option]
+            verbs = [verb for verb in VERBS if option in OPTIONS_OF[verb]]
             values = sorted({value_of(flag, verb) for verb in verbs}, key=len)
             named = "every verb" if len(verbs) == len(VERBS) else ", ".join(verbs)
             spelled = f"{option.flag} {values[-1]}".strip().replace("|", "\\|")

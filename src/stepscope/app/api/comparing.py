@@ -70,8 +70,8 @@ def compare(
 
     Raises InputError where a name means nothing, and where the sides have nothing in common.
     """
-    from stepscope.questions.compare.sides import compare_all, side_named  # noqa: PLC0415  (where it is asked for)
-    from stepscope.questions.compare.sides_answer import answer_comparison  # noqa: PLC0415
+    from stepscope.questions.compare.sides import compare_all, side_named
+    from stepscope.questions.compare.sides_answer import answer_comparison
 
     sides = [side_named(str(name), Path(runs)) for name in (base, other)]
     for fault in (fault for side in sides for fault in side.faults):
@@ -84,7 +84,7 @@ def compare(
 def _digests(pair: "SidePair") -> "tuple[TraceDigest | None, TraceDigest | None]":
     """What the captures of both sides say; None where there is none, or polars is not installed."""
     try:
-        from stepscope.traces.captures.digest import digest_beside  # noqa: PLC0415
+        from stepscope.traces.captures.digest import digest_beside
     except ModuleNotFoundError:
         return None, None
     found: list[TraceDigest | None] = []

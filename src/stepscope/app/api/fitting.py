@@ -135,20 +135,20 @@ def fit(
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
     budget = _budget(memory, device)
     if module is not None:
-        from stepscope.questions.fit_of_own import fit_of_own  # noqa: PLC0415  (only where it predicts)
+        from stepscope.questions.fit_of_own import fit_of_own
 
         return _of_ones_own(fit_of_own(of_factory(module, arguments, said), [budget] if budget else []))
     if model is None or isinstance(model, str):
         return _of_the_textbook(textbook(model or "small", {"seq_len": 512, **said}), budget)
     workload, copied = of_object(model, batch, loss, said)
-    from stepscope.engine.own_fit import fit_own  # noqa: PLC0415  (the caller has torch)
+    from stepscope.engine.own_fit import fit_own
 
     with gradients_kept(model):
         return _of_ones_own(fit_own(workload, [budget] if budget else [], given=lambda: _module_of(copied())))
 
 
 def _of_ones_own(found: "OwnFit") -> Fitted:
-    from stepscope.allocations.prediction.answer import answer_own_fit  # noqa: PLC0415
+    from stepscope.allocations.prediction.answer import answer_own_fit
 
     verdict = found.verdicts[0] if found.verdicts else None
     return Fitted(found.workload, found.estimate, verdict, shown(answer_own_fit(found)[0]))
@@ -161,9 +161,9 @@ def _module_of(loaded: "Loaded") -> "OwnModule":
 
 
 def _of_the_textbook(workload: Workload, budget: "Budget | None") -> Fitted:
-    from stepscope.allocations.prediction.answer import answer_fit, answer_peak  # noqa: PLC0415  (only where it predicts)
-    from stepscope.allocations.prediction.estimate import estimate  # noqa: PLC0415
-    from stepscope.allocations.prediction.fit import fit as predict  # noqa: PLC0415
+    from stepscope.allocations.prediction.answer import answer_fit, answer_peak
+    from stepscope.allocations.prediction.estimate import estimate
+    from stepscope.allocations.prediction.fit import fit as predict
 
     if budget is None:
         predicted = estimate(workload)
@@ -173,7 +173,7 @@ def _of_the_textbook(workload: Workload, budget: "Budget | None") -> Fitted:
 
 
 def _budget(memory: int | str | None, device: str | None) -> "Budget | None":
-    from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory  # noqa: PLC0415
+    from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory
 
     if memory is not None and device is not None:
         raise InputError("memory and device both say how much there is: give one of them")

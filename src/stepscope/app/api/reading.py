@@ -92,7 +92,7 @@ class Measured(Shown):
 
 def measured(run: Run, directory: Path) -> Measured:
     """The run with its answer."""
-    from stepscope.runs.answer import answer_run  # noqa: PLC0415  (only where a run is shown)
+    from stepscope.runs.answer import answer_run
 
     return Measured(run, directory, shown(answer_run(run, str(directory))))
 
@@ -143,10 +143,10 @@ def trace(
     Needs no PyTorch.
     """
     give_pages_back()
-    from stepscope.traces.captures.answer import answer_trace  # noqa: PLC0415  (polars, where a capture is read)
-    from stepscope.traces.captures.checks import check_trace  # noqa: PLC0415
-    from stepscope.traces.captures.digest import load_capture  # noqa: PLC0415
-    from stepscope.traces.captures.part import part_of  # noqa: PLC0415
+    from stepscope.traces.captures.answer import answer_trace
+    from stepscope.traces.captures.checks import check_trace
+    from stepscope.traces.captures.digest import load_capture
+    from stepscope.traces.captures.part import part_of
 
     place = find_place(str(path), Path(runs))
     whole = load_capture(place, say=warn)
@@ -181,10 +181,10 @@ def memory(
     Needs no PyTorch.
     """
     give_pages_back()
-    from stepscope.allocations.answer import answer_memory  # noqa: PLC0415  (polars, where a snapshot is read)
-    from stepscope.allocations.at_moment import moment_at  # noqa: PLC0415
-    from stepscope.allocations.explain import explain  # noqa: PLC0415
-    from stepscope.allocations.snapshot import read_snapshot  # noqa: PLC0415
+    from stepscope.allocations.answer import answer_memory
+    from stepscope.allocations.at_moment import moment_at
+    from stepscope.allocations.explain import explain
+    from stepscope.allocations.snapshot import read_snapshot
 
     place = find_place(str(path), Path(runs))
     explained = explain(read_snapshot(place, device=device))

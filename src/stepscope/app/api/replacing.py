@@ -37,7 +37,7 @@ def replace_parts(
     chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(said)
     if not chosen:
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
-    from stepscope.training.parts.replaced import replace_in  # noqa: PLC0415  (torch, only now)
+    from stepscope.training.parts.replaced import replace_in
 
     replaced = replace_in(model, chosen)
     left = [str(each) for each in replaced.left if each.part in MODULE_PARTS]

@@ -87,9 +87,9 @@ def of_object(
 ) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
     """The workload of a module that exists already, and a function that returns a copy of the module. Raises InputError
     for another object, and for choices of the textbook's model."""
-    from torch import nn, optim  # noqa: PLC0415  (the caller has it)
+    from torch import nn, optim
 
-    from stepscope.training.own.loading import code_of, copy_of, take_own  # noqa: PLC0415
+    from stepscope.training.own.loading import code_of, copy_of, take_own
 
     is_step = not isinstance(model, nn.Module) and hasattr(model, "phases")
     if not isinstance(model, nn.Module) and not is_step:
@@ -111,7 +111,7 @@ def of_object(
 def gradients_kept(model: object) -> Generator[None]:
     """A context in which a copy of the model is trained, and after which its own gradients are what they were. Raises
     InputError at its end where the loss reached them: no copy is made of what a function refers to."""
-    from torch import nn  # noqa: PLC0415  (the caller has it)
+    from torch import nn
 
     parameters = [*model.parameters()] if isinstance(model, nn.Module) else []
     before = [parameter.grad for parameter in parameters]
@@ -258,8 +258,8 @@ def run(
     settings = settings_from(warmup, steps, seconds, not profile)
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
 
-    from stepscope.engine.step import measure_step  # noqa: PLC0415  (torch, only now that the input may be sound)
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
+    from stepscope.engine.step import measure_step
+    from stepscope.recording.device import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"
     workload: DrivenWorkload
@@ -292,8 +292,8 @@ def run(
 
 def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
     """Start the processes that share the step, and wait for what they measured."""
-    from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState  # noqa: PLC0415  (as below)
-    from stepscope.engine.sweep import SweepInterrupted, run_sweep  # noqa: PLC0415  (what starts processes)
+    from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
+    from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
     def told(state: SweepState) -> None:
         (cell,) = state.cells

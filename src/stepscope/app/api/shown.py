@@ -72,14 +72,14 @@ def shown(answer: Answer) -> ShownAnswer:
 
 def as_text(*answers: Answer) -> str:
     """The answers one below the other, as the command prints them into a pipe."""
-    from stepscope.rendering.terminal import plain_text, render_answer  # noqa: PLC0415 - rich takes a while
+    from stepscope.rendering.terminal import plain_text, render_answer
 
     return "\n".join(plain_text(render_answer(answer)) for answer in answers).rstrip("\n")
 
 
 def as_html(*answers: Answer) -> str:
     """The answers one below the other, as `--style html` writes them."""
-    from stepscope.rendering.renderers import render  # noqa: PLC0415
+    from stepscope.rendering.renderers import render
 
     return "\n".join(render(answer, "html") for answer in answers)
 
@@ -87,7 +87,7 @@ def as_html(*answers: Answer) -> str:
 def answer_of(record: object) -> Answer:
     """The answer that shows a Run, an Answer or a Table."""
     if isinstance(record, Run):
-        from stepscope.runs.answer import answer_run  # noqa: PLC0415
+        from stepscope.runs.answer import answer_run
 
         return answer_run(record)
     if isinstance(record, Table):

@@ -69,10 +69,10 @@ def tune(
     budget_s = parse_seconds(str(budget), "budget")
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
 
-    from stepscope.questions.tuning.answer import answer_tuned  # noqa: PLC0415  (torch, only now)
-    from stepscope.questions.tuning.racing import Racing  # noqa: PLC0415
-    from stepscope.questions.tuning.search import tune as search  # noqa: PLC0415
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
+    from stepscope.questions.tuning.answer import answer_tuned
+    from stepscope.questions.tuning.racing import Racing
+    from stepscope.questions.tuning.search import tune as search
+    from stepscope.recording.device import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"
     if module is not None:

@@ -157,7 +157,7 @@ def _read(text: str, takes: str) -> OneWorkload:
     def take(*, said: OneWorkload) -> None:
         found.append(said)
 
-    parameters, call = options_of(take, "run", {})
+    parameters, call, _ = options_of(take, "run", {})
 
     def command(**given: Any) -> None:
         call(given)

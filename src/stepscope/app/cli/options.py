@@ -4,11 +4,8 @@ A verb takes its options from here (`app/cli/verb.py`). A new field of ModelConf
 `run`, `sweep` and `fit` have it then, and hand it on.
 """
 
-import keyword
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -23,6 +20,26 @@ from stepscope.core.device_spec import NETWORKS
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, ModelConfig
+from stepscope.core.options import (
+    BUDGET,
+    CALLS,
+    MEASURING,
+    MODEL,
+    NUMBERS,
+    OUTPUT,
+    PARALLEL,
+    QUESTION,
+    RECORDING,
+    STORED,
+    SWEEPING,
+    TRAINING,
+    WORKLOAD,
+    Option,
+    finite_numbers,
+    positive_integers,
+    positive_number,
+    positive_numbers,
+)
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import KERNELS, PART_WORDS, kernels_of
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
@@ -34,56 +51,10 @@ from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, NO_CLIP, OPTIMIZER
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.rendering.renderers import STYLES
 
-# Numbers that a user writes in a row, as in `0.5,1,2`: what options of numbers are read by.
-
-
-Numbers = Sequence[float]
-"""The annotation of an option that takes a row of numbers as a whole."""
-
-
-def finite_numbers(text: str, option: str) -> tuple[float, ...]:
-    """The finite numbers of a comma-separated list. Raises InputError for anything else in it, or an empty entry."""
-    words = [word.strip() for word in text.split(",")]
-    numbers: list[float] = []
-    for word in words:
-        try:
-            number = float(word)
-        except ValueError:
-            raise InputError(f"{option} holds {word!r}, which is no number: write numbers, as in 0.5,1,2") from None
-        if not math.isfinite(number):
-            raise InputError(f"{option} holds {word!r}, which is not finite: leave it out")
-        numbers.append(number)
-    return tuple(numbers)
-
-
-def positive_numbers(text: str, option: str) -> tuple[float, ...]:
-    """The numbers of a comma-separated list, ascending, each once. Raises InputError for one that is not above zero."""
-    numbers = finite_numbers(text, option)
-    if min(numbers) <= 0:
-        raise InputError(f"{option} holds {min(numbers):g}: write numbers above zero")
-    return tuple(sorted(set(numbers)))
-
-
-def positive_number(text: str, option: str) -> float:
-    """The one number above zero that the text holds. Raises InputError for anything else."""
-    number, *more = positive_numbers(text, option)
-    if more:
-        raise InputError(f"{option} holds {1 + len(more)} numbers: write one")
-    return number
-
 
 def norm_bound(text: str) -> float | str:
     """What `--clip` says: a number above zero, or none. Raises InputError for anything else."""
     return text if text == NO_CLIP else positive_number(text, "--clip")
-
-
-def positive_integers(text: str, option: str, *, limit: int) -> tuple[int, ...]:
-    """The whole numbers from 1 to `limit` of a list, ascending, each once. Raises InputError for anything else."""
-    numbers = positive_numbers(text, option)
-    for number in numbers:
-        if number != int(number) or number > limit:
-            raise InputError(f"{option} holds {number:g}: write whole numbers from 1 to {limit:,}")
-    return tuple(int(number) for number in numbers)
 
 
 # Which options stand on the command line: those that only have a default, nobody asked for.
@@ -167,60 +138,6 @@ def _tag(text: str) -> str:
         raise InputError(f"the tag is {text[:40]!a}: use 1 to 100 printable characters")
     return text
 
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """One option: a line of the table."""
-
-    name: str
-    """The parameter's; the option is spelled like it."""
-    takes: Callable[[str], Any]
-    """A type of typer's, or what makes a value of the text."""
-    group: str
-    help: str
-    fills: type | None = None
-    """The type that this option fills together with others; a verb takes all of them."""
-    default: Any = None
-    choices: tuple[str, ...] = ()
-    """Values that may be given: the help lists them, and the shell completes them."""
-    metavar: str | None = None
-    least: float | None = None
-    repeated: bool = False
-    """Whether several values are given by several options, and not by commas."""
-    verbs: tuple[str, ...] = ()
-    """The verbs that this line is for; it takes precedence over one for all verbs. Empty: all verbs."""
-    spelled: str = ""
-    """How the option is written, where that is not --name."""
-    complete: Callable[..., list[str]] | None = None
-    short: str = ""
-    """A second way to write it, of one letter: `-o`."""
-
-    @property
-    def flag(self) -> str:
-        """The option as a user writes it, and as messages name it: `--seq-len`."""
-        return self.spelled or f"--{self.name.replace('_', '-')}"
-
-    @property
-    def parameter(self) -> str:
-        """The name of the verb's parameter: the option's, with an underscore behind a keyword of Python."""
-        return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
-
-    @property
-    def words(self) -> str:
-        """The option's help, with its choices."""
-        return f"{self.help} One of {', '.join(self.choices)}.".strip() if self.choices else self.help
-
-
-MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS = "Model", "Workload", "Attention calls", "Training", "Numbers"
-MEASURING, RECORDING, SWEEPING = "Measuring", "Recording", "Sweep"
-PARALLEL = "Many GPUs"
-BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and results", "Output"
-
-GROUPS = (
-    MODEL, WORKLOAD, PARALLEL, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED,
-    OUTPUT,
-)  # fmt: skip
-"""The groups of options, in the order in which a help text shows them."""
 
 _ATTENTION = ("study attention", "study attention-gate")
 _WITH_PARTS = ("run", "sweep", "fit", "tune")
@@ -334,7 +251,6 @@ OPTIONS = (
     Option("variants", str, TRAINING, "Run only these variants beside fp32, as in bf16,fp16-unscaled,bf16-pure."),
     Option("growth_interval", int, TRAINING, "Steps without an overflow until the scale grows.", default=20),
     Option("overflow_at", int, TRAINING, "Steps that are made to overflow, as in 7,8,60."),
-    Option("value", str, NUMBERS, "What does each format make of this number? As in 1e-7.", verbs=("study formats",)),
     Option("format", str, NUMBERS, "The format of the table by kind of module: fp16, bf16, fp8-e5m2 or fp8-e4m3.",
            default="fp16", complete=completion.words("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")),
     Option("row", partial(finite_numbers, option="--row"), NUMBERS,
@@ -558,7 +474,7 @@ def several(text: str, option: Option) -> tuple[Any, ...]:
     """What a comma-separated list says, each word once."""
     found = words(text, option.flag)
     try:
-        return tuple(option.takes(word) for word in found)
+        return tuple(option.takes(word) if option.takes is not None else word for word in found)
     except ValueError:
         expected = "whole numbers, as in 128,256" if option.takes is int else "numbers, as in 1e-4,1e-3"
         raise InputError(f"cannot read {option.flag} {text!r}: write {expected}") from None

@@ -1,10 +1,12 @@
 """`stepscope study NAME`: questions with an answer of their own."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import typer
 
 from stepscope.app.cli.verb import Verbs, study_now
+from stepscope.questions.question import Question
 
 
 class _Studies(Verbs):
@@ -30,7 +32,7 @@ class _Studies(Verbs):
             "fused.",
         ),
         "formats": (
-            "stepscope.app.cli.studies.precision:formats_study",
+            "stepscope.questions.formats:QUESTION",
             "Range, precision and largest integer of every floating format, from its bits.",
         ),
         "accumulation": (
@@ -106,6 +108,15 @@ class _Studies(Verbs):
             "Strategies that share a step, beside one process and one another: step, communication, memory, scaling.",
         ),
     }
+
+    @staticmethod
+    def command_of(registered: Any) -> Callable[..., None]:
+        """The command of a Question, or a function that is one already."""
+        if not isinstance(registered, Question):
+            return registered
+        from stepscope.app.cli.studies.answering import command_of
+
+        return command_of(registered)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, study_now(args))

@@ -6,6 +6,7 @@ Each keyword parameter names a line of the table; its annotation says how many v
 the options that its fields name. Parameters that typer annotates are its arguments.
 """
 
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -22,11 +23,12 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stepscope.app.cli import completion
-from stepscope.app.cli.options import GROUPS, OPTIONS, Option, Recording, line_of, recording_from, remember, several
+from stepscope.app.cli.options import OPTIONS, Recording, line_of, recording_from, remember, several
 from stepscope.app.cli.output import Presentation, warn
 from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.options import GROUPS, Option
 from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import Settings, settings_from
 from stepscope.core.workload import Workload
@@ -52,6 +54,9 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 EXAMPLES: dict[str, tuple[str, ...]] = {}
 """Examples of each verb's use, by the verb's name."""
 
+OPTIONS_OF: dict[str, list[Option]] = {}
+"""The options of each verb that was asked for, by the verb's name."""
+
 
 def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that makes a function a verb: its parameters become options of the table, or stay typer's arguments.
@@ -60,7 +65,7 @@ def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[...
     """
 
     def make(function: Callable[..., None]) -> Callable[..., None]:
-        parameters, call = options_of(function, verb_name, usual)
+        parameters, call, OPTIONS_OF[verb_name] = options_of(function, verb_name, usual)
 
         @functools.wraps(function)
         def made(**given: Any) -> None:
@@ -82,13 +87,18 @@ def file_or_run(files: str) -> Any:
 
 def options_of(
     takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]
-) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any]]:
-    """The parameters that typer reads for a function or a record, and what calls it with their values."""
+) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any], list[Option]]:
+    """The parameters that typer reads for a function or a record, what calls it with their values, and its options."""
     parameters: list[inspect.Parameter] = []
+    taken: list[Option] = []
     makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
     named = set(inspect.signature(takes).parameters)  # what a verb takes by itself is no part of a workload there
     for parameter in inspect.signature(takes).parameters.values():
         annotation: Any = parameter.annotation
+        stated: Option | None = None
+        if get_origin(annotation) is Annotated and isinstance(annotation.__metadata__[0], Option):
+            stated = stated_option(parameter)
+            annotation = get_args(annotation)[0]
         if get_origin(annotation) is Annotated:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
             makers[parameter.name] = operator.itemgetter(parameter.name)
@@ -99,21 +109,32 @@ def options_of(
                 for option in OPTIONS
                 if option.fills in types and option.name not in named and (found := line_of(option.name, verb_name))
             ]
+            taken += options
             parts = {option.name: _Part(option, several, _own_default(option)) for option in options}
             said = {**_workload_defaults(), **usual}
             parameters += [part.parameter(said.get(name)) for name, part in parts.items()]
             makers[parameter.name] = functools.partial(_filled, maker, parts)
         elif isinstance(annotation, type) and is_dataclass(annotation):
-            found, makers[parameter.name] = options_of(annotation, verb_name, usual)
+            found, makers[parameter.name], options = options_of(annotation, verb_name, usual)
             parameters += found
+            taken += options
         else:
-            option = line_of(parameter.name.rstrip("_"), verb_name)
+            option = stated or line_of(parameter.name.rstrip("_"), verb_name)
             assert option is not None, f"{verb_name}: no option {parameter.name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
             part = _Part(option, _is_several(annotation), default)
             parameters.append(part.parameter(usual.get(option.name)))
             makers[parameter.name] = part.value
-    return parameters, lambda given: takes(**{name: maker(given) for name, maker in makers.items()})
+            taken.append(option)
+    return parameters, lambda given: takes(**{name: maker(given) for name, maker in makers.items()}), taken
+
+
+def stated_option(parameter: inspect.Parameter) -> Option:
+    """The option that a parameter's annotation states, with the parameter's name and type."""
+    values, stated = get_args(parameter.annotation)[:2]
+    kinds = [kind for kind in (values, *get_args(values)) if kind is not type(None)]
+    innermost = next((kind for each in kinds for kind in (*get_args(each), each) if isinstance(kind, type)), str)
+    return dataclasses.replace(stated, name=parameter.name.rstrip("_"), takes=stated.takes or innermost)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +183,7 @@ class _Part:
             return (value,) if option.takes is bool else several(value, option)
         if option.takes is float and not math.isfinite(value):
             raise InputError(f"{option.flag} is {value}: write a finite number")
-        return value if option.takes in (int, float, bool, Path, str) else option.takes(value)
+        return value if option.takes in (None, int, float, bool, Path, str) else option.takes(value)
 
     @property
     def _repeats(self) -> bool:
@@ -272,7 +293,13 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _BuiltWhenAsked({name: function for name, (function, _) in self.verbs.items()}, self.commands)
+        functions = {name: function for name, (function, _) in self.verbs.items()}
+        self.commands = _BuiltWhenAsked(functions, self.commands, self.command_of)
+
+    @staticmethod
+    def command_of(registered: Any) -> Callable[..., None]:
+        """The function that typer reads, from what a verb's line names."""
+        return registered
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}
@@ -284,14 +311,16 @@ class Verbs(TyperGroup):
 class _BuiltWhenAsked(MutableMapping[str, Any]):
     """Commands by name, made of functions when they are first looked up."""
 
-    def __init__(self, functions: dict[str, str], built: Mapping[str, Any]) -> None:
-        self.functions, self.built = functions, dict(built)
+    def __init__(
+        self, functions: dict[str, str], built: Mapping[str, Any], command_of: Callable[[Any], Callable[..., None]]
+    ) -> None:
+        self.functions, self.built, self.command_of = functions, dict(built), command_of
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.built:
             module, _, function = self.functions[name].partition(":")
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=help_width())
-            alone.command(name, cls=Verb)(getattr(importlib.import_module(module), function))
+            alone.command(name, cls=Verb)(self.command_of(getattr(importlib.import_module(module), function)))
             self.built[name] = typer.main.get_command(alone)
         return self.built[name]
 
@@ -366,7 +395,7 @@ def _verbs_in(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
 
 def _refuse_empty_paths(args: list[str], verb: str) -> None:
     """Raise InputError for an option whose path is empty: it would mean the directory that one stands in."""
-    paths = {option.flag for option in OPTIONS if option.takes is Path and option is line_of(option.name, verb)}
+    paths = {option.flag for option in OPTIONS_OF.get(verb, ()) if option.takes is Path}
     options = args[: args.index("--")] if "--" in args else args
     for i, arg in enumerate(options):
         flag, sign, value = arg.partition("=")

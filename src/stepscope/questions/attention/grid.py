@@ -80,7 +80,7 @@ def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
 
 def shapes_of(every: bool, device_type: str) -> tuple[AttentionShape, ...]:
     """The gate's shapes: every length with every head_dim, or each of them once; on a GPU long ones too."""
-    from stepscope.training.attention.cases import few_shapes, gate_shapes, long_shapes  # noqa: PLC0415
+    from stepscope.training.attention.cases import few_shapes, gate_shapes, long_shapes
 
     shapes = gate_shapes() if every else few_shapes()
     return shapes if device_type == "cpu" else (*shapes, *long_shapes())
@@ -265,8 +265,8 @@ def grid_groups(
 
 def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) -> None:
     """Raises InputError where none of the cells runs here, as the first of them says."""
-    from stepscope.core.attention_support import find_fault, runnable  # noqa: PLC0415
-    from stepscope.training.attention import fault_of_device  # noqa: PLC0415
+    from stepscope.core.attention_support import find_fault, runnable
+    from stepscope.training.attention import fault_of_device
 
     cells = [cell for group in groups for cell in group]
     calls = {cell: cell.shape.call(device_type, cell.dtype) for cell in cells}
@@ -296,16 +296,16 @@ def measure_grid(
 
     functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
     """
-    from stepscope.questions.attention.calls import (  # noqa: PLC0415
+    from stepscope.questions.attention.calls import (
         AttentionCalls,
         judged_shape,
         odd_shapes,
         start_timings,
         with_timing,
     )
-    from stepscope.recording.ceilings import ceilings_for  # noqa: PLC0415
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
-    from stepscope.recording.timer import StepFailed  # noqa: PLC0415
+    from stepscope.recording.ceilings import ceilings_for
+    from stepscope.recording.device import resolve_device
+    from stepscope.recording.timer import StepFailed
 
     began_s = time.monotonic()
     found = resolve_device(device)

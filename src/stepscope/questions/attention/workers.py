@@ -137,11 +137,11 @@ class _Worker(threading.Thread):
 
 def perform(task: WorkerTask) -> WorkerAnswer:
     """Do one task in this process."""
-    import torch  # noqa: PLC0415
+    import torch
 
-    from stepscope.questions.attention.calls import call_once  # noqa: PLC0415
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
-    from stepscope.training.attention.gate import check_attention_matrix  # noqa: PLC0415
+    from stepscope.questions.attention.calls import call_once
+    from stepscope.recording.device import resolve_device
+    from stepscope.training.attention.gate import check_attention_matrix
 
     device = resolve_device(task.device)
     try:

@@ -137,7 +137,7 @@ def _ranks(asked: Sequence[int] | None, backend: str, place: RankPlace | None) -
     if asked is None and place is not None:
         asked = (place.ranks,)
     if asked is None and backend == "nccl":
-        import torch  # noqa: PLC0415  (for GPUs alone)
+        import torch
 
         asked = (max(2, torch.cuda.device_count()),)
     if any(number < 2 for number in asked or ()):

@@ -37,12 +37,12 @@ def compile_prices(
 
 def main(request: str) -> str:
     """The prices as JSON, for `compile_prices`."""
-    from stepscope.recording.compilation import Pricing  # noqa: PLC0415  (torch: only the child needs it)
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
-    from stepscope.recording.environment import read_environment  # noqa: PLC0415
-    from stepscope.recording.precision import matmul_precision  # noqa: PLC0415
-    from stepscope.training.own.loading import make_own_step  # noqa: PLC0415
-    from stepscope.training.own.own_step import OwnStep  # noqa: PLC0415
+    from stepscope.recording.compilation import Pricing
+    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import read_environment
+    from stepscope.recording.precision import matmul_precision
+    from stepscope.training.own.loading import make_own_step
+    from stepscope.training.own.own_step import OwnStep
 
     asked = msgspec.json.decode(request, type=_Request)
     device = resolve_device(asked.device)

@@ -80,7 +80,7 @@ class Setting:
             if self.subject.is_own and variant.attention:
                 stack.enter_context(sdpa_kernel(BACKENDS[variant.attention]))
             if variant.compile != "eager":
-                from torch._inductor import config  # noqa: PLC0415  (half a second)
+                from torch._inductor import config
 
                 torch.compiler.reset()
                 stack.enter_context(config.patch(fallback_random=True))

@@ -29,6 +29,7 @@ from stepscope.core.files import read_named
 from stepscope.core.own_arguments import is_configuration
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Stage, Tell, TraceRequest
+from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Cell, SweepPlan
@@ -273,6 +274,12 @@ def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _
         return verb(f"study {study}", *examples, **usual)(made)
 
     return make
+
+
+def command_of(question: Question) -> Callable[..., None]:
+    """The command of a question."""
+    make = study_verb(question.name, *question.examples, plot=question.has_curves, **question.defaults)
+    return make(question.measure)
 
 
 def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:

@@ -3,7 +3,6 @@
 from typing import Any
 
 from stepscope.app.cli.compare import options_in
-from stepscope.app.cli.options import Numbers
 from stepscope.app.cli.studies.answering import (
     OneModel,
     given_ones,
@@ -15,20 +14,8 @@ from stepscope.app.cli.studies.answering import (
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
+from stepscope.core.options import Numbers
 from stepscope.engine.request import Stage, Tell
-
-
-@study_verb(
-    "formats",
-    "stepscope study formats --value 1e-7 --only becomes",
-    "stepscope study formats --only Formats",
-    plot=False,
-)
-def formats_study(*, value: str | None, device: str = "cpu") -> Answer:
-    """Range, precision and largest integer of every floating format, from its bits."""
-    from stepscope.questions.formats import study_formats
-
-    return study_formats(value, device)
 
 
 @study_verb(

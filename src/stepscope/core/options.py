@@ -1,0 +1,128 @@
+"""Options as records: a verb and a question state theirs in their signatures, and the command line is made from these.
+
+    Value = Annotated[str | None, Option(group=NUMBERS, help="What does each format make of this number?")]
+
+    def study_formats(*, value: Value = None, device: str = "cpu") -> Answer: ...
+
+A parameter that states no Option takes the one of its name in the table of options that verbs share
+(`app/cli/options.py`). The type says what the option takes: `tuple[int, ...]` is several numbers with commas between.
+"""
+
+import keyword
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from stepscope.core.errors import InputError
+
+MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS = "Model", "Workload", "Attention calls", "Training", "Numbers"
+MEASURING, RECORDING, SWEEPING = "Measuring", "Recording", "Sweep"
+PARALLEL = "Many GPUs"
+BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and results", "Output"
+
+GROUPS = (
+    MODEL, WORKLOAD, PARALLEL, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED,
+    OUTPUT,
+)  # fmt: skip
+"""The groups of options, in the order in which a help text shows them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of the command line. In a signature, its parameter says name and type."""
+
+    name: str = ""
+    """The parameter's; the option is spelled like it."""
+    takes: Callable[[str], Any] | None = None
+    """int, float, bool, str or Path, or a function that makes a value of the text. None: the parameter's type."""
+    group: str = QUESTION
+    help: str = ""
+    fills: type | None = None
+    """The type that this option fills together with others; a verb takes all of them."""
+    default: Any = None
+    choices: tuple[str, ...] = ()
+    """Values that may be given: the help lists them, and the shell completes them."""
+    metavar: str | None = None
+    least: float | None = None
+    repeated: bool = False
+    """Whether several values are given by several options, and not by commas."""
+    verbs: tuple[str, ...] = ()
+    """The verbs that this line is for; it takes precedence over one for all verbs. Empty: all verbs."""
+    spelled: str = ""
+    """How the option is written, where that is not --name."""
+    complete: Callable[..., list[str]] | None = None
+    short: str = ""
+    """A second way to write it, of one letter: `-o`."""
+
+    @property
+    def flag(self) -> str:
+        """The option as a user writes it, and as messages name it: `--seq-len`."""
+        return self.spelled or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def parameter(self) -> str:
+        """The name of the verb's parameter: the option's, with an underscore behind a keyword of Python."""
+        return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
+
+    @property
+    def words(self) -> str:
+        """The option's help, with its choices."""
+        return f"{self.help} One of {', '.join(self.choices)}.".strip() if self.choices else self.help
+
+
+def completed(*names: str) -> Callable[[str], list[str]]:
+    """A function that offers these names to a shell, also after a comma."""
+
+    def offer(incomplete: str) -> list[str]:
+        before, comma, begun = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
+
+    return offer
+
+
+# Numbers that a user writes in a row, as in `0.5,1,2`: what options of numbers are read by.
+
+
+Numbers = Sequence[float]
+"""The annotation of an option that takes a row of numbers as a whole."""
+
+
+def finite_numbers(text: str, option: str) -> tuple[float, ...]:
+    """The finite numbers of a comma-separated list. Raises InputError for anything else in it, or an empty entry."""
+    words = [word.strip() for word in text.split(",")]
+    numbers: list[float] = []
+    for word in words:
+        try:
+            number = float(word)
+        except ValueError:
+            raise InputError(f"{option} holds {word!r}, which is no number: write numbers, as in 0.5,1,2") from None
+        if not math.isfinite(number):
+            raise InputError(f"{option} holds {word!r}, which is not finite: leave it out")
+        numbers.append(number)
+    return tuple(numbers)
+
+
+def positive_numbers(text: str, option: str) -> tuple[float, ...]:
+    """The numbers of a comma-separated list, ascending, each once. Raises InputError for one that is not above zero."""
+    numbers = finite_numbers(text, option)
+    if min(numbers) <= 0:
+        raise InputError(f"{option} holds {min(numbers):g}: write numbers above zero")
+    return tuple(sorted(set(numbers)))
+
+
+def positive_number(text: str, option: str) -> float:
+    """The one number above zero that the text holds. Raises InputError for anything else."""
+    number, *more = positive_numbers(text, option)
+    if more:
+        raise InputError(f"{option} holds {1 + len(more)} numbers: write one")
+    return number
+
+
+def positive_integers(text: str, option: str, *, limit: int) -> tuple[int, ...]:
+    """The whole numbers from 1 to `limit` of a list, ascending, each once. Raises InputError for anything else."""
+    numbers = positive_numbers(text, option)
+    for number in numbers:
+        if number != int(number) or number > limit:
+            raise InputError(f"{option} holds {number:g}: write whole numbers from 1 to {limit:,}")
+    return tuple(int(number) for number in numbers)
