@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.questions.fit_of_own import fit_of_own
 
 _DECODER = {
@@ -233,7 +233,7 @@ def _compared(name: str, folder: Path, device: str) -> dict[str, Any]:
         factory, arguments = f"{Path(__file__).resolve()}:{name.replace('-', '_')}", {}
         options = ["--module", factory]
     kind = "cuda" if device.startswith("cuda") else "cpu"
-    workload = OwnWorkload(factory=factory, arguments=arguments, model=OwnModel(name=""))
+    workload = FactoryWorkload(factory=factory, arguments=arguments, model=UserModel(name=""))
     measured = _measured({"options": options}, device, folder / "runs")
     environment = measured.pop("environment", None)
     peak = measured.get("measured_peak")

@@ -28,7 +28,7 @@ from stepscope.core.document import decode_document
 from stepscope.core.model_config import configure
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Ratio, Samples, known
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.compare.sides import Side, SideComparison, compare_sides
 from stored import keep
 
@@ -39,7 +39,7 @@ STEPS = (30, 100, 300, 1000)
 PACE_S, DAY_S = 30.0, 86_400.0
 AFTER, LATER, TURNS = "one after the other", "the second a day later", "in turns"
 BASE = Run(
-    id="", created="", status="done", workload=Workload(model=configure("tiny")), settings=Settings(),
+    id="", created="", status="done", workload=TextbookWorkload(model=configure("tiny")), settings=Settings(),
     samples={},
 )  # fmt: skip
 

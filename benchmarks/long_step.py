@@ -41,7 +41,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 KIND = "long-step"
 LEARNING_RATE, SPREAD, SEED = 1e-4, 0.02, 1234
@@ -89,13 +89,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def workload_of(asked: argparse.Namespace) -> Workload:
+def workload_of(asked: argparse.Namespace) -> TextbookWorkload:
     """What is measured, in stepscope's words, for its count of FLOPs."""
     model = configure(
         "8B", layers=asked.layers, d_model=asked.d_model, d_ff=asked.d_ff, heads=asked.heads,
         vocabulary=asked.vocabulary,
     )  # fmt: skip
-    return Workload(
+    return TextbookWorkload(
         model=model, batch_size=asked.batch_size, seq_len=asked.seq_len, dtype=asked.dtype, optimizer="adamw-fused"
     )
 
@@ -187,7 +187,7 @@ class _Side:
     settings: Mapping[str, Any]
 
 
-def _rival(asked: argparse.Namespace, workload: Workload, device: Any) -> _Side:
+def _rival(asked: argparse.Namespace, workload: TextbookWorkload, device: Any) -> _Side:
     import torch  # noqa: PLC0415
 
     backend, refused = _choose_attention(asked, workload, device)
@@ -217,7 +217,7 @@ def _rival(asked: argparse.Namespace, workload: Workload, device: Any) -> _Side:
     )  # fmt: skip
 
 
-def _ours(asked: argparse.Namespace, workload: Workload, device: Any, ranks: Any) -> _Side:
+def _ours(asked: argparse.Namespace, workload: TextbookWorkload, device: Any, ranks: Any) -> _Side:
     """stepscope's step of the same sizes, with the parts of its own that this device has."""
     from stepscope.engine.stages import make_step  # noqa: PLC0415
     from stepscope.training.training_step import TrainingStep  # noqa: PLC0415
@@ -316,7 +316,7 @@ def _attention(backend: str) -> Callable[[], AbstractContextManager[Any]]:
     return nullcontext if chosen is None else lambda: sdpa_kernel(chosen)
 
 
-def _choose_attention(asked: argparse.Namespace, workload: Workload, device: Any) -> tuple[str, dict[str, str]]:
+def _choose_attention(asked: argparse.Namespace, workload: TextbookWorkload, device: Any) -> tuple[str, dict[str, str]]:
     """SDPA's backend as asked for; else the first that takes attention of this shape, and why those before did not."""
     import torch.distributed as dist  # noqa: PLC0415
 
@@ -335,7 +335,7 @@ def _choose_attention(asked: argparse.Namespace, workload: Workload, device: Any
 
 
 def _why_not(
-    attention: Callable[[], AbstractContextManager[Any]], workload: Workload, batch: int, device: Any
+    attention: Callable[[], AbstractContextManager[Any]], workload: TextbookWorkload, batch: int, device: Any
 ) -> str | None:
     """Why SDPA cannot compute attention of this shape, forward and backward, in this context; None if it can."""
     import torch  # noqa: PLC0415
@@ -358,7 +358,7 @@ def _why_not(
     return None
 
 
-def _model(workload: Workload, asked: argparse.Namespace, device: Any) -> Any:
+def _model(workload: TextbookWorkload, asked: argparse.Namespace, device: Any) -> Any:
     """Hugging Face's Llama of these sizes, checkpointed, sharded over all ranks, with random weights."""
     import torch  # noqa: PLC0415
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: PLC0415

@@ -29,7 +29,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.recording.device import Device, resolve_device, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.gpu_samples import gpu_sampled
@@ -45,7 +45,7 @@ WHAT = Literal["measuring", "sampler"]
 class Overhead(msgspec.Struct, kw_only=True):
     """The benchmark's result. Seconds are per step."""
 
-    workload: Workload
+    workload: TextbookWorkload
     environment: str
     pairs: int
     bare_s: Samples
@@ -126,7 +126,7 @@ def time_pairs(
     return bare, measured
 
 
-def compare(workload: Workload, device_name: str, pairs: int, block: int, of: WHAT) -> Overhead:
+def compare(workload: TextbookWorkload, device_name: str, pairs: int, block: int, of: WHAT) -> Overhead:
     """Time the pairs of the real step, then, for what measuring costs, those of an empty one."""
     torch_device = resolve_device(device_name)
     device = timing_device(torch_device)
@@ -198,7 +198,7 @@ def main() -> None:
         kept = [msgspec.json.decode(path.read_bytes(), type=Overhead) for path in arguments.show]
         sys.stdout.write(render_table(kept))
         return
-    workload = Workload(model=configure(arguments.model), seq_len=arguments.seq_len, dtype=arguments.dtype)
+    workload = TextbookWorkload(model=configure(arguments.model), seq_len=arguments.seq_len, dtype=arguments.dtype)
     result = compare(workload, arguments.device, arguments.pairs, arguments.block, arguments.of)
     sys.stdout.write(render(result))
     keep(result, arguments.json)

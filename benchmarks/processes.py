@@ -24,10 +24,10 @@ import msgspec
 
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import decode_document
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.processes import Change, Processes, change_of_pairs
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_run
+from stepscope.core.workload import FactoryWorkload
 from stepscope.engine.plan import Cell, Policy, SweepPlan
 from stepscope.engine.sweep import run_sweep
 from stepscope.runs.run_sets import paired_ratios
@@ -93,7 +93,7 @@ class Result(msgspec.Struct, kw_only=True):
     simulated: list[Simulated]
 
 
-def workload(backward_ms: float) -> OwnWorkload:
+def workload(backward_ms: float) -> FactoryWorkload:
     """The step of the example, with this delay."""
     said = OneWorkload({"module": FACTORY, "arg": (f"backward_ms={backward_ms:.4f}",)}).own
     assert said is not None

@@ -26,7 +26,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stored import bounds_of, measure_or_show, ratios_of
 
 Block = Callable[[int], None]
@@ -36,7 +36,7 @@ Block = Callable[[int], None]
 class Result(msgspec.Struct, kw_only=True):
     """Seconds a step of each block, on the slowest rank."""
 
-    workload: Workload
+    workload: TextbookWorkload
     environment: str
     ranks: int
     block: int
@@ -49,7 +49,7 @@ class Result(msgspec.Struct, kw_only=True):
         return ratios_of(self.stepscope_s, self.plain_s)
 
 
-def plain_block(workload: Workload, device: Any, ranks: Any) -> Block:
+def plain_block(workload: TextbookWorkload, device: Any, ranks: Any) -> Block:
     """A training loop as one writes it by hand."""
     import torch  # noqa: PLC0415
     from torch.distributed.fsdp import fully_shard  # noqa: PLC0415
@@ -87,7 +87,7 @@ def plain_block(workload: Workload, device: Any, ranks: Any) -> Block:
     return block
 
 
-def measured_block(workload: Workload, device: Any, ranks: Any) -> Block:
+def measured_block(workload: TextbookWorkload, device: Any, ranks: Any) -> Block:
     """The step of a run, under the timer of a run."""
     from stepscope.engine.stages import make_step  # noqa: PLC0415
     from stepscope.recording.device import timing_device  # noqa: PLC0415
@@ -125,7 +125,7 @@ def measured(asked: argparse.Namespace) -> Result:
     place = place_in_job(os.environ)
     ranks = join(place, device)
     fused = dict.fromkeys(PARTS, "fused") if asked.kernels == "fused" else {}
-    workload = Workload(
+    workload = TextbookWorkload(
         model=configure(asked.model), batch_size=asked.batch_size, seq_len=asked.seq_len, dtype=asked.dtype,
         attention=asked.attention, optimizer="adamw-fused", parallel=asked.parallel, ranks=count, **fused,
     )  # fmt: skip

@@ -29,7 +29,7 @@ from stepscope.core.evidence import ProcessStart
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.units import counted
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.plan import Cell, Policy, SweepPlan
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
@@ -87,16 +87,16 @@ class Result(msgspec.Struct, kw_only=True):
         return (statistics.median(sweeps.cpu_s) - statistics.median(self.own_cpu_s)) / self.cells
 
 
-def smallest(count: int) -> list[Workload]:
+def smallest(count: int) -> list[TextbookWorkload]:
     """So many small workloads, none of them twice."""
     model = configure("tiny", d_model=16, d_ff=16, layers=1, heads=1, vocabulary=101)
-    return [Workload(model=model, batch_size=1 + i // 50, seq_len=8 + i % 50) for i in range(count)]
+    return [TextbookWorkload(model=model, batch_size=1 + i // 50, seq_len=8 + i % 50) for i in range(count)]
 
 
-def workloads(count: int) -> list[Workload]:
+def workloads(count: int) -> list[TextbookWorkload]:
     """The tiny model, narrow, at so many lengths: cells whose own work is short."""
     model = configure("tiny", d_model=64, d_ff=128, layers=2, heads=2, vocabulary=1000)
-    return [Workload(model=model, batch_size=2, seq_len=16 + 2 * i) for i in range(count)]
+    return [TextbookWorkload(model=model, batch_size=2, seq_len=16 + 2 * i) for i in range(count)]
 
 
 def sweep_s(kind: Sweeps, cells: Sequence[Cell], device: str) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from tests.interpreter import quicken
 
 if TYPE_CHECKING:
@@ -203,15 +203,15 @@ def _what_dynamo_skips_is_put_back() -> Iterator[None]:
 MakeRun = Callable[..., Run]
 
 
-def workload(**changes: Any) -> Workload:
+def workload(**changes: Any) -> TextbookWorkload:
     """A small workload; sizes of the model by their names, everything else as Workload has it."""
     sizes = {name: changes.pop(name) for name in (*SIZE_FIELDS, "tied") if name in changes}
     model = changes.pop("model", None) or configure("tiny", **sizes)
     defaults: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
-    return Workload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})
+    return TextbookWorkload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})
 
 
-def mini(**changes: Any) -> Workload:
+def mini(**changes: Any) -> TextbookWorkload:
     """The smallest workload that has everything: two layers of width 32."""
     sizes = {"d_model": 32, "d_ff": 64, "layers": 2, "heads": 2, "vocabulary": 101}
     return workload(**{**sizes, **changes})
@@ -227,7 +227,7 @@ def run_steps(step: "TrainingStep", times: int = 1) -> float | None:
 
 
 def make_run(
-    of: Workload | None = None,
+    of: TextbookWorkload | None = None,
     *,
     forward: list[float] | None = None,
     backward: list[float] | None = None,

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.allocations.prediction.caching_allocator import rounded
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.fake_step import attention_backend, make_fake_step
 from stepscope.recording.fake_memory import AsOnCuda, FakeMemory
 
@@ -31,7 +31,7 @@ class _CutMade(BaseException):
         self.forward, self.outputs = forward, outputs
 
 
-def saved_by_compiled_step(workload: Workload) -> int:
+def saved_by_compiled_step(workload: TextbookWorkload) -> int:
     """Bytes saved for backward, each tensor rounded to 512, without the allocator's remainders.
 
     Raises InputError for inference, and for a checkpointed step (torch.compile traces its recomputation by itself).

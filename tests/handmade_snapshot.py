@@ -9,7 +9,7 @@ from benchmarks.recording_allocator import MIB, RecordingAllocator
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory, MemoryNotes, PhaseSpan, TensorNote
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from tests.conftest import mini
 
 START_US = 1_700_000_000_000_000
@@ -26,7 +26,7 @@ ENGINE = {"name": "torch::autograd::Engine::evaluate_function(...)", "filename":
 class HandmadeStep:
     """Two blocks of one linear layer each, MiB sized tensors. Times are microseconds after the start."""
 
-    def __init__(self, *, layers: int = 2, workload: Workload | None = None) -> None:
+    def __init__(self, *, layers: int = 2, workload: TextbookWorkload | None = None) -> None:
         self.allocator = RecordingAllocator(recording=False, time_us=START_US)
         self.notes: list[TensorNote] = []
         self.spans: list[PhaseSpan] = []

@@ -1,10 +1,10 @@
 """The workload of a run that is known to be of the textbook's model."""
 
 from stepscope.core.run import Run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 
-def textbook(run: Run) -> Workload:
+def textbook(run: Run) -> TextbookWorkload:
     """The run's workload, whose model has sizes."""
     assert run.textbook is not None
     return run.textbook

@@ -17,7 +17,7 @@ from stepscope.core.memory_notes import NOTES_KEY
 from stepscope.core.run_directory import MEMORY_FILE
 from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.step import drive
-from stepscope.training.own.own_step import DrivenStep
+from stepscope.training.user_module.module_step import UserStep
 from tests.conftest import mini
 
 CPU = torch.device("cpu")
@@ -50,7 +50,7 @@ def record(
 
     phases = [("forward", forward), ("backward", backward)] * micro_batches + [("optimizer", update)]
     given = SimpleNamespace(phases=phases, model=model, optimizer=optimizer, batches=[batch], loss=None)
-    step = DrivenStep(given, "the step", CPU)
+    step = UserStep(given, "the step", CPU)
     for _ in range(warm):
         if zeroed_between:
             optimizer.zero_grad(set_to_none=set_to_none)

@@ -13,7 +13,7 @@ from stepscope.allocations.prediction.kept_tensors import kept_by_block
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.memory_notes import TensorNote
 from stepscope.core.units import MIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 DATA = Path(__file__).parents[1] / "data"
 
@@ -60,7 +60,7 @@ def test_categories_are_what_the_notes_name(explained: Explained):
 def test_a_block_keeps_what_the_symbolic_model_says(explained: Explained):
     """What the GPU kept for backward of each block, beside the prediction tensor by tensor."""
     notes = explained.snapshot.notes
-    assert notes is not None and isinstance(notes.workload, Workload)
+    assert notes is not None and isinstance(notes.workload, TextbookWorkload)
     kept = [tensor for tensor in kept_by_block(notes.workload) if not tensor.cast_copy]
     expected = sum(tensor.total_bytes for tensor in kept)
     blocks = [block for block in saved_by_block(explained) if block.block.startswith("blocks.")]
@@ -73,7 +73,7 @@ def test_a_block_keeps_what_the_symbolic_model_says(explained: Explained):
 
 def test_the_prediction_is_the_measurement(explained: Explained):
     notes = explained.snapshot.notes
-    assert notes is not None and isinstance(notes.workload, Workload)
+    assert notes is not None and isinstance(notes.workload, TextbookWorkload)
     assert estimate(notes.workload).peak_bytes == pytest.approx(explained.peak_bytes, rel=0.01)
 
 

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.step import RIVAL, SIZES, WAYS, main, rendered
 
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 
 def line(way: str, step_s: float, peak_bytes: int) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def line(way: str, step_s: float, peak_bytes: int) -> dict[str, Any]:
 
 def test_every_way_is_a_workload_that_may_be():
     for size in SIZES:
-        keys = [Workload(model=configure(size), **choices).key for choices in WAYS.values()]  # pyright: ignore[reportArgumentType]
+        keys = [TextbookWorkload(model=configure(size), **choices).key for choices in WAYS.values()]  # pyright: ignore[reportArgumentType]
         # Only the rivals have a workload in common with others: their model is another.
         assert len(keys) == len(set(keys)) + sum(way.startswith(RIVAL) for way in WAYS)
 

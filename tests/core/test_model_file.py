@@ -10,7 +10,7 @@ import pytest
 from stepscope.app.api.running import of_factory
 from stepscope.core.evidence import Evidence
 from stepscope.core.model_file import unmet, without_options
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.runs.checks import check_run
 from tests.command import stepscope
 from tests.conftest import make_run
@@ -22,10 +22,10 @@ TEXT = {
 }  # fmt: skip
 
 
-def workload(folder: Path, fields: dict[str, Any], dtype: Any = "fp32") -> OwnWorkload:
+def workload(folder: Path, fields: dict[str, Any], dtype: Any = "fp32") -> FactoryWorkload:
     file = folder / "config.json"
     file.write_text(json.dumps(fields))
-    return OwnWorkload(model=OwnModel(name=""), factory=str(file), dtype=dtype)
+    return FactoryWorkload(model=UserModel(name=""), factory=str(file), dtype=dtype)
 
 
 MADE = "is not followed: parameters are made in"
@@ -100,7 +100,7 @@ def test_a_file_that_is_no_configuration_is_another_s_to_refuse(tmp_path: Path, 
     (tmp_path / "config.json").write_text(text)
     assert unmet(asked) == ()
     (tmp_path / "config.json").unlink()
-    assert unmet(asked) == () == unmet(OwnWorkload(model=OwnModel(name=""), factory="train.py:make"))
+    assert unmet(asked) == () == unmet(FactoryWorkload(model=UserModel(name=""), factory="train.py:make"))
 
 
 def test_a_run_has_it_as_a_finding_and_python_as_a_warning(tmp_path: Path):

@@ -8,7 +8,7 @@ from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call, run_command
 from stepscope.core.parts import LOSS_LEAST_ROWS, PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from tests.conftest import workload
 
 
@@ -26,7 +26,7 @@ def test_one_name_is_that_of_all_parts_and_a_part_that_is_said_keeps_its_own():
 
 def test_a_sweep_over_kernels_has_a_cell_for_each():
     found = ManyWorkloads({"model": ("tiny",), "kernels": ("reference", "fused"), "mlp": ("reference",)}).workloads()
-    assert [tuple(each.parts.values()) for each in found if isinstance(each, Workload)] == [
+    assert [tuple(each.parts.values()) for each in found if isinstance(each, TextbookWorkload)] == [
         ("reference", "reference", "reference", "reference"), ("fused", "fused", "reference", "fused"),
     ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.plan import Cell, SweepPlan, grid
 from tests.conftest import workload
 from tests.textbook import textbook
@@ -81,7 +81,7 @@ def test_wrong_fields_are_refused(field: str, value: object):
 
 def test_a_workload_survives_json():
     original = workload(dtype="bf16", attention="sdpa", compile="default")
-    assert msgspec.json.decode(msgspec.json.encode(original), type=Workload) == original
+    assert msgspec.json.decode(msgspec.json.encode(original), type=TextbookWorkload) == original
 
 
 def test_keys_of_stored_results_stay_what_they_were():
@@ -107,7 +107,7 @@ class GrownModel(ModelConfig, frozen=True, kw_only=True):
     experts: int | None = None
 
 
-class GrownWorkload(Workload, frozen=True, kw_only=True):
+class GrownWorkload(TextbookWorkload, frozen=True, kw_only=True):
     context_parallel: int = 1
 
 
@@ -120,7 +120,7 @@ def test_a_later_field_at_its_default_changes_no_key():
     now = workload(model="small")
     sizes = {**msgspec.structs.asdict(now.model)}
 
-    def grown(experts: int | None = None, context_parallel: int = 1) -> Workload:
+    def grown(experts: int | None = None, context_parallel: int = 1) -> TextbookWorkload:
         model = GrownModel(**sizes, experts=experts)
         return GrownWorkload(**{**msgspec.structs.asdict(now), "model": model}, context_parallel=context_parallel)
 
@@ -214,7 +214,7 @@ def test_a_bound_on_the_norm_makes_a_cell_of_its_own_where_gradients_are_used():
     assert plain == none and plain.key == none.key and plain.clip is None
     assert whole == workload(clip=1.0) and "clip-1" in whole.key.split("-train-")[1]
     assert len({each.key for each in (plain, whole, workload(clip=0.5))}) == 3
-    assert msgspec.json.decode(msgspec.json.encode(whole), type=Workload) == whole
+    assert msgspec.json.decode(msgspec.json.encode(whole), type=TextbookWorkload) == whole
     assert workload(phase="forward-backward", clip=1.0) == workload(phase="forward-backward")
     assert not whole.at_most(plain) and not plain.at_most(whole)
     with pytest.raises(InputError, match="offload=yes keeps gradients in the host's memory"):

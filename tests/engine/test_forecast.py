@@ -4,17 +4,17 @@ import msgspec
 
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.forecast import cells_that_will_not_fit, is_foretold
 from stepscope.engine.plan import Cell, SweepPlan
 
-STEP = Workload(
+STEP = TextbookWorkload(
     model=configure("8B"), batch_size=2, seq_len=4096, dtype="bf16", attention="sdpa", checkpointing="every-1",
     optimizer="adamw-fused",
 )  # fmt: skip
 
 
-def step(**changes: object) -> Workload:
+def step(**changes: object) -> TextbookWorkload:
     return msgspec.structs.replace(STEP, **changes)
 
 

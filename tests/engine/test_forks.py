@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from stepscope.core.evidence import ProcessStart
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Repeat, Run, Settings
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
 from stepscope.engine.sweep import COMPILER_ON_GPU, Series, run_sweep
 from tests.conftest import at_length
@@ -119,7 +119,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def made(own: Path, factory: str, settings: Settings = QUICK, **arguments: Any) -> Cell:
-    workload = OwnWorkload(factory=f"{own}:{factory}", arguments=arguments, model=OwnModel(name=""))
+    workload = FactoryWorkload(factory=f"{own}:{factory}", arguments=arguments, model=UserModel(name=""))
     return Cell(workload=workload, settings=settings)
 
 

@@ -19,7 +19,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness, RanksEvidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.cell_process import MARK
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest
@@ -175,15 +175,15 @@ RIGHT = Correctness(
 def test_a_small_step_of_the_same_choices_is_checked(
     asked: dict[str, Any], checked: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    seen: list[Workload] = []
+    seen: list[TextbookWorkload] = []
 
-    def check(name: str, make: object, choices: Workload, *_: object) -> Correctness:
+    def check(name: str, make: object, choices: TextbookWorkload, *_: object) -> Correctness:
         seen.append(choices)
         return RIGHT
 
     monkeypatch.setattr(correctness, "check_ranks", check)
     choices = {"parallel": "ddp", "ranks": 2, "attention": "sdpa", **asked}
-    workload = Workload(model=configure("small"), batch_size=8, seq_len=16, **choices)
+    workload = TextbookWorkload(model=configure("small"), batch_size=8, seq_len=16, **choices)
     check_the_ranks(Draft(StepRequest(workload=workload), torch.device("cpu"), tmp_path, lambda _: None, None))
     (small,) = seen
     assert small.model.layers == 2 < workload.model.layers
@@ -200,15 +200,15 @@ def test_a_small_step_of_the_same_choices_is_checked(
 def test_two_sequences_of_each_rank_and_micro_batch_are_checked(
     asked: dict[str, Any], sequences: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    seen: list[Workload] = []
+    seen: list[TextbookWorkload] = []
 
-    def check(name: str, make: object, choices: Workload, *_: object) -> Correctness:
+    def check(name: str, make: object, choices: TextbookWorkload, *_: object) -> Correctness:
         seen.append(choices)
         return RIGHT
 
     monkeypatch.setattr(correctness, "check_ranks", check)
     choices: dict[str, Any] = {"parallel": "ddp", "batch_size": 48, **asked}
-    workload = Workload(model=configure("small"), seq_len=16, ranks=4, **choices)
+    workload = TextbookWorkload(model=configure("small"), seq_len=16, ranks=4, **choices)
     draft = Draft(StepRequest(workload=workload), torch.device("cpu"), tmp_path, lambda _: None, None)
     check_the_ranks(draft)
     assert seen[0].batch_size == (sequences or workload.batch_size)
@@ -221,7 +221,7 @@ def refusals(rank: int, ranks: int) -> list[str]:
     root = Path(os.environ["REFUSALS"])
     for place in ("file/runs", "taken", "other"):
         request = StepRequest(
-            workload=Workload(model=configure("tiny"), parallel="ddp", ranks=2), out=str(root / place)
+            workload=TextbookWorkload(model=configure("tiny"), parallel="ddp", ranks=2), out=str(root / place)
         )
         if place == "other" and rank:
             request = msgspec.structs.replace(request, settings=Settings(steps_floor=1))

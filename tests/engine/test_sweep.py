@@ -15,7 +15,7 @@ import pytest
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import create_run_directory, load_runs, save_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.recipe import load_recipe
 from stepscope.engine.sweep import Series, run_sweep
@@ -34,7 +34,7 @@ IMPOSSIBLE, LONGER = 2_200_000, 3_100_000
 some systems give what they do not have, and end the process when it is used."""
 
 
-def impossible(seq_len: int = IMPOSSIBLE, **changes: object) -> Workload:
+def impossible(seq_len: int = IMPOSSIBLE, **changes: object) -> TextbookWorkload:
     return mini(**{"d_model": 16, "heads": 8, "layers": 1, "batch_size": 1, "seq_len": seq_len, **changes})
 
 

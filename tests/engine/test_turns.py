@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from stepscope.core.errors import InputError
-from stepscope.core.own_arguments import code_digest
-from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
+from stepscope.core.factory_arguments import code_digest
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
+from stepscope.core.workload import FactoryWorkload, RunnableWorkload, UserModel
 from stepscope.engine.request import StepRequest
 from stepscope.engine.turns import measure_in_turns
 from tests.conftest import mini
@@ -31,14 +31,14 @@ def make():
 """
 
 
-def own(folder: Path, name: str, forward: str = "pass", top: str = "") -> OwnWorkload:
+def own(folder: Path, name: str, forward: str = "pass", top: str = "") -> FactoryWorkload:
     file = folder / f"{name}.py"
     file.write_text(FACTORY.format(forward=forward, top=top))
     factory = f"{file}:make"
-    return OwnWorkload(factory=factory, code=code_digest(factory), model=OwnModel(name=""))
+    return FactoryWorkload(factory=factory, code=code_digest(factory), model=UserModel(name=""))
 
 
-def in_turns(out: Path, first: DrivenWorkload, second: DrivenWorkload, **more: object) -> tuple[Run, Run]:
+def in_turns(out: Path, first: RunnableWorkload, second: RunnableWorkload, **more: object) -> tuple[Run, Run]:
     request = StepRequest(workload=first, against=second, settings=QUICK, device="cpu", out=str(out), **more)  # type: ignore[arg-type]
     run, directory = measure_in_turns(request)
     assert directory == out / run.id

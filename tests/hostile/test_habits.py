@@ -21,14 +21,14 @@ import stepscope
 from stepscope.core.device_spec import overridden_spec
 from stepscope.core.evidence import Evidence, Saved, WatchedLoop
 from stepscope.core.finding import Finding
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.driven import step_habits
 from stepscope.runs.checks import check_run
-from stepscope.training.own.loading import make_own_step
-from stepscope.training.own.own_step import DrivenStep
+from stepscope.training.user_module.loading import make_user_step
+from stepscope.training.user_module.module_step import UserStep
 from tests.conftest import make_run
 
 pytestmark = pytest.mark.slow
@@ -493,9 +493,9 @@ def make_mistaken():
 def test_a_module_of_a_factory_is_looked_at_too(tmp_path: Path, mistaken: bool):
     (tmp_path / "mine.py").write_text(FACTORY)
     factory = f"{tmp_path}/mine.py:{'make_mistaken' if mistaken else 'make'}"
-    workload = OwnWorkload(model=OwnModel(name="not known yet"), factory=factory)
-    step, _ = make_own_step(workload, torch.device("cpu"))
-    assert not isinstance(step, DrivenStep)
+    workload = FactoryWorkload(model=UserModel(name="not known yet"), factory=factory)
+    step, _ = make_user_step(workload, torch.device("cpu"))
+    assert not isinstance(step, UserStep)
     run = make_run(evidence=Evidence(habits=step_habits(step, torch.device("cpu"))))
     found = {finding.kind: finding for finding in check_run(run) if finding.kind in HABITS}
     assert set(found) == ({"host-waits", "no-gradient", "eval-while-training"} if mistaken else set())

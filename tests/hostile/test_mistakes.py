@@ -33,11 +33,10 @@ from stepscope.core.evidence import (
 )
 from stepscope.core.formulas import Work
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Workload
+from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
 from stepscope.recording.driven import observe_step, step_habits, step_operators
@@ -51,10 +50,10 @@ from stepscope.runs.checks import CHECKS, check_run
 from stepscope.training import training_step
 from stepscope.training.attention import implementation
 from stepscope.training.checkpointing import block_runner
-from stepscope.training.own.loading import make_own_step
-from stepscope.training.own.own_step import DrivenStep
 from stepscope.training.scaled_products import plain_products
 from stepscope.training.training_step import TrainingStep
+from stepscope.training.user_module.loading import make_user_step
+from stepscope.training.user_module.module_step import UserStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload
 from tests.recording.test_timer import FakeStep
 
@@ -320,7 +319,7 @@ def test_3_a_module_of_ones_own_may_get_pytorchs_math_kernel(others: tuple[str, 
         attention_operators=("aten::_scaled_dot_product_attention_math",),
     )  # fmt: skip
     precision = Precision(float32_matmul="highest", probe_relative_error=2e-7)
-    own = OwnWorkload(factory="Net", code="", model=OwnModel(name="Net"), dtype="bf16")
+    own = FactoryWorkload(factory="Net", code="", model=UserModel(name="Net"), dtype="bf16")
     run = msgspec.structs.replace(
         make_run(evidence=Evidence(precision=precision, observation=seen, profile=ran)), workload=own
     )
@@ -649,7 +648,7 @@ def test_22_profiler_overhead_is_not_the_step():
 
 def test_23_a_presets_name_on_other_sizes():
     other = ModelConfig(name="xl", d_model=2560, d_ff=10240, layers=32, heads=32)
-    run = make_run(Workload(model=other))
+    run = make_run(TextbookWorkload(model=other))
     assert kinds(run)["preset-changed"] == "warning"
     sentence = check_run(run)[0].sentence
     assert "3,406,809,600" in sentence and "1,998,235,200" in sentence and "d_model 2560 (preset: 1600)" in sentence
@@ -983,9 +982,9 @@ def test_43_parameters_that_get_gradients_and_do_not_change(
     tmp_path: Path, arguments: dict[str, Any], unchanged: int, said: str
 ):
     (tmp_path / "mine.py").write_text(_TRAINS)
-    own = OwnWorkload(model=OwnModel(name=""), factory=f"{tmp_path}/mine.py:make", arguments=arguments)
-    step, _ = make_own_step(own, CPU)
-    assert not isinstance(step, DrivenStep)
+    own = FactoryWorkload(model=UserModel(name=""), factory=f"{tmp_path}/mine.py:make", arguments=arguments)
+    step, _ = make_user_step(own, CPU)
+    assert not isinstance(step, UserStep)
     run = make_run(evidence=Evidence(habits=step_habits(step, CPU)))
     found = run.evidence.habits.unchanged if run.evidence.habits else None
     assert (found.count if found else 0) == unchanged

@@ -16,7 +16,7 @@ import pytest
 from stepscope.core.model_config import configure
 from stepscope.core.parts import named_kernels
 from stepscope.core.run import Settings
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.plan import grid
 from stepscope.questions.parallel import parallel_cells
 
@@ -34,7 +34,7 @@ def steps_of(folder: Path) -> dict[str, dict[str, str | float | None]]:
     return {step["step"]: step for step in json.loads((folder / "summary.json").read_text())["steps"]}
 
 
-def workloads_of(words: list[str]) -> list[Workload]:
+def workloads_of(words: list[str]) -> list[TextbookWorkload]:
     """The workloads of a line of --list that measures; those of a study without what it refuses, of which there is
     none. Raises InputError for a workload that cannot be."""
     verb = 3 if words[1] == "study" else 2
@@ -54,7 +54,7 @@ def workloads_of(words: list[str]) -> list[Workload]:
         dtypes=["bf16"], settings=Settings(), scaling=asked["--scaling"], **choices,
     )  # fmt: skip
     assert refused == []
-    return [cell.workload for cell in cells if isinstance(cell.workload, Workload)]
+    return [cell.workload for cell in cells if isinstance(cell.workload, TextbookWorkload)]
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -75,7 +75,7 @@ def test_every_step_on_gpus_may_be_and_is_measured_once_beside_its_one_process(r
             assert {key_of(one, 1), key_of(one, one.ranks)} & alone, one.key
 
 
-def key_of(workload: Workload, ranks: int) -> str:
+def key_of(workload: TextbookWorkload, ranks: int) -> str:
     """The key of the one process that has a share of so many of its batch."""
     return msgspec.structs.replace(
         workload, parallel="none", ranks=1, batch_size=workload.batch_size // ranks

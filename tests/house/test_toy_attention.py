@@ -18,7 +18,7 @@ from stepscope.core.evidence import Evidence
 from stepscope.core.formulas.attention import saved_by_formula
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.questions.attention.answer import answer_attention
@@ -65,7 +65,7 @@ def _registered(monkeypatch: pytest.MonkeyPatch):
 
 def test_it_is_offered():
     assert attention_names()[-2:] == ("toy", "auto")
-    assert "toy" in Workload(model=mini().model, attention="toy").key
+    assert "toy" in TextbookWorkload(model=mini().model, attention="toy").key
     with pytest.raises(InputError, match="flash, toy, auto"):
         mini(attention="tay")
     assert implementations_of(["toy"]) == ("toy",)

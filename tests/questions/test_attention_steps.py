@@ -14,7 +14,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.attention_step import (
     FAMILIES,
     MEMORY,
@@ -296,7 +296,7 @@ def test_cells_differ_in_attention_alone():
     named = [
         (cell.workload.model.name, cell.workload.attention, cell.workload.phase)
         for cell in cells
-        if isinstance(cell.workload, Workload)
+        if isinstance(cell.workload, TextbookWorkload)
     ]
     assert named == [
         ("tiny", "reference", "train"), ("tiny", "flash", "train"),

@@ -22,7 +22,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.compile.answer import (
     ATTENTION,
     COPIES,
@@ -420,7 +420,7 @@ def test_cells_of_the_sweep():
     named = [
         (c.workload.model.name, c.workload.phase, c.workload.compile, c.workload.attention)
         for c in cells
-        if isinstance(c.workload, Workload)
+        if isinstance(c.workload, TextbookWorkload)
     ]
     assert named == [
         (m, p, c, "sdpa") for m in ("tiny", "small") for p in ("forward", "train") for c in ("eager", "default")

@@ -12,13 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.allocations.prediction.own_fit import KEPT_FREE, Unseen
 from stepscope.core.errors import InputError
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.units import GIB, MIB
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.engine import own_fit
 from stepscope.engine import own_fit as own_fake_step
 from stepscope.engine.fake_step import estimate_by_running, replayed
 from stepscope.engine.own_fit import fit_own, resized, watch_own_step
-from stepscope.training.own.own_step import OwnModule
+from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
 from tests.conftest import mini
 
@@ -125,8 +125,8 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def own(file: Path, factory: str, *, arguments: dict[str, Any] | None = None, **choices: Any) -> OwnWorkload:
-    return OwnWorkload(factory=f"{file}:{factory}", arguments=arguments or {}, model=OwnModel(name=""), **choices)
+def own(file: Path, factory: str, *, arguments: dict[str, Any] | None = None, **choices: Any) -> FactoryWorkload:
+    return FactoryWorkload(factory=f"{file}:{factory}", arguments=arguments or {}, model=UserModel(name=""), **choices)
 
 
 def test_the_peak_of_an_mlp_by_hand(file: Path):
@@ -307,9 +307,9 @@ def test_a_batch_is_repeated_along_its_own_size_alone():
 def test_no_batch_is_taken_for_a_parameter_that_was_freed():
     """Tensors are known by their ids while the module and its batches get fake ones; what is freed leaves its own."""
     layers, lengths = [nn.Linear(4, 4) for _ in range(6)], range(1, 41)
-    own = OwnModule(name="m", module=nn.Sequential(*layers), batches=[torch.ones(2, length, 4) for length in lengths])
+    own = UserModule(name="m", module=nn.Sequential(*layers), batches=[torch.ones(2, length, 4) for length in lengths])
     del layers
-    workload = OwnWorkload(model=OwnModel(name="m"), factory="")
+    workload = FactoryWorkload(model=UserModel(name="m"), factory="")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         batches = own_fake_step._on_fake_tensors(own, workload, mode, 3).batches  # pyright: ignore[reportPrivateUsage]
     assert [tuple(batch.shape) for batch in batches] == [(3, length, 4) for length in lengths]

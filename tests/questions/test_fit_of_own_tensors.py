@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stepscope
 from stepscope.core.errors import InputError
-from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.workload import FactoryWorkload
 from tests.command import stepscope as command
 
 pytestmark = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_of_batches_that_differ_the_largest_counts(rows: tuple[int, ...]):
     found = stepscope.fit(net(), [torch.randn(n, WIDTH) for n in rows], square)
     others = 4 * WIDTH * (sum(rows) - 2048)  # which lie on the device, too
     assert found.peak_bytes == pytest.approx(peak(net(), torch.randn(2048, WIDTH)) + others, rel=1e-3)
-    assert isinstance(found.workload, OwnWorkload)
+    assert isinstance(found.workload, FactoryWorkload)
     (given,) = found.workload.model.inputs.values()
     assert given.shape == (rows[0], WIDTH), "a workload is named by its first batch"
 

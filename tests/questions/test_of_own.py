@@ -10,7 +10,7 @@ import torch
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.questions.gradients.scaling import study_scaling
 from stepscope.questions.gradients.swallowed import study_swallowed
 from stepscope.questions.gradients.underflow import gradients_of
@@ -137,7 +137,7 @@ def test_what_is_not_finite_and_what_cannot_be_trained_are_named(own: str, study
 
 
 def test_a_loss_that_is_not_finite_has_no_gradients_to_look_at(own: str):
-    step = OwnWorkload(factory=f"{own}:no_number", model=OwnModel(name=""), phase="forward-backward")
+    step = FactoryWorkload(factory=f"{own}:no_number", model=UserModel(name=""), phase="forward-backward")
     with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give it another batch"):
         gradients_of(step, torch.device("cpu"))
     with pytest.raises(InputError, match=r"^the loss of this step is nan, which is not finite: give another batch"):

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.utils._traceback import shorten_filename
 
 from stepscope.core.answer import Answer
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.samples import Samples
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.questions.compile.price_study import compile_prices
 from stepscope.questions.compile.prices import answer_prices
 from stepscope.recording.compilation import Pricing, place_named
-from stepscope.training.own.loading import make_own_step, take_own
-from stepscope.training.own.own_step import OwnStep
+from stepscope.training.user_module.loading import make_user_step, take_object
+from stepscope.training.user_module.module_step import ModuleStep
 
 pytestmark = pytest.mark.slow
 
@@ -79,12 +79,12 @@ class Stopped(Whole):
 def prices_of(kind: Callable[[], nn.Module], *rows: int, limit: int = 64) -> CompilePrices:
     """Prices of a module on batches of so many rows, counted and not timed."""
 
-    def make() -> OwnStep:
+    def make() -> ModuleStep:
         torch.manual_seed(0)
         given = (kind(), [torch.randn(count, WIDTH) for count in rows])
-        workload = OwnWorkload(model=OwnModel(name=""), factory="model.py:make")
-        step, _ = make_own_step(workload, CPU, lambda: take_own(given, "the module"))
-        assert isinstance(step, OwnStep)
+        workload = FactoryWorkload(model=UserModel(name=""), factory="model.py:make")
+        step, _ = make_user_step(workload, CPU, lambda: take_object(given, "the module"))
+        assert isinstance(step, ModuleStep)
         return step
 
     # PyTorch 2.11 compiles the function of the blocks again for each of them, and reaches its limit of 8.
@@ -191,7 +191,7 @@ def make():
 
 def test_in_a_process_of_its_own(tmp_path: Path):
     (tmp_path / "own.py").write_text(OWN)
-    workload = OwnWorkload(model=OwnModel(name=""), factory=f"{tmp_path / 'own.py'}:make")
+    workload = FactoryWorkload(model=UserModel(name=""), factory=f"{tmp_path / 'own.py'}:make")
     prices = compile_prices(workload, "cpu", backend="aot_eager")
     assert (prices.module, prices.as_it_is.pieces, prices.breaks) == ("Linear", 1, ())
     assert prices.environment is not None and prices.environment.device_type == "cpu"

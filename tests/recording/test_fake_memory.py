@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.fake_step import estimate_by_running
 from stepscope.recording.driven import observe_step
 from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
@@ -94,7 +94,7 @@ def test_recomputation_keeps_what_forward_would_have_kept():
     assert [a.operator for a in again] == ["aten.exp.default"] * 2
 
 
-def saved_by_a_fake_step(workload: Workload) -> int:
+def saved_by_a_fake_step(workload: TextbookWorkload) -> int:
     """As the CPU would run it, without CUDA's ways: what the second forward leaves, but for the loss."""
     with FakeTensorMode(), FakeMemory() as watch:
         step = TrainingStep(workload, CPU)
@@ -180,10 +180,10 @@ def test_autocast_is_cudas():
         assert (torch.empty(4, 4) @ torch.empty(4, 4)).exp().dtype == torch.bfloat16, "and not the CPU's"
 
 
-def stored(pattern: str) -> tuple[Workload, dict[str, int | None]]:
+def stored(pattern: str) -> tuple[TextbookWorkload, dict[str, int | None]]:
     (file,) = H200.glob(f"{pattern}/run.json")
     run = json.loads(file.read_text())
-    return msgspec.convert(run["workload"], Workload), run["evidence"]["memory"]
+    return msgspec.convert(run["workload"], TextbookWorkload), run["evidence"]["memory"]
 
 
 @pytest.mark.parametrize(

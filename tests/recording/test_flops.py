@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stepscope.core.formulas.transformer import phase_work, recomputed_flops
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.step import Phase, drive
 from stepscope.training.training_step import TrainingStep
@@ -34,7 +34,7 @@ def _counted(run: object) -> FlopCounts:
 @pytest.mark.parametrize("choices", [{}, {"accumulation": 2}, {"dtype": "bf16"}, {"checkpointing": "every-2"}], ids=str)
 def test_the_textbooks_step_has_the_flops_of_its_formula(choices: dict[str, object]):
     """The counter takes attention as the full square, and what backward runs again as work."""
-    workload = Workload(model=configure("tiny", layers=2), seq_len=32, **choices)  # type: ignore[arg-type]
+    workload = TextbookWorkload(model=configure("tiny", layers=2), seq_len=32, **choices)  # type: ignore[arg-type]
     step = TrainingStep(workload, torch.device("cpu"))
     step.prepare()
     counts = FlopCounts()

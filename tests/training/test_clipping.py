@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.training.optimizer import clip_gradients, global_norm
-from stepscope.training.own.loading import make_own_step
 from stepscope.training.training_step import AssembledStep, TrainingStep
+from stepscope.training.user_module.loading import make_user_step
 from tests.conftest import at_length, mini, run_steps
 
 pytestmark = pytest.mark.slow
@@ -163,8 +163,8 @@ def make(rate=1.0):
 
 def test_an_optimizer_of_ones_own_takes_clipped_gradients(tmp_path: Any):
     (tmp_path / "own.py").write_text(OWN)
-    workload = OwnWorkload(factory=f"{tmp_path / 'own.py'}:make", model=OwnModel(name=""), clip=0.5)
-    step, found = make_own_step(workload, DEVICE)
+    workload = FactoryWorkload(factory=f"{tmp_path / 'own.py'}:make", model=UserModel(name=""), clip=0.5)
+    step, found = make_user_step(workload, DEVICE)
     before = [parameter.detach().clone() for parameter in step.model.parameters()]
     for phase in step.phases:
         phase.run()

@@ -13,7 +13,7 @@ from stepscope.core import parts as records
 from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS, Kernels, Part
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.training.parts import formulas, part_function, parts_for, quack
 from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from stepscope.training.training_step import TrainingStep
@@ -27,7 +27,7 @@ UNITS = {"fp32": 2e-6, "bf16": 2e-2, "bf16-master": 2e-2, "bf16-pure": 3e-2, "fp
 """How far losses and gradients may be apart, by dtype: in 16 bits the fused parts round less often."""
 
 
-def gradients(workload: Workload) -> tuple[float, torch.Tensor]:
+def gradients(workload: TextbookWorkload) -> tuple[float, torch.Tensor]:
     """The loss of the first step and all its gradients as one tensor."""
     step = TrainingStep(workload, DEVICE)
     loss = run_steps(step)

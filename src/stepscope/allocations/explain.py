@@ -25,7 +25,7 @@ from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes,
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION
 from stepscope.core.units import format_count
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 # Finds the phases of a history, and by the open ranges the module and part of each event.
 
@@ -464,7 +464,7 @@ class Natural:
         return count
 
 
-def natural_tensors(workload: Workload) -> list[Natural]:
+def natural_tensors(workload: TextbookWorkload) -> list[Natural]:
     """The shapes of a step: B sequences of a micro-batch, S positions, M model, F feed-forward, H heads, V words.
 
     (B, H, S, M/H) is left out, since it has the elements of (B, S, M): the same bytes seen by head.
@@ -483,7 +483,7 @@ def natural_tensors(workload: Workload) -> list[Natural]:
     return found
 
 
-def shapes_by_size(workload: Workload) -> dict[int, tuple[int, ...]]:
+def shapes_by_size(workload: TextbookWorkload) -> dict[int, tuple[int, ...]]:
     """The shape of each size in bytes that only one natural tensor has."""
     by_size: dict[int, set[tuple[int, ...]]] = {}
     for tensor in natural_tensors(workload):
@@ -788,7 +788,7 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
 def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
     """The table with shapes inferred from sizes, for allocations without a note."""
     workload = snapshot.notes.workload if snapshot.notes else None
-    if not isinstance(workload, Workload):
+    if not isinstance(workload, TextbookWorkload):
         return table
     shapes = shapes_by_size(workload)
     known = pl.DataFrame(

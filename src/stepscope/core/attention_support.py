@@ -16,10 +16,9 @@ from stepscope.core.attentions import (
     attention_names,
 )
 from stepscope.core.errors import InputError, choose
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.parts import INTERPRETER, unpredicted_part
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload, Workload
 
 
 def tensor_dtype(dtype: Dtype) -> TensorDtype:
@@ -78,7 +77,7 @@ def resolve_attention(name: Attention, call: AttentionCall, here: FaultHere = fa
     raise InputError(f"attention {name} {fault}: {remedy}")
 
 
-def attention_of(workload: Workload, device_type: str, here: FaultHere = fault_here) -> Attention:
+def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere = fault_here) -> Attention:
     """The implementation that a workload's model runs: the one it names, or what `auto` picks.
 
     Raises an InputError that says what the named one lacks, and which ones would work.
@@ -91,7 +90,7 @@ def attention_of(workload: Workload, device_type: str, here: FaultHere = fault_h
     return resolve_attention(workload.attention, call, here)
 
 
-def predicted_attention(workload: Workload, device_type: str) -> Attention:
+def predicted_attention(workload: TextbookWorkload, device_type: str) -> Attention:
     """The implementation that a workload's model runs on a machine with everything installed, if it is predicted.
 
     Raises InputError where it is not: the symbolic model does not know what such a step keeps, or makes on the way.
@@ -106,17 +105,17 @@ def predicted_attention(workload: Workload, device_type: str) -> Attention:
     return name
 
 
-def is_predicted(workload: AnyWorkload) -> TypeGuard[Workload]:
+def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
     """Whether a workload's memory can be predicted: the model is the textbook's, with an attention that can be,
     wherever that attention runs, and with parts that can be."""
     return (
-        isinstance(workload, Workload)
+        isinstance(workload, TextbookWorkload)
         and workload.attention in (AUTO, *_predicted(workload))
         and unpredicted(workload) is None
     )
 
 
-def unpredicted(workload: Workload) -> str | None:
+def unpredicted(workload: TextbookWorkload) -> str | None:
     """What of a workload's choices, its attention apart, keeps its memory from being predicted, with the remedy; None
     where nothing does."""
     if workload.compile == "blocks":
@@ -138,6 +137,6 @@ def unpredicted(workload: Workload) -> str | None:
     return None
 
 
-def _predicted(workload: Workload) -> list[Attention]:
+def _predicted(workload: TextbookWorkload) -> list[Attention]:
     steps = ("always", "eager") if workload.compile == "eager" else ("always",)
     return [name for name, record in ATTENTIONS.items() if record.predicted in steps]

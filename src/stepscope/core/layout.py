@@ -9,7 +9,7 @@ import msgspec
 from stepscope.core.errors import InputError, choose
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL, strategy_word
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 Gathers = Literal["never", "once", "each pass"]
 """When ranks gather the parameters that they need whole: not at all, once a step, or in each forward and backward."""
@@ -209,7 +209,7 @@ _WITHOUT_EFFECT = ("ddp", "ddp-bucketed")
 """Strategies whose options leave the kind of sharding as it is."""
 
 
-def layout_of(workload: Workload) -> Layout | None:
+def layout_of(workload: TextbookWorkload) -> Layout | None:
     """The layout in which a step ran; None where no plan is of its strategy, or of its products of 8 bits on ranks:
     a plan takes weights of such a step for bf16 beside masters."""
     micro_batches, ranks = workload.accumulation, workload.ranks
@@ -227,7 +227,7 @@ def layout_of(workload: Workload) -> Layout | None:
     )  # fmt: skip
 
 
-def step_of(workload: Workload, layout: Layout) -> Workload | None:
+def step_of(workload: TextbookWorkload, layout: Layout) -> TextbookWorkload | None:
     """The step of one process as a strategy runs it in this layout; None where there is no such strategy."""
     names = _SHARDINGS if layout.ranks > 1 else (NOT_PARALLEL,)
     for name in names:

@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.evidence import PhaseMemory
-from stepscope.core.own_workload import AnyWorkload
+from stepscope.core.workload import Workload
 
 NOTES_KEY = "stepscope"
 """Key of the notes in the snapshot's dict."""
@@ -86,7 +86,7 @@ class MemoryNotes(msgspec.Struct, frozen=True, kw_only=True):
     """What the process knew when it took the snapshot."""
 
     version: int = NOTES_VERSION
-    workload: AnyWorkload | None = None
+    workload: Workload | None = None
     device_name: str = ""
     measured: PhaseMemory | None = None
     """The allocator's own counters over the same step."""

@@ -12,10 +12,9 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.ranks import RanksEvidence
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload, Workload
 
 # 1  2026-11  first: workload, settings, environment, samples, evidence, work, summary, findings
 SCHEMA_VERSION = 1
@@ -131,7 +130,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Where the steps were measured turn by turn with another run's, in the same process: that run's id."""
     status: Status
     failure: Failure | None = None
-    workload: AnyWorkload
+    workload: Workload
     settings: Settings
     environment: Environment | None = None
     """The machine; None only if the run ended before its process could look."""
@@ -153,9 +152,9 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     findings: tuple[Finding, ...] = ()
 
     @property
-    def textbook(self) -> Workload | None:
+    def textbook(self) -> TextbookWorkload | None:
         """The workload of a run of the textbook's model; None where the model is a user's own."""
-        return self.workload if isinstance(self.workload, Workload) else None
+        return self.workload if isinstance(self.workload, TextbookWorkload) else None
 
     @property
     def instant(self) -> float:

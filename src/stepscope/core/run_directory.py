@@ -14,8 +14,8 @@ import msgspec
 
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.files import read_document
-from stepscope.core.own_workload import AnyWorkload, with_kind
 from stepscope.core.run import SCHEMA_VERSION, Run, instant_of
+from stepscope.core.workload import Workload, with_kind
 
 # The names of the files in a run directory, and of those beside it.
 
@@ -47,7 +47,7 @@ _DECODER = msgspec.json.Decoder(Run)
 """Reads a run as it is written today; those stored earlier, and what is none, are looked at more closely."""
 
 
-def create_run_directory(out: Path, workload: AnyWorkload, now: datetime | None = None) -> Path:
+def create_run_directory(out: Path, workload: Workload, now: datetime | None = None) -> Path:
     """Make `<out>/<time>-<key>` before anything is measured, so that an unwritable place is known at once."""
     moment = now or datetime.now(UTC)
     try:
@@ -65,7 +65,7 @@ def create_run_directory(out: Path, workload: AnyWorkload, now: datetime | None 
         ) from error
 
 
-def _directory_name(moment: datetime, workload: AnyWorkload) -> str:
+def _directory_name(moment: datetime, workload: Workload) -> str:
     return f"{moment.strftime('%Y%m%dT%H%M%S.%f')[:-3]}-{workload.key}"
 
 

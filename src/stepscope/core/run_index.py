@@ -28,11 +28,11 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Energy, Evidence, PhaseMemory, ProfiledStep
 from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status
 from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, exists, load_run, write_atomically
 from stepscope.core.samples import KnownSamples, known
+from stepscope.core.workload import Workload
 
 INDEX_VERSION = 2
 FEWEST_RUNS = 100
@@ -90,7 +90,7 @@ class _Entry(msgspec.Struct, frozen=True, array_like=True):
 
 class _Index(msgspec.Struct, array_like=True):
     made_by: str
-    workloads: list[AnyWorkload] = []
+    workloads: list[Workload] = []
     settings: list[Settings] = []
     environments: list[Environment] = []
     specs: list[DeviceSpec] = []

@@ -11,10 +11,10 @@ from stepscope.core.document import decode_document
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, choose
 from stepscope.core.files import cache_directory, read_document, replace_file
-from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
+from stepscope.core.workload import RunnableWorkload
 
 TUNED_FIELDS = (
     "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,
@@ -87,11 +87,11 @@ class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """A search, as far as it came."""
 
-    asked: DrivenWorkload
+    asked: RunnableWorkload
     """The step that the user asked for."""
-    baseline: DrivenWorkload
+    baseline: RunnableWorkload
     """The step that the search began with: the one asked for, or one that fits."""
-    best: DrivenWorkload
+    best: RunnableWorkload
     tried: tuple[Tried, ...] = ()
     confirmed: Change | None = None
     """The best step against the baseline, in processes of their own; None where that was not reached."""

@@ -23,7 +23,7 @@ from stepscope.recording.step import Step
 from stepscope.training.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
-    from stepscope.training.own.loading import Loaded
+    from stepscope.training.user_module.loading import Loaded
 
 # Reads what recorded steps left behind from the snapshot that was just written.
 

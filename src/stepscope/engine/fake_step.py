@@ -31,7 +31,7 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Recorder, drive
@@ -65,7 +65,7 @@ class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
         return sum(self.categories.values())
 
 
-def estimate_by_running(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTES) -> FakeEstimate:
+def estimate_by_running(workload: TextbookWorkload, *, workspace_bytes: int = WORKSPACE_BYTES) -> FakeEstimate:
     """Run the step on fake tensors and count. Raises InputError for what cannot be run so: compiled steps.
 
     workspace_bytes: what cuBLAS keeps for each thread that multiplies matrices. Every layer runs: 48 of them take
@@ -90,7 +90,7 @@ class WatchedStep:
     parameter_bytes: int
 
 
-def watch_fake_step(workload: Workload, *, workspace_bytes: int = WORKSPACE_BYTES) -> WatchedStep:
+def watch_fake_step(workload: TextbookWorkload, *, workspace_bytes: int = WORKSPACE_BYTES) -> WatchedStep:
     """Make and run the step on fake tensors. Raises InputError for what cannot be run so: compiled steps."""
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: choose eager, or use the formulas")
@@ -149,7 +149,7 @@ class _FakePhases(Recorder):
             self._watch.label([p.grad for p in self._step.model.parameters() if p.grad is not None], "gradients")
 
 
-def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
+def attention_backend(workload: TextbookWorkload, query: Tensor) -> AttentionBackend:
     """The backend that scaled_dot_product_attention takes on a Hopper GPU: in 16 bits cuDNN (PyTorch 2.11).
 
     The only fused kernel for fp32, the efficient one, takes no shared keys (sdp_utils.cpp).
@@ -163,7 +163,7 @@ def attention_backend(workload: Workload, query: Tensor) -> AttentionBackend:
     return _BACKENDS[memory]
 
 
-def make_fake_step(workload: Workload) -> TrainingStep:
+def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
     """The eager step, to be made under FakeTensorMode and FakeMemory. Raises InputError for what no GPU runs."""
     attention = predicted_attention(workload, "cuda")
     # The CPU refuses some choices that do not change the tensors: TF32 is fp32 in memory, and the backend is decided

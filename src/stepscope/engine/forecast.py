@@ -7,9 +7,8 @@ from stepscope.allocations.prediction.fit import Budget, budget_of_memory, budge
 from stepscope.allocations.prediction.layouts import memory_of_ranks
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.layout import layout_of
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload, Workload
 from stepscope.engine.plan import SweepPlan
 from stepscope.recording.nvml import smallest_gpu
 
@@ -27,19 +26,19 @@ def memory_of(plan: SweepPlan) -> Budget | None:
     return None if gpu is None else budget_of_total(gpu[1], gpu[0])
 
 
-def is_foretold(workload: AnyWorkload) -> TypeGuard[Workload]:
+def is_foretold(workload: Workload) -> TypeGuard[TextbookWorkload]:
     """Whether it can be said before that this step fits. Of ranks, only what a layout of plans stands for."""
     if not is_predicted(workload):
         return False
     return workload.parallel == NOT_PARALLEL or layout_of(workload) is not None
 
 
-def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[Workload]:
+def cells_that_will_not_fit(plan: SweepPlan, budget: Budget) -> list[TextbookWorkload]:
     """The workloads whose predicted step needs more than the budget, in the order of the plan."""
     return [cell.workload for cell in plan.cells if is_foretold(cell.workload) and not fits(cell.workload, budget)]
 
 
-def needed_bytes(workload: Workload) -> int:
+def needed_bytes(workload: TextbookWorkload) -> int:
     """The peak of a step that is foretold, in bytes: of one process, or of each rank."""
     layout = layout_of(workload)
     if workload.parallel == NOT_PARALLEL or layout is None:
@@ -47,7 +46,7 @@ def needed_bytes(workload: Workload) -> int:
     return memory_of_ranks(workload).needs(layout, exactly=True).peak
 
 
-def fits(workload: Workload, budget: Budget) -> bool:
+def fits(workload: TextbookWorkload, budget: Budget) -> bool:
     """Whether a step that is foretold fits."""
     if workload.parallel != NOT_PARALLEL:
         return needed_bytes(workload) <= budget.usable_bytes

@@ -17,11 +17,11 @@ import msgspec
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.formulas.transformer import known_work
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.ranks import RankPlace, check_processes
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
 from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.workload import FactoryWorkload
 from stepscope.engine.cell_process import CellEvent, CellProcess, Fork
 from stepscope.engine.forks import Forks
 from stepscope.engine.request import Stage, StepRequest, Tell
@@ -208,7 +208,7 @@ def record(request: StepRequest, directory: Path | None, status: Status, failure
 
 def leaves_nothing(run: Run) -> bool:
     """Whether this run is not kept: a user's own code was refused, so the same command tries it again."""
-    return run.failure is not None and run.failure.during == REFUSED and isinstance(run.workload, OwnWorkload)
+    return run.failure is not None and run.failure.during == REFUSED and isinstance(run.workload, FactoryWorkload)
 
 
 def _run_in(directory: Path | None) -> Run | None:

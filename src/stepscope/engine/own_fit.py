@@ -24,12 +24,12 @@ from stepscope.allocations.prediction.fit import Budget, Change, Lever, Plan, to
 from stepscope.allocations.prediction.own_fit import MOST_SEARCHED, OwnEstimate, OwnFit, OwnVerdict, Unseen
 from stepscope.allocations.prediction.symbolic_tensors import RoundingAllocator
 from stepscope.core.errors import InputError, named_line
-from stepscope.core.own_arguments import is_configuration
-from stepscope.core.own_workload import OwnModel, OwnWorkload
+from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, WatchedStep, label_residents, replayed, run_steps
 from stepscope.recording.fake_memory import (
     LARGEST_REAL,
@@ -39,12 +39,12 @@ from stepscope.recording.fake_memory import (
     without_tracebacks,
 )
 from stepscope.recording.step import Phase
-from stepscope.training.own.batches import named_tensors
-from stepscope.training.own.hugging_face import BATCH_SIZE, SEQ_LEN
-from stepscope.training.own.identity import describe_own
-from stepscope.training.own.loading import find_factory, load_module
-from stepscope.training.own.own_step import OwnModule, OwnStep
 from stepscope.training.scaled_products import cast_as_on_a_gpu
+from stepscope.training.user_module.batches import named_tensors
+from stepscope.training.user_module.hugging_face import BATCH_SIZE, SEQ_LEN
+from stepscope.training.user_module.identity import describe_module
+from stepscope.training.user_module.loading import find_factory, load_module
+from stepscope.training.user_module.module_step import ModuleStep, UserModule
 
 # Predicts the memory of a step of a user's own module, by running it on fake tensors.
 #
@@ -66,13 +66,13 @@ class OwnWatchedStep(WatchedStep):
     """The allocations of a step of a user's module, and the workload that it turned out to be."""
 
     watch: FakeMemoryOfOwn
-    workload: OwnWorkload
+    workload: FactoryWorkload
     """With the model and the optimizer as they were found."""
 
 
 def watch_own_step(
-    workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1,
-    given: Callable[[], OwnModule] | None = None,
+    workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1,
+    given: Callable[[], UserModule] | None = None,
 ) -> OwnWatchedStep:  # fmt: skip
     """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
     and for operators that depend on data.
@@ -103,7 +103,7 @@ def watch_own_step(
 
 
 def watch_module(
-    own: OwnModule, workload: OwnWorkload, device_type: DeviceType, *, batch_size: int | None = None,
+    own: UserModule, workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
 ) -> OwnWatchedStep:  # fmt: skip
     """Run the step of a real module. Afterwards the module has fake parameters."""
@@ -117,7 +117,7 @@ def watch_module(
         modes.enter_context(watch)
         watch.hold(fake.module.parameters())
         watch.hold(fake.module.buffers())
-        step = OwnStep(fake, _as_on_the_cpu(workload), _CPU)
+        step = ModuleStep(fake, _as_on_the_cpu(workload), _CPU)
         step.phases = _without_repeats(step.phases)
         watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
         on_host = device_type == "cuda"
@@ -132,7 +132,7 @@ def watch_module(
         with _gpu_alone_said(own.name) if on_host else contextlib.nullcontext():
             run_steps(step, watch, steps, on_host=on_host)
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
-        model = describe_own(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
+        model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = own.optimizer is not None and step.optimizer is own.optimizer
         found = msgspec.structs.replace(
             workload, model=model, by_factory=("optimizer",) if by_factory else (),
@@ -198,13 +198,15 @@ def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
     return phases if count < 4 else phases[: 2 * each] + phases[(count - 1) * each :]
 
 
-def _as_on_the_cpu(workload: OwnWorkload) -> OwnWorkload:
+def _as_on_the_cpu(workload: FactoryWorkload) -> FactoryWorkload:
     """The workload without choices that change none of its tensors, or that were applied already."""
     dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
     return msgspec.structs.replace(workload, dtype=dtype)
 
 
-def _on_fake_tensors(own: OwnModule, workload: OwnWorkload, mode: FakeTensorMode, batch_size: int | None) -> OwnModule:
+def _on_fake_tensors(
+    own: UserModule, workload: FactoryWorkload, mode: FakeTensorMode, batch_size: int | None
+) -> UserModule:
     """The module and its batches with fake tensors, in the dtype of the workload. Small integers stay real."""
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
     made: dict[int, Tensor] = {}
@@ -305,8 +307,8 @@ MOST_MICRO_BATCHES = 64
 
 
 def fit_own(
-    workload: OwnWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True,
-    given: Callable[[], OwnModule] | None = None,
+    workload: FactoryWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True,
+    given: Callable[[], UserModule] | None = None,
 ) -> OwnFit:  # fmt: skip
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
     the largest batch and the longest sequence.
@@ -346,7 +348,7 @@ class _Search:
     """Predicts variants of one step, and remembers the predictions."""
 
     def __init__(
-        self, workload: OwnWorkload, device_type: DeviceType, given: Callable[[], OwnModule] | None = None
+        self, workload: FactoryWorkload, device_type: DeviceType, given: Callable[[], UserModule] | None = None
     ) -> None:
         self._workload, self._given = workload, given
         self._device_type: DeviceType = device_type
@@ -375,7 +377,7 @@ class _Search:
             return str(refused)
         return None
 
-    def _variant(self, workload: OwnWorkload, batch: int | None = None) -> OwnWatchedStep | None:
+    def _variant(self, workload: FactoryWorkload, batch: int | None = None) -> OwnWatchedStep | None:
         """The step of a variant; None if it cannot be made."""
         key = (msgspec.json.encode(workload), batch)
         if key not in self._watched:
@@ -387,7 +389,7 @@ class _Search:
                 self._watched[key] = None
         return self._watched[key]
 
-    def _fits(self, workload: OwnWorkload, budget: Budget) -> bool:
+    def _fits(self, workload: FactoryWorkload, budget: Budget) -> bool:
         return self._runs(self._variant(workload), budget)
 
     def _runs(self, watched: OwnWatchedStep | None, budget: Budget) -> bool:
@@ -454,7 +456,7 @@ class _Search:
         def variant(length: int) -> OwnWatchedStep | None:
             return self._variant(
                 msgspec.structs.replace(
-                    workload, model=OwnModel(name=""), arguments={**workload.arguments, "seq_len": length}
+                    workload, model=UserModel(name=""), arguments={**workload.arguments, "seq_len": length}
                 )
             )
 
@@ -499,7 +501,7 @@ def _edge(guess: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
-def _levers(workload: OwnWorkload) -> Iterator[Lever]:
+def _levers(workload: FactoryWorkload) -> Iterator[Lever]:
     """The levers of this workload, first those that cost nothing. The settings of each begin with the mildest."""
     if "optimizer" not in workload.by_factory and workload.phase == "train":
         if workload.optimizer in ("adamw-foreach", "adamw-loop"):
@@ -518,8 +520,8 @@ def _levers(workload: OwnWorkload) -> Iterator[Lever]:
         yield (plans.checkpointed_blocks(1),)
 
 
-def _with(workload: OwnWorkload, changes: Sequence[Change]) -> OwnWorkload:
-    return msgspec.structs.replace(workload, model=OwnModel(name=""), **together(changes).fields)
+def _with(workload: FactoryWorkload, changes: Sequence[Change]) -> FactoryWorkload:
+    return msgspec.structs.replace(workload, model=UserModel(name=""), **together(changes).fields)
 
 
 def _part_of(found: Sequence[Change], levers: Sequence[Lever]) -> bool:

@@ -12,10 +12,9 @@ from stepscope.core.evidence import ProcessStart
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import Workload
+from stepscope.core.workload import RunnableWorkload, TextbookWorkload
 from stepscope.engine.request import MemoryRequest, TraceRequest
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
@@ -25,11 +24,11 @@ BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One workload measured one way."""
 
-    workload: DrivenWorkload
+    workload: RunnableWorkload
     settings: Settings = Settings()
     repeat: Repeat | None = None
     """Which of several processes that measure the same this is."""
-    against: DrivenWorkload | None = None
+    against: RunnableWorkload | None = None
     """A workload whose steps are measured turn by turn with this one's, in the same process."""
 
     @property
@@ -133,7 +132,7 @@ class SweepState:
 def _flops(cell: CellState) -> int:
     """The cell's work, to share the time by; those whose work is not known beforehand count alike."""
     workload = cell.cell.workload
-    return step_flops(workload) if isinstance(workload, Workload) else 1
+    return step_flops(workload) if isinstance(workload, TextbookWorkload) else 1
 
 
 Tell = Callable[[SweepState], None]
@@ -176,7 +175,7 @@ def _order(cell: Cell) -> tuple[int, int, int, int]:
 # Grids of workloads: every combination of the listed choices.
 
 
-def grid(*, model: Sequence[str | ModelConfig], **choices: Sequence[Any] | Any) -> list[Workload]:
+def grid(*, model: Sequence[str | ModelConfig], **choices: Sequence[Any] | Any) -> list[TextbookWorkload]:
     """Workloads for every combination; a choice is any field of Workload, one value or a list of them.
 
     >>> [w.key.rpartition("-")[0] for w in grid(model=["small"], seq_len=[128, 256], dtype="bf16")]
@@ -184,7 +183,9 @@ def grid(*, model: Sequence[str | ModelConfig], **choices: Sequence[Any] | Any) 
     """
     models = [configure(m) if isinstance(m, str) else m for m in model]
     lists = {name: _as_list(values) for name, values in choices.items()}
-    found = [Workload(model=chosen_model, **chosen) for chosen_model in models for chosen in combinations(lists)]
+    found = [
+        TextbookWorkload(model=chosen_model, **chosen) for chosen_model in models for chosen in combinations(lists)
+    ]
     return list(dict.fromkeys(found))
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import msgspec
 
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 FUNCTION = "sweep"
 MOST = 10_000
 
 
-def load_recipe(path: Path) -> list[Workload]:
+def load_recipe(path: Path) -> list[TextbookWorkload]:
     """Run the recipe, with the user's rights, and return its workloads.
 
     Raises InputError naming the file, the line and the fault.
@@ -25,7 +25,7 @@ def load_recipe(path: Path) -> list[Workload]:
     if not path.is_file():
         raise InputError(f"no recipe at {path}: give a Python file that defines {FUNCTION}()")
     found = ask_apart(__name__, str(path), what=f"the recipe {path}")
-    return msgspec.json.decode(found, type=list[Workload])
+    return msgspec.json.decode(found, type=list[TextbookWorkload])
 
 
 def main(path: str) -> str:
@@ -33,7 +33,7 @@ def main(path: str) -> str:
     return msgspec.json.encode(evaluate(Path(path))).decode()
 
 
-def evaluate(path: Path) -> list[Workload]:
+def evaluate(path: Path) -> list[TextbookWorkload]:
     """The workloads that the recipe returns, run in this process."""
     sys.path.insert(0, str(path.resolve().parent))  # a recipe may import the files beside it
     try:
@@ -49,13 +49,13 @@ def evaluate(path: Path) -> list[Workload]:
         raise InputError(f"{path}{f' line {line}' if line else ''}: {kind}{one_line(error)}") from error
 
 
-def _workloads_of(path: Path) -> list[Workload]:
+def _workloads_of(path: Path) -> list[TextbookWorkload]:
     function: Any = runpy.run_path(str(path)).get(FUNCTION)
     if not callable(function):
         raise InputError(f"{path} defines no function {FUNCTION}(): write one that returns Workloads")
     made: Any = function()
     workloads: list[Any] = list(itertools.islice(made, MOST + 1))
-    strangers = [w for w in workloads if not isinstance(w, Workload)]
+    strangers = [w for w in workloads if not isinstance(w, TextbookWorkload)]
     if strangers:
         raise InputError(f"{path}: {FUNCTION}() returned {type(strangers[0]).__name__} among its workloads")
     if not workloads:

@@ -20,14 +20,13 @@ from stepscope.core.evidence import Capture, PhaseMemory, Precision
 from stepscope.core.formulas import Work
 from stepscope.core.formulas.transformer import known_work
 from stepscope.core.model_file import unmet
-from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.range_names import STEP
 from stepscope.core.ranks import Communication, Correctness, RankFigures, RanksEvidence, Span, steps_together
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import GRAPH_WARMUP, Workload
+from stepscope.core.workload import GRAPH_WARMUP, FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.engine.request import Stage
@@ -64,7 +63,7 @@ from stepscope.training.parallel.ranks import Ranks, host_name
 from stepscope.training.training_step import TrainingStep
 
 if TYPE_CHECKING:
-    from stepscope.training.own.loading import Loaded
+    from stepscope.training.user_module.loading import Loaded
 
 # Makes the step on the device, and later releases its memory.
 
@@ -78,18 +77,18 @@ def build(draft: Draft) -> None:
     draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     draft.made, found = make_step(workload, device, draft.given, draft.ranks)
     draft.set(workload=found)
-    if isinstance(workload, Workload) and workload.attention == "auto":
+    if isinstance(workload, TextbookWorkload) and workload.attention == "auto":
         draft.set_evidence(attention=chosen_attention(workload, device.type))
     # A step of a user's module alone has any of these.
     draft.set_evidence(parts=getattr(draft.made, "found", ()), unmet=unmet(workload))
 
 
 def make_step(
-    workload: DrivenWorkload,
+    workload: RunnableWorkload,
     device: torch.device,
     given: "Callable[[], Loaded] | None" = None,
     ranks: Ranks | None = None,
-) -> tuple[Step, DrivenWorkload]:
+) -> tuple[Step, RunnableWorkload]:
     """The step on its device, and its workload with what was found in making it.
 
     given: a model of the user's own that is there already, in place of what a factory would give. ranks: those that
@@ -100,11 +99,11 @@ def make_step(
         from stepscope.training.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
 
         share = shared_by(workload.parallel, ranks or Ranks())
-    if isinstance(workload, Workload):
+    if isinstance(workload, TextbookWorkload):
         return TrainingStep(workload, device, share), workload
-    from stepscope.training.own.loading import make_own_step  # noqa: PLC0415  (only where a model is the user's own)
+    from stepscope.training.user_module.loading import make_user_step  # noqa: PLC0415  (only where a model is the user's own)
 
-    return make_own_step(workload, device, given, share)
+    return make_user_step(workload, device, given, share)
 
 
 def release(draft: Draft) -> None:
@@ -140,7 +139,7 @@ def find_ceilings(draft: Draft) -> None:
 def look_round(draft: Draft) -> None:
     """Fill in what is known before anything runs, and write the run for the first time."""
     request = draft.request
-    own_code = isinstance(request.workload, OwnWorkload)
+    own_code = isinstance(request.workload, FactoryWorkload)
     environment = read_environment(draft.device, request.memory_limit_bytes, own_code=own_code)
     environment = msgspec.structs.replace(environment, node=request.node)
     name, stated = environment.device_name, request.peak_flops_per_s
@@ -571,16 +570,16 @@ def check_the_ranks(draft: Draft) -> None:
         raise RuntimeError(said_of(found, workload.parallel))
 
 
-def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
+def _check(draft: Draft, workload: TextbookWorkload | FactoryWorkload) -> Correctness:
     from stepscope.training.parallel.correctness import check_ranks  # noqa: PLC0415
     from stepscope.training.training_step import StepParts, textbook_parts  # noqa: PLC0415  (only where ranks share a step)
 
     device = draft.device
-    if isinstance(workload, OwnWorkload):
-        from stepscope.training.own.loading import own_parts  # noqa: PLC0415
+    if isinstance(workload, FactoryWorkload):
+        from stepscope.training.user_module.loading import user_parts  # noqa: PLC0415
 
         def make_own() -> StepParts:
-            return dataclasses.replace(own_parts(workload, device, draft.given), optimizer=None)
+            return dataclasses.replace(user_parts(workload, device, draft.given), optimizer=None)
 
         return check_ranks(workload.parallel, make_own, workload, device, draft.ranks)
     stages = stages_of(workload.parallel, workload.ranks)
@@ -605,7 +604,7 @@ def _check(draft: Draft, workload: Workload | OwnWorkload) -> Correctness:
     )
 
 
-def _of_fewer_layers(workload: Workload, layers: int) -> str:
+def _of_fewer_layers(workload: TextbookWorkload, layers: int) -> str:
     """The checkpointing of a model of so few layers that has blocks of every kind that the whole model has."""
     checkpointing, last = workload.checkpointing, selective_of(workload.checkpointing)
     offloaded = offload_of(checkpointing)

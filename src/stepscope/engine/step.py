@@ -13,7 +13,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import nsys_for
@@ -45,7 +45,7 @@ from stepscope.training.parallel.ranks import Ranks, join
 from stepscope.training.training_step import check_supported
 
 if TYPE_CHECKING:
-    from stepscope.training.own.loading import Loaded
+    from stepscope.training.user_module.loading import Loaded
 
 StageFunction = Callable[[Draft], None]
 
@@ -84,7 +84,7 @@ def measure_step(
     anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
     """
     device = resolve_device(request.device, request.place)
-    if isinstance(request.workload, Workload):
+    if isinstance(request.workload, TextbookWorkload):
         check_supported(request.workload, device)
     limit_memory(device, request.memory_limit_bytes)
     nsys = nsys_for(request, device.type)

@@ -19,11 +19,10 @@ from typing import Self
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import cell_name
-from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import Workload
+from stepscope.core.workload import RunnableWorkload, TextbookWorkload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of
 from stepscope.engine.forks import Forks
@@ -291,9 +290,9 @@ class _Sweep:
             self._changed.notify_all()
         self._tell(self.state)
 
-    def _smaller_that_did_not_fit(self, workload: DrivenWorkload, memory_bytes: int | None) -> Run | None:
+    def _smaller_that_did_not_fit(self, workload: RunnableWorkload, memory_bytes: int | None) -> Run | None:
         """A run of a smaller workload that ran out of at least so much memory; None, too, where that is not known."""
-        if not isinstance(workload, Workload) or memory_bytes is None:
+        if not isinstance(workload, TextbookWorkload) or memory_bytes is None:
             return None
         for cell in self.state.cells:
             run = cell.run

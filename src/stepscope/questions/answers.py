@@ -14,7 +14,7 @@ from stepscope.core.answer import Answer, Cell, Panel, Point, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
 from stepscope.core.formulas.transformer import parameter_count
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.recording.environment import cpu_name
 
 # Where an experiment runs: the name of its machine, its versions, its threads, and whether a step can fit at all.
@@ -54,7 +54,7 @@ def threads_for(parameters: int, tokens: int) -> contextlib.AbstractContextManag
     return one_thread() if parameters * tokens < _SMALL_WORK else contextlib.nullcontext()
 
 
-def check_room(workload: Workload, device: torch.device, *, bytes_per_parameter: int) -> None:
+def check_room(workload: TextbookWorkload, device: torch.device, *, bytes_per_parameter: int) -> None:
     """Raise InputError where parameters and what is kept for backward alone are more than the device has.
 
     Linux ends a process that takes more memory than there is; this line comes before. Of what is kept only the largest

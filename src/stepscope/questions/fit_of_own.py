@@ -7,19 +7,19 @@ import msgspec
 from stepscope.allocations.prediction.estimate import DeviceType
 from stepscope.allocations.prediction.fit import Budget
 from stepscope.allocations.prediction.own_fit import OwnFit, decode_own_fit
-from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.workload import FactoryWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 
 class _Request(msgspec.Struct, frozen=True):
-    workload: OwnWorkload
+    workload: FactoryWorkload
     budgets: tuple[Budget, ...]
     device_type: DeviceType
     search: bool
 
 
 def fit_of_own(
-    workload: OwnWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True
+    workload: FactoryWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True
 ) -> OwnFit:
     """The prediction of a step, with a verdict for each budget; with `search` also what would make it fit, and the
     largest batch. Raises InputError for what cannot be predicted."""

@@ -24,7 +24,7 @@ from stepscope.questions.against_float64 import (
     next_number,
 )
 from stepscope.questions.answers import computed_answer, curves, pivot
-from stepscope.questions.steps import layers_folded, own_workload, settings_of, step_of
+from stepscope.questions.steps import factory_workload, layers_folded, settings_of, step_of
 from stepscope.recording.device import resolve_device
 from stepscope.training.transformer import NORM_EPSILON
 
@@ -475,7 +475,7 @@ def study_own_normalisation(
     own: the factory, or the configuration, of the module. Raises InputError for a module without RMSNorm or LayerNorm.
     """
     on = resolve_device(device)
-    workload = own_workload(own, arguments, phase="forward-backward", seed=seed)
+    workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
     step = step_of(workload, on)
     with _kept(step.model) as found:
         step.prepare()

@@ -16,7 +16,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZ
 from stepscope.core.run import Run, Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named, strategy_word
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.plan import Cell as SweepCell
 from stepscope.engine.plan import grid, order_cells
 from stepscope.questions.compare.comparison import (
@@ -66,7 +66,7 @@ class SharedCell(ComparedRun):
 
     @property
     def asked(self) -> bool:
-        return isinstance(self.run.workload, Workload) and super().asked
+        return isinstance(self.run.workload, TextbookWorkload) and super().asked
 
     @property
     def ranks(self) -> int:
@@ -86,7 +86,7 @@ class SharedCell(ComparedRun):
 
     @property
     def batch(self) -> int:
-        assert isinstance(self.run.workload, Workload)
+        assert isinstance(self.run.workload, TextbookWorkload)
         return self.run.workload.batch_size
 
     @property
@@ -117,7 +117,7 @@ class WeakCell(SharedCell):
     @property
     def asked(self) -> bool:
         workload = self.run.workload
-        divided = isinstance(workload, Workload) and self.batch % (self.ranks * workload.accumulation) == 0
+        divided = isinstance(workload, TextbookWorkload) and self.batch % (self.ranks * workload.accumulation) == 0
         return divided and super().asked
 
     @property
@@ -497,7 +497,7 @@ def parallel_cells(
     refused: list[tuple[str, str]] = []
     sizes = {"seq_len": list(seq_lens), "dtype": list(dtypes), **choices}
     alone = grid(model=models, **sizes, batch_size=batch_size)
-    workloads: list[Workload] = []
+    workloads: list[TextbookWorkload] = []
     for number, name in itertools.product((number for number in ranks if number > 1), strategies):
         for batch in batches_of(scaling, batch_size, number):
             try:

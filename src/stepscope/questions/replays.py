@@ -13,15 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import FORWARD
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
 from stepscope.questions.answers import check_room
 from stepscope.recording.step import Recorder, drive
-from stepscope.training.own.loading import Loaded, copy_of, load_module
-from stepscope.training.own.own_step import OwnModule, OwnStep
 from stepscope.training.training_step import TrainingStep
+from stepscope.training.user_module.loading import Loaded, copy_of, load_module
+from stepscope.training.user_module.module_step import ModuleStep, UserModule
 
 PATIENCE_S = 2.0
 """Seconds of work that need no word about how far it is."""
@@ -70,7 +69,7 @@ class Distance:
         return max(self.parameters, key=self.parameters.__getitem__, default="")
 
 
-def run_step(step: OwnStep, seed: int, *recorders: Recorder, weights: Sequence[float] = ()) -> StepResult:
+def run_step(step: ModuleStep, seed: int, *recorders: Recorder, weights: Sequence[float] = ()) -> StepResult:
     """What the step gives from this random state. weights: what each micro-batch's loss is multiplied by; all alike,
     which makes the mean of them, where there are none."""
     step.prepare()
@@ -124,7 +123,7 @@ def patient(tell: Callable[[str, float], None] | None) -> Callable[[str, float],
 class _Losses(Recorder):
     """Keeps the loss of each micro-batch, and weighs it before backward."""
 
-    def __init__(self, step: OwnStep, weights: Sequence[float]) -> None:
+    def __init__(self, step: ModuleStep, weights: Sequence[float]) -> None:
         self._step, self._weights = step, weights
         self.found: list[float] = []
 
@@ -166,12 +165,12 @@ _STEP_BYTES = 4 * 4 + 2 * 8
 class Subject:
     """The textbook's model or one of the user's own, with the first of its batches and its loss."""
 
-    def __init__(self, workload: DrivenWorkload, device: torch.device) -> None:
+    def __init__(self, workload: RunnableWorkload, device: torch.device) -> None:
         """workload: the model, its batch and the seed; what else it asks for is not looked at."""
         self.device, self.seed = device, workload.seed
         self._loaded: Loaded | None = None
-        self._workload: Workload | None = None
-        if isinstance(workload, OwnWorkload):
+        self._workload: TextbookWorkload | None = None
+        if isinstance(workload, FactoryWorkload):
             made = load_module(workload.factory, workload.arguments, seed=workload.seed)
             made = dataclasses.replace(made, batches=made.batches[:1], optimizer=None)
             self._loaded = Loaded(name=made.name, made=made)
@@ -188,8 +187,8 @@ class Subject:
 
     def step(
         self, *, dtype: Dtype = "fp32", accumulation: int = 1, compile: str = "eager", checkpointing: str = "none",
-        attention: str | None = None, double: bool = False, adapt: Callable[[OwnModule], OwnModule] | None = None,
-    ) -> OwnStep:  # fmt: skip
+        attention: str | None = None, double: bool = False, adapt: Callable[[UserModule], UserModule] | None = None,
+    ) -> ModuleStep:  # fmt: skip
         """A step of forward and backward, with weights of its own that are always the same.
 
         attention: of the textbook's model, and None for the workload's. double: parameters, buffers and the batch are
@@ -198,24 +197,24 @@ class Subject:
         ours = self._workload is not None
         own = self._textbook(attention, checkpointing) if ours else self._copy()
         own = adapt(own) if adapt is not None else own
-        choices = OwnWorkload(
-            factory=self.name, model=OwnModel(name=""), phase="forward-backward", seed=self.seed,
+        choices = FactoryWorkload(
+            factory=self.name, model=UserModel(name=""), phase="forward-backward", seed=self.seed,
             dtype="fp32" if double else dtype, accumulation=accumulation, compile=compile,  # type: ignore[arg-type]
             checkpointing="none" if ours else checkpointing,
         )  # fmt: skip
-        return OwnStep(own.on(self.device, torch.float64) if double else own, choices, self.device)
+        return ModuleStep(own.on(self.device, torch.float64) if double else own, choices, self.device)
 
-    def _copy(self) -> OwnModule:
+    def _copy(self) -> UserModule:
         assert self._loaded is not None
         made = copy_of(self._loaded).made
         assert made is not None
         return made
 
-    def _textbook(self, attention: str | None, checkpointing: str) -> OwnModule:
+    def _textbook(self, attention: str | None, checkpointing: str) -> UserModule:
         assert self._workload is not None
         changes = {"checkpointing": checkpointing, **({"attention": attention} if attention else {})}
         step = TrainingStep(msgspec.structs.replace(self._workload, **changes), self.device)
-        return OwnModule(name=self.name, module=step.model, batches=[tuple(step.batch)], loss=cross_entropy)
+        return UserModule(name=self.name, module=step.model, batches=[tuple(step.batch)], loss=cross_entropy)
 
 
 def drawing_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -38,8 +38,8 @@ from stepscope.questions.replays import (
 from stepscope.questions.steps import folded, one_step_of, settings_of
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import Recorder
-from stepscope.training.own.own_step import OwnModule, OwnStep
-from stepscope.training.own.user_code import said_of
+from stepscope.training.user_module.module_step import ModuleStep, UserModule
+from stepscope.training.user_module.user_code import said_of
 
 # The parts of a step whose precision can be changed: modules by what they compute themselves, and the loss.
 #
@@ -81,7 +81,7 @@ class Parts:
     """Modules that run and compute nothing, such as a dropout that is off."""
 
 
-def find_parts(step: OwnStep, seed: int) -> Parts:
+def find_parts(step: ModuleStep, seed: int) -> Parts:
     """Run a step once, and see which modules compute."""
     seeing = _Seeing(step.model)
     with seeing.running():
@@ -115,7 +115,7 @@ def _is_inside(path: str, outer: str) -> bool:
     return path != outer and path.startswith(f"{outer}." if outer else "")
 
 
-def _kind(step: OwnStep, path: str, called: frozenset[str]) -> str:
+def _kind(step: ModuleStep, path: str, called: frozenset[str]) -> str:
     name = type(step.model.get_submodule(path)).__name__
     return f"{name}, between its modules" if nearest_inside(path, called) else name
 
@@ -209,13 +209,13 @@ class CastLoss:
         return _raised(self._loss(_lowered(output, self.low), *_lowered(others, self.low)), self.low, wide)
 
 
-def with_cast_loss(own: OwnModule) -> OwnModule:
+def with_cast_loss(own: UserModule) -> UserModule:
     """The module with a loss that can be cast, where it has one outside of forward."""
     return own if own.loss is None else dataclasses.replace(own, loss=CastLoss(own.loss))
 
 
 @contextlib.contextmanager
-def computing_in(low: torch.dtype, own: OwnModule, parts: Sequence[Part], found: Parts) -> Iterator[None]:
+def computing_in(low: torch.dtype, own: UserModule, parts: Sequence[Part], found: Parts) -> Iterator[None]:
     """While open, the own operators of these parts take inputs, parameters and buffers in `low`, and what they give is
     given on in its own dtype. Modules inside of them that are no such part compute as given."""
     with contextlib.ExitStack() as stack:

@@ -7,7 +7,7 @@ from stepscope.core.doubts import figure
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import format_milliseconds, format_seconds
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.plan import Cell as SweepCell
 from stepscope.runs.answer import doubts, heading, status_word
 
@@ -59,7 +59,9 @@ def warmup_sentence(runs: Sequence[Run]) -> str:
 WARMUPS = (0, 1, 2, 5)
 
 
-def warmup_cells(workload: Workload, steps: int = 10, warmups: tuple[int, ...] = WARMUPS) -> tuple[SweepCell, ...]:
+def warmup_cells(
+    workload: TextbookWorkload, steps: int = 10, warmups: tuple[int, ...] = WARMUPS
+) -> tuple[SweepCell, ...]:
     """One cell for each number of warm-up steps; nothing else differs."""
     return tuple(
         SweepCell(

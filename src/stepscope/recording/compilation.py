@@ -200,7 +200,7 @@ _MOST_LAYERS = 5
 """Times that a step is compiled anew to find breaks behind breaks."""
 _SETTING = re.compile(r"torch\._dynamo\.config\.(\w+) = True")
 _LOGGING = {"print": print, "warnings.warn": warnings.warn}
-_OURS = "stepscope/training/own/"
+_OURS = "stepscope/training/user_module/"
 _LINE = re.compile(r"[\w/.\-]+\.py:\d+")
 
 Make = Callable[[], Step]

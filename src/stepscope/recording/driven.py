@@ -8,10 +8,10 @@ import torch
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory, ProfiledStep, StepObservation, StepOperators
 from stepscope.core.formulas import Work
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.ranks import CollectiveCalls
 from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
+from stepscope.core.workload import Workload
 from stepscope.recording import ranges
 from stepscope.recording.capture import (
     BackwardMarks,
@@ -162,7 +162,7 @@ def trace_nvtx(
 
 
 def capture_memory(
-    step: Step, device: torch.device, directory: Path, *, workload: AnyWorkload, device_name: str = "",
+    step: Step, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
     stacks: str = "python", steps: int = 1, held_before_bytes: int = 0,
     is_out_of_memory: Callable[[BaseException], bool] | None = None,
 ) -> MemoryCapture:  # fmt: skip

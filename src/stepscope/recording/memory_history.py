@@ -38,9 +38,9 @@ from stepscope.core.memory_notes import (
     PhaseSpan,
     TensorNote,
 )
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_ACCUMULATION, OPTIMIZER
 from stepscope.core.run_directory import MEMORY_FILE
+from stepscope.core.workload import Workload
 from stepscope.recording import ranges
 from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, saved_tensors
 from stepscope.recording.keepers import Keepers
@@ -721,7 +721,7 @@ class MemoryRecorder(Recorder):
             tensors, saved, self._kept = self._keepers.kept()
             self._notes.left(tensors, saved)
 
-    def save(self, directory: Path, *, workload: AnyWorkload, device_name: str = "") -> PhaseMemory:
+    def save(self, directory: Path, *, workload: Workload, device_name: str = "") -> PhaseMemory:
         """Write `memory.pickle.gz`; returns the figures of the phases."""
         snapshot, measured = self._history.snapshot(self._notes)
         told = MemoryNotes(

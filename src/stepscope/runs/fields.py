@@ -14,14 +14,13 @@ from stepscope.core.checkpointing import OFFLOAD
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import PRESETS
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import PARTS, kernels_of
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB, counted
-from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
+from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, FactoryWorkload
 from stepscope.runs import metrics
 from stepscope.runs import metrics as communication
 
@@ -69,7 +68,7 @@ def _fixed_warmup(run: Run) -> Scalar:
 
 def _arguments(run: Run) -> dict[str, Any]:
     """What the factory of a model of the user's own was called with."""
-    return run.workload.arguments if isinstance(run.workload, OwnWorkload) else {}
+    return run.workload.arguments if isinstance(run.workload, FactoryWorkload) else {}
 
 
 def _argument(run: Run, name: str) -> Scalar:

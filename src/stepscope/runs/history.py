@@ -19,12 +19,12 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.forecasts import Forecast, read_forecasts
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.own_workload import AnyWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
+from stepscope.core.workload import FactoryWorkload, WatchedWorkload, Workload
 from stepscope.runs.metrics import peak_bytes
 from stepscope.runs.run_sets import RunSet, sets_of
 
@@ -218,7 +218,7 @@ class Trend:
     """The runs of one workload on one device, oldest first, and the changes of their level."""
 
     key: str
-    workload: AnyWorkload
+    workload: Workload
     device: str
     moments: list[Moment]
     unmeasured: int
@@ -235,7 +235,7 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
     all tests together is that of one: each trend gets its part.
     """
     groups: dict[tuple[object, ...], list[Run]] = {}
-    keys: dict[int, tuple[AnyWorkload, str]] = {}
+    keys: dict[int, tuple[Workload, str]] = {}
     for run in runs:
         known = keys.get(id(run.workload))
         if known is None:
@@ -252,9 +252,9 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
     return [_with_changes(trend, (1 - CONFIDENCE) / tested) for trend in trends if trend.moments or trend.unmeasured]
 
 
-def _key(workload: AnyWorkload) -> str:
+def _key(workload: Workload) -> str:
     """The workload's key, without digests of code: that of later commits differs, and that is the question here."""
-    if isinstance(workload, OwnWorkload):
+    if isinstance(workload, FactoryWorkload):
         return msgspec.structs.replace(workload, code="").key
     if isinstance(workload, WatchedWorkload) and not isinstance(workload.model, ModelConfig):
         return msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, source="")).key

@@ -22,7 +22,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.units import GIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.recording import scaled_mm
 from stepscope.recording.fake_memory import of_host
@@ -432,7 +432,7 @@ def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
     return run
 
 
-def block_runner(workload: Workload) -> BlockRunner:
+def block_runner(workload: TextbookWorkload) -> BlockRunner:
     """The runner that the workload's `checkpointing` names."""
     spans = workload.spans
     return _runner_of(spans[0]) if len(spans) == 1 and not spans[0].on_host else one_after_another(spans)

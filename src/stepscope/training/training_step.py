@@ -3,7 +3,7 @@
 With accumulation, forward and backward take turns, once for each micro-batch, before the one optimizer phase.
 
 A step is assembled of parts (a model, batches, a loss) and choices (dtype, compilation, accumulation). The textbook's
-parts are made here, those of a user's own module in `training/own/`. What is timed is what was chosen, by construction:
+parts are made here, a user's module's in `training/user_module/`. What is timed is what was chosen, by construction:
 the forward phase calls `forward_module`, and that is the compiled module whenever the choices ask for compilation.
 """
 
@@ -25,7 +25,7 @@ from stepscope.core.parts import compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
-from stepscope.core.workload import GRAPH_WARMUP, OF_ONE_LAUNCH, Workload
+from stepscope.core.workload import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
@@ -381,10 +381,10 @@ def autocast_of(choices: Choices, device_type: str) -> AbstractContextManager[ob
 class TrainingStep(AssembledStep):
     """A workload made ready to run on a device: the textbook's model on random tokens."""
 
-    workload: Workload
+    workload: TextbookWorkload
     model: Transformer
 
-    def __init__(self, workload: Workload, device: torch.device, share: Share | None = None) -> None:
+    def __init__(self, workload: TextbookWorkload, device: torch.device, share: Share | None = None) -> None:
         check_supported(workload, device)
         super().__init__(textbook_parts(workload, device), workload, device, share)
 
@@ -395,7 +395,7 @@ class TrainingStep(AssembledStep):
 
 
 def textbook_parts(
-    workload: Workload, device: torch.device, start: Mapping[str, Tensor] | None = None,
+    workload: TextbookWorkload, device: torch.device, start: Mapping[str, Tensor] | None = None,
     batches: Sequence[Batch] | None = None,
 ) -> StepParts:  # fmt: skip
     """The textbook's model, initialised by the workload's seed, and its batches of random tokens.
@@ -445,7 +445,7 @@ def _chunks(batch: Batch, parts: int) -> list[Batch]:
     return list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
 
 
-def check_supported(workload: Workload, device: torch.device) -> None:
+def check_supported(workload: TextbookWorkload, device: torch.device) -> None:
     """Raise InputError for a workload that this device or build cannot run as asked."""
     chosen_attention(workload, device.type)
     parts_for(workload, device.type)
@@ -470,7 +470,7 @@ def check_choices(choices: Choices, device: torch.device) -> None:
         raise InputError(f"--graph step captures CUDA graphs, which {device.type} has not: leave it out")
 
 
-def build_model(workload: Workload, device: torch.device | str) -> Transformer:
+def build_model(workload: TextbookWorkload, device: torch.device | str) -> Transformer:
     """The workload's model on `device`, initialised (on "meta": shapes only)."""
     device_type = "cpu" if str(device) == "meta" else torch.device(device).type
     model = Transformer(
@@ -536,7 +536,7 @@ def _pytorchs_adamw(parameters: Sequence[Tensor], choices: Choices) -> torch.opt
     )
 
 
-def _random_batches(workload: Workload, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+def _random_batches(workload: TextbookWorkload, device: torch.device) -> list[tuple[Tensor, Tensor]]:
     """Uniformly random tokens and targets (B, S): content does not change the arithmetic, repetition would."""
     generator = torch.Generator().manual_seed(workload.seed)
     shape = (DISTINCT_BATCHES, 2, workload.batch_size, workload.seq_len)

@@ -15,7 +15,7 @@ from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, parse_layout, settled
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.units import GIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024, kv_heads=4)
 
@@ -25,12 +25,12 @@ def question(ranks: int, *, experts: int = 1, fixed: dict[str, int | str] | None
         "model": CONFIG, "batch_size": 16, "seq_len": 512, "dtype": "bf16", "attention": "flash", "compile": "default",
         "optimizer": "adamw-fused",
     }  # fmt: skip
-    workload = Workload(**{**usual, **fields})  # type: ignore[arg-type]
+    workload = TextbookWorkload(**{**usual, **fields})  # type: ignore[arg-type]
     model = PlannedModel(config=workload.model, experts=experts)
     return Question(workload=workload, model=model, ranks=ranks, node=8, fixed=fixed or {})
 
 
-def machine(memory_bytes: int = 80 * GIB, workload: Workload | None = None) -> Machine:
+def machine(memory_bytes: int = 80 * GIB, workload: TextbookWorkload | None = None) -> Machine:
     step = workload or question(1).workload
     rates = rates_of(DATASHEET["NVIDIA H100 80GB HBM3"], step)
     return Machine(budget=budget_of_memory(memory_bytes), rates=rates, network=NETWORKS["nvlink4-ib400"])

@@ -33,7 +33,7 @@ from stepscope.core.formulas.transformer import PlannedModel, step_flops
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)
 RATES = Rates(
@@ -54,7 +54,7 @@ def step(layout: Layout, *, network: Network = NETWORK, rates: Rates = RATES, **
         "model": CONFIG, "batch_size": layout.data * layout.micro_batch * layout.micro_batches, "seq_len": 512,
         "dtype": "bf16", "attention": "flash", "compile": "default", "optimizer": "adamw-fused",
     }  # fmt: skip
-    workload = Workload(**{**usual, **fields})  # type: ignore[arg-type]
+    workload = TextbookWorkload(**{**usual, **fields})  # type: ignore[arg-type]
     memory = RankMemory(workload, PlannedModel(config=CONFIG))
     return Clock(workload, memory, rates, network).step(layout)
 
@@ -78,7 +78,7 @@ def test_one_rank_by_hand():
 
 
 def test_model_flops_are_those_of_the_workload():
-    workload = Workload(model=CONFIG, batch_size=4, seq_len=512)
+    workload = TextbookWorkload(model=CONFIG, batch_size=4, seq_len=512)
     assert PlannedModel(config=CONFIG).step_flops(workload.tokens, 512) == step_flops(workload)
 
 
@@ -142,7 +142,7 @@ def test_what_a_collective_adds_lies_between_its_bare_rest_and_itself(
 def test_copies_around_collectives_by_hand():
     """In bf16 with fp32 parameters, for P of them on each of 4 ranks."""
     model = PlannedModel(config=CONFIG)
-    workload = Workload(model=CONFIG, batch_size=4, seq_len=512, dtype="bf16", attention="flash")
+    workload = TextbookWorkload(model=CONFIG, batch_size=4, seq_len=512, dtype="bf16", attention="flash")
     count = model.parameters
 
     def copies(sharding: str) -> Copies:
@@ -240,7 +240,7 @@ def test_checkpointing_that_keeps_attention_runs_it_once():
 )
 def test_what_fused_parts_move_by_hand(part: str, forward: int, backward: int | None):
     choices: dict[str, Any] = {part: "fused"}
-    workload = Workload(model=CONFIG, batch_size=1, seq_len=512, dtype="bf16", attention="flash", **choices)
+    workload = TextbookWorkload(model=CONFIG, batch_size=1, seq_len=512, dtype="bf16", attention="flash", **choices)
     memory = RankMemory(workload, PlannedModel(config=CONFIG))
     one, two = (memory.moved(Layout(), first=False, last=False, blocks=count) for count in (1, 2))
     assert two.fused_forward - one.fused_forward == pytest.approx(TOKENS * forward, rel=0.01)
@@ -253,7 +253,7 @@ def test_what_fused_parts_move_by_hand(part: str, forward: int, backward: int | 
 
 def test_a_fused_loss_turns_logits_into_gradients_where_they_are():
     """Forward moves the logits twice; its products, which make the gradients, are counted as products."""
-    workload = Workload(model=CONFIG, batch_size=1, seq_len=512, dtype="bf16", attention="flash", loss="fused")
+    workload = TextbookWorkload(model=CONFIG, batch_size=1, seq_len=512, dtype="bf16", attention="flash", loss="fused")
     found = RankMemory(workload, PlannedModel(config=CONFIG)).moved(Layout(), first=True, last=True, blocks=1)
     logits, hidden, head = TOKENS * 1024 * 2, TOKENS * D * 2, D * 1024 * 4
     assert found.fused_forward == pytest.approx(2 * logits + 2 * hidden + head, rel=0.01)
@@ -288,7 +288,7 @@ def test_a_host_that_shares_out_blocks_has_hooks_to_run():
 @pytest.mark.parametrize("names", [("zero1-master", "zero3", "zero2"), ("zero3", "zero2", "zero1-master")])
 def test_one_clock_tells_each_layout_its_own_time(names: tuple[str, ...]):
     """What a clock remembers of one layout is another's only where both take the same."""
-    workload = Workload(
+    workload = TextbookWorkload(
         model=CONFIG, batch_size=4, seq_len=512, dtype="bf16", attention="flash", optimizer="adamw-fused"
     )
     memory, rates = RankMemory(workload, PlannedModel(config=CONFIG)), msgspec.structs.replace(RATES, launch_s=1e-9)
@@ -385,7 +385,7 @@ def _attention_s(file: Path, name: str, head_dim: int, tokens: int) -> tuple[flo
 
 
 def test_a_device_without_the_dtype_is_one_line():
-    workload = Workload(model=configure("small"), dtype="bf16")
+    workload = TextbookWorkload(model=configure("small"), dtype="bf16")
     with pytest.raises(InputError, match="Tesla T4 multiplies no matrices of bf16"):
         rates_of(DATASHEET["Tesla T4"], workload)
     unknown = DeviceSpec(name="new", peak_flops_per_s={"bf16": 1e15}, source="")

@@ -10,11 +10,11 @@ from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, layout_of, step_of
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 
-def ran(parallel: str, ranks: int, **fields: object) -> Workload:
-    return Workload(model=configure("tiny"), batch_size=8, parallel=parallel, ranks=ranks, **fields)  # type: ignore[arg-type]
+def ran(parallel: str, ranks: int, **fields: object) -> TextbookWorkload:
+    return TextbookWorkload(model=configure("tiny"), batch_size=8, parallel=parallel, ranks=ranks, **fields)  # type: ignore[arg-type]
 
 
 def test_a_run_of_several_ranks_has_a_layout():
@@ -57,7 +57,7 @@ def test_a_layout_has_a_run_where_a_strategy_has_it():
 
 
 def test_fsdp_under_autocast_gathers_what_is_stored_and_casts_it():
-    step = Workload(model=configure("small"), batch_size=4, seq_len=512, dtype="bf16", attention="sdpa")
+    step = TextbookWorkload(model=configure("small"), batch_size=4, seq_len=512, dtype="bf16", attention="sdpa")
     memory = RankMemory(step, PlannedModel(config=step.model))
     cast, wide = (
         memory.needs(Layout(data=2, shard=2, sharding=sharding, micro_batch=2), exactly=True)

@@ -13,7 +13,7 @@ from stepscope.allocations.prediction.estimate import STEPS, SymbolicStep, estim
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.precisions import Dtype
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.fake_step import estimate_by_running, watch_fake_step
 from tests.conftest import at_length
 
@@ -48,7 +48,7 @@ class Recorder:
 class SymbolicPhases(SymbolicStep):
     """A symbolic step that notes where each phase begins and ends among the events."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: TextbookWorkload) -> None:
         self.recorder = Recorder()
         self.events: Events = {}
         self._start = 0
@@ -63,13 +63,13 @@ class SymbolicPhases(SymbolicStep):
         super()._end()
 
 
-def on_symbolic_tensors(workload: Workload) -> Events:
+def on_symbolic_tensors(workload: TextbookWorkload) -> Events:
     step = SymbolicPhases(workload)
     step.run(STEPS)
     return {name: in_order(events) for name, events in step.events.items()}
 
 
-def on_fake_tensors(workload: Workload) -> Events:
+def on_fake_tensors(workload: TextbookWorkload) -> Events:
     watch = watch_fake_step(workload).watch
     found: Events = {}
     for phase in watch.phases:
@@ -95,13 +95,13 @@ def in_order(events: list[int]) -> list[int]:
     return found + sorted(released)
 
 
-def drawn(seed: int) -> Workload:
+def drawn(seed: int) -> TextbookWorkload:
     """Sizes of all kinds, and choices of attention whose kernels allocate nothing for themselves."""
     draw = random.Random(seed)
     heads, layers = draw.choice([2, 3, 4]), draw.randint(1, 5)
     d_model = heads * draw.choice([8, 30, 36, 64])
     accumulation = draw.choice([1, 1, 2])
-    return Workload(
+    return TextbookWorkload(
         model=ModelConfig(
             name="drawn", d_model=d_model, d_ff=draw.randint(16, 1500), layers=layers, heads=heads,
             vocabulary=draw.choice([97, 1000, 50257]),
@@ -128,7 +128,7 @@ def test_the_symbolic_model_allocates_and_releases_what_the_step_does(seed: int)
 @pytest.mark.parametrize("d_ff", [208, pytest.param(200, marks=pytest.mark.long)])
 def test_so_do_steps_of_8_bits(d_ff: int, dtype: Dtype, checkpointing: str):
     """What makes the operands of each product, too. Layers of 200 columns stay in 16 bits."""
-    workload = Workload(
+    workload = TextbookWorkload(
         model=ModelConfig(name="eight", d_model=96, d_ff=d_ff, layers=3, heads=3, vocabulary=997),
         batch_size=4, seq_len=56, dtype=dtype, attention="reference", optimizer="adamw-fused", accumulation=2,
         checkpointing=checkpointing,
@@ -145,7 +145,7 @@ def test_so_do_steps_of_8_bits(d_ff: int, dtype: Dtype, checkpointing: str):
 def test_what_is_taken_from_the_device_is_alike_for_odd_sizes_and_a_large_vocabulary(checkpointing: str, d_ff: int):
     """cuBLAS gets its workspace after the first product's output is there: so it is decided which blocks are left for
     the optimizer. The other order predicted 4 % less here."""
-    workload = Workload(
+    workload = TextbookWorkload(
         model=ModelConfig(name="odd", d_model=360, d_ff=d_ff, layers=5, heads=4, vocabulary=50257),
         batch_size=3, seq_len=333, dtype="bf16", attention="sdpa", checkpointing=checkpointing,
     )  # fmt: skip
@@ -163,7 +163,7 @@ def test_both_are_what_a_gpu_recorded(cell: str):
     takes a buffer and gives it back; nothing else is there that neither prediction has."""
     (file,) = RECORDED.glob(f"*-{cell}-*/memory.pickle.gz")
     snapshot = read_snapshot(file)
-    assert snapshot.notes is not None and isinstance(snapshot.notes.workload, Workload)
+    assert snapshot.notes is not None and isinstance(snapshot.notes.workload, TextbookWorkload)
     workload = snapshot.notes.workload
     symbolic, fake = on_symbolic_tensors(workload), on_fake_tensors(workload)
     for span in snapshot.notes.phases:

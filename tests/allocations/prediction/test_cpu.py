@@ -19,7 +19,7 @@ import torch
 from stepscope.allocations.prediction.estimate import estimate, symbolic_model
 from stepscope.allocations.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.fake_step import estimate_by_running
 from stepscope.recording.driven import capture_memory
 from stepscope.training.training_step import TrainingStep
@@ -34,14 +34,14 @@ NUMBERS = 160
 LAYERS = 3
 
 
-def three(**changes: Any) -> Workload:
+def three(**changes: Any) -> TextbookWorkload:
     return mini(**{"layers": LAYERS, "phase": "forward-backward", **changes})
 
 
 # ---- tensor by tensor
 
 
-def kept_by_symbolic_model(workload: Workload) -> Counter[int]:
+def kept_by_symbolic_model(workload: TextbookWorkload) -> Counter[int]:
     """Bytes of every storage that the graph of the loss keeps."""
     model = symbolic_model(workload, "cpu")
     tape = Tape(Ledger(RoundingAllocator(1)), recording=True)
@@ -58,7 +58,7 @@ def kept_by_symbolic_model(workload: Workload) -> Counter[int]:
     return Counter(storage.bytes for storage in storages.values())
 
 
-def kept_in_truth(workload: Workload) -> Counter[int]:
+def kept_in_truth(workload: TextbookWorkload) -> Counter[int]:
     """Bytes of every storage that autograd saves, but for parameters, buffers and batches."""
     step = TrainingStep(workload, CPU)
     resident = [*step.model.parameters(), *step.model.buffers(), *(t for batch in step.batches for t in batch)]
@@ -98,7 +98,7 @@ def _nothing_dies_late() -> Iterator[None]:
     gc.enable()
 
 
-def measured_peaks(workload: Workload) -> dict[str, int]:
+def measured_peaks(workload: TextbookWorkload) -> dict[str, int]:
     """Of the second step, each phase's highest, over what there was before the step; and the largest `saved`."""
     gc.collect()  # what a test before left in circles must not be released meanwhile
     step = TrainingStep(workload, CPU)
@@ -115,7 +115,7 @@ def measured_peaks(workload: Workload) -> dict[str, int]:
     return peaks
 
 
-def predicted_peaks(workload: Workload) -> dict[str, int]:
+def predicted_peaks(workload: TextbookWorkload) -> dict[str, int]:
     predicted = estimate(workload, "cpu")
     before = predicted.after_parameters
     peaks = {"forward": predicted.forward_peak - before}
@@ -126,7 +126,7 @@ def predicted_peaks(workload: Workload) -> dict[str, int]:
     return peaks
 
 
-def assert_alike(workload: Workload, bytes_off: int = NUMBERS) -> None:
+def assert_alike(workload: TextbookWorkload, bytes_off: int = NUMBERS) -> None:
     # Where the CPU has instructions for fp16, oneDNN lays operands of products out anew. Without it all CPUs are alike.
     with torch.backends.mkldnn.flags(enabled=False):
         measured = measured_peaks(workload)

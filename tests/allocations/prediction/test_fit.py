@@ -28,7 +28,7 @@ from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import GIB, MIB, parse_bytes
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from tests.conftest import at_length, mini
 from tests.shown import shown
 
@@ -37,11 +37,11 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 
 
-def of(model: str = "small", **changes: Any) -> Workload:
-    return Workload(model=configure(model), **changes)
+def of(model: str = "small", **changes: Any) -> TextbookWorkload:
+    return TextbookWorkload(model=configure(model), **changes)
 
 
-def applied(plan: TextbookPlan, workload: Workload) -> Workload:
+def applied(plan: TextbookPlan, workload: TextbookWorkload) -> TextbookWorkload:
     """The workload with the options that a plan gives."""
     words = plan.options.split()
     fields: dict[str, Any] = {
@@ -178,7 +178,7 @@ def test_the_search_for_the_largest_asks_seldom(monkeypatch: pytest.MonkeyPatch)
     """Where the whole verdict is stricter than the quick one, and where it is milder."""
     asked: list[int] = []
 
-    def verdict(most: int, workload: Workload) -> bool:
+    def verdict(most: int, workload: TextbookWorkload) -> bool:
         asked.append(workload.batch_size)
         return workload.batch_size <= most
 

@@ -19,18 +19,18 @@ from stepscope.allocations.prediction.layouts import (
 from stepscope.core.formulas.transformer import PlannedModel, parameter_count
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024, kv_heads=4)
 MODEL = PlannedModel(config=CONFIG)
 
 
-def workload(**fields: object) -> Workload:
+def workload(**fields: object) -> TextbookWorkload:
     usual: dict[str, object] = {
         "model": CONFIG, "batch_size": 4, "seq_len": 512, "dtype": "bf16", "attention": "sdpa", "compile": "default",
         "optimizer": "adamw-fused",
     }  # fmt: skip
-    return Workload(**{**usual, **fields})  # type: ignore[arg-type]
+    return TextbookWorkload(**{**usual, **fields})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("compiled", ["eager", "default"])

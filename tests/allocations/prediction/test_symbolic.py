@@ -23,7 +23,7 @@ from stepscope.allocations.prediction.symbolic_tensors import (
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import configure
 from stepscope.core.units import MIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from tests.conftest import mini
 
 pytestmark = pytest.mark.slow
@@ -35,7 +35,7 @@ COMPILES = ("eager", "default")
 GRADIENTS = CATEGORIES.index("gradients")
 
 
-def small(**changes: Any) -> Workload:
+def small(**changes: Any) -> TextbookWorkload:
     return mini(**{"layers": 4, "batch_size": 4, **changes})
 
 
@@ -137,7 +137,7 @@ def test_without_recording_nothing_is_kept():
 # ---- the model, every choice
 
 
-def forward(workload: Workload, ledger: Ledger, *, abridged: bool = False) -> tuple[Any, Tape, Tensor]:
+def forward(workload: TextbookWorkload, ledger: Ledger, *, abridged: bool = False) -> tuple[Any, Tape, Tensor]:
     model = symbolic_model(workload, "cuda")
     model.abridged = abridged
     tape = Tape(ledger, recording=True)
@@ -309,8 +309,8 @@ GRID: Sequence[dict[str, Any]] = [
 ]  # fmt: skip
 
 
-def grid_workload(choices: dict[str, Any], **more: Any) -> Workload:
-    return Workload(**{**choices, "model": configure(choices["model"]), **more})
+def grid_workload(choices: dict[str, Any], **more: Any) -> TextbookWorkload:
+    return TextbookWorkload(**{**choices, "model": configure(choices["model"]), **more})
 
 
 @pytest.mark.parametrize("compile", COMPILES)

@@ -20,9 +20,8 @@ from stepscope.app.api.shown import ShownAnswer, as_text
 from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, TextbookWorkload
 from stepscope.runs.answer import answer_run
 
 DATA = Path(__file__).parents[2] / "data"
@@ -99,7 +98,7 @@ def test_a_module_is_measured_and_left_as_it_was(tmp_path: Path):
     run = measured.run
     assert (run.status, run.tag, run.samples["step"].count) == ("done", "mine", 6)
     assert load_run(measured.directory) == run
-    assert isinstance(run.workload, OwnWorkload)
+    assert isinstance(run.workload, FactoryWorkload)
     assert (run.workload.model.name, run.workload.model.parameters) == ("Sequential", 8 * 16 + 16 + 16 * 4 + 4)
     assert {name: tensor.shape for name, tensor in run.workload.model.inputs.items()} == {"input": (4, 8)}
     assert measured.samples is run.samples
@@ -144,7 +143,7 @@ def test_an_optimizer_of_ones_own_steps_the_copy(tmp_path: Path):
 @pytest.mark.slow
 def test_the_textbooks_model_and_a_factory_are_measured_by_name(tmp_path: Path):
     by_name = stepscope.run("tiny", seq_len=16, batch_size=2, layers=1, attention="sdpa", runs=tmp_path, **QUICK)
-    assert isinstance(by_name.run.workload, Workload)
+    assert isinstance(by_name.run.workload, TextbookWorkload)
     assert by_name.run.workload.model.name == "tiny+layers1" and by_name.run.workload.seq_len == 16
     file = tmp_path / "mine.py"
     file.write_text(
@@ -153,7 +152,7 @@ def test_the_textbooks_model_and_a_factory_are_measured_by_name(tmp_path: Path):
         "    return torch.nn.Linear(width, 1), torch.ones(3, width), lambda y: y.square().sum()\n"
     )
     made = stepscope.run(module=f"{file}:make", arguments={"width": 5}, runs=tmp_path, **QUICK)
-    assert isinstance(made.run.workload, OwnWorkload) and made.run.workload.arguments == {"width": 5}
+    assert isinstance(made.run.workload, FactoryWorkload) and made.run.workload.arguments == {"width": 5}
     assert made.run.workload.model.parameters == 6
 
 
@@ -391,7 +390,7 @@ def test_a_module_of_ones_own_is_predicted_as_its_factory_is(tmp_path: Path):
     model, batch = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)), torch.randn(2, 8192, 64)
     before = copy.deepcopy(model.state_dict())
     found = stepscope.fit(model, batch, square, **asked)
-    assert isinstance(found.workload, OwnWorkload) and found.workload.model.parameters == 2 * 64 * 256 + 256 + 64
+    assert isinstance(found.workload, FactoryWorkload) and found.workload.model.parameters == 2 * 64 * 256 + 256 + 64
     assert found.peak_bytes == by_factory.peak_bytes > 96 * 2**20  # of which cuBLAS takes 64 MiB
     assert (found.fits, found.largest_batch, found.longest_sequence) == (False, 1, None)
     # It has no blocks, so that nothing can be checkpointed.

@@ -21,7 +21,7 @@ from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 pytestmark = pytest.mark.slow
 
@@ -58,7 +58,7 @@ def stepscope(*arguments: str, **environment: str) -> subprocess.CompletedProces
 
 def test_every_field_of_a_workload_is_an_option_of_run_sweep_and_fit():
     sizes = (field.name for field in msgspec.structs.fields(ModelConfig) if field.name != "name")
-    fields = {*sizes, *(field.name for field in msgspec.structs.fields(Workload))}
+    fields = {*sizes, *(field.name for field in msgspec.structs.fields(TextbookWorkload))}
     flags = {f"--{field.replace('_', '-')}" for field in fields}
     assert flags <= set(options_of("run"))
     assert flags <= set(options_of("sweep"))

@@ -27,7 +27,7 @@ from stepscope.core.finding import note, warning
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.study_results import Tuned
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.rendering import aside
 from stepscope.rendering.renderers import STYLES
 from stepscope.traces.captures import digest as captures
@@ -105,7 +105,7 @@ def _page_of_an_answer(folder: Path) -> tuple[str, ...]:
 
 
 def _tuned(folder: Path) -> tuple[str, ...]:
-    step = Workload(model=configure("tiny"))
+    step = TextbookWorkload(model=configure("tiny"))
     (folder / "tuned.json").write_text(json_document(Tuned(asked=step, baseline=step, best=step)))
     return ("--from", str(folder / "tuned.json"))
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.kernels.parts import projections
 from stepscope.kernels.parts.projections import joint_projections, lie_together
 from stepscope.training.training_step import TrainingStep
@@ -102,7 +102,7 @@ def test_what_is_no_projection_of_the_input_is_named():
     ],
 )
 def test_a_step_has_the_gradients_of_projections_apart(dtype: str, bound: float, choices: dict[str, Any]):
-    def gradients(workload: Workload) -> tuple[float, Tensor]:
+    def gradients(workload: TextbookWorkload) -> tuple[float, Tensor]:
         step = TrainingStep(workload, DEVICE)
         loss = run_steps(step)
         assert loss is not None

@@ -14,7 +14,7 @@ from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.errors import InputError
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import save_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.compare.sides import Side, SidePair, compare_all, compare_sides, side_named
 from stepscope.questions.compare.sides_answer import (
     answer_comparison,
@@ -35,7 +35,13 @@ RESULTS = Path(__file__).parents[3] / "results"
 
 
 def process(
-    number: int, step_s: float, *, of: Workload | None = None, name: str = "a-set", extra_s: float = 0.0, **changes: Any
+    number: int,
+    step_s: float,
+    *,
+    of: TextbookWorkload | None = None,
+    name: str = "a-set",
+    extra_s: float = 0.0,
+    **changes: Any,
 ) -> Run:
     """A run whose steps take that long, a quarter in forward, and so much more in backward."""
     run = make_run(of or mini(), forward=[step_s / 4] * 3, backward=[step_s / 2 + extra_s] * 3,

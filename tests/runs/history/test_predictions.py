@@ -11,7 +11,7 @@ from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.forecasts import Forecast, keep_forecasts
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.runs.history import (
     answer_predictions,
     error_bars,
@@ -26,11 +26,11 @@ GOLDEN = Path(__file__).parents[2] / "golden"
 GIB = 2**30
 
 
-def foretold(of: Workload, value: int | None, day: int = 1, **more: Any) -> Forecast:
+def foretold(of: TextbookWorkload, value: int | None, day: int = 1, **more: Any) -> Forecast:
     return Forecast(made=f"2026-01-0{day}T00:00:00.000+00:00", by="fit", workload=of.key, value=value, **more)
 
 
-def measured(of: Workload, peak: int | None, day: int = 2, *, limit: int | None = None, **more: Any) -> Run:
+def measured(of: TextbookWorkload, peak: int | None, day: int = 2, *, limit: int | None = None, **more: Any) -> Run:
     run = make_run(of, step=[1.0], **more)
     assert run.environment is not None
     environment = msgspec.structs.replace(

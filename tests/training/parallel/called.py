@@ -40,14 +40,14 @@ def call(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str
 def losses(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str], object]) -> dict[str, list[float]]:
     """The losses of steps that these ranks share, by how the step runs: as it is, and replayed."""
     from stepscope.core.model_config import configure
-    from stepscope.core.workload import Workload
+    from stepscope.core.workload import TextbookWorkload
     from stepscope.engine.stages import make_step
     from stepscope.training.training_step import AssembledStep
 
     found: dict[str, list[float]] = {}
     strategy = msgspec.json.decode(argument, type=dict[str, str])["strategy"]
     for graph in ("none", "step"):
-        workload = Workload(
+        workload = TextbookWorkload(
             model=configure("tiny"), seq_len=64, optimizer="adamw-fused", parallel=strategy, ranks=ranks.ranks,
             graph=graph,
         )  # fmt: skip

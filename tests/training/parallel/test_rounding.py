@@ -11,7 +11,7 @@ import torch
 
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, difference_bound
 from stepscope.training.parallel.ranks import Ranks
@@ -21,7 +21,7 @@ from stepscope.training.training_step import textbook_parts
 from tests.training.parallel.ranks import Here, on_ranks
 
 SMALL = configure("tiny", layers=2, d_model=32, d_ff=64, heads=4, vocabulary=128)
-WORKLOAD = Workload(model=SMALL, batch_size=16, seq_len=16)
+WORKLOAD = TextbookWorkload(model=SMALL, batch_size=16, seq_len=16)
 
 
 @pytest.mark.parametrize("ways", [2, 3, 4, 5])
@@ -97,7 +97,7 @@ def on_four(rank: int, ranks: int) -> dict[str, Any]:
     """The verdicts on a right strategy, by seed, and on wrong ones."""
     found: dict[str, Any] = {}
 
-    def judge(what: str, workload: Workload, strategy: Strategy | None = None) -> None:
+    def judge(what: str, workload: TextbookWorkload, strategy: Strategy | None = None) -> None:
         verdict = check_ranks(
             "ddp-flat", lambda: textbook_parts(workload, torch.device("cpu")), workload, torch.device("cpu"),
             Here(rank, ranks), strategy=strategy,

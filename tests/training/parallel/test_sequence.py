@@ -5,7 +5,7 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.training.parallel.sequence import by_rank, in_order, part_of_sequence
 
 
@@ -30,13 +30,13 @@ def test_parts_of_all_ranks_are_the_sequence(ranks: int):
 
 
 def test_a_sequence_that_chunks_do_not_divide_is_refused():
-    tiny = Workload(model=configure("tiny"), seq_len=10)
+    tiny = TextbookWorkload(model=configure("tiny"), seq_len=10)
     with pytest.raises(InputError, match="seq_len 10 cannot be divided by 4: choose a multiple"):
-        Workload(model=tiny.model, seq_len=10, parallel="context-textbook", ranks=2)
+        TextbookWorkload(model=tiny.model, seq_len=10, parallel="context-textbook", ranks=2)
     with pytest.raises(InputError, match="does not spread attention flash: choose --attention reference or sdpa"):
-        Workload(model=tiny.model, attention="flash", parallel="context-textbook", ranks=2)
+        TextbookWorkload(model=tiny.model, attention="flash", parallel="context-textbook", ranks=2)
 
 
 def test_each_rank_has_its_part_of_the_tokens():
-    of = Workload(model=configure("tiny"), seq_len=16, parallel="context-textbook", ranks=2)
+    of = TextbookWorkload(model=configure("tiny"), seq_len=16, parallel="context-textbook", ranks=2)
     assert (of.batch_parts, of.token_parts) == (1, 2)

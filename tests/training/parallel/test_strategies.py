@@ -15,7 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.engine.stages import said_of
 from stepscope.training.optimizer import clip_gradients, updated_by
 from stepscope.training.parallel import correctness
@@ -29,7 +29,7 @@ from stepscope.training.training_step import textbook_parts
 from tests.conftest import at_length
 from tests.training.parallel.ranks import Here, on_ranks
 
-WORKLOAD = Workload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
+WORKLOAD = TextbookWorkload(model=configure("tiny", layers=2, vocabulary=101), batch_size=4, seq_len=8)
 SMALL = configure("tiny", layers=2, d_model=16, d_ff=32, heads=4, vocabulary=64)
 CPU = torch.device("cpu")
 
@@ -158,7 +158,7 @@ WITH_MICRO_BATCHES = {
 """The checkpointing with which a strategy is held against one process on several micro-batches."""
 
 
-def with_micro_batches(checkpointing: str) -> Workload:
+def with_micro_batches(checkpointing: str) -> TextbookWorkload:
     """A small step of two micro-batches whose blocks keep so little."""
     choices: dict[str, Any] = {"accumulation": 2, "attention": "sdpa", "checkpointing": checkpointing}
     return msgspec.structs.replace(WORKLOAD, model=SMALL, **choices)
@@ -198,7 +198,9 @@ def computed_once(expected: Callable[..., Any]) -> Callable[..., Any]:
     """What one process finds, computed once for all strategies of a workload."""
     known: dict[Any, Any] = {}
 
-    def found(make_parts: Any, choices: Workload, device: Any, ranks: Any, make_optimizer: Any, **how: Any) -> Any:
+    def found(
+        make_parts: Any, choices: TextbookWorkload, device: Any, ranks: Any, make_optimizer: Any, **how: Any
+    ) -> Any:
         key = (choices, make_optimizer, how["compute"])
         if key not in known:
             known[key] = expected(make_parts, choices, device, ranks, make_optimizer, **how)
@@ -218,7 +220,7 @@ def held_against_one(rank: int, ranks: int) -> dict[str, Any]:
 def every_verdict(rank: int, ranks: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
 
-    def judge(what: str, name: str, workload: Workload, strategy: Strategy | None = None) -> None:
+    def judge(what: str, name: str, workload: TextbookWorkload, strategy: Strategy | None = None) -> None:
         verdict = check_ranks(name, lambda: textbook_parts(workload, CPU), workload, CPU, Here(rank, ranks),
                               strategy=strategy)  # fmt: skip
         found[what] = msgspec.to_builtins(verdict)
@@ -268,7 +270,7 @@ def norms(ranks: Ranks) -> dict[str, tuple[float, float, float]]:
     return {**found, "tied": norms_of("pipeline", tied, ranks)}
 
 
-def norms_of(name: str, workload: Workload, ranks: Ranks) -> tuple[float, float, float]:
+def norms_of(name: str, workload: TextbookWorkload, ranks: Ranks) -> tuple[float, float, float]:
     record, parts = strategy_named(name), textbook_parts(workload, CPU)
     spread = spread_parts(record, parts, workload, ranks)
     batch = part_of(parts.batches[0], parts, record, ranks)

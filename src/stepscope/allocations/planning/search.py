@@ -20,7 +20,7 @@ from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.parts import REFERENCE
 from stepscope.core.units import GIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 # Every layout of a step over so many ranks, and why a combination is none.
 
@@ -37,7 +37,7 @@ CHUNKS = (1, 2, 4, 8)
 class Question(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is asked: a step, its ranks, and what of the layout is settled."""
 
-    workload: Workload
+    workload: TextbookWorkload
     """The whole step; its accumulation and checkpointing are not read."""
     model: PlannedModel
     ranks: int
@@ -496,7 +496,7 @@ def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:
     )  # fmt: skip
 
 
-def planned_step(workload: Workload, spec: DeviceSpec, network: Network) -> Planned | None:
+def planned_step(workload: TextbookWorkload, spec: DeviceSpec, network: Network) -> Planned | None:
     """A step in the layout in which its strategy runs it, on these devices; None where no plan is of that strategy.
 
     Raises InputError for a step that no plan is of.

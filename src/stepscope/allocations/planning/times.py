@@ -36,7 +36,7 @@ from stepscope.core.formulas.transformer import PlannedModel, bubble_turns, larg
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.workload import OF_ONE_LAUNCH, Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, TextbookWorkload
 
 # The rates at which a device is assumed to work: shares of its datasheet, and where each share comes from.
 #
@@ -129,7 +129,7 @@ def attention_share(name: str, head_dim: int, tokens: int) -> float:
     return (wide if head_dim >= 128 else narrow) * (1 + half / _LONG) / (1 + half / tokens)
 
 
-def rates_of(spec: DeviceSpec, workload: Workload, matmul_share: float | None = None) -> Rates:
+def rates_of(spec: DeviceSpec, workload: TextbookWorkload, matmul_share: float | None = None) -> Rates:
     """The rates of a device for a step's dtype and attention. Raises InputError where the datasheet lacks them."""
     peak = spec.peak_for(workload.dtype)
     if peak is None or spec.peak_bytes_per_s is None:
@@ -312,7 +312,7 @@ class _Added:
 class Clock:
     """Tells the time of any layout of one step; remembers what layouts have in common."""
 
-    def __init__(self, workload: Workload, memory: RankMemory, rates: Rates, network: Network) -> None:
+    def __init__(self, workload: TextbookWorkload, memory: RankMemory, rates: Rates, network: Network) -> None:
         self.workload, self.memory, self.rates, self.network = workload, memory, rates, network
         self.model: PlannedModel = memory.model
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}

@@ -21,7 +21,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 # What others published of training over many GPUs: the layout, and the figures that a plan is set beside.
 
@@ -120,7 +120,7 @@ def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for
 
 def _published_row(one: Published) -> tuple[Cell, ...]:
     config = configure(one.model)
-    workload = Workload(
+    workload = TextbookWorkload(
         model=config, batch_size=one.batch_size, seq_len=one.seq_len, dtype="bf16", attention=one.attention,
         compile="eager" if one.compile == "eager" else "default", optimizer="adamw-fused",
     )  # fmt: skip

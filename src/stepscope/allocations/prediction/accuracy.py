@@ -12,14 +12,14 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.run import Run
 from stepscope.core.units import GIB
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """One run beside its prediction."""
 
     run_id: str
-    workload: Workload
+    workload: TextbookWorkload
     predicted: MemoryEstimate
     measured_peak: int | None
     """Measured peak bytes; None where the run ended before its peak."""
@@ -92,7 +92,7 @@ def _has_a_peak(run: Run) -> bool:
     return on_gpu and (run.status == "out-of-memory" or (run.status == "done" and measured))
 
 
-def _compare(run: Run, workload: Workload) -> Comparison:
+def _compare(run: Run, workload: TextbookWorkload) -> Comparison:
     memory, environment = run.evidence.memory, run.environment
     budget = None
     if environment is not None and environment.memory_limit_bytes:
@@ -175,7 +175,7 @@ def _point(each: Comparison, y: float, *, apart: bool) -> Point:
     )  # fmt: skip
 
 
-def _what_ran(workload: Workload) -> str:
+def _what_ran(workload: TextbookWorkload) -> str:
     """Phase and kind of step, in words few enough for shapes."""
     phase = "inference" if workload.phase == "forward" else "training"
     compiled = ", compiled" if workload.compile != "eager" else ""

@@ -20,10 +20,9 @@ from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, tab
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import moment_bytes, parameter_count
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, TextbookWorkload
 
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",
@@ -37,7 +36,7 @@ _OF_CUDA_GRAPHS = (
 )
 
 
-def answer_fit(found: Fit, workload: Workload) -> Answer:
+def answer_fit(found: Fit, workload: TextbookWorkload) -> Answer:
     """The Answer on whether a step fits: verdict, the peak and its parts, the peaks of the phases, and the plans."""
     plans = [] if found.fits else [_plans(found)]
     return _answer(
@@ -45,14 +44,14 @@ def answer_fit(found: Fit, workload: Workload) -> Answer:
     )
 
 
-def answer_peak(estimate: MemoryEstimate, workload: Workload) -> Answer:
+def answer_peak(estimate: MemoryEstimate, workload: TextbookWorkload) -> Answer:
     """The Answer with the peak and its parts, where the memory of the device is not known."""
     how = "Say --memory, as in --memory 80GiB, or --device, as in --device H100, to hear whether it fits."
     verdict = Line(f"{_peak(estimate)}. {how}", "strong")
     return _answer("What is the peak?", workload, _make_up(estimate, workload, verdict))
 
 
-def _answer(question: str, workload: Workload, *tables: Sequence[Table]) -> Answer:
+def _answer(question: str, workload: TextbookWorkload, *tables: Sequence[Table]) -> Answer:
     return Answer(
         study="fit", question=question,
         lead=(Line(describe_model(workload), "strong"), Line(describe_workload(workload))),
@@ -60,7 +59,7 @@ def _answer(question: str, workload: Workload, *tables: Sequence[Table]) -> Answ
     )  # fmt: skip
 
 
-def _make_up(estimate: MemoryEstimate, workload: Workload, verdict: Line) -> list[Table]:
+def _make_up(estimate: MemoryEstimate, workload: TextbookWorkload, verdict: Line) -> list[Table]:
     parts = [text(verdict), _category_table(estimate), _phase_table(estimate), text(state_formula(workload))]
     reason = _reason(estimate, workload)
     if reason:
@@ -134,7 +133,7 @@ def _phase_table(estimate: MemoryEstimate) -> Table:
     return table_of("phase by phase", ("memory", "B"), rows=[row for row in figures.items() if row[1] is not None])
 
 
-def state_formula(workload: Workload) -> str:
+def state_formula(workload: TextbookWorkload) -> str:
     """A sentence with the bytes that a step needs for each parameter, at any batch size, multiplied out."""
     count = parameter_count(workload.model)
     precision = PRECISIONS[workload.dtype]
@@ -151,7 +150,7 @@ def state_formula(workload: Workload) -> str:
     return f"At any batch size: {' + '.join(terms)}{together}."
 
 
-def _reason(estimate: MemoryEstimate, workload: Workload) -> str:
+def _reason(estimate: MemoryEstimate, workload: TextbookWorkload) -> str:
     """A sentence that names the largest part of the peak."""
     if not estimate.saved_for_backward or workload.checkpointing != "none":
         return ""
@@ -205,7 +204,7 @@ def _plans(answer: Fit) -> Table:
     )  # fmt: skip
 
 
-def answer_tensors(workload: Workload, kept: Sequence[KeptTensor]) -> Answer:
+def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> Answer:
     """The Answer on what a block keeps, each size with its arithmetic."""
     config = workload.model
     batch, residual = workload.micro_batch_size, PRECISIONS[workload.dtype].residual
@@ -324,7 +323,7 @@ def answer_own_fit(found: OwnFit) -> list[Answer]:
     ]  # fmt: skip
 
 
-def _described(workload: OwnWorkload) -> str:
+def _described(workload: FactoryWorkload) -> str:
     model = workload.model
     inputs = ", ".join(f"{name} {tensor}" for name, tensor in model.inputs.items())
     return f"{model.name}: {model.parameters or 0:,} parameters; {inputs}; {', '.join(workload.words('model'))}"

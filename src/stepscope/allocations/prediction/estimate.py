@@ -32,7 +32,7 @@ from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.core.workload import OF_ONE_LAUNCH, Workload
+from stepscope.core.workload import OF_ONE_LAUNCH, TextbookWorkload
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper
@@ -81,7 +81,7 @@ class MemoryEstimate(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that blocks keep in the host's memory."""
 
 
-def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEstimate:
+def estimate(workload: TextbookWorkload, device_type: DeviceType = "cuda") -> MemoryEstimate:
     """Peaks of a steady step, every block as large as PyTorch's caching allocator makes it."""
     return _estimated(workload, ATTENTIONS.get(workload.attention), device_type)
 
@@ -89,25 +89,25 @@ def estimate(workload: Workload, device_type: DeviceType = "cuda") -> MemoryEsti
 # Stored runs and searches ask of one workload several times, and a simulated step takes a tenth of a second. The record
 # of the attention is part of the question.
 @functools.lru_cache(maxsize=1024)
-def _estimated(workload: Workload, _attention: Attention | None, device_type: DeviceType) -> MemoryEstimate:
+def _estimated(workload: TextbookWorkload, _attention: Attention | None, device_type: DeviceType) -> MemoryEstimate:
     allocator: Allocator = CachingAllocator() if device_type == "cuda" else RoundingAllocator(64)
     return SymbolicStep(workload, device_type, allocator).run(STEPS)
 
 
-def estimate_quickly(workload: Workload) -> MemoryEstimate:
+def estimate_quickly(workload: TextbookWorkload) -> MemoryEstimate:
     """Peaks of a steady step without the cache's remainders and with alike blocks as one piece: to compare choices."""
     step = SymbolicStep(workload, "cuda", RoundingAllocator())
     step.abridge()
     return step.run(1)
 
 
-def runs_within(workload: Workload, limit_bytes: int) -> str | None:
+def runs_within(workload: TextbookWorkload, limit_bytes: int) -> str | None:
     """None if the step runs while the allocator may take no more than this; else the phase in which it fails."""
     return _run_within(workload, ATTENTIONS.get(workload.attention), limit_bytes)
 
 
 @functools.lru_cache(maxsize=1024)
-def _run_within(workload: Workload, _attention: Attention | None, limit_bytes: int) -> str | None:
+def _run_within(workload: TextbookWorkload, _attention: Attention | None, limit_bytes: int) -> str | None:
     step = SymbolicStep(workload, "cuda", CachingAllocator(limit_bytes))
     try:
         step.run(STEPS_TO_FAIL)
@@ -116,7 +116,7 @@ def _run_within(workload: Workload, _attention: Attention | None, limit_bytes: i
     return None
 
 
-def symbolic_model(workload: Workload, device_type: DeviceType) -> SymbolicModel:
+def symbolic_model(workload: TextbookWorkload, device_type: DeviceType) -> SymbolicModel:
     """The symbolic model as the workload runs it: op by op, or compiled. Raises InputError for what would not run."""
     config = workload.model
     if (why := unpredicted(workload)) is not None:
@@ -149,7 +149,7 @@ class SymbolicStep:
     phase = "build"
     """The phase that the step is in."""
 
-    def __init__(self, workload: Workload, device_type: DeviceType, allocator: Allocator) -> None:
+    def __init__(self, workload: TextbookWorkload, device_type: DeviceType, allocator: Allocator) -> None:
         self._workload, self._allocator = workload, allocator
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)

@@ -16,7 +16,7 @@ from stepscope.core.formulas.transformer import recomputed_flops, step_flops
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 # Changes to a step that may make it fit: the words and the option of each, and plans of several.
 
@@ -171,7 +171,7 @@ def budget_of_total(total_bytes: int, device_name: str) -> Budget:
     )
 
 
-def fit(workload: Workload, budget: Budget) -> Fit:
+def fit(workload: TextbookWorkload, budget: Budget) -> Fit:
     """Predict the step's peak and say whether it fits; where it does not, what would make it fit."""
     predicted = estimate(workload)
     fails_in = _fails_in(workload, predicted, budget)
@@ -185,19 +185,19 @@ def fit(workload: Workload, budget: Budget) -> Fit:
     )
 
 
-def will_fit(workload: Workload, budget: Budget, predicted: MemoryEstimate | None = None) -> bool:
+def will_fit(workload: TextbookWorkload, budget: Budget, predicted: MemoryEstimate | None = None) -> bool:
     """Whether the step fits, without plans. Where its estimate is `predicted` already, most need no further step."""
     if predicted is not None:
         return _fails_in(workload, predicted, budget) is None
     return runs_within(workload, _safe_bytes(budget)) is None
 
 
-def will_surely_fit(workload: Workload, budget: Budget) -> bool:
+def will_surely_fit(workload: TextbookWorkload, budget: Budget) -> bool:
     """Whether the step fits, decided faster and a little more strictly, for searches."""
     return _fits_quickly(estimate_quickly(workload).peak_bytes, budget)
 
 
-def _fails_in(workload: Workload, predicted: MemoryEstimate, budget: Budget) -> str | None:
+def _fails_in(workload: TextbookWorkload, predicted: MemoryEstimate, budget: Budget) -> str | None:
     safe = _safe_bytes(budget)
     if predicted.reserved_peak is not None and predicted.reserved_peak <= safe:
         return None
@@ -214,7 +214,7 @@ def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:
     return peak_bytes * (1 + QUICK_SAFETY) <= budget.usable_bytes
 
 
-def _levers(workload: Workload) -> list[Lever]:
+def _levers(workload: TextbookWorkload) -> list[Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
     levers: list[Lever] = []
@@ -237,7 +237,7 @@ def _levers(workload: Workload) -> list[Lever]:
     return levers
 
 
-def _that_run(workload: Workload, splits: Lever) -> Lever:
+def _that_run(workload: TextbookWorkload, splits: Lever) -> Lever:
     """The splits into micro-batches whose products have as many rows as they take."""
 
     def rows(split: Change) -> int:
@@ -246,7 +246,7 @@ def _that_run(workload: Workload, splits: Lever) -> Lever:
     return tuple(split for split in splits if rows(split) % multiple_of_rows(workload.dtype) == 0)
 
 
-def _groups(workload: Workload) -> Lever:
+def _groups(workload: TextbookWorkload) -> Lever:
     """Checkpointing of whole blocks, in groups that this workload does not have yet."""
     if workload.phase == "forward":
         return ()
@@ -260,7 +260,7 @@ def _group_sizes(layers: int) -> list[int]:
     return [k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k * k <= 2 * layers]
 
 
-def _plans(workload: Workload, budget: Budget) -> Iterator[TextbookPlan]:
+def _plans(workload: TextbookWorkload, budget: Budget) -> Iterator[TextbookPlan]:
     """The cheapest changes first: by FLOPs, then by how many they are; what needs more GPUs comes last."""
     search = _Search(workload, budget)
     yield from search.plans()
@@ -272,10 +272,10 @@ def _plans(workload: Workload, budget: Budget) -> Iterator[TextbookPlan]:
 class _Search:
     """Tries levers alone, then together, and remembers every prediction."""
 
-    def __init__(self, workload: Workload, budget: Budget) -> None:
+    def __init__(self, workload: TextbookWorkload, budget: Budget) -> None:
         self._workload, self._budget = workload, budget
         self._flops = step_flops(workload)
-        self._known: dict[Workload, int] = {}
+        self._known: dict[TextbookWorkload, int] = {}
         self._levers = _levers(workload)
         best = self._best_group(_groups(workload))
         if best is not None:
@@ -392,19 +392,19 @@ class _Search:
             return of(most) if most > last else chosen
         return chosen
 
-    def _fits(self, workload: Workload) -> bool:
+    def _fits(self, workload: TextbookWorkload) -> bool:
         """The quick verdict, and where it is a near thing the whole one: no plan is offered that would not run."""
         peak, budget = self._peak(workload), self._budget
         ample = workload.phase == "train" and peak * (1 + AMPLE) + AMPLE_BYTES <= budget.usable_bytes
         return ample or (_fits_quickly(peak, budget) and will_fit(workload, budget))
 
-    def _extra(self, workload: Workload) -> float:
+    def _extra(self, workload: TextbookWorkload) -> float:
         return (recomputed_flops(workload) - recomputed_flops(self._workload)) / self._flops
 
-    def _with(self, changes: tuple[Change, ...]) -> Workload:
+    def _with(self, changes: tuple[Change, ...]) -> TextbookWorkload:
         return msgspec.structs.replace(self._workload, **together(changes).fields)
 
-    def _peak(self, workload: Workload) -> int:
+    def _peak(self, workload: TextbookWorkload) -> int:
         if workload not in self._known:
             self._known[workload] = estimate_quickly(workload).peak_bytes
         return self._known[workload]
@@ -453,22 +453,22 @@ _MOST = 2**20
 class Largest(msgspec.Struct, frozen=True, kw_only=True):
     """The largest sizes of one model that fit; 0 where not even the smallest does."""
 
-    workload: Workload
+    workload: TextbookWorkload
     """The sizes that stay fixed: the sequence length of the largest batch, the batch size of the longest sequence."""
     batch_size: int
     seq_len: int
 
 
-def largest_that_fits(workload: Workload, budget: Budget) -> Largest:
+def largest_that_fits(workload: TextbookWorkload, budget: Budget) -> Largest:
     """The largest batch at the workload's sequence length, and the longest sequence at its batch size."""
     multiple = multiple_of_rows(workload.dtype)
     micro = workload.accumulation * multiple // math.gcd(multiple, workload.seq_len)
     """The batch grows by so much at a time."""
 
-    def with_batch(n: int) -> Workload:
+    def with_batch(n: int) -> TextbookWorkload:
         return msgspec.structs.replace(workload, batch_size=n * micro)
 
-    def with_length(n: int) -> Workload:
+    def with_length(n: int) -> TextbookWorkload:
         return msgspec.structs.replace(workload, seq_len=n * SEQUENCE_STEP)
 
     return Largest(
@@ -478,7 +478,7 @@ def largest_that_fits(workload: Workload, budget: Budget) -> Largest:
     )
 
 
-def _largest(sized: Callable[[int], Workload], budget: Budget) -> int:
+def _largest(sized: Callable[[int], TextbookWorkload], budget: Budget) -> int:
     """The largest n whose workload fits: found with the quick prediction, and moved by the whole one."""
     found = _climb(0, lambda n: will_surely_fit(sized(n), budget))
     # Near the limit the cache may be cut up for one size and not for a larger one, so no step down is a long one.

@@ -8,7 +8,7 @@ import msgspec
 from stepscope.allocations.prediction.estimate import symbolic_model
 from stepscope.allocations.prediction.symbolic_tensors import Ledger, Node, Parameter, Storage, Tape
 from stepscope.core.memory_notes import CATEGORIES
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 _CAST = CATEGORIES.index("cast copies")
 
@@ -35,7 +35,7 @@ class KeptTensor(msgspec.Struct, frozen=True, kw_only=True):
         return self.count * self.bytes_each
 
 
-def kept_by_block(workload: Workload) -> tuple[KeptTensor, ...]:
+def kept_by_block(workload: TextbookWorkload) -> tuple[KeptTensor, ...]:
     """Everything that a block keeps, the largest first; its input is counted with it, its output with the next.
 
     For a workload that checkpoints, this is what a block keeps while backward runs it again.
@@ -71,7 +71,7 @@ def _nodes(root: Node | Parameter | None) -> Iterator[Node]:
         yield seen[number]
 
 
-def _described(workload: Workload, storage: Storage, operators: tuple[str, ...]) -> KeptTensor:
+def _described(workload: TextbookWorkload, storage: Storage, operators: tuple[str, ...]) -> KeptTensor:
     """The storage with the first natural shape whose product is its size."""
     is_weight = storage.category == _CAST
     config, batch, length = workload.model, workload.micro_batch_size, workload.seq_len

@@ -46,7 +46,7 @@ from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 # What a rank holds beside its shards while a step goes on, as PyTorch's `fully_shard` allocates and frees it.
 #
@@ -192,7 +192,7 @@ class RankModel(SymbolicModel):
     units: ShardedUnits | None = None
     """What gathers the parameters of each block, and reduces their gradients; None where the rank has them whole."""
 
-    def __init__(self, workload: Workload, share: Share) -> None:
+    def __init__(self, workload: TextbookWorkload, share: Share) -> None:
         self.share = share
         self.ranks = share.tensor
         super().__init__(workload)
@@ -313,7 +313,7 @@ class FusedRankModel(RankModel, FusedSymbolicModel):
     """A rank's part of a model with fused parts."""
 
 
-def rank_model(workload: Workload, share: Share) -> RankModel:
+def rank_model(workload: TextbookWorkload, share: Share) -> RankModel:
     """The model of a rank, as the workload runs it: op by op, with fused parts, or compiled.
 
     Compiling leaves fused parts as they are, and fuses what lies between them, which is little; it is left out.
@@ -343,7 +343,7 @@ only the newest is counted."""
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """Blocks that a rank runs one after the other, for one micro-batch."""
 
-    workload: Workload
+    workload: TextbookWorkload
     """The rank's: its blocks, its share of the sequence, one micro-batch."""
     share: Share
     first: bool = True
@@ -550,7 +550,7 @@ class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
         ))  # fmt: skip
 
 
-def bytes_of(workload: Workload, sharding: str) -> Bytes:
+def bytes_of(workload: TextbookWorkload, sharding: str) -> Bytes:
     """Bytes of an element. Where parameters are gathered in autocast's dtype, the residual stream is in it; else
     autocast copies fp32 weights, and the residual stream stays fp32."""
     precision = PRECISIONS[workload.dtype]
@@ -563,7 +563,7 @@ def bytes_of(workload: Workload, sharding: str) -> Bytes:
     )
 
 
-def rank_workload(workload: Workload, layout: Layout, blocks: int) -> Workload:
+def rank_workload(workload: TextbookWorkload, layout: Layout, blocks: int) -> TextbookWorkload:
     """The step as one rank of the layout runs it for a micro-batch."""
     pure = workload.dtype in _MIXED and SHARDINGS[layout.sharding].in_compute_dtype
     return msgspec.structs.replace(
@@ -580,7 +580,7 @@ def rank_workload(workload: Workload, layout: Layout, blocks: int) -> Workload:
 class _Question(msgspec.Struct, frozen=True):
     """What a stage's needs depend on, of a layout: many layouts ask the same."""
 
-    workload: Workload
+    workload: TextbookWorkload
     model: PlannedModel
     tensor: int
     context: int
@@ -633,7 +633,7 @@ class _RankStage(msgspec.Struct, frozen=True, kw_only=True):
 class RankMemory:
     """Answers what a rank of any layout of one step needs; remembers what layouts have in common."""
 
-    def __init__(self, workload: Workload, model: PlannedModel) -> None:
+    def __init__(self, workload: TextbookWorkload, model: PlannedModel) -> None:
         self.workload, self.model = workload, model
         self._linear = scores_of(workload.attention) != "whole"
         """Whether activations grow with the number of tokens: those of fused attention do."""
@@ -835,13 +835,13 @@ class RankMemory:
         return _interpolated(corners[0], corners[1], layout.micro_batch - 1)
 
 
-def memory_of_ranks(workload: Workload) -> RankMemory:
+def memory_of_ranks(workload: TextbookWorkload) -> RankMemory:
     """What a rank needs in any layout of a step that ranks share."""
     alone = msgspec.structs.replace(workload, parallel=NOT_PARALLEL, ranks=1)
     return RankMemory(alone, PlannedModel(config=workload.model))
 
 
-def sharded_peak(workload: Workload, gpus: int) -> int:
+def sharded_peak(workload: TextbookWorkload, gpus: int) -> int:
     """Peak bytes on each of so many GPUs that share the step's state by `fully_shard`, block by block, and have each a
     batch as large as the workload's."""
     layout = Layout(

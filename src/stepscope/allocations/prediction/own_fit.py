@@ -6,7 +6,7 @@ from stepscope.allocations.prediction.fit import Budget, Plan
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.own_workload import OwnWorkload
+from stepscope.core.workload import FactoryWorkload
 
 KEPT_FREE = 0.04
 """Share of the memory that is left free. The prediction does not see memory that an operator's kernel takes and gives
@@ -78,7 +78,7 @@ class OwnVerdict(msgspec.Struct, frozen=True, kw_only=True):
 class OwnFit(msgspec.Struct, frozen=True, kw_only=True):
     """The prediction of a step, and a verdict for each budget."""
 
-    workload: OwnWorkload
+    workload: FactoryWorkload
     """The workload with the model as it was found."""
     estimate: OwnEstimate
     verdicts: tuple[OwnVerdict, ...] = ()

@@ -43,7 +43,7 @@ from stepscope.core.formulas.transformer import Shapes, block_shapes, shapes_out
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.parts import REFERENCE, loss_chunk_rows, norm_programs
 from stepscope.core.precisions import PRECISIONS, takes_scaled
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 # A linear layer whose products take operands of 8 bits (training/scaled_products.py), in symbolic tensors.
 #
@@ -67,7 +67,7 @@ class ScaledProducts:
     """Bytes of an element that is cast, and of one of a product."""
 
     @classmethod
-    def of(cls, workload: Workload, device_type: str) -> Self | None:
+    def of(cls, workload: TextbookWorkload, device_type: str) -> Self | None:
         """The scaled products of a workload; None where its products take no operands of 8 bits."""
         precision = PRECISIONS[workload.dtype]
         if not precision.scaled:
@@ -253,7 +253,7 @@ class SymbolicModel:
     abridged = False
     """Whether blocks that are alike are one piece. This is ten times as fast, but has no peaks inside each block."""
 
-    def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
+    def __init__(self, workload: TextbookWorkload, device_type: str = "cuda") -> None:
         self.workload = workload
         self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
         self._scaled = ScaledProducts.of(workload, device_type)
@@ -669,7 +669,7 @@ _EMBEDDING_SORTS_FROM = 3072
 class FusedSymbolicModel(SymbolicModel):
     """A symbolic model of which some parts are fused, and the others as the textbook has them."""
 
-    def __init__(self, workload: Workload, device_type: str = "cuda") -> None:
+    def __init__(self, workload: TextbookWorkload, device_type: str = "cuda") -> None:
         super().__init__(workload, device_type)
         self._device_type = device_type
         self._fused_parts = {part for part, name in workload.parts.items() if name != REFERENCE}

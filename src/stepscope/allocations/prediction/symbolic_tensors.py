@@ -14,7 +14,7 @@ from typing import Protocol
 
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
 _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]
@@ -472,7 +472,7 @@ class ItemSizes:
     """Bytes per element of the exponentials where softmax is written out."""
 
 
-def item_sizes(workload: Workload, device_type: str) -> ItemSizes:
+def item_sizes(workload: TextbookWorkload, device_type: str) -> ItemSizes:
     """Sizes for a workload: autocast leaves parameters and residual stream in fp32, and on a GPU exponentials too."""
     precision = PRECISIONS[workload.dtype]
     in_fp32 = precision.autocast and device_type == "cuda"

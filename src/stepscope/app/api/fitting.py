@@ -8,10 +8,9 @@ from stepscope.app.api.running import check_one_model, given, gradients_kept, of
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
-from stepscope.core.own_workload import DrivenWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
-from stepscope.core.workload import Compile, Optimizer, Phase, Workload
+from stepscope.core.workload import Compile, Optimizer, Phase, RunnableWorkload, TextbookWorkload
 
 if TYPE_CHECKING:
     import torch
@@ -20,15 +19,15 @@ if TYPE_CHECKING:
     from stepscope.allocations.prediction.estimate import MemoryEstimate
     from stepscope.allocations.prediction.fit import Budget, Fit, Plan
     from stepscope.allocations.prediction.own_fit import OwnEstimate, OwnFit, OwnVerdict
-    from stepscope.training.own.loading import Loaded
-    from stepscope.training.own.own_step import OwnModule
+    from stepscope.training.user_module.loading import Loaded
+    from stepscope.training.user_module.module_step import UserModule
 
 
 @dataclass(frozen=True, repr=False)
 class Fitted(Shown):
     """The predicted peak of a step, and whether it fits into the memory that was named."""
 
-    workload: DrivenWorkload
+    workload: RunnableWorkload
     """What is predicted: the model and how it runs."""
     estimate: "MemoryEstimate | OwnEstimate"
     """The peak, its parts by category, and the peaks of the phases, in bytes."""
@@ -154,13 +153,13 @@ def _of_ones_own(found: "OwnFit") -> Fitted:
     return Fitted(found.workload, found.estimate, verdict, shown(answer_own_fit(found)[0]))
 
 
-def _module_of(loaded: "Loaded") -> "OwnModule":
+def _module_of(loaded: "Loaded") -> "UserModule":
     if loaded.made is None:
         raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
     return loaded.made
 
 
-def _of_the_textbook(workload: Workload, budget: "Budget | None") -> Fitted:
+def _of_the_textbook(workload: TextbookWorkload, budget: "Budget | None") -> Fitted:
     from stepscope.allocations.prediction.answer import answer_fit, answer_peak
     from stepscope.allocations.prediction.estimate import estimate
     from stepscope.allocations.prediction.fit import fit as predict

@@ -11,22 +11,31 @@ from stepscope.app.api.reading import Measured, measured
 from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
+from stepscope.core.factory_arguments import code_digest
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.model_file import unmet
-from stepscope.core.own_arguments import code_digest
-from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import named_kernels, own_kernels
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import Compile, Graph, Optimizer, Phase, Projections, Workload
+from stepscope.core.workload import (
+    Compile,
+    FactoryWorkload,
+    Graph,
+    Optimizer,
+    Phase,
+    Projections,
+    RunnableWorkload,
+    TextbookWorkload,
+    UserModel,
+)
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stepscope.training.own.loading import Loaded
+    from stepscope.training.user_module.loading import Loaded
 
 
 # Makes the workload from what a caller in Python says: of the textbook's model, of a factory, or of a module.
@@ -45,14 +54,14 @@ def given(**said: Any) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def textbook(preset: object, said: dict[str, Any]) -> Workload:
+def textbook(preset: object, said: dict[str, Any]) -> TextbookWorkload:
     """The textbook's workload, with Workload's defaults for the rest. Raises InputError for choices that cannot be."""
     if not isinstance(preset, str):
         raise InputError(f"the model is {type(preset).__name__}: give the name of a preset, as in 'small'")
     parts = named_kernels(said["kernels"]) if "kernels" in said else {}
     chosen: dict[str, Any] = {**{name: value for name, value in said.items() if name != "kernels"}, **parts}
     sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
-    return Workload(model=configure(preset, **sizes), **chosen)
+    return TextbookWorkload(model=configure(preset, **sizes), **chosen)
 
 
 def check_one_model(
@@ -71,11 +80,11 @@ def check_one_model(
         raise InputError(f"{' and '.join(strangers)}: only a model that is an nn.Module takes it, {whose}")
 
 
-def of_factory(factory: str, arguments: Mapping[str, Any] | None, said: Mapping[str, Any]) -> OwnWorkload:
+def of_factory(factory: str, arguments: Mapping[str, Any] | None, said: Mapping[str, Any]) -> FactoryWorkload:
     """The workload of what a factory makes of its arguments. Raises InputError for choices of the textbook's model."""
     chosen = _choices(said, "give the factory arguments")
-    workload = OwnWorkload(
-        factory=factory, code=code_digest(factory), model=OwnModel(name=""), arguments=dict(arguments or {}), **chosen
+    workload = FactoryWorkload(
+        factory=factory, code=code_digest(factory), model=UserModel(name=""), arguments=dict(arguments or {}), **chosen
     )
     for sentence in unmet(workload):
         warnings.warn(f"{factory}: {sentence}", stacklevel=3)
@@ -84,12 +93,12 @@ def of_factory(factory: str, arguments: Mapping[str, Any] | None, said: Mapping[
 
 def of_object(
     model: object, batch: object, loss: object, said: dict[str, Any]
-) -> "tuple[OwnWorkload, Callable[[], Loaded]]":
+) -> "tuple[FactoryWorkload, Callable[[], Loaded]]":
     """The workload of a module that exists already, and a function that returns a copy of the module. Raises InputError
     for another object, and for choices of the textbook's model."""
     from torch import nn, optim
 
-    from stepscope.training.own.loading import code_of, copy_of, take_own
+    from stepscope.training.user_module.loading import code_of, copy_of, take_object
 
     is_step = not isinstance(model, nn.Module) and hasattr(model, "phases")
     if not isinstance(model, nn.Module) and not is_step:
@@ -101,8 +110,8 @@ def of_object(
     chosen = _choices(said, "your module and its batch say their own sizes and attention")
     name = type(model).__name__
     parts = {"module": model, "batch": () if batch is None else batch, "loss": loss, "optimizer": own}
-    loaded = take_own(model if is_step else parts, f"the model {name}")
-    return OwnWorkload(factory=name, code=code_of(loaded), model=OwnModel(name=""), **chosen), functools.partial(
+    loaded = take_object(model if is_step else parts, f"the model {name}")
+    return FactoryWorkload(factory=name, code=code_of(loaded), model=UserModel(name=""), **chosen), functools.partial(
         copy_of, loaded
     )
 
@@ -131,7 +140,7 @@ def gradients_kept(model: object) -> Generator[None]:
 
 
 def _choices(said: Mapping[str, Any], remedy: str) -> dict[str, Any]:
-    """The fields of an OwnWorkload that were said. Raises InputError for choices of the textbook's model."""
+    """The fields of an FactoryWorkload that were said. Raises InputError for choices of the textbook's model."""
     strangers = [name for name in said if name not in _OF_ANY_MODEL]
     if strangers:
         raise InputError(f"only the textbook's model takes {', '.join(strangers)}: {remedy}")
@@ -262,7 +271,7 @@ def run(
     from stepscope.recording.device import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"
-    workload: DrivenWorkload
+    workload: RunnableWorkload
     made: Callable[[], Loaded] | None = None
     if module is not None:
         workload = of_factory(module, arguments, said)

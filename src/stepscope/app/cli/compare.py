@@ -15,9 +15,9 @@ from stepscope.app.cli.verb import options_of, verb
 from stepscope.app.cli.workloads import TEXTBOOK_OPTIONS, OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError, choose, one_line
-from stepscope.core.own_workload import DrivenWorkload, WatchedWorkload
 from stepscope.core.run_directory import find_run
 from stepscope.core.units import counted, format_share
+from stepscope.core.workload import RunnableWorkload, WatchedWorkload
 
 if TYPE_CHECKING:
     from stepscope.questions.compare.sides import Side, SideComparison, SidePair
@@ -111,7 +111,7 @@ _OF_ANOTHER_STEP = (
 _OF_A_STEP = 'write those of a step, as in --against "--dtype bf16"'
 
 
-def stored_workload(name: str, runs: Path) -> DrivenWorkload:
+def stored_workload(name: str, runs: Path) -> RunnableWorkload:
     """The workload of the run of this name. Raises InputError for a watched loop, which only its script can run."""
     if not name.strip():
         raise InputError(f"--against {name!r} names no run: {_OF_ANOTHER_STEP}")

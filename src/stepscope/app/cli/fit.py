@@ -13,8 +13,7 @@ from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
-from stepscope.core.own_workload import AnyWorkload, OwnWorkload
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, TextbookWorkload, Workload
 
 if TYPE_CHECKING:
     from stepscope.allocations.prediction.accuracy import Accuracy
@@ -78,12 +77,12 @@ def fit(
         _answer(workload, _budgets(memory, device), fake, runs, shown)
 
 
-def _those_that_can_be(names: Iterable[str], said: OneWorkload) -> list[Workload]:
+def _those_that_can_be(names: Iterable[str], said: OneWorkload) -> list[TextbookWorkload]:
     """The workload with each of these models; a model that cannot have what was said is left out, which is said.
 
     Raises InputError where it is none.
     """
-    found: list[Workload] = []
+    found: list[TextbookWorkload] = []
     faults: list[str] = []
     for name in names:
         try:
@@ -123,7 +122,7 @@ def _budgets(memory: int | None, devices: tuple[str, ...] | None) -> "list[Budge
     return [budget_of_device(device) for device in devices or ()]
 
 
-def _answer(workload: Workload, budgets: "list[Budget]", fake: bool, runs: Path, shown: Presentation) -> None:
+def _answer(workload: TextbookWorkload, budgets: "list[Budget]", fake: bool, runs: Path, shown: Presentation) -> None:
     import gc
 
     # A symbolic step makes a million objects, none of them in a cycle: looking for cycles is a tenth of the time.
@@ -174,7 +173,7 @@ def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
 
 def _keep(
     runs: Path,
-    workload: AnyWorkload,
+    workload: Workload,
     peak_bytes: int,
     verdicts: "Sequence[tuple[Budget, bool]]",
     *,
@@ -192,14 +191,14 @@ def _keep(
         warn(fault)
 
 
-def _by_running(workload: Workload) -> "FakeEstimate":
+def _by_running(workload: TextbookWorkload) -> "FakeEstimate":
     from stepscope.engine.fake_step import estimate_by_running
 
     with stdout_kept_clean():
         return estimate_by_running(workload)
 
 
-def _answer_own(workload: OwnWorkload, budgets: "list[Budget]", runs: Path, shown: Presentation) -> None:
+def _answer_own(workload: FactoryWorkload, budgets: "list[Budget]", runs: Path, shown: Presentation) -> None:
     from stepscope.allocations.prediction.answer import answer_own_fit
     from stepscope.questions.fit_of_own import fit_of_own
 
@@ -236,7 +235,7 @@ def own_fit_as_json(found: "OwnFit", verdict: "OwnVerdict | None") -> dict[str, 
     }
 
 
-def fit_as_json(answer: "Fit", workload: Workload) -> dict[str, object]:
+def fit_as_json(answer: "Fit", workload: TextbookWorkload) -> dict[str, object]:
     """The contract of `stepscope fit --json`."""
     return {
         "fits": answer.fits,
@@ -251,7 +250,7 @@ def fit_as_json(answer: "Fit", workload: Workload) -> dict[str, object]:
     }
 
 
-def _peak_as_json(predicted: "MemoryEstimate", workload: Workload) -> dict[str, object]:
+def _peak_as_json(predicted: "MemoryEstimate", workload: TextbookWorkload) -> dict[str, object]:
     """The answer as plain data where no memory was given: it has the keys of `fit_as_json`, and no verdict."""
     return {
         "fits": None,
@@ -266,7 +265,7 @@ def _peak_as_json(predicted: "MemoryEstimate", workload: Workload) -> dict[str, 
     }
 
 
-def _list_tensors(workload: Workload, shown: Presentation) -> None:
+def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:
     if workload.phase == "forward":
         raise InputError("inference keeps nothing for backward: --tensors needs --phase train or forward-backward")
     from stepscope.allocations.prediction.answer import answer_tensors
@@ -280,7 +279,7 @@ def _list_tensors(workload: Workload, shown: Presentation) -> None:
     shown.show(answer_tensors(workload, kept), document=lambda: json_document(rows))
 
 
-def _print_largest(workloads: list[Workload], budget: "Budget", shown: Presentation) -> None:
+def _print_largest(workloads: list[TextbookWorkload], budget: "Budget", shown: Presentation) -> None:
     from stepscope.allocations.prediction.answer import answer_largest
     from stepscope.allocations.prediction.fit import largest_that_fits
 

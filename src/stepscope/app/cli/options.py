@@ -40,14 +40,23 @@ from stepscope.core.options import (
     positive_number,
     positive_numbers,
 )
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.parts import KERNELS, PART_WORDS, kernels_of
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, option_words, strategy_names
 from stepscope.core.study_results import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
-from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, NO_CLIP, OPTIMIZERS, PHASES, PROJECTIONS, Workload
+from stepscope.core.workload import (
+    COMPILES,
+    DTYPES,
+    GRAPHS,
+    NO_CLIP,
+    OPTIMIZERS,
+    PHASES,
+    PROJECTIONS,
+    FactoryWorkload,
+    TextbookWorkload,
+)
 from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest
 from stepscope.rendering.renderers import STYLES
 
@@ -168,38 +177,38 @@ OPTIONS = (
     Option("vocabulary", int, MODEL, "Tokens in the vocabulary, in place of the preset's.", ModelConfig),
     Option("kv_heads", int, MODEL, "Heads of keys and values, each shared by several heads of queries.", ModelConfig),
     Option("tied", bool, MODEL, "Let the output head be the embedding's weight.", ModelConfig),
-    Option("seq_len", int, WORKLOAD, "Tokens in a sequence.", Workload),
-    Option("batch_size", int, WORKLOAD, "Sequences in a step.", Workload),
-    Option("dtype", str, WORKLOAD, "", Workload, choices=DTYPES),
-    Option("phase", str, WORKLOAD, "", Workload, choices=PHASES),
+    Option("seq_len", int, WORKLOAD, "Tokens in a sequence.", TextbookWorkload),
+    Option("batch_size", int, WORKLOAD, "Sequences in a step.", TextbookWorkload),
+    Option("dtype", str, WORKLOAD, "", TextbookWorkload, choices=DTYPES),
+    Option("phase", str, WORKLOAD, "", TextbookWorkload, choices=PHASES),
     Option(
         "parallel", str, PARALLEL,
         f"How several ranks share a step. Options follow the name, as in fsdp2:reshard=no: {option_words()}.",
-        Workload, choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED,
+        TextbookWorkload, choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED,
     ),
-    Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", Workload, verbs=_SHARED),
+    Option("ranks", int, PARALLEL, "Processes that share a step, a device each.", TextbookWorkload, verbs=_SHARED),
     Option("scaling", str, PARALLEL, "Whether ranks share one process's batch, or have one as large each.",
            default="both", choices=SCALINGS, verbs=("study parallel",)),
-    Option("attention", str, WORKLOAD, "", Workload, choices=attention_names()),
-    *(Option(part, str, WORKLOAD, f"How {said} is computed.", Workload, choices=kernels_of(part), verbs=_PARTS)
+    Option("attention", str, WORKLOAD, "", TextbookWorkload, choices=attention_names()),
+    *(Option(part, str, WORKLOAD, f"How {said} is computed.", TextbookWorkload, choices=kernels_of(part), verbs=_PARTS)
       for part, said in PART_WORDS.items()),
     Option("kernels", str, WORKLOAD, "How norm, rope, mlp and loss are computed, where they are not said; of your own "
-           "model norm, mlp and loss. quack has no mlp.", Workload, choices=KERNELS, verbs=_KERNELS),
-    Option("projections", str, WORKLOAD, "Whether projections of one input are one product.", Workload,
+           "model norm, mlp and loss. quack has no mlp.", TextbookWorkload, choices=KERNELS, verbs=_KERNELS),
+    Option("projections", str, WORKLOAD, "Whether projections of one input are one product.", TextbookWorkload,
            choices=PROJECTIONS, verbs=_WITH_PARTS),
-    Option("compile", str, WORKLOAD, "", Workload, choices=COMPILES),
-    Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", Workload, choices=GRAPHS),
-    Option("optimizer", str, WORKLOAD, "", Workload, choices=OPTIMIZERS),
+    Option("compile", str, WORKLOAD, "", TextbookWorkload, choices=COMPILES),
+    Option("graph", str, WORKLOAD, "What is replayed as CUDA graphs.", TextbookWorkload, choices=GRAPHS),
+    Option("optimizer", str, WORKLOAD, "", TextbookWorkload, choices=OPTIMIZERS),
     Option("clip", norm_bound, WORKLOAD, "The bound on the gradients' global norm, as in 1.0, to which they are scaled "
-           "down; none leaves them.", Workload, metavar="NORM"),
+           "down; none leaves them.", TextbookWorkload, metavar="NORM"),
     Option(
         "checkpointing", str, WORKLOAD, f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.",
-        Workload,
+        TextbookWorkload,
         complete=completion.words("none", *KEEPING, "selective-4", "offload-4", "every-1", "every-2", "every-4"),
     ),
-    Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", Workload),
+    Option("accumulation", int, WORKLOAD, "Micro-batches that a step is split into.", TextbookWorkload),
     Option(
-        "seed", int, WORKLOAD, "Seed of parameters and data.", Workload, 0,
+        "seed", int, WORKLOAD, "Seed of parameters and data.", TextbookWorkload, 0,
         verbs=(
             "run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality", "study parity",
             "study shadow",
@@ -211,12 +220,12 @@ OPTIONS = (
     Option(
         "module", str, MODEL,
         "A model of your own, as package.module:factory or path/file.py:factory, run with your rights. factory() "
-        "returns (module, batch) or (module, batch, loss); docs/your-own.md has all it may return.", OwnWorkload,
+        "returns (module, batch) or (module, batch, loss); docs/your-own.md has all it may return.", FactoryWorkload,
     ),
     Option(
         "arg", str, MODEL,
         "An argument of --module's factory, or a field of --model's file, as in width=64; a sweep takes several by "
-        "commas.", OwnWorkload, metavar="NAME=VALUE", repeated=True,
+        "commas.", FactoryWorkload, metavar="NAME=VALUE", repeated=True,
     ),
     Option("model_size", str, MODEL, "What is trained: cpu or gpu; the device's if left out.",
            complete=completion.words("cpu", "gpu")),

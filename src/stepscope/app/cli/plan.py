@@ -12,7 +12,7 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning
@@ -84,7 +84,7 @@ def plan(
     draw(answer, save)
 
 
-def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[Workload, tuple[str, ...]]:
+def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWorkload, tuple[str, ...]]:
     """The step, and the checkpointings to try where one was said."""
     if said.own is not None:
         raise InputError("a plan is of the textbook's model: give --model a preset, and no --module or config.json")

@@ -27,7 +27,7 @@ from stepscope.core.ranks import place_in_job, refuse_several
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.explain import Explained
@@ -102,7 +102,7 @@ def run(
     raise typer.Exit(exit_code(measured))
 
 
-def _usual(said: OneWorkload, on_gpu: bool) -> Workload:
+def _usual(said: OneWorkload, on_gpu: bool) -> TextbookWorkload:
     """The textbook's workload, with the usual sizes for what was not said."""
     return said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
 

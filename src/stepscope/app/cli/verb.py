@@ -29,9 +29,8 @@ from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS, Option
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import Settings, settings_from
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, TextbookWorkload
 
 
 def _as_said(kind: Callable[[dict[str, Any]], Any], **options: Any) -> Any:
@@ -39,8 +38,8 @@ def _as_said(kind: Callable[[dict[str, Any]], Any], **options: Any) -> Any:
 
 
 _FILLED: dict[type, tuple[tuple[type, ...], bool, Callable[..., Any]]] = {
-    OneWorkload: ((ModelConfig, Workload, OwnWorkload), False, functools.partial(_as_said, OneWorkload)),
-    ManyWorkloads: ((ModelConfig, Workload, OwnWorkload), True, functools.partial(_as_said, ManyWorkloads)),
+    OneWorkload: ((ModelConfig, TextbookWorkload, FactoryWorkload), False, functools.partial(_as_said, OneWorkload)),
+    ManyWorkloads: ((ModelConfig, TextbookWorkload, FactoryWorkload), True, functools.partial(_as_said, ManyWorkloads)),
     Settings: ((Settings,), False, settings_from),
     Recording: ((Recording,), False, recording_from),
     Presentation: ((Presentation,), False, Presentation),
@@ -193,7 +192,7 @@ class _Part:
 @functools.cache
 def _workload_defaults() -> dict[str, str]:
     """What Workload itself takes for what is not said."""
-    fields = msgspec.structs.fields(Workload)
+    fields = msgspec.structs.fields(TextbookWorkload)
     return {field.name: str(field.default) for field in fields if field.default is not msgspec.NODEFAULT}
 
 
@@ -207,7 +206,7 @@ def _filled(maker: Callable[..., Any], parts: dict[str, _Part], given: dict[str,
 
 def _own_default(option: Option) -> Any:
     """The default of an option that fills a type with others; None for those of a workload, which Workload knows."""
-    return None if option.fills in (ModelConfig, Workload, OwnWorkload) else option.default
+    return None if option.fills in (ModelConfig, TextbookWorkload, FactoryWorkload) else option.default
 
 
 # How every verb reads its arguments and shows its help; and the spellings of the release before.

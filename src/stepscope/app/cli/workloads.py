@@ -8,12 +8,11 @@ from typing import Any
 
 from stepscope.app.cli.options import OPTIONS
 from stepscope.core.errors import InputError, warn
+from stepscope.core.factory_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.model_file import unmet
-from stepscope.core.own_arguments import code_digest, is_configuration, parse_arguments
-from stepscope.core.own_workload import DrivenWorkload, OwnModel, OwnWorkload
 from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
 from stepscope.engine.plan import combinations, grid
 
 
@@ -36,7 +35,7 @@ class OneWorkload:
         return OneWorkload({**self.said, "ranks": ranks})
 
     @property
-    def own(self) -> OwnWorkload | None:
+    def own(self) -> FactoryWorkload | None:
         """The workload of a model of the user's own, where one was said."""
         _one_value_each(self.said.get("arg", ()))
         found = _own_workloads({name: value if name == "arg" else (value,) for name, value in self.said.items()})
@@ -47,11 +46,11 @@ class OneWorkload:
         """What was said, by the fields of a workload and of its model."""
         return _with_parts(self.said)
 
-    def workload(self, **otherwise: Any) -> Workload:
+    def workload(self, **otherwise: Any) -> TextbookWorkload:
         """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
         chosen = _with_parts({**otherwise, **self.said})
         sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
-        return Workload(model=configure(chosen.pop("model"), **sizes), **chosen)
+        return TextbookWorkload(model=configure(chosen.pop("model"), **sizes), **chosen)
 
     def check(self) -> None:
         """Raise InputError for what is said and cannot be, before the device is known, on which the rest depends: with
@@ -70,7 +69,7 @@ class ManyWorkloads:
         """The options that were given."""
         return _flags(self.said)
 
-    def workloads(self, **otherwise: Any) -> list[DrivenWorkload]:
+    def workloads(self, **otherwise: Any) -> list[RunnableWorkload]:
         """Every combination."""
         if own := _own_workloads(self.said):
             return [*own]
@@ -103,7 +102,7 @@ _OF_A_CONFIGURATION = ("batch_size", "seq_len")
 """Options of a workload that are arguments of a model's config.json."""
 
 
-def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
+def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
     """Every combination of what was said of models of the user's own; none where no such model was said."""
     files = [name for name in said.get("model", ()) if is_configuration(name)]
     factories = said.get("module", ())
@@ -132,8 +131,8 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
             arguments[name] = tuple(said[name])
     choices = {name: said[name] for name in _OF_ANY_MODEL if name in said and name != "kernels"}
     found = [
-        OwnWorkload(
-            factory=str(factory), code=code_digest(str(factory)), model=OwnModel(name=""),
+        FactoryWorkload(
+            factory=str(factory), code=code_digest(str(factory)), model=UserModel(name=""),
             arguments=dict(zip(arguments, values, strict=True)), **chosen,
         )
         for factory in files or factories
@@ -146,7 +145,7 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[OwnWorkload]:
     return [*{workload.key: workload for workload in found}.values()]  # parts that are said are so in all kernels
 
 
-def _say_unmet(workload: OwnWorkload) -> None:
+def _say_unmet(workload: FactoryWorkload) -> None:
     """Say on stderr, once each, what the workload's config.json asks for and its step does not do."""
     for sentence in unmet(workload):
         _warn_once(f"--model {workload.factory}: {sentence}")
@@ -162,7 +161,7 @@ def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]
         raise InputError(_ARG_ALONE)
     arguments = _one_value_each(written)
     if own is not None:
-        _say_unmet(OwnWorkload(factory=own, model=OwnModel(name=""), arguments=arguments))
+        _say_unmet(FactoryWorkload(factory=own, model=UserModel(name=""), arguments=arguments))
     return arguments
 
 
@@ -190,11 +189,11 @@ def _with_parts(
 
 
 def _flags(said: Mapping[str, Any]) -> list[str]:
-    names = dict.fromkeys(option.name for option in OPTIONS if option.fills in (ModelConfig, Workload))
+    names = dict.fromkeys(option.name for option in OPTIONS if option.fills in (ModelConfig, TextbookWorkload))
     return [f"--{name.replace('_', '-')}" for name in names if name in said]
 
 
-_FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, Workload)]
+_FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, TextbookWorkload)]
 _SIZES = [option.name for option in OPTIONS if option.fills is ModelConfig and option.name != "model"]
 TEXTBOOK_OPTIONS = tuple(name for name in _FIELDS if name not in _OF_ANY_MODEL)
 """Options of a workload that say something of the textbook's model alone."""

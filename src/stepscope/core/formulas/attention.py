@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stepscope.core.attention_timing import BYTES, AttentionCell, AttentionShape
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.formulas.operations import SOFTMAX_FLOPS, AttentionSizes, attention_backward_flops, attention_flops
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 CONVENTION = (
     "4 B H S T D FLOPs forward and 2.5 times as many backward, half of it where causal, whatever an implementation "
@@ -111,15 +111,15 @@ def _math(cell: AttentionCell, rows: int, grouped: bool) -> SavedByFormula:
 # attention computes all of it and masks.
 
 
-def attention_product_flops(workload: Workload) -> int:
+def attention_product_flops(workload: TextbookWorkload) -> int:
     """FLOPs of Q K^T, or of P V: 2 B H S S D in each of L layers."""
     return 2 * _scores(workload) * workload.model.head_dim
 
 
-def softmax_flops(workload: Workload) -> int:
+def softmax_flops(workload: TextbookWorkload) -> int:
     """FLOPs of softmax over the scores: 5 B H S S in each of L layers."""
     return SOFTMAX_FLOPS * _scores(workload)
 
 
-def _scores(workload: Workload) -> int:
+def _scores(workload: TextbookWorkload) -> int:
     return workload.batch_size * workload.model.heads * workload.seq_len**2 * workload.model.layers

@@ -27,10 +27,9 @@ from stepscope.core.formulas import CausalConvention, Convention, Work
 from stepscope.core.formulas.operations import adamw_work
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workload import StepChoices, Workload
+from stepscope.core.workload import StepChoices, TextbookWorkload, Workload
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of parameters, (out, in), by name."""
@@ -69,7 +68,7 @@ def parameter_count(config: ModelConfig) -> int:
     return count_of(shapes_outside_blocks(config)) + config.layers * count_of(block_shapes(config))
 
 
-def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+def forward_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:
     """Model FLOPs of one forward pass, loss excluded."""
     config = workload.model
     matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
@@ -77,14 +76,14 @@ def forward_flops(workload: Workload, causal: CausalConvention = "half") -> int:
     return 2 * workload.tokens * weights + _attention_flops(workload, causal)
 
 
-def products_per_forward(workload: Workload) -> int:
+def products_per_forward(workload: TextbookWorkload) -> int:
     """Number of matrix products in a forward pass: seven linear maps a layer (query, key, value, output, gate, up,
     down), the two of attention unless it is one fused kernel, and the head.
     """
     return workload.model.layers * _products_per_block(workload) + 1
 
 
-def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+def recomputed_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:
     """FLOPs of forward's products that a step's checkpointing runs again in backward, counted as model FLOPs are.
 
     every-K: the forward of all blocks, but for one product in each group. Backward needs the input of the group's last
@@ -101,7 +100,7 @@ def recomputed_flops(workload: Workload, causal: CausalConvention = "half") -> i
     return again
 
 
-def recomputed_products(workload: Workload) -> int:
+def recomputed_products(workload: TextbookWorkload) -> int:
     """Number of matrix products that checkpointing runs again in one micro-batch's backward (`recomputed_flops`)."""
     each = _products_per_block(workload)
     return sum(span.blocks * each - span.groups for span in workload.spans if span.multiplies_again)
@@ -112,7 +111,7 @@ def moment_bytes(workload: StepChoices) -> int:
     return 2 if workload.optimizer == "adamw-bf16-state" else PRECISIONS[workload.dtype].moments
 
 
-def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[str, Work]:
+def phase_work(workload: TextbookWorkload, causal: CausalConvention = "half") -> dict[str, Work]:
     """Work of each phase that the workload runs: model FLOPs, and the optimizer's bytes."""
     convention = Convention(causal=causal)
     forward = forward_flops(workload, causal)
@@ -134,17 +133,17 @@ def phase_work(workload: Workload, causal: CausalConvention = "half") -> dict[st
     return phases
 
 
-def known_work(workload: AnyWorkload) -> dict[str, Work]:
+def known_work(workload: Workload) -> dict[str, Work]:
     """Work of each phase, where it is known before anything runs: that of the textbook's model."""
-    return phase_work(workload) if isinstance(workload, Workload) else {}
+    return phase_work(workload) if isinstance(workload, TextbookWorkload) else {}
 
 
-def step_flops(workload: Workload, causal: CausalConvention = "half") -> int:
+def step_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:
     """Model FLOPs of one whole step."""
     return sum(work.flops for work in phase_work(workload, causal).values())
 
 
-def _attention_flops(workload: Workload, causal: CausalConvention) -> int:
+def _attention_flops(workload: TextbookWorkload, causal: CausalConvention) -> int:
     """FLOPs of the products of queries with keys, and of weights with values, in one forward pass."""
     attention = 4 * workload.batch_size * workload.seq_len**2 * workload.model.d_model * workload.model.layers
     if causal == "half":
@@ -152,7 +151,7 @@ def _attention_flops(workload: Workload, causal: CausalConvention) -> int:
     return attention
 
 
-def _products_per_block(workload: Workload) -> int:
+def _products_per_block(workload: TextbookWorkload) -> int:
     return 9 if scores_of(workload.attention) == "whole" else 7
 
 

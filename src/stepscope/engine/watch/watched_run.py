@@ -34,12 +34,12 @@ from stepscope.core.evidence import (
     WatchedLoop,
 )
 from stepscope.core.formulas import Work
-from stepscope.core.own_workload import Input, OwnModel, WatchedWorkload
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Run
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
 from stepscope.core.units import counted, format_seconds
+from stepscope.core.workload import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between
@@ -62,7 +62,7 @@ from stepscope.recording.watch.watch import Stage, Watch, watching
 from stepscope.recording.weakly import weakly, weakly_each
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
-from stepscope.training.own.identity import source_digest, structure_digest
+from stepscope.training.user_module.identity import source_digest, structure_digest
 
 # Drafts the run of a watched loop: its workload as it was seen, and what the stages add.
 
@@ -166,7 +166,7 @@ def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWo
     model = found.model
     world = int(os.environ.get("WORLD_SIZE", "1") or 1)
     return WatchedWorkload(
-        model=OwnModel(
+        model=UserModel(
             name=found.name,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             inputs=_inputs(found.roots[0], found.batches) if found.roots else {},

@@ -22,7 +22,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import PRESETS, configure
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer
 from stepscope.questions.autocast.operators import (
     LOW,
@@ -38,14 +38,14 @@ from stepscope.questions.autocast.operators import (
 )
 from stepscope.recording.device import resolve_device
 from stepscope.recording.fake_memory import AsOnCuda
-from stepscope.training.own.loading import load_module
-from stepscope.training.own.own_step import OwnModule, check_gradient
-from stepscope.training.own.user_code import said_of
 from stepscope.training.training_step import build_model
+from stepscope.training.user_module.loading import load_module
+from stepscope.training.user_module.module_step import UserModule, check_gradient
+from stepscope.training.user_module.user_code import said_of
 
 # The model that an experiment looks at, with a batch and a loss: the toy network, a transformer, or a user's own.
 #
-# `training/own/` says how a user's own is named, and what its factory returns.
+# `training/user_module/` says how a user's own is named, and what its factory returns.
 #
 # Shape legend: B batch, S positions, V vocabulary, I features in, O features out.
 
@@ -64,7 +64,7 @@ class ModelWithLoss:
     """A module on its device, with inputs and a loss."""
 
     name: str
-    own: OwnModule
+    own: UserModule
     """The module with its loss. Of its batches the first is looked at."""
 
     @property
@@ -130,7 +130,7 @@ def model_with_loss(
 
 
 def _transformer(preset: str, device: torch.device, seed: int) -> ModelWithLoss:
-    workload = Workload(model=configure(preset), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
+    workload = TextbookWorkload(model=configure(preset), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
     check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
 
@@ -142,7 +142,7 @@ def _transformer(preset: str, device: torch.device, seed: int) -> ModelWithLoss:
 
 
 def _ours(name: str, module: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) -> ModelWithLoss:
-    return ModelWithLoss(name=name, own=OwnModule(name=name, module=module, batches=[batch], loss=loss))
+    return ModelWithLoss(name=name, own=UserModule(name=name, module=module, batches=[batch], loss=loss))
 
 
 # One forward, loss and backward under autocast, as hooks saw it, and how often parameters were cast.
@@ -546,7 +546,7 @@ def study_autocast(
 ) -> Answer:  # fmt: skip
     """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
 
-    own: `training/own/` says how a module is named; `arguments` are what its factory is called with. rules: whose rules
+    own: names the module (`training/user_module/`); `arguments` are what its factory is called with. rules: whose rules
     autocast goes by, `cpu` or `cuda`; None for the device's own. CUDA's are imitated on a CPU. Raises InputError for a
     device, dtype, module or rules that cannot be used.
     """

@@ -20,7 +20,7 @@ from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
 from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of
@@ -136,7 +136,7 @@ def same_but(run: Run, **baseline: Any) -> tuple[object, ...]:
     environment = run.environment
     where = (environment.device_name, environment.memory_limit_bytes) if environment else None
     workload = msgspec.structs.replace(run.workload, **baseline)
-    if isinstance(workload, Workload):
+    if isinstance(workload, TextbookWorkload):
         return (workload, where)
     # A user's model is described by what was found when it ran: another dtype changes its structure and its inputs.
     model = msgspec.structs.replace(workload.model, structure="", inputs={})

@@ -8,14 +8,14 @@ from pathlib import Path
 import msgspec
 
 from stepscope.core.errors import InputError
-from stepscope.core.own_workload import OwnWorkload
 from stepscope.core.run import Settings
 from stepscope.core.study_results import CompilePrices
+from stepscope.core.workload import FactoryWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 
 class _Request(msgspec.Struct, frozen=True):
-    workload: OwnWorkload
+    workload: FactoryWorkload
     device: str
     settings: Settings
     timed: bool
@@ -23,7 +23,7 @@ class _Request(msgspec.Struct, frozen=True):
 
 
 def compile_prices(
-    workload: OwnWorkload, device: str = "auto", settings: Settings | None = None, *, backend: str = "inductor"
+    workload: FactoryWorkload, device: str = "auto", settings: Settings | None = None, *, backend: str = "inductor"
 ) -> CompilePrices:
     """The prices; without settings nothing is timed, and pieces and bytes are counted alone.
 
@@ -41,16 +41,16 @@ def main(request: str) -> str:
     from stepscope.recording.device import resolve_device
     from stepscope.recording.environment import read_environment
     from stepscope.recording.precision import matmul_precision
-    from stepscope.training.own.loading import make_own_step
-    from stepscope.training.own.own_step import OwnStep
+    from stepscope.training.user_module.loading import make_user_step
+    from stepscope.training.user_module.module_step import ModuleStep
 
     asked = msgspec.json.decode(request, type=_Request)
     device = resolve_device(asked.device)
     eager = msgspec.structs.replace(asked.workload, compile="eager")
 
-    def make() -> OwnStep:
-        step, _ = make_own_step(eager, device)
-        if not isinstance(step, OwnStep):
+    def make() -> ModuleStep:
+        step, _ = make_user_step(eager, device)
+        if not isinstance(step, ModuleStep):
             raise InputError(f"--module {eager.factory} gave a step of its own: give its module and a batch")
         return step
 

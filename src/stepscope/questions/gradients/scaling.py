@@ -16,7 +16,7 @@ from stepscope.core.finding import Finding, error, note
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.questions.answers import computed_answer, curves, one_thread
-from stepscope.questions.steps import check_loss, own_workload, settings_of, step_of, trained_parameters
+from stepscope.questions.steps import check_loss, factory_workload, settings_of, step_of, trained_parameters
 from stepscope.recording.device import resolve_device
 from stepscope.training.training_step import AssembledStep
 
@@ -152,7 +152,9 @@ def study_scaling(
     for step in planted:
         whole_number(step, "a planted overflow's step", 1, steps)
     on = resolve_device(device)
-    workload = None if own is None else own_workload(own, arguments, dtype="fp16", phase="forward-backward", seed=seed)
+    workload = (
+        None if own is None else factory_workload(own, arguments, dtype="fp16", phase="forward-backward", seed=seed)
+    )
 
     def trainee() -> _Trainee:
         return _Regression(seed, on) if workload is None else _OwnTrainee(step_of(workload, on), seed)

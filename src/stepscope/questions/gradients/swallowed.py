@@ -21,15 +21,14 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
-from stepscope.core.own_workload import DrivenWorkload
-from stepscope.core.workload import Workload
+from stepscope.core.workload import RunnableWorkload, TextbookWorkload
 from stepscope.questions.answers import computed_answer, curves, pivot, threads_for
 from stepscope.questions.steps import (
     check_loss,
     elements_of,
+    factory_workload,
     in_fp32,
     layers_folded,
-    own_workload,
     settings_of,
     step_of,
     trained_parameters,
@@ -37,8 +36,8 @@ from stepscope.questions.steps import (
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive
 from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
-from stepscope.training.own.own_step import OwnStep
 from stepscope.training.training_step import TrainingStep
+from stepscope.training.user_module.module_step import ModuleStep
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4
@@ -146,11 +145,11 @@ def study_swallowed(
         if not (math.isfinite(rate) and rate > 0):
             raise InputError(f"the learning rate {rate!r} is not a positive number: choose one as 1e-4")
     on = resolve_device(device)
-    workload: DrivenWorkload
+    workload: RunnableWorkload
     if own is not None:
-        workload = own_workload(own, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
+        workload = factory_workload(own, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
     else:
-        workload = Workload(
+        workload = TextbookWorkload(
             model=model or configure("tiny", d_model=64, d_ff=256, layers=2, vocabulary=256),
             batch_size=batch_size, seq_len=seq_len, dtype="bf16-pure", optimizer="adamw-loop", seed=seed,
         )  # fmt: skip
@@ -183,7 +182,7 @@ _FIGURES: dict[str, Callable[[Tally], float]] = {
 }
 
 
-def _train(workload: DrivenWorkload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
+def _train(workload: RunnableWorkload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
     keeping, _ = _RUNS[name]
     step = step_of(workload, device)
     if name == "fp32":
@@ -193,7 +192,9 @@ def _train(workload: DrivenWorkload, name: str, rate: float, steps: int, device:
     module_of = layers_folded(step.model)
 
     def layer(parameter: str) -> str:
-        return layer_of(parameter) if isinstance(workload, Workload) else module_of(parameter.rpartition(".")[0])
+        return (
+            layer_of(parameter) if isinstance(workload, TextbookWorkload) else module_of(parameter.rpartition(".")[0])
+        )
 
     def watch(parameter: Tensor, before: Tensor, wanted: Tensor, made: Tensor) -> None:
         of_layer = trained.by_layer.setdefault(layer(names[parameter]), Tally())
@@ -251,7 +252,7 @@ class _Outcome:
     progress: float | None
 
 
-def _outcomes(workload: DrivenWorkload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
+def _outcomes(workload: RunnableWorkload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
     judge = step_of(workload, device)
     in_fp32(judge)
     judge.model.eval()
@@ -282,7 +283,7 @@ def _outcomes(workload: DrivenWorkload, runs: dict[str, _Trained], device: torch
 
 
 @torch.no_grad()
-def _mean_loss(step: TrainingStep | OwnStep) -> float:
+def _mean_loss(step: TrainingStep | ModuleStep) -> float:
     return float(torch.stack([step.forward_module(*batch) for batch in step.batches]).mean())
 
 

@@ -18,8 +18,8 @@ from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.questions.replays import Distance, StepResult, Subject, distance, run_step, without_dropout
 from stepscope.training.attention.pytorch import BACKENDS
-from stepscope.training.own.batches import named_tensors, split
-from stepscope.training.own.own_step import OwnStep
+from stepscope.training.user_module.batches import named_tensors, split
+from stepscope.training.user_module.module_step import ModuleStep
 
 FACTOR = 8.0
 """How many times as far as rounding moves the plain step another may be. What moves a step by rounding differs from
@@ -62,7 +62,7 @@ class Setting:
     quiet: bool = False
     """Whether dropout is off."""
 
-    def step(self, variant: StepVariant = PLAIN, *, double: bool = False) -> OwnStep:
+    def step(self, variant: StepVariant = PLAIN, *, double: bool = False) -> ModuleStep:
         """The step of a variant, made anew from the same state."""
         backend = self.subject.is_own  # there the attention is a backend of PyTorch's, which a context sets
         step = self.subject.step(
@@ -98,14 +98,14 @@ class Setting:
             return _TF32_ROUNDING
         return torch.finfo(_COMPUTED_IN.get(self.dtype, torch.float32)).eps / 2
 
-    def roundings(self) -> "Iterator[tuple[str, Callable[[], OwnStep]]]":
+    def roundings(self) -> "Iterator[tuple[str, Callable[[], ModuleStep]]]":
         """What moves the plain step's result as rounding does: the name of each, and what makes its step."""
         yield "the step again", self.step
         yield "in float64", lambda: self.step(double=True)
         for i in range(MOVED):
             yield f"weights moved by a rounding, {i + 1}", lambda i=i: self._moved(i)
 
-    def _moved(self, number: int) -> OwnStep:
+    def _moved(self, number: int) -> ModuleStep:
         step = self.step()
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():

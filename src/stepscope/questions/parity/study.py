@@ -49,9 +49,9 @@ from stepscope.recording.device import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import Recorder
 from stepscope.training.attention.pytorch import BACKENDS
-from stepscope.training.own.batches import named_tensors
-from stepscope.training.own.blocks import find_blocks
-from stepscope.training.own.own_step import OwnStep
+from stepscope.training.user_module.batches import named_tensors
+from stepscope.training.user_module.blocks import find_blocks
+from stepscope.training.user_module.module_step import ModuleStep
 
 # The first module whose output, or whose output's gradient, is not what it is in the plain step.
 #
@@ -189,7 +189,7 @@ def _root(off: float, size: float) -> float:
     return 0.0 if off == 0 else math.sqrt(off / size) if size else math.inf
 
 
-def _watch(step: OwnStep, seed: int, told: Told) -> None:
+def _watch(step: ModuleStep, seed: int, told: Told) -> None:
     watching = _Watching(step, told)
     with watching.running():
         run_step(step, seed, watching)
@@ -198,7 +198,7 @@ def _watch(step: OwnStep, seed: int, told: Told) -> None:
 class _Watching(Recorder):
     """Hooks on every module of a step, which tell of what goes in, what comes out, and of the gradients of that."""
 
-    def __init__(self, step: OwnStep, told: Told) -> None:
+    def __init__(self, step: ModuleStep, told: Told) -> None:
         self._step, self._told = step, told
         self._parts = step.workload.accumulation
         self._micro, self._in_forward = -1, False

@@ -22,7 +22,7 @@ from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.answers import computed_answer, threads_for
 from stepscope.questions.quality.answer import FinalLoss, RunsJudged, panels_of, quality_findings, tables_of
 from stepscope.questions.quality.bundled_text import BYTE_VALUES, LICENCE, WORKS, bundled_text
@@ -47,14 +47,14 @@ from stepscope.questions.quality.training import (
     train_whole_step,
     whole_steps,
 )
-from stepscope.questions.steps import elements_of, in_fp32, own_workload, settings_of, step_of, trained_parameters
+from stepscope.questions.steps import elements_of, factory_workload, in_fp32, settings_of, step_of, trained_parameters
 from stepscope.recording.device import resolve_device
 from stepscope.recording.precision import matmul_precision
-from stepscope.training.own.batches import moved
-from stepscope.training.own.own_step import OwnStep
-from stepscope.training.own.user_code import said_of
 from stepscope.training.scaled_products import plain_products
 from stepscope.training.training_step import check_choices, check_supported
+from stepscope.training.user_module.batches import moved
+from stepscope.training.user_module.module_step import ModuleStep
+from stepscope.training.user_module.user_code import said_of
 
 SIZES: dict[str, TrainingSize] = {
     # fp16 products are slow on a CPU without instructions for them (five times fp32's step): two runs of ten have them.
@@ -97,7 +97,7 @@ def study_quality(
     check_training(chosen.steps, chosen.learning_rate, seed)
 
     def check(_name: str, variant: Variant) -> None:
-        check_supported(Workload(model=chosen.model, dtype=variant.dtype), on)
+        check_supported(TextbookWorkload(model=chosen.model, dtype=variant.dtype), on)
 
     planned, left_out = planned_runs(variants, check, seed)
     planned += whole_steps(against, chosen, on, seed)
@@ -245,7 +245,7 @@ class _Subject:
     """A user's own module, made anew for each run, with the batches and the start that all runs share."""
 
     def __init__(self, own: str, arguments: Mapping[str, Any] | None, device: torch.device, seed: int) -> None:
-        self.workload = own_workload(own, arguments, phase="forward-backward", seed=seed)
+        self.workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
         self.device = device
         step = self._made(VARIANTS[REFERENCE], seed)
         self.name = step.own.name
@@ -265,7 +265,7 @@ class _Subject:
                 f"its own, {self.optimizer}: leave out {name}"
             )
 
-    def step(self, variant: Variant, start_seed: int) -> OwnStep:
+    def step(self, variant: Variant, start_seed: int) -> ModuleStep:
         """The step of a run, in the variant's dtype, with the shared batches; and with the shared start, unless it has
         the start of another seed."""
         step = self._made(variant, start_seed)
@@ -282,7 +282,7 @@ class _Subject:
         found = list(model.parameters())
         return all(torch.equal(one, other) for one, other in zip(found, self._start[: len(found)], strict=True))
 
-    def judged(self, step: OwnStep) -> float:
+    def judged(self, step: ModuleStep) -> float:
         """The mean loss over the shared batches of a module that is trained no more, in fp32 and eval mode."""
         step.model.float().eval()
         plain_products(step.model)
@@ -295,9 +295,9 @@ class _Subject:
                     raise InputError(f"in eval mode, which judges it, {error}") from error
         return float(torch.stack(losses).mean())
 
-    def _made(self, variant: Variant, seed: int) -> OwnStep:
+    def _made(self, variant: Variant, seed: int) -> ModuleStep:
         step = step_of(msgspec.structs.replace(self.workload, dtype=variant.dtype, seed=seed), self.device)
-        assert isinstance(step, OwnStep)
+        assert isinstance(step, ModuleStep)
         if variant.keeping is None:
             in_fp32(step)
         return step
@@ -326,7 +326,7 @@ class _Training:
             self._left_out[planned.name] = str(error)
             return None
 
-    def _trained(self, step: OwnStep, variant: Variant, told: Callable[[int], None]) -> Trained:
+    def _trained(self, step: ModuleStep, variant: Variant, told: Callable[[int], None]) -> Trained:
         subject = self._subject
         # So that dropout, and rounding at random, are the same whatever ran before.
         torch.manual_seed(subject.workload.seed)
@@ -335,7 +335,7 @@ class _Training:
         trained.final_loss = subject.judged(step)
         return trained
 
-    def _trainee(self, step: OwnStep, variant: Variant) -> Trainee:
+    def _trainee(self, step: ModuleStep, variant: Variant) -> Trainee:
         def loss(_: int) -> Tensor:
             step.prepare()
             step.phases[0].run()

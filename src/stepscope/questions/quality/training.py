@@ -21,7 +21,7 @@ from torch import Tensor
 from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.questions.gradients.scaling import DynamicLossScaler
 from stepscope.questions.quality.answer import (
     FinalLoss,
@@ -326,7 +326,7 @@ class PlannedRun:
     start_seed: int
     of_starts: bool = False
     """Whether it is fp32 from the parameters of another seed: a yardstick."""
-    step: Workload | None = None
+    step: TextbookWorkload | None = None
     """The whole step that it trains by, in place of a variant's; the variant then says nothing."""
 
     @property
@@ -475,7 +475,7 @@ def judged_runs(
 
 FIXED = ("model", "batch_size", "seq_len", "seed", "phase", "parallel", "ranks")
 """What the study says itself: a step that differs in it trains something else."""
-_FIELDS = frozenset(Workload.__struct_fields__)
+_FIELDS = frozenset(TextbookWorkload.__struct_fields__)
 """What a step may say; the sizes of a model are none of it."""
 
 
@@ -486,7 +486,7 @@ def whole_steps(
 
     Raises InputError for one that trains something else, or that cannot run here.
     """
-    base = Workload(model=size.model, batch_size=size.batch_size, seq_len=size.seq_len, dtype="fp32", seed=seed)
+    base = TextbookWorkload(model=size.model, batch_size=size.batch_size, seq_len=size.seq_len, dtype="fp32", seed=seed)
     found: dict[str, PlannedRun] = {}
     for change in changes:
         fixed = [f"--{field.replace('_', '-')}" for field in change if field in FIXED or field not in _FIELDS]
@@ -513,7 +513,7 @@ class _Given(Sequence[Batch]):
 
 
 def train_whole_step(
-    workload: Workload, size: TrainingSize, text: BundledText, *, device: torch.device, seed: int,
+    workload: TextbookWorkload, size: TrainingSize, text: BundledText, *, device: torch.device, seed: int,
     tell_step: Callable[[int], None] = lambda _step: None,
 ) -> Trained:  # fmt: skip
     """Train on the seed's batches from the seed's start, and judge what came out as every run is judged."""

@@ -7,9 +7,9 @@ import msgspec
 from stepscope.core.answer import INTERVALS, PROSE, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
-from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
+from stepscope.core.workload import FactoryWorkload, RunnableWorkload
 from stepscope.runs.against_answer import interval_text
 
 STUDY = "tune"
@@ -62,9 +62,9 @@ def _lead(found: Tuned) -> Iterator[Line]:
     )
 
 
-def _said(found: Tuned, workload: DrivenWorkload) -> str:
+def _said(found: Tuned, workload: RunnableWorkload) -> str:
     """The workload in words; of a model that is yet to be made, the batch is not known."""
-    if found.own_optimizer and isinstance(workload, OwnWorkload):
+    if found.own_optimizer and isinstance(workload, FactoryWorkload):
         given = {"optimizer": found.own_optimizer, "by_factory": ("optimizer",)}
         workload = msgspec.structs.replace(workload, **given)
     return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"

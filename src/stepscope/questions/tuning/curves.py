@@ -18,9 +18,8 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.files import replace_file
-from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.study_results import LossCurve
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 from stepscope.engine.stages import make_step
 from stepscope.questions.quality.answer import departure, reach_of, smoothed, starts_apart, window_of
@@ -40,7 +39,7 @@ TRAININGS = 2 + OTHER_STARTS
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """A short training: its step, and where it starts."""
 
-    workload: Workload | OwnWorkload
+    workload: TextbookWorkload | FactoryWorkload
     device: str
     start_seed: int | None = None
     """The seed of its first parameters, where that is not the workload's; its batches are the workload's."""
@@ -136,7 +135,7 @@ def _sums(step: AssembledStep) -> list[float]:
 
 
 def curves(
-    baseline: DrivenWorkload, best: DrivenWorkload, device: str, memory_limit_bytes: int | None = None, *,
+    baseline: RunnableWorkload, best: RunnableWorkload, device: str, memory_limit_bytes: int | None = None, *,
     out: Path | None = None, fresh: bool = False,
 ) -> tuple[LossCurve, ...]:  # fmt: skip
     """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step.

@@ -11,14 +11,13 @@ import msgspec
 from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE, is_kept
 from stepscope.core.checkpointing import KEEPING, OFFLOAD, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.own_workload import DrivenWorkload, OwnWorkload
 from stepscope.core.parts import PARTS
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named
 from stepscope.core.study_results import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.questions.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.questions.tuning.racing import Racing
 
@@ -54,7 +53,7 @@ class Round:
     """Changes that are tried against the same step."""
 
     name: str
-    changes: Callable[[DrivenWorkload, bool], Iterable[Change]]
+    changes: Callable[[RunnableWorkload, bool], Iterable[Change]]
     """Returns the changes to try, from the best step so far and whether it runs on a GPU."""
     of_gpu: bool = False
     """Whether it needs a GPU."""
@@ -64,7 +63,7 @@ class Round:
     """Whether what is planned to be far slower than the round's best is not measured."""
 
 
-def _layouts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _layouts(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     if best.ranks == 1:
         return
     for name in ("ddp-bucketed", "ddp", "zero1", "fsdp2", "fsdp2:reshard=no"):
@@ -72,11 +71,11 @@ def _layouts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
     if PRECISIONS[best.dtype].tensors == "bf16":
         yield {"parallel": "fsdp2:compute=bf16"}
         yield {"parallel": "fsdp2:compute=bf16:reshard=no"}
-    if isinstance(best, Workload):
+    if isinstance(best, TextbookWorkload):
         yield {"parallel": "tensor-sequence"}
 
 
-def _groups(best: DrivenWorkload) -> Iterator[Change]:
+def _groups(best: RunnableWorkload) -> Iterator[Change]:
     """What is usually faster on a GPU, each with what belongs to it."""
     lower = PRECISIONS_TRIED.get(best.dtype, ())
     if best.ranks > 1:  # bf16-master and AdamW in one launch are for one process
@@ -84,14 +83,14 @@ def _groups(best: DrivenWorkload) -> Iterator[Change]:
     else:
         yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
     yield _replay(best)
-    if isinstance(best, Workload):
+    if isinstance(best, TextbookWorkload):
         yield {"attention": PREFERRED["cuda"][0]}
     yield dict.fromkeys(best.parts, "fused")
-    if isinstance(best, Workload):
+    if isinstance(best, TextbookWorkload):
         yield {"projections": "joint"}
 
 
-def groups_that_may(best: DrivenWorkload, kept: frozenset[str]) -> list[Change]:
+def groups_that_may(best: RunnableWorkload, kept: frozenset[str]) -> list[Change]:
     """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`."""
     found: list[Change] = []
     step = best
@@ -109,18 +108,18 @@ def without_parts(groups: list[Change]) -> list[Change]:
     return [group for group in groups if not group.keys() <= PARTS.keys()]
 
 
-def back_again(group: Change, baseline: DrivenWorkload) -> Change:
+def back_again(group: Change, baseline: RunnableWorkload) -> Change:
     """The change that takes this one back."""
     return {name: getattr(baseline, name) for name in group}
 
 
-def _attentions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _attentions(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
     for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
         yield {"attention": name}
 
 
-def _precisions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _precisions(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     for dtype in PRECISIONS_TRIED.get(best.dtype, ()):
         if dtype == "bf16-master":
             if on_gpu:
@@ -129,14 +128,14 @@ def _precisions(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
             yield {"dtype": dtype}
 
 
-def _optimizers(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _optimizers(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     if best.optimizer == "adamw-one-launch":
         return  # the one that may write bf16 weights; the last round takes it back, and them with it
     for name in ("adamw-fused", *(("adamw-one-launch",) if on_gpu else ())):
         yield {"optimizer": name}
 
 
-def _replay(best: DrivenWorkload) -> Change:
+def _replay(best: RunnableWorkload) -> Change:
     """The step replayed as a whole. No graph holds PyTorch's DDP; where ranks share the step by it, the textbook's,
     which sends the same, takes its place."""
     if best.ranks > 1 and strategy_named(best.parallel).name == "ddp":
@@ -144,26 +143,26 @@ def _replay(best: DrivenWorkload) -> Change:
     return {"graph": "step"}
 
 
-def _replayed(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _replayed(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     yield _replay(best)
 
 
-def _replayed_again(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _replayed_again(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     if best.compile != "eager":
         yield _replay(best)
 
 
-def _fused_parts(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _fused_parts(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     yield dict.fromkeys(best.parts, "fused")
 
 
-def _fused_apart(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _fused_apart(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     if not all(name == "fused" for name in best.parts.values()):
         for part in best.parts:
             yield {part: "fused"}
 
 
-def _compiled(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _compiled(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     yield {"compile": "default"}
     if on_gpu:
         yield {"compile": "blocks"}
@@ -173,27 +172,27 @@ def _compiled(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
             yield {"compile": "reduce-overhead"}
 
 
-def _joint_projections(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _joint_projections(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     yield {"projections": "joint"}
 
 
-def _under_backward(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _under_backward(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     if best.clip is not None:
         return  # the norm of all gradients is known only after backward
     for compiled in ("eager", "blocks"):
         yield {"optimizer": "adamw-under-backward", "compile": compiled}
 
 
-def recomputed(best: DrivenWorkload) -> tuple[str, ...]:
+def recomputed(best: RunnableWorkload) -> tuple[str, ...]:
     """Checkpointing that the step may have, by what it computes again: the least first."""
-    if not isinstance(best, Workload) or not is_kept(best.attention):
+    if not isinstance(best, TextbookWorkload) or not is_kept(best.attention):
         return ("none", *KEEPING, "every-1")
     own = (best.checkpointing,) if selective_of(best.checkpointing) else ()
     mixed = sorted({*mixtures(best.model.layers), *own}, key=lambda each: selective_of(each) or 0, reverse=True)
     return ("none", "selective", *mixed, "attention", "every-1")
 
 
-def lighter(best: DrivenWorkload) -> list[Change]:
+def lighter(best: RunnableWorkload) -> list[Change]:
     """Checkpointing and micro-batches at the same batch, from what computes least again to what keeps least."""
     batch = best.batch_size or 1
     parts = [n for n in (1, 2, 4, 8, MOST_MICRO_BATCHES) if batch % n == 0]
@@ -202,7 +201,7 @@ def lighter(best: DrivenWorkload) -> list[Change]:
     ]  # fmt: skip
 
 
-def lighter_ways(best: DrivenWorkload) -> list[Change]:
+def lighter_ways(best: RunnableWorkload) -> list[Change]:
     """What needs less memory than the step does, in the order in which it is tried.
 
     Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
@@ -212,7 +211,7 @@ def lighter_ways(best: DrivenWorkload) -> list[Change]:
     return [*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(best))]
 
 
-def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _lighter_work(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     """What computes less again, or splits the batch less, than the best step does."""
     for change in lighter(best):
         if (change["checkpointing"], change["accumulation"]) == (best.checkpointing, best.accumulation):
@@ -220,16 +219,16 @@ def _lighter_work(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
         yield change
 
 
-def with_most_blocks(best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> DrivenWorkload:
+def with_most_blocks(best: RunnableWorkload, fits: Callable[[RunnableWorkload], bool]) -> RunnableWorkload:
     """The step with the most blocks that keep what their products return and fit, by prediction: between the mixtures
     that are tried by themselves. The step as it is where they all fit, or none of them does, or nothing predicts it."""
-    if not isinstance(best, Workload) or not is_kept(best.attention):
+    if not isinstance(best, TextbookWorkload) or not is_kept(best.attention):
         return best
     last, layers = selective_of(best.checkpointing), best.model.layers
     if last is None and best.checkpointing != "attention":
         return best
 
-    def of(blocks: int) -> Workload:
+    def of(blocks: int) -> TextbookWorkload:
         return msgspec.structs.replace(best, checkpointing=keeping(blocks, layers))
 
     if fits(of(layers)):
@@ -237,14 +236,14 @@ def with_most_blocks(best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool
     return of(most_that_fit(last or 0, layers, lambda blocks: fits(of(blocks))))
 
 
-def _offloaded(best: DrivenWorkload, on_gpu: bool) -> Iterator[Change]:
+def _offloaded(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     """Where the memory does not hold what all blocks' products return: two thirds and a third of them in the host's."""
-    if isinstance(best, Workload) and best.checkpointing not in ("none", "selective") and best.one_by_one:
+    if isinstance(best, TextbookWorkload) and best.checkpointing not in ("none", "selective") and best.one_by_one:
         for blocks in dict.fromkeys(max(1, thirds * best.model.layers // 3) for thirds in (2, 1)):
             yield {"checkpointing": f"{OFFLOAD}-{blocks}"}
 
 
-def blocks(name: str, best: DrivenWorkload, fits: Callable[[DrivenWorkload], bool]) -> Round:
+def blocks(name: str, best: RunnableWorkload, fits: Callable[[RunnableWorkload], bool]) -> Round:
     """The most blocks that fit, where they are more than the best step's."""
     most: Change = {"checkpointing": with_most_blocks(best, fits).checkpointing}
     return Round(name=name, changes=lambda _best, _on_gpu: [most])
@@ -283,10 +282,10 @@ def together(groups: list[Change]) -> Round:
     return Round(name=TOGETHER, changes=lambda _best, _on_gpu: [_all_of(groups)] if len(groups) > 1 else [])
 
 
-def without(groups: list[Change], baseline: DrivenWorkload) -> Round:
+def without(groups: list[Change], baseline: RunnableWorkload) -> Round:
     """Each of these taken back, as far as the best step still has it."""
 
-    def changes(best: DrivenWorkload, _on_gpu: bool) -> Iterator[Change]:
+    def changes(best: RunnableWorkload, _on_gpu: bool) -> Iterator[Change]:
         for group in groups:
             if all(getattr(best, name) == value for name, value in group.items()):
                 yield back_again(group, baseline)
@@ -298,19 +297,19 @@ def _all_of(groups: list[Change]) -> Change:
     return {name: value for group in groups for name, value in group.items()}
 
 
-def changed(best: DrivenWorkload, change: Change) -> DrivenWorkload:
+def changed(best: RunnableWorkload, change: Change) -> RunnableWorkload:
     """The step with the change. Raises InputError where it excludes what the step has."""
     return msgspec.structs.replace(best, **change)
 
 
 def changes_of(
-    round_: Round, best: DrivenWorkload, *, on_gpu: bool, kept: frozenset[str]
-) -> Iterator[tuple[Change, DrivenWorkload | str]]:
+    round_: Round, best: RunnableWorkload, *, on_gpu: bool, kept: frozenset[str]
+) -> Iterator[tuple[Change, RunnableWorkload | str]]:
     """Each change of a round that changes anything, with the step that it makes, or with why it cannot be.
 
     kept: fields that stay as they are; a change of one is left out.
     """
-    if (round_.of_gpu and not on_gpu) or (round_.of_textbook and not isinstance(best, Workload)):
+    if (round_.of_gpu and not on_gpu) or (round_.of_textbook and not isinstance(best, TextbookWorkload)):
         return
     seen = {best.key}
     for change in round_.changes(best, on_gpu):
@@ -340,19 +339,19 @@ up to a tenth (docs/planning.md)."""
 class Bench(Protocol):
     """What measures for a search."""
 
-    def fits(self, workload: DrivenWorkload) -> str | None:
+    def fits(self, workload: RunnableWorkload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
         ...
 
-    def planned_s(self, workload: DrivenWorkload) -> float | None:
+    def planned_s(self, workload: RunnableWorkload) -> float | None:
         """Seconds that the step takes by prediction; None where nothing predicts it."""
         ...
 
-    def race(self, best: DrivenWorkload, other: DrivenWorkload) -> Tried:
+    def race(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
         """The other step beside the best one; its round and its change are filled in later."""
         ...
 
-    def time_left(self, baseline: DrivenWorkload, best: DrivenWorkload) -> bool:
+    def time_left(self, baseline: RunnableWorkload, best: RunnableWorkload) -> bool:
         """Whether there is time for another race, and to confirm the best step afterwards."""
         ...
 
@@ -361,10 +360,10 @@ class Bench(Protocol):
 class Search:
     """A search as it goes on: stopped at any moment, it has what it found."""
 
-    baseline: DrivenWorkload
+    baseline: RunnableWorkload
     on_gpu: bool
     kept: frozenset[str] = frozenset()
-    best: DrivenWorkload = field(init=False)
+    best: RunnableWorkload = field(init=False)
     tried: list[Tried] = field(default_factory=list[Tried])
 
     def __post_init__(self) -> None:
@@ -403,7 +402,7 @@ class Search:
         """
         self._go(together(usual), bench, tell)
         others, tries = without_parts(usual), len(self.tried)
-        refused = isinstance(self.best, OwnWorkload) and self._last_verdict(TOGETHER) in ("refused", "failed")
+        refused = isinstance(self.best, FactoryWorkload) and self._last_verdict(TOGETHER) in ("refused", "failed")
         if not refused or len(others) == len(usual):
             return usual
         because_of = self._last_verdict(TOGETHER)
@@ -420,9 +419,9 @@ class Search:
         if (taken := self._round(round_, bench, tell)) is not None:
             self.best = taken
 
-    def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> DrivenWorkload | None:
+    def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> RunnableWorkload | None:
         """Try the changes of a round; returns the step with the one that is taken."""
-        raced: list[tuple[int, DrivenWorkload]] = []
+        raced: list[tuple[int, RunnableWorkload]] = []
         found = list(changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept))
         possible = [made for _, made in found if round_.by_plan and not isinstance(made, str)]
         planned = self._planned(possible, bench) if possible else {}
@@ -443,7 +442,7 @@ class Search:
                 self._note(round_, change, bench.race(self.best, made))
         return self._judged(raced)
 
-    def _planned(self, steps: Iterable[DrivenWorkload], bench: Bench) -> dict[str, float]:
+    def _planned(self, steps: Iterable[RunnableWorkload], bench: Bench) -> dict[str, float]:
         """By key, the seconds that these and the best one take, as far as they are planned; none of what does not
         fit, beside which nothing else is slow."""
         planned = {step.key: bench.planned_s(step) for step in (self.best, *steps) if bench.fits(step) is None}
@@ -452,7 +451,7 @@ class Search:
     def _note(self, round_: Round, change: Change, tried: Tried) -> None:
         self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
 
-    def _judged(self, raced: list[tuple[int, DrivenWorkload]]) -> DrivenWorkload | None:
+    def _judged(self, raced: list[tuple[int, RunnableWorkload]]) -> RunnableWorkload | None:
         """Judge the races of a round together, and take the fastest that surely is faster."""
         places = [place for place, _ in raced if self.tried[place].ratio is not None]
         stands = standing(self.tried[place].p_value for place in places)
@@ -473,7 +472,7 @@ class Search:
     def _set(self, place: int, **fields: str) -> None:
         self.tried[place] = msgspec.structs.replace(self.tried[place], **fields)
 
-    def so_far(self, asked: DrivenWorkload) -> Tuned:
+    def so_far(self, asked: RunnableWorkload) -> Tuned:
         """What was found until now."""
         return Tuned(asked=asked, baseline=self.baseline, best=self.best, tried=tuple(self.tried))
 
@@ -487,7 +486,7 @@ are taken back where the losses depart."""
 
 
 def tune(
-    asked: DrivenWorkload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
+    asked: RunnableWorkload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
     memory_limit_bytes: int | None = None, tell: Callable[[str], None] = lambda _: None,
 ) -> Tuned:  # fmt: skip
     """Find the fastest step that trains as the one asked for does, at the same batch.
@@ -527,8 +526,8 @@ def tune(
 
 
 def one_that_fits(
-    asked: DrivenWorkload, racing: Racing, kept: frozenset[str] = frozenset()
-) -> DrivenWorkload:  # fmt: skip
+    asked: RunnableWorkload, racing: Racing, kept: frozenset[str] = frozenset()
+) -> RunnableWorkload:  # fmt: skip
     """The step, or the one that computes least again of those that fit and run. kept: fields that stay as they are."""
     why = racing.fits(asked) or racing.runs_alone(asked)
     if why is None:
@@ -545,7 +544,7 @@ def one_that_fits(
     raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
 
 
-def _with_most_blocks(step: DrivenWorkload, racing: Racing) -> DrivenWorkload:
+def _with_most_blocks(step: RunnableWorkload, racing: Racing) -> RunnableWorkload:
     """The step with more blocks that keep their products, where that fits and runs."""
     more = with_most_blocks(step, lambda other: racing.fits(other) is None)
     return more if more != step and racing.runs_alone(more) is None else step

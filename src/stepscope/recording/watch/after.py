@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory
 from stepscope.core.formulas import Work
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import BACKWARD, EVALUATION, FORWARD, PHASES, REST, STEP
 from stepscope.core.run_directory import KINETO_FILE
+from stepscope.core.workload import Workload
 from stepscope.recording import ranges
 from stepscope.recording.capture import BackwardMarks, capture_range, export_kineto, kineto_session
 from stepscope.recording.flops import FlopCounts
@@ -368,7 +368,7 @@ class RecordedMemory(_Recording):
 
     def __init__(
         self, step: Step, phases: Phases, device: torch.device, directory: Path, neighbours: Neighbours, *, stacks: str,
-        steps: int, workload: AnyWorkload, device_name: str, keep: Callable[[PhaseMemory], None],
+        steps: int, workload: Workload, device_name: str, keep: Callable[[PhaseMemory], None],
     ) -> None:  # fmt: skip
         super().__init__(neighbours)
         self._step, self._phases, self._device, self._directory = step, phases, device, directory

@@ -19,11 +19,10 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.formulas.spelled import cell_name
-from stepscope.core.own_workload import AnyWorkload
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workload import DTYPES, Workload
+from stepscope.core.workload import DTYPES, TextbookWorkload, Workload
 from stepscope.questions.attention_step import StepCell, answer_steps
 from stepscope.questions.compile.answer import CompileCell, answer_compile
 from stepscope.questions.compile.answer import pair_up as compiled_pairs
@@ -161,7 +160,7 @@ def _breadth(cells: list[CapturedCell]) -> tuple[int, int]:
 def speed(material: Material) -> Answer | None:
     """Precision: the same step in fp32 and fewer bits."""
     for found in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
-        if len({run.workload.dtype for run, _ in found if isinstance(run.workload, Workload)}) > 1:
+        if len({run.workload.dtype for run, _ in found if isinstance(run.workload, TextbookWorkload)}) > 1:
             cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
             return answer_speed(speed_pairs(cells, DTYPES))
     return None
@@ -241,13 +240,13 @@ def _predicted(answer: Answer, run: Run) -> Answer:
 def _largest(material: Material) -> Run | None:
     steps = [
         run for found in material.folders(phase="train", **PLAIN) for run, _ in found
-        if run.status == "done" and isinstance(run.workload, Workload)
+        if run.status == "done" and isinstance(run.workload, TextbookWorkload)
     ]  # fmt: skip
     return max(steps, key=lambda run: _size(run.workload), default=None)
 
 
-def _size(workload: AnyWorkload) -> tuple[int, int, str]:
-    assert isinstance(workload, Workload)
+def _size(workload: Workload) -> tuple[int, int, str]:
+    assert isinstance(workload, TextbookWorkload)
     return workload.model.d_model * workload.model.layers, workload.seq_len, workload.dtype
 
 

@@ -6,11 +6,10 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS, ModelConfig
-from stepscope.core.own_workload import OwnWorkload, WatchedWorkload
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workload import Workload
+from stepscope.core.workload import FactoryWorkload, TextbookWorkload, WatchedWorkload
 
 
 def unvaried_input(run: Run) -> Finding | None:
@@ -28,7 +27,7 @@ def unvaried_input(run: Run) -> Finding | None:
             evidence={"distinct_tokens": observation.distinct_tokens, "expected": round(expected)},
         )
     if observation.distinct_batches < 2:
-        if isinstance(run.workload, OwnWorkload):  # a factory may well have one batch
+        if isinstance(run.workload, FactoryWorkload):  # a factory may well have one batch
             return note(
                 "unvaried-input",
                 "Every step ran on the same batch.",
@@ -44,7 +43,7 @@ def unvaried_input(run: Run) -> Finding | None:
     return None
 
 
-def _distinct_if_random(workload: Workload) -> float:
+def _distinct_if_random(workload: TextbookWorkload) -> float:
     """The number of distinct tokens that a batch of uniformly random ones is expected to hold."""
     vocabulary = workload.model.vocabulary
     return vocabulary * (1 - (1 - 1 / vocabulary) ** (workload.tokens // workload.token_parts))

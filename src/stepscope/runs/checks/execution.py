@@ -11,11 +11,18 @@ from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
 from stepscope.core.errors import printable
 from stepscope.core.evidence import StepObservation
 from stepscope.core.finding import Finding, error, note, warning
-from stepscope.core.own_workload import DrivenWorkload, OwnWorkload, WatchedWorkload
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.workload import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer
+from stepscope.core.workload import (
+    OF_ONE_LAUNCH,
+    OPTIMIZERS,
+    Compile,
+    FactoryWorkload,
+    Optimizer,
+    RunnableWorkload,
+    WatchedWorkload,
+)
 
 _MODES: dict[Compile, dict[str, bool]] = {
     "default": {"triton.cudagraphs": False, "max_autotune": False},
@@ -103,7 +110,7 @@ def part_mismatch(run: Run) -> Finding | None:
     if isinstance(workload, WatchedWorkload) or run.evidence.operators is None:
         return None
     parts: Iterable[Part] = workload.parts
-    if isinstance(workload, OwnWorkload):
+    if isinstance(workload, FactoryWorkload):
         parts = dict.fromkeys(found.part for found in run.evidence.parts if found.replaced)
     return next((found for part in parts if (found := _part_mismatch(run, workload, part)) is not None), None)
 
@@ -126,7 +133,7 @@ def part_left(run: Run) -> Finding | None:
     )
 
 
-def _part_mismatch(run: Run, workload: DrivenWorkload, part: Part) -> Finding | None:
+def _part_mismatch(run: Run, workload: RunnableWorkload, part: Part) -> Finding | None:
     assert run.evidence.operators is not None
     asked, ways = workload.parts[part], PARTS[part]
     (calls, _), profile = _forward_calls(run), run.evidence.profile
@@ -138,7 +145,7 @@ def _part_mismatch(run: Run, workload: DrivenWorkload, part: Part) -> Finding | 
     }
     ran = [n for n in counted if counted[n] or any(re.search(ways[n].signs, kernel.name) for kernel in kernels)]
     # A user's model may call a module as often as it likes, and other kernels beside it.
-    is_own = isinstance(workload, OwnWorkload)
+    is_own = isinstance(workload, FactoryWorkload)
     due = 1 if is_own else calls_in_forward(part, workload.model.layers) * workload.accumulation
     replayed = _replayed(run)
     seen = ways[asked].operators and not replayed

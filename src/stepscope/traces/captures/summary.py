@@ -24,7 +24,7 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.units import Window, ms_text
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.critical_path import CriticalPath, critical_path
 from stepscope.traces.captures.occupation import Occupation, Overlap, occupation, overlap
@@ -419,7 +419,7 @@ class TraceSummary:
         return {role: found[role] / self.steps for role in wanted if found.get(role)}
 
 
-def _expected_products(workload: Workload, phase: str) -> int | None:
+def _expected_products(workload: TextbookWorkload, phase: str) -> int | None:
     """The number of matrix products of a phase by the model's sizes. Each product of forward has two in backward.
 
     Each micro-batch runs all of them. Checkpointing runs products again in backward.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stepscope.core.attention_support import attention_of, fault_here
 from stepscope.core.attentions import ATTENTIONS, Attention
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 
 
 class AttentionFunction(Protocol):
@@ -51,7 +51,7 @@ def fault_of_device(name: Attention, device_type: str) -> str | None:
     return fault
 
 
-def chosen_attention(workload: Workload, device_type: str) -> Attention:
+def chosen_attention(workload: TextbookWorkload, device_type: str) -> Attention:
     """The attention that the workload's model runs here: the one it names, or what `auto` picks.
 
     Raises an InputError that says what the named one lacks and which ones would work.
@@ -59,11 +59,11 @@ def chosen_attention(workload: Workload, device_type: str) -> Attention:
     return attention_of(workload, device_type, here=fault_of_device)
 
 
-def compiles_attention(workload: Workload, device_type: str) -> bool:
+def compiles_attention(workload: TextbookWorkload, device_type: str) -> bool:
     """Whether PyTorch's compiler makes the kernels of the workload's attention here."""
     return ATTENTIONS[chosen_attention(workload, device_type)].compiler == "inductor"
 
 
-def attention_for(workload: Workload, device_type: str) -> AttentionFunction:
+def attention_for(workload: TextbookWorkload, device_type: str) -> AttentionFunction:
     """The function of the attention that the workload's model runs here."""
     return implementation(chosen_attention(workload, device_type))

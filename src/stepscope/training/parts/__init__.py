@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepscope.core.attention_support import tensor_dtype
 from stepscope.core.parts import PARTS, Kernels, Part, check_parts
-from stepscope.core.workload import Workload
+from stepscope.core.workload import TextbookWorkload
 from stepscope.kernels.parts.projections import joint_projections
 
 
@@ -71,7 +71,7 @@ def part_function(part: Part, name: Kernels) -> Any:
     return getattr(importlib.import_module(module), function) if module else None
 
 
-def parts_for(workload: Workload, device_type: str) -> Parts:
+def parts_for(workload: TextbookWorkload, device_type: str) -> Parts:
     """The functions that the workload's model runs here. Raises an InputError that names the part which cannot."""
     config = workload.model
     widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim, "loss": config.vocabulary}

@@ -25,8 +25,8 @@ from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload, factory_argu
 from stepscope.core.address_space import require_room_for_torch
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
+from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_named
-from stepscope.core.own_arguments import is_configuration
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Stage, Tell, TraceRequest
 from stepscope.questions.question import Question

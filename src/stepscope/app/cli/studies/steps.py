@@ -125,7 +125,7 @@ def compiled(
 
 def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...] | None) -> None:
     """The price of each graph break and recompilation of the user's own module."""
-    from stepscope.core.own_workload import OwnWorkload
+    from stepscope.core.workload import FactoryWorkload
     from stepscope.questions.compile.price_study import compile_prices
     from stepscope.questions.compile.prices import answer_prices
     from stepscope.questions.compile.study import ON_CPU, ON_GPU
@@ -141,7 +141,7 @@ def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...]
     if len(cells) > 1:
         raise InputError("--prices takes one workload: give one value for each option")
     workload = cell.workload
-    assert isinstance(workload, OwnWorkload)
+    assert isinstance(workload, FactoryWorkload)
     answering = Answering(study="compile", shown=asked.shown, save=None)
     answering.run(lambda tell: answer_prices(compile_prices(workload, asked.device, cell.settings)))
 
@@ -495,11 +495,11 @@ def warmup(
     """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
     from stepscope.app.cli.sweep import measure_and_report, report_runs
     from stepscope.core.model_config import configure
-    from stepscope.core.workload import Workload
+    from stepscope.core.workload import TextbookWorkload
     from stepscope.engine.plan import Policy, SweepPlan
     from stepscope.questions.warmup import answer_warmup, warmup_cells
 
-    workload = Workload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
+    workload = TextbookWorkload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
     cells = warmup_cells(workload, steps, warmup)
     plan = SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag)
     measure_and_report(plan, Policy(), lambda found: report_runs(found, answer_warmup(found), shown))

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording.device import HostDevice
 from stepscope.recording.driven import capture_memory, observe_step, step_operators
 from stepscope.recording.step import drive
 from stepscope.runs.checks import check_run
-from stepscope.training.own.batches import named_tensors, split
-from stepscope.training.own.blocks import find_blocks
-from stepscope.training.own.loading import load_module, load_own, make_own_step
-from stepscope.training.own.own_step import DrivenStep, OwnStep
 from stepscope.training.training_step import Choices, Shared, StepParts
+from stepscope.training.user_module.batches import named_tensors, split
+from stepscope.training.user_module.blocks import find_blocks
+from stepscope.training.user_module.loading import load_factory, load_module, make_user_step
+from stepscope.training.user_module.module_step import ModuleStep, UserStep
 from tests.conftest import make_run, mini
 from tests.cpu_allocations import allocated_bytes
 from tests.training.by_dtype import BY_DTYPE
@@ -183,13 +183,13 @@ def file(tmp_path: Path) -> str:
     return str(place)
 
 
-def own_workload(factory: str, **changes: Any) -> OwnWorkload:
-    return OwnWorkload(model=OwnModel(name="not known yet"), factory=factory, **changes)
+def factory_workload(factory: str, **changes: Any) -> FactoryWorkload:
+    return FactoryWorkload(model=UserModel(name="not known yet"), factory=factory, **changes)
 
 
-def made(factory: str, **changes: Any) -> tuple[OwnStep, OwnWorkload]:
-    step, workload = make_own_step(own_workload(factory, **changes), CPU)
-    assert isinstance(step, OwnStep)
+def made(factory: str, **changes: Any) -> tuple[ModuleStep, FactoryWorkload]:
+    step, workload = make_user_step(factory_workload(factory, **changes), CPU)
+    assert isinstance(step, ModuleStep)
     return step, workload
 
 
@@ -199,7 +199,7 @@ def run(step: Any, steps: int = 1) -> None:
         drive(step)
 
 
-def gradients(step: OwnStep) -> list[Tensor]:
+def gradients(step: ModuleStep) -> list[Tensor]:
     step.model.eval()  # without dropout, whose mask would differ
     run(step)
     return [parameter.grad for parameter in step.model.parameters() if parameter.grad is not None]
@@ -264,7 +264,7 @@ def test_what_is_wrong_with_a_factory_is_one_line(file: str, called: str, said: 
     factory, *given = called.split()
     arguments = dict(word.split("=") for word in given)
     with pytest.raises(InputError, match=said) as raised:
-        step, _ = make_own_step(own_workload(f"{file}:{factory}", arguments=arguments), CPU)
+        step, _ = make_user_step(factory_workload(f"{file}:{factory}", arguments=arguments), CPU)
         run(step)
     assert "\n" not in str(raised.value) and factory in str(raised.value)
 
@@ -320,7 +320,7 @@ def test_the_batch_of_the_workload_is_that_of_all_ranks(file: str):
         return Shared(parts=dataclasses.replace(parts, batches=batches), finish=None, local=contextlib.nullcontext)
 
     alone = made(f"{file}:make")[1]
-    step, found = make_own_step(own_workload(f"{file}:make"), CPU, share=half)
+    step, found = make_user_step(factory_workload(f"{file}:make"), CPU, share=half)
     assert found.model.inputs == alone.model.inputs
     assert [tensor.shape[0] for _, tensor in step.named_tensors(step.batch)] == [2] and alone.batch_size == 4
 
@@ -338,8 +338,8 @@ def test_an_optimizer_that_the_factory_gives_is_the_one_that_runs(file: str, fac
 
 
 def test_a_step_of_ones_own_is_driven_as_it_is(file: str, tmp_path: Path):
-    step, workload = make_own_step(own_workload(f"{file}:Steps"), CPU)
-    assert isinstance(step, DrivenStep) and workload.by_factory == ("optimizer", "phases")
+    step, workload = make_user_step(factory_workload(f"{file}:Steps"), CPU)
+    assert isinstance(step, UserStep) and workload.by_factory == ("optimizer", "phases")
     assert workload.model.name == "Linear" and workload.optimizer is None
     run(step, 2)
     assert [phase.name for phase in step.phases] == ["forward", "backward", "log"] and step.given.prepared == 2
@@ -347,9 +347,9 @@ def test_a_step_of_ones_own_is_driven_as_it_is(file: str, tmp_path: Path):
     assert observation.model_forwards == {"forward": 1, "backward": 0, "log": 0} and observation.backward_passes == 1
     assert capture_memory(step, CPU, tmp_path, workload=mini()).measured.gradient_bytes == 20
     with pytest.raises(InputError, match="on which dtype bf16 has no effect"):
-        make_own_step(own_workload(f"{file}:Steps", dtype="bf16"), CPU)
+        make_user_step(factory_workload(f"{file}:Steps", dtype="bf16"), CPU)
     with pytest.raises(InputError, match=r"on which clip 1\.0 has no effect"):
-        make_own_step(own_workload(f"{file}:Steps", clip=1), CPU)
+        make_user_step(factory_workload(f"{file}:Steps", clip=1), CPU)
 
 
 # --- the step ---
@@ -597,14 +597,14 @@ def test_no_part_of_a_configuration_has_a_dtype_of_its_own(tmp_path: Path, archi
         "vision_config": {**VIT, "model_type": "siglip_vision_model", "architectures": None, "torch_dtype": "float16"},
     }  # fmt: skip
     fields = fields if architectures else {**LLAMA, "architectures": None, **asked}
-    own = load_own(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8}).made
+    own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8}).made
     assert own is not None and {parameter.dtype for parameter in own.module.parameters()} == {torch.float32}
     assert not any(getattr(part, "gradient_checkpointing", False) for part in own.module.modules())
     assert isinstance(own.module, transformers.PreTrainedModel)
     own.module(**own.batches[0]).loss.backward()
     if architectures:  # nor of an argument in its place
         arguments = {"batch_size": 2, "seq_len": 8, "text_config": {**LLAMA, **asked}}
-        own = load_own(configuration(tmp_path, fields), arguments).made
+        own = load_factory(configuration(tmp_path, fields), arguments).made
         assert own is not None and {parameter.dtype for parameter in own.module.parameters()} == {torch.float32}
 
 
@@ -615,7 +615,7 @@ def test_the_class_is_a_field_as_others_are(tmp_path: Path, architectures: Any):
         (LLAMA, {"architectures": architectures}),
         ({**LLAMA, "architectures": architectures}, {}),
     ):
-        own = load_own(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
+        own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
         assert own is not None and type(own.module).__name__ == "LlamaForSequenceClassification"
 
 
@@ -629,7 +629,7 @@ def test_labels_are_those_of_the_problem(tmp_path: Path, problem: str, classes: 
         "architectures": ["LlamaForSequenceClassification"], "problem_type": problem, "num_labels": classes,
         "pad_token_id": 0,
     }  # fmt: skip
-    own = load_own(configuration(tmp_path, {**LLAMA, **kind}), {"batch_size": 2, "seq_len": 8}).made
+    own = load_factory(configuration(tmp_path, {**LLAMA, **kind}), {"batch_size": 2, "seq_len": 8}).made
     assert own is not None
     labels = own.batches[0]["labels"]
     assert labels.is_floating_point() and labels.shape == shape
@@ -640,7 +640,7 @@ def test_attention_is_a_field_by_either_name(tmp_path: Path):
     pytest.importorskip("transformers")
     for written in ("attn_implementation", "_attn_implementation"):
         for fields, arguments in ((LLAMA, {written: "eager"}), ({**LLAMA, written: "eager"}, {})):
-            own = load_own(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
+            own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
             config: Any = own.module.config if own is not None else None
             assert config._attn_implementation == "eager"
 
@@ -649,7 +649,7 @@ def test_parameters_of_a_configuration_are_made_where_the_step_is(tmp_path: Path
     """A device draws half a billion random numbers sooner than a CPU does; a batch is drawn on the CPU everywhere."""
     pytest.importorskip("transformers")
     meta = torch.device("meta")
-    loaded = load_own(configuration(tmp_path, LLAMA), {"batch_size": 2, "seq_len": 8}, device=meta)
+    loaded = load_factory(configuration(tmp_path, LLAMA), {"batch_size": 2, "seq_len": 8}, device=meta)
     assert loaded.made is not None
     assert {parameter.device for parameter in loaded.made.module.parameters()} == {meta}
     assert loaded.made.batches[0]["input_ids"].device.type == "cpu"
@@ -751,7 +751,7 @@ def test_a_step_that_ends_in_the_middle_keeps_what_was_measured(tmp_path: Path, 
         "def make():\n"
         "    return Model(), torch.ones(3)\n"
     )
-    workload = OwnWorkload(factory=f"{tmp_path}/exits.py:make", model=OwnModel(name=""))
+    workload = FactoryWorkload(factory=f"{tmp_path}/exits.py:make", model=UserModel(name=""))
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=10, steps_cap=10)
     run, directory = measure_step(StepRequest(workload=workload, device="cpu", settings=settings, out=str(tmp_path)))
     assert run.status == "failed" and run.failure is not None

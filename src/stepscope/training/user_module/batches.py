@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 from stepscope.core.errors import InputError
-from stepscope.training.own.user_code import said_of
+from stepscope.training.user_module.user_code import said_of
 
 MOST_BATCHES = 4
 """Batches that are taken from a loader or another iterator, as many as the textbook's steps rotate through."""

@@ -8,16 +8,18 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from stepscope.core.own_workload import Input, OwnModel
+from stepscope.core.workload import Input, UserModel
 
 _LIBRARIES = tuple(
     sorted({str(Path(sysconfig.get_path(place)).resolve()) for place in ("stdlib", "platstdlib", "purelib", "platlib")})
 )
 
 
-def describe_own(module: nn.Module, tensors: Iterable[tuple[str, Tensor]], files: Iterable[Path | None]) -> OwnModel:
+def describe_module(
+    module: nn.Module, tensors: Iterable[tuple[str, Tensor]], files: Iterable[Path | None]
+) -> UserModel:
     """The module as it was found. tensors: those of a batch. files: where the factory stands, or its configuration."""
-    return OwnModel(
+    return UserModel(
         name=type(module).__name__,
         parameters=sum(parameter.numel() for parameter in module.parameters()),
         inputs={name: Input(tuple(t.shape), _dtype(t)) for name, t in tensors},

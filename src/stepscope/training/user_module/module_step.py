@@ -19,11 +19,11 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.recording.step import Phase
 from stepscope.training.checkpointing import KeptCalls
-from stepscope.training.own.batches import Call, batches_of, input_names, moved, named_tensors, split
-from stepscope.training.own.blocks import checkpoint_blocks
-from stepscope.training.own.user_code import said_of
 from stepscope.training.parts.replaced import replace_in
 from stepscope.training.training_step import AssembledStep, Batch, Choices, Share, StepParts, check_choices, in_16_bits
+from stepscope.training.user_module.batches import Call, batches_of, input_names, moved, named_tensors, split
+from stepscope.training.user_module.blocks import checkpoint_blocks
+from stepscope.training.user_module.user_code import said_of
 
 # Understands what a user's factory returned: a module with its batches, its loss and perhaps its optimizer; or a step.
 #
@@ -49,7 +49,7 @@ _LossTakes = Literal["output", "batch", "rest"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnModule:
+class UserModule:
     """A user's module with its batches and its loss, still where the factory left them or moved to a device."""
 
     name: str
@@ -85,7 +85,7 @@ class OwnModule:
         others = {"output": (), "batch": (batch,), "rest": (self.call.rest(batch),)}[self._loss_takes]
         return _number(self.loss(output, *others), self.name, "its loss function")
 
-    def on(self, device: torch.device, dtype: torch.dtype | None = None) -> "OwnModule":
+    def on(self, device: torch.device, dtype: torch.dtype | None = None) -> "UserModule":
         """The module and its batches on a device. With a dtype, parameters, buffers and inputs are converted to it."""
         with said_of(f"{self.name} cannot be moved to {device}"):
             # Fake parameters cannot be moved at all, not even to the device that they are on.
@@ -94,7 +94,7 @@ class OwnModule:
         batches = [moved(batch, device, dtype, self.name) for batch in self.batches]
         return dataclasses.replace(self, module=module, batches=batches)
 
-    def computed_by(self, chosen: Mapping[Part, Kernels]) -> "OwnModule":
+    def computed_by(self, chosen: Mapping[Part, Kernels]) -> "UserModule":
         """The module, parts of which these kernels compute, where its modules compute the same; it is changed in place.
 
         Raises InputError, one line, where they replace nothing.
@@ -109,7 +109,7 @@ class OwnModule:
         return dataclasses.replace(self, found=replaced.found)
 
 
-def understand(found: Any, name: str) -> OwnModule:
+def understand(found: Any, name: str) -> UserModule:
     """The object that the factory returned, as a module with its batches. Raises InputError where it is none."""
     parts = _parts(found, name)
     module, batch, loss, optimizer = parts.module, parts.batch, parts.loss, parts.optimizer
@@ -122,7 +122,7 @@ def understand(found: Any, name: str) -> OwnModule:
         raise InputError(f"{name}: the loss is {type(loss).__name__}, which cannot be called; {FORMS}")
     if optimizer is not None:
         _check_optimizer(optimizer, module, name)
-    return OwnModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
+    return UserModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
 
 
 def check_gradient(loss: Tensor, name: str) -> None:
@@ -209,7 +209,7 @@ class OwnChoices(Choices, Protocol):
 class ModuleWithLoss(nn.Module):
     """A user's module and its loss: all that `forward` means in a training step."""
 
-    def __init__(self, own: OwnModule) -> None:
+    def __init__(self, own: UserModule) -> None:
         super().__init__()
         self.module = own.module
         self._arguments, self._loss_of = own.call.arguments, own.loss_of
@@ -222,7 +222,7 @@ class ModuleWithLoss(nn.Module):
 class ModuleAlone(nn.Module):
     """A user's module without its loss, as inference runs it."""
 
-    def __init__(self, own: OwnModule) -> None:
+    def __init__(self, own: UserModule) -> None:
         super().__init__()
         self.module = own.module
         self._arguments = own.call.arguments
@@ -232,11 +232,11 @@ class ModuleAlone(nn.Module):
         return self.module(*args, **kwargs)
 
 
-class OwnStep(AssembledStep):
+class ModuleStep(AssembledStep):
     """A step of a user's module. If the first run of one of its phases fails, one line says what is wrong."""
 
     def __init__(
-        self, own: OwnModule, choices: OwnChoices, device: torch.device, share: Share | None = None
+        self, own: UserModule, choices: OwnChoices, device: torch.device, share: Share | None = None
     ) -> None:  # fmt: skip
         """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
@@ -276,7 +276,7 @@ class OwnStep(AssembledStep):
             )
 
     def _infer(self, micro: int) -> None:
-        self._first.run(FORWARD, lambda: super(OwnStep, self)._infer(micro))
+        self._first.run(FORWARD, lambda: super(ModuleStep, self)._infer(micro))
 
     def _backward(self) -> None:
         self._first.run(BACKWARD, super()._backward)
@@ -307,7 +307,7 @@ class _FirstRuns:
             if isinstance(error, RuntimeError) and "memory" in message_of(error):
                 raise
             called = {frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)}
-            where = f"{phase}, in its loss function" if OwnModule.loss_of.__code__ in called else phase
+            where = f"{phase}, in its loss function" if UserModule.loss_of.__code__ in called else phase
             raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
         self.done.add(phase)
 
@@ -316,7 +316,7 @@ class _FirstRuns:
         return Phase(name=given.name, run=lambda: self.run(given.name, given.run))
 
 
-class DrivenStep:
+class UserStep:
     """A step that a user made: an object with `phases`, and perhaps with other attributes of a Step."""
 
     def __init__(self, given: Any, name: str, device: torch.device) -> None:
@@ -361,14 +361,14 @@ class DrivenStep:
             self._first.run("prepare", prepare)
 
 
-def check_trained(own: OwnModule, choices: OwnChoices) -> None:
+def check_trained(own: UserModule, choices: OwnChoices) -> None:
     """Raise InputError for a training step of a module without parameters that are trained."""
     if choices.phase != "forward" and not any(parameter.requires_grad for parameter in own.module.parameters()):
         remedy = "give it some, or measure forward alone with stepscope run --phase forward"
         raise InputError(f"{own.name} has no parameters to train: {remedy}")
 
 
-def placed(own: OwnModule, choices: OwnChoices, device: torch.device) -> OwnModule:
+def placed(own: UserModule, choices: OwnChoices, device: torch.device) -> UserModule:
     """The module on its device and in its dtype, with the parts that other kernels compute.
 
     They come first of all that changes a module: a replacement is held against the module's own forward and its own
@@ -379,7 +379,7 @@ def placed(own: OwnModule, choices: OwnChoices, device: torch.device) -> OwnModu
     return there.computed_by(choices.parts)
 
 
-def parts_of(own: OwnModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:
+def parts_of(own: UserModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:
     """What the step of a user's module is assembled of; its blocks, where they are known."""
     names = input_names(own.module)
 

@@ -19,14 +19,22 @@ import torch
 from torch import nn
 
 from stepscope.core.errors import InputError
-from stepscope.core.own_arguments import is_configuration
-from stepscope.core.own_workload import OwnModel, OwnWorkload
-from stepscope.training.own.batches import input_names, named_tensors
-from stepscope.training.own.hugging_face import make_from_config
-from stepscope.training.own.identity import describe_own
-from stepscope.training.own.own_step import DrivenStep, OwnModule, OwnStep, check_trained, parts_of, placed, understand
-from stepscope.training.own.user_code import printed_to_stderr, said_of
+from stepscope.core.factory_arguments import is_configuration
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.training.training_step import Batch, Choices, Share, Shared, StepParts
+from stepscope.training.user_module.batches import input_names, named_tensors
+from stepscope.training.user_module.hugging_face import make_from_config
+from stepscope.training.user_module.identity import describe_module
+from stepscope.training.user_module.module_step import (
+    ModuleStep,
+    UserModule,
+    UserStep,
+    check_trained,
+    parts_of,
+    placed,
+    understand,
+)
+from stepscope.training.user_module.user_code import printed_to_stderr, said_of
 
 # Finds a user's factory by its name, and calls it with the arguments that were given.
 #
@@ -185,7 +193,7 @@ class Loaded:
 
     name: str
     """What names it in messages: `--module mine:make`."""
-    made: OwnModule | None
+    made: UserModule | None
     """The module; None where the factory returned a step of its own."""
     step: Any = None
     """The step that the factory returned, if it did."""
@@ -193,7 +201,7 @@ class Loaded:
     """The file that defines it."""
 
 
-def load_own(
+def load_factory(
     spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0, device: torch.device | None = None
 ) -> Loaded:  # fmt: skip
     """Load what a factory returns, or a Hugging Face model by its configuration (`.json`).
@@ -211,15 +219,15 @@ def load_own(
     return Loaded(name=name, made=None, step=found, file=factory.file)
 
 
-def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> OwnModule:
+def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> UserModule:
     """A user's module with its batches. Raises InputError where the factory returns a step instead."""
-    loaded = load_own(spelled, arguments, seed=seed)
+    loaded = load_factory(spelled, arguments, seed=seed)
     if loaded.made is None:
         raise InputError(f"{loaded.name} gave a step of its own: give its module and a batch")
     return loaded.made
 
 
-def take_own(given: Any, name: str) -> Loaded:
+def take_object(given: Any, name: str) -> Loaded:
     """Take an object that exists already, in any form that a factory may return. Raises InputError for any other."""
     if isinstance(given, torch.nn.Module) or not hasattr(given, "phases"):
         return Loaded(name=name, made=understand(given, name))
@@ -244,22 +252,22 @@ def code_of(loaded: Loaded) -> str:
     made = loaded.made
     if made is None:
         return ""
-    found = describe_own(made.module, named_tensors(made.batches[0], input_names(made.module)), [])
+    found = describe_module(made.module, named_tensors(made.batches[0], input_names(made.module)), [])
     return hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()[:16]
 
 
-def make_own_step(
-    workload: OwnWorkload,
+def make_user_step(
+    workload: FactoryWorkload,
     device: torch.device,
     given: Callable[[], Loaded] | None = None,
     share: Share | None = None,
-) -> tuple[OwnStep | DrivenStep, OwnWorkload]:
+) -> tuple[ModuleStep | UserStep, FactoryWorkload]:
     """The step on its device, and the workload with the model as it was found and the factory's own choices.
 
     given: an object that exists already, in place of what the workload's factory would return. share: spreads the step
     over several processes. Raises InputError for a step of the user's own that others should share.
     """
-    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed, device=device)
+    loaded = given() if given else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
     if loaded.made is None:
         if share is not None:
             raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
@@ -271,37 +279,37 @@ def make_own_step(
         whole.append(parts.batches[0])
         return share(parts, choices)
 
-    step = OwnStep(loaded.made, workload, device, share_and_note if share is not None else None)
+    step = ModuleStep(loaded.made, workload, device, share_and_note if share is not None else None)
     optimizer, by_factory = workload.optimizer, ()
     if loaded.made.optimizer is not None and step.optimizer is not None:
         optimizer, by_factory = type(step.optimizer).__name__, ("optimizer",)
     batch = whole[0] if whole else step.batches[0]
-    model = describe_own(step.model, step.named_tensors(batch), [loaded.file])
+    model = describe_module(step.model, step.named_tensors(batch), [loaded.file])
     return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=by_factory)
 
 
-def own_parts(
-    workload: OwnWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
+def user_parts(
+    workload: FactoryWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
 ) -> StepParts:  # fmt: skip
     """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
-    loaded = given() if given else load_own(workload.factory, workload.arguments, seed=workload.seed, device=device)
+    loaded = given() if given else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
     if loaded.made is None:
         raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
     check_trained(loaded.made, workload)
     return parts_of(placed(loaded.made, workload, device), workload)
 
 
-def _driven(loaded: Loaded, workload: OwnWorkload, device: torch.device) -> tuple[DrivenStep, OwnWorkload]:
-    usual = OwnWorkload(model=workload.model, factory=workload.factory)
+def _driven(loaded: Loaded, workload: FactoryWorkload, device: torch.device) -> tuple[UserStep, FactoryWorkload]:
+    usual = FactoryWorkload(model=workload.model, factory=workload.factory)
     for field in ("dtype", "phase", "compile", "clip", "checkpointing", "accumulation", "norm", "mlp"):
         if getattr(workload, field) != getattr(usual, field):
             raise InputError(
                 f"{loaded.name} gave a step of its own, on which {field} {getattr(workload, field)} has no effect: "
                 "leave it out, or give a module and a batch"
             )
-    step = DrivenStep(loaded.step, loaded.name, device)
+    step = UserStep(loaded.step, loaded.name, device)
     tensors = step.named_tensors(step.batches[0]) if step.batches else []
-    model: OwnModel = describe_own(step.model, tensors, [loaded.file])
+    model: UserModel = describe_module(step.model, tensors, [loaded.file])
     if not step.model.state_dict() and type(step.model) is torch.nn.Module:
         model = msgspec.structs.replace(model, name=type(loaded.step).__name__)
     optimizer = type(step.optimizer).__name__ if step.optimizer is not None else None

@@ -13,16 +13,16 @@ pytest.importorskip("triton", reason="the fused parts are written in Triton, whi
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, StepOperators
-from stepscope.core.own_workload import OwnModel, OwnWorkload
 from stepscope.core.parts import PartFound
+from stepscope.core.workload import FactoryWorkload, UserModel
 from stepscope.engine.own_fit import watch_own_step
 from stepscope.recording.device import timing_device
 from stepscope.recording.driven import step_flops
 from stepscope.recording.step import drive
 from stepscope.runs.answer import answer_run
 from stepscope.runs.checks import check_run
-from stepscope.training.own.loading import make_own_step
-from stepscope.training.own.own_step import OwnStep
+from stepscope.training.user_module.loading import make_user_step
+from stepscope.training.user_module.module_step import ModuleStep
 from tests.command import stepscope
 from tests.conftest import at_length, make_run
 from tests.shown import shown
@@ -83,13 +83,13 @@ def file(tmp_path: Path) -> Path:
     return place
 
 
-def made(file: Path, factory: str = "make", **choices: Any) -> OwnStep:
-    step, _ = make_own_step(OwnWorkload(model=OwnModel(name=""), factory=f"{file}:{factory}", **choices), DEVICE)
-    assert isinstance(step, OwnStep)
+def made(file: Path, factory: str = "make", **choices: Any) -> ModuleStep:
+    step, _ = make_user_step(FactoryWorkload(model=UserModel(name=""), factory=f"{file}:{factory}", **choices), DEVICE)
+    assert isinstance(step, ModuleStep)
     return step
 
 
-def numbers(step: OwnStep) -> tuple[float, list[Tensor]]:
+def numbers(step: ModuleStep) -> tuple[float, list[Tensor]]:
     """The loss of the first step, and its gradients."""
     step.prepare()
     drive(step)
@@ -195,7 +195,7 @@ def test_where_nothing_is_replaced_one_line_says_why(file: Path, factory: str, c
 
 
 def test_fake_tensors_cannot_tell_whether_kernels_compute_the_same(file: Path):
-    workload = OwnWorkload(model=OwnModel(name=""), factory=f"{file}:make", norm="fused")
+    workload = FactoryWorkload(model=UserModel(name=""), factory=f"{file}:make", norm="fused")
     with pytest.raises(InputError, match="other kernels in a model of your own cannot be run on fake tensors: leave"):
         watch_own_step(workload, "cuda")
 
@@ -257,7 +257,7 @@ def test_ranks_compute_with_other_kernels_what_one_process_does(file: Path, stra
 
 def test_kernels_that_never_ran_are_a_finding():
     """As where a model calls its norms with other arguments, which their own forward takes."""
-    workload = OwnWorkload(model=OwnModel(name="Net"), factory="own.py:make", norm="fused", mlp="fused")
+    workload = FactoryWorkload(model=UserModel(name="Net"), factory="own.py:make", norm="fused", mlp="fused")
     norm = PartFound(part="norm", kernels="fused", type="RMSNorm", modules=2, replaced=True)
     mlp = PartFound(part="mlp", kernels="fused", type="GLU", modules=2, replaced=False, why="they are replaced already")
 

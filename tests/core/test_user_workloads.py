@@ -20,10 +20,17 @@ from stepscope.core.formulas.spelled import (
     run_command,
 )
 from stepscope.core.memory_notes import MemoryNotes
-from stepscope.core.own_workload import AnyWorkload, Input, OwnModel, OwnWorkload, WatchedWorkload, with_kind
 from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
-from stepscope.core.workload import Workload
+from stepscope.core.workload import (
+    FactoryWorkload,
+    Input,
+    TextbookWorkload,
+    UserModel,
+    WatchedWorkload,
+    Workload,
+    with_kind,
+)
 from stepscope.runs.answer import answer_cells, answer_list, answer_run
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
@@ -32,21 +39,21 @@ from tests.conftest import make_run, workload
 from tests.shown import shown
 
 IDS = Input(shape=(4, 128), dtype="int64")
-MODEL = OwnModel(name="GPT", parameters=1_234, inputs={"idx": IDS, "targets": IDS}, structure="ab", source="cd")
-OWN = OwnWorkload(factory="train.py:make", arguments={"width": 64, "fast": True}, model=MODEL)
+MODEL = UserModel(name="GPT", parameters=1_234, inputs={"idx": IDS, "targets": IDS}, structure="ab", source="cd")
+OWN = FactoryWorkload(factory="train.py:make", arguments={"width": 64, "fast": True}, model=MODEL)
 WATCHED = WatchedWorkload(program="train.py --lr 0.1", model=MODEL, optimizer="AdamW", rank=1, world_size=2)
-IMAGES = OwnModel(name="ResNet", inputs={"0": Input(shape=(8, 3, 32, 32), dtype="float32")})
+IMAGES = UserModel(name="ResNet", inputs={"0": Input(shape=(8, 3, 32, 32), dtype="float32")})
 
 TIMES = {"forward": [0.1, 0.1], "backward": [0.2, 0.2], "optimizer": [0.1, 0.1]}
 
 
-def _run(of: AnyWorkload) -> Run:
+def _run(of: Workload) -> Run:
     run = make_run(workload(), **TIMES)
     return msgspec.structs.replace(run, workload=of, id=f"20260101T000000.000-{of.key}", work={})
 
 
 @pytest.mark.parametrize("of", [OWN, WATCHED, workload()], ids=["own", "watched", "textbook"])
-def test_a_run_of_each_kind_is_read_as_it_was_written(of: AnyWorkload, tmp_path: Path):
+def test_a_run_of_each_kind_is_read_as_it_was_written(of: Workload, tmp_path: Path):
     run = _run(of)
     (tmp_path / "run.json").write_bytes(encode_run(run))
     assert load_run(tmp_path) == run
@@ -55,14 +62,14 @@ def test_a_run_of_each_kind_is_read_as_it_was_written(of: AnyWorkload, tmp_path:
 
 
 def test_a_run_that_ended_before_its_module_was_made_is_named_by_its_factory():
-    never_made = msgspec.structs.replace(OWN, model=OwnModel(name=""))
+    never_made = msgspec.structs.replace(OWN, model=UserModel(name=""))
     runs = [_run(OWN), msgspec.structs.replace(_run(never_made), status="timed-out")]
     table = shown(answer_table(runs, TableQuery(rows=("model",), where=(("model", ("make",)),)), bare=False))
     assert re.search(r"^ make +timed-out", table, re.MULTILINE)
 
 
 @pytest.mark.parametrize("of", [OWN, WATCHED, msgspec.structs.replace(OWN, model=IMAGES)])
-def test_every_reader_of_runs_takes_a_run_whose_model_is_not_ours(of: AnyWorkload):
+def test_every_reader_of_runs_takes_a_run_whose_model_is_not_ours(of: Workload):
     run = _run(of)
     run = msgspec.structs.replace(run, summary=summarise(run), findings=check_run(run))
     assert not [finding for finding in run.findings if finding.severity == "error"]
@@ -90,7 +97,7 @@ def test_a_workload_stored_before_there_were_kinds_is_the_textbooks():
     stored = msgspec.json.encode(workload(seq_len=64))
     before = stored.replace(b'"kind":"textbook",', b"")
     assert before != stored
-    assert msgspec.json.decode(with_kind(before), type=Workload) == workload(seq_len=64)
+    assert msgspec.json.decode(with_kind(before), type=TextbookWorkload) == workload(seq_len=64)
     assert with_kind(stored) == stored
     assert msgspec.json.decode(with_kind(b" { } ")) == {"kind": "textbook"}
 
@@ -116,7 +123,7 @@ def test_the_words_of_an_own_workload():
 def test_a_batch_has_tokens_where_it_holds_token_ids():
     assert (OWN.batch_size, OWN.seq_len, OWN.tokens) == (4, 128, 512)
     assert (IMAGES.batch_size, IMAGES.seq_len, IMAGES.tokens) == (8, None, None)
-    assert OwnModel(name="Nothing").batch_size is None
+    assert UserModel(name="Nothing").batch_size is None
 
 
 def test_a_key_is_safe_in_a_file_name_and_tells_experiments_apart():
@@ -133,7 +140,7 @@ def test_a_key_is_safe_in_a_file_name_and_tells_experiments_apart():
 def test_what_is_asked_does_not_depend_on_what_was_found():
     found = msgspec.structs.replace(OWN, by_factory=("optimizer",), optimizer="AdamW")
     assert msgspec.structs.replace(found, optimizer="adamw-foreach").asked == OWN.asked
-    assert OWN.asked.model == OwnModel(name="")
+    assert OWN.asked.model == UserModel(name="")
 
 
 @pytest.mark.parametrize(
@@ -151,7 +158,9 @@ def test_how_parts_are_computed_counts_only_where_it_is_not_the_model_s_own_code
     assert plain.key == "make-fp32-train-width64-fastTrue-7acf340b"
     assert not {"norm", "mlp", "loss"} & {*plain.identity}
     stored = msgspec.json.decode(msgspec.json.encode(OWN))
-    assert msgspec.convert({n: v for n, v in stored.items() if n not in ("norm", "mlp", "loss")}, OwnWorkload) == OWN
+    assert (
+        msgspec.convert({n: v for n, v in stored.items() if n not in ("norm", "mlp", "loss")}, FactoryWorkload) == OWN
+    )
     norm = msgspec.structs.replace(OWN, norm="fused")
     both = msgspec.structs.replace(norm, mlp="fused", loss="fused")
     assert norm.key.startswith("make-fp32-train-width64-fastTrue-fused-norm-") and norm.identity["norm"] == "fused"
@@ -162,7 +171,7 @@ def test_how_parts_are_computed_counts_only_where_it_is_not_the_model_s_own_code
 
 def test_options_and_arguments_say_how_parts_are_computed():
     asked = {"module": ("own.py:make",), "kernels": ("reference", "fused"), "mlp": ("reference",)}
-    found = [own for own in ManyWorkloads(asked).workloads() if isinstance(own, OwnWorkload)]
+    found = [own for own in ManyWorkloads(asked).workloads() if isinstance(own, FactoryWorkload)]
     assert [own.parts for own in found] == [{"norm": n, "mlp": "reference", "loss": n} for n in ("reference", "fused")]
     assert len(ManyWorkloads({**asked, "norm": ("fused",), "loss": ("fused",)}).workloads()) == 1, (
         "what is said is so in all kernels"

@@ -18,8 +18,8 @@ from torch import Tensor
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.files import read_document
 from stepscope.core.model_file import without_options
-from stepscope.training.own.own_step import OwnModule
-from stepscope.training.own.user_code import printed_to_stderr, said_of
+from stepscope.training.user_module.module_step import UserModule
+from stepscope.training.user_module.user_code import printed_to_stderr, said_of
 
 BATCH_SIZE, SEQ_LEN = 4, 512
 """The size of a batch that no argument gives."""
@@ -40,7 +40,7 @@ _SAID_ELSEWHERE = {
 """Fields that no argument changes, and why."""
 
 
-def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.device | None = None) -> OwnModule:
+def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.device | None = None) -> UserModule:
     """The model of a configuration with random batches for it.
 
     arguments: `batch_size` and `seq_len`; any other replaces a field of the configuration. device: where the parameters
@@ -61,7 +61,7 @@ def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.devi
             model = _model(config, {**fields, **changes}.get("architectures"), name)
         length = sizes["seq_len"] if length_is_asked else min(sizes["seq_len"], _positions(config) or SEQ_LEN)
         batches = [_batch(model, config, sizes["batch_size"], length, name) for _ in range(_BATCHES)]
-    return OwnModule(name=name, module=model, batches=batches)
+    return UserModule(name=name, module=model, batches=batches)
 
 
 def _transformers(name: str) -> Any:
