@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.questions.fit_of_own import fit_of_own
 
 _DECODER = {

@@ -28,7 +28,7 @@ from stepscope.core.document import decode_document
 from stepscope.core.model_config import configure
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Ratio, Samples, known
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.compare.sides import Side, SideComparison, compare_sides
 from stored import keep
 

@@ -41,7 +41,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 KIND = "long-step"
 LEARNING_RATE, SPREAD, SEED = 1e-4, 0.02, 1234

@@ -29,7 +29,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.device import Device, resolve_device, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.gpu_samples import gpu_sampled

@@ -26,7 +26,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stored import bounds_of, measure_or_show, ratios_of
 
 Block = Callable[[int], None]

@@ -29,7 +29,7 @@ from stepscope.core.evidence import ProcessStart
 from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.units import counted
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.plan import Cell, Policy, SweepPlan
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step

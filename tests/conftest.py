@@ -21,7 +21,7 @@ from stepscope.core.model_config import SIZE_FIELDS, configure
 from stepscope.core.nsight import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from tests.interpreter import quicken
 
 if TYPE_CHECKING:

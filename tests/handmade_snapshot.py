@@ -9,7 +9,7 @@ from benchmarks.recording_allocator import MIB, RecordingAllocator
 
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory, MemoryNotes, PhaseSpan, TensorNote
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from tests.conftest import mini
 
 START_US = 1_700_000_000_000_000

@@ -1,7 +1,7 @@
 """The workload of a run that is known to be of the textbook's model."""
 
 from stepscope.core.run import Run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 
 def textbook(run: Run) -> TextbookWorkload:

@@ -13,7 +13,7 @@ from stepscope.allocations.prediction.kept_tensors import kept_by_block
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.memory_notes import TensorNote
 from stepscope.core.units import MIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 DATA = Path(__file__).parents[1] / "data"
 

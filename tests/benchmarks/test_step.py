@@ -8,7 +8,7 @@ import pytest
 from benchmarks.step import RIVAL, SIZES, WAYS, main, rendered
 
 from stepscope.core.model_config import configure
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 
 def line(way: str, step_s: float, peak_bytes: int) -> dict[str, Any]:

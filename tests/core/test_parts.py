@@ -8,7 +8,7 @@ from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call, run_command
 from stepscope.core.parts import LOSS_LEAST_ROWS, PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from tests.conftest import workload
 
 

@@ -22,7 +22,7 @@ from stepscope.core.formulas.spelled import (
 from stepscope.core.memory_notes import MemoryNotes
 from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
-from stepscope.core.workload import (
+from stepscope.core.workloads import (
     FactoryWorkload,
     Input,
     TextbookWorkload,

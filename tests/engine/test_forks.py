@@ -13,7 +13,7 @@ import pytest
 
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.run import Repeat, Run, Settings
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
 from stepscope.engine.sweep import COMPILER_ON_GPU, Series, run_sweep
 from tests.conftest import at_length

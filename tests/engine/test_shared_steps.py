@@ -19,7 +19,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness, RanksEvidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.cell_process import MARK
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest

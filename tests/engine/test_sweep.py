@@ -15,7 +15,7 @@ import pytest
 from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import create_run_directory, load_runs, save_run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.recipe import load_recipe
 from stepscope.engine.sweep import Series, run_sweep
@@ -224,11 +224,11 @@ def test_a_cell_the_device_cannot_run_is_a_row_but_a_missing_device_ends_the_swe
 
 RECIPE = """
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import TextbookWorkload
 
 def sweep():
     model = configure("tiny", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=101)
-    return [Workload(model=model, seq_len=n, batch_size=2) for n in (8, 16)]
+    return [TextbookWorkload(model=model, seq_len=n, batch_size=2) for n in (8, 16)]
 """
 
 
@@ -340,7 +340,7 @@ def test_ctrl_c_keeps_what_the_running_cell_has(tmp_path: Path, out: Path):
             "recipe.py line 4: unknown model 'smal'",
         ),
         (
-            "from stepscope.core.workload import Workload\n\ndef sweep():\n    return [Workload(modle=1)]\n",
+            "from stepscope.core.workloads import TextbookWorkload as W\n\ndef sweep():\n    return [W(modle=1)]\n",
             "recipe.py line 4: TypeError.*modle",
         ),
     ],

@@ -9,7 +9,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.factory_arguments import code_digest
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, UserModel
 from stepscope.engine.request import StepRequest
 from stepscope.engine.turns import measure_in_turns
 from tests.conftest import mini

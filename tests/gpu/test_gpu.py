@@ -18,7 +18,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
-from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Dtype
+from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Dtype
 from stepscope.engine.plan import Cell, SweepPlan
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step

@@ -40,7 +40,7 @@ KINDS = (
 ENDS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -9}
 RECIPE = """
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 
 def sweep():
     model = configure("tiny", d_model=32, d_ff=64, layers=1, heads=2, vocabulary=101)

@@ -23,7 +23,7 @@ from stepscope.core.evidence import Evidence, Saved, WatchedLoop
 from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.driven import step_habits
 from stepscope.runs.checks import check_run

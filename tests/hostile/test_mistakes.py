@@ -36,7 +36,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, FactoryWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
 from stepscope.recording.driven import observe_step, step_habits, step_operators

@@ -16,7 +16,7 @@ import pytest
 from stepscope.core.model_config import configure
 from stepscope.core.parts import named_kernels
 from stepscope.core.run import Settings
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.plan import grid
 from stepscope.questions.parallel import parallel_cells
 

@@ -18,7 +18,7 @@ from stepscope.core.evidence import Evidence
 from stepscope.core.formulas.attention import saved_by_formula
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.questions.attention.answer import answer_attention

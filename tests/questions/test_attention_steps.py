@@ -14,7 +14,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.attention_step import (
     FAMILIES,
     MEMORY,

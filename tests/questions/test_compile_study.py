@@ -22,7 +22,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.compile.answer import (
     ATTENTION,
     COPIES,

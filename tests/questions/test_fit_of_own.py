@@ -13,7 +13,7 @@ from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.allocations.prediction.own_fit import KEPT_FREE, Unseen
 from stepscope.core.errors import InputError
 from stepscope.core.units import GIB, MIB
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine import own_fit
 from stepscope.engine import own_fit as own_fake_step
 from stepscope.engine.fake_step import estimate_by_running, replayed
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 from stepscope.training.training_step import ForwardLoss, build_model
 
 def mlp(batch_size=16, width=64):

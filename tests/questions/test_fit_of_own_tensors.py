@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import stepscope
 from stepscope.core.errors import InputError
-from stepscope.core.workload import FactoryWorkload
+from stepscope.core.workloads import FactoryWorkload
 from tests.command import stepscope as command
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.questions.gradients.scaling import study_scaling
 from stepscope.questions.gradients.swallowed import study_swallowed
 from stepscope.questions.gradients.underflow import gradients_of
@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 from stepscope.training.training_step import ForwardLoss, TrainingStep
 
 def textbook():

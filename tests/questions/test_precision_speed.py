@@ -15,7 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
-from stepscope.core.workload import DTYPES
+from stepscope.core.workloads import DTYPES
 from stepscope.questions.speed import (
     LAW,
     MEMORY,

@@ -23,7 +23,7 @@ from stepscope.core.processes import Change
 from stepscope.core.run import Run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
 from stepscope.questions.tuning import curves as curves_module
 from stepscope.questions.tuning.answer import answer_tuned
 from stepscope.questions.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared

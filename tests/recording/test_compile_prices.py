@@ -15,7 +15,7 @@ from torch.utils._traceback import shorten_filename
 from stepscope.core.answer import Answer
 from stepscope.core.samples import Samples
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.questions.compile.price_study import compile_prices
 from stepscope.questions.compile.prices import answer_prices
 from stepscope.recording.compilation import Pricing, place_named

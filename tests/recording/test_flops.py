@@ -9,7 +9,7 @@ from torch.utils.flop_counter import flop_registry
 
 from stepscope.core.formulas.transformer import phase_work, recomputed_flops
 from stepscope.core.model_config import configure
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.step import Phase, drive
 from stepscope.training.training_step import TrainingStep

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.training.optimizer import clip_gradients, global_norm
 from stepscope.training.training_step import AssembledStep, TrainingStep
 from stepscope.training.user_module.loading import make_user_step

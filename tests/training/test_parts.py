@@ -13,7 +13,7 @@ from stepscope.core import parts as records
 from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.core.parts import KERNELS, PARTS, Kernels, Part
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parts import formulas, part_function, parts_for, quack
 from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part
 from stepscope.training.training_step import TrainingStep

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
-from stepscope.core.workload import Dtype
+from stepscope.core.workloads import Dtype
 from stepscope.recording import ranges
 from stepscope.training.attention import attention_for, implementation
 from stepscope.training.attention.written_out import reference

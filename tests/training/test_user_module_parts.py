@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the fused parts are written in Triton, whi
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, StepOperators
 from stepscope.core.parts import PartFound
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.own_fit import watch_own_step
 from stepscope.recording.device import timing_device
 from stepscope.recording.driven import step_flops

@@ -16,7 +16,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording.device import HostDevice

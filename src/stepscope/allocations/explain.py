@@ -25,7 +25,7 @@ from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes,
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION
 from stepscope.core.units import format_count
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # Finds the phases of a history, and by the open ranges the module and part of each event.
 

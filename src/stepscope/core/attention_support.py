@@ -18,7 +18,7 @@ from stepscope.core.attentions import (
 from stepscope.core.errors import InputError, choose
 from stepscope.core.parts import INTERPRETER, unpredicted_part
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.workload import TextbookWorkload, Workload
+from stepscope.core.workloads import TextbookWorkload, Workload
 
 
 def tensor_dtype(dtype: Dtype) -> TensorDtype:

@@ -10,7 +10,7 @@ from stepscope.core.document import decode_document, json_document
 from stepscope.core.environment import Environment
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Dtype
+from stepscope.core.workloads import Dtype
 
 # The gate's report on an implementation of attention: an error for each tensor, a verdict for each case.
 

@@ -9,7 +9,7 @@ import msgspec
 from stepscope.core.errors import InputError, choose
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL, strategy_word
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 Gathers = Literal["never", "once", "each pass"]
 """When ranks gather the parameters that they need whole: not at all, once a step, or in each forward and backward."""

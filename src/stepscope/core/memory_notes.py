@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.evidence import PhaseMemory
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 
 NOTES_KEY = "stepscope"
 """Key of the notes in the snapshot's dict."""

@@ -10,7 +10,7 @@ from stepscope.core.errors import name_shown
 from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_document
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.workload import FactoryWorkload, Workload
+from stepscope.core.workloads import FactoryWorkload, Workload
 
 _DTYPE = ("dtype", "torch_dtype")
 _QUANTISED = ("quantization_config", "compression_config")

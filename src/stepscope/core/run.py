@@ -14,7 +14,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
 from stepscope.core.ranks import RanksEvidence
 from stepscope.core.samples import Samples
-from stepscope.core.workload import TextbookWorkload, Workload
+from stepscope.core.workloads import TextbookWorkload, Workload
 
 # 1  2026-11  first: workload, settings, environment, samples, evidence, work, summary, findings
 SCHEMA_VERSION = 1

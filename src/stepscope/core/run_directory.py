@@ -15,7 +15,7 @@ import msgspec
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.files import read_document
 from stepscope.core.run import SCHEMA_VERSION, Run, instant_of
-from stepscope.core.workload import Workload, with_kind
+from stepscope.core.workloads import Workload, with_kind
 
 # The names of the files in a run directory, and of those beside it.
 

@@ -32,7 +32,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status
 from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, exists, load_run, write_atomically
 from stepscope.core.samples import KnownSamples, known
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 
 INDEX_VERSION = 2
 FEWEST_RUNS = 100

@@ -14,7 +14,7 @@ from stepscope.core.files import cache_directory, read_document, replace_file
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
-from stepscope.core.workload import RunnableWorkload
+from stepscope.core.workloads import RunnableWorkload
 
 TUNED_FIELDS = (
     "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,

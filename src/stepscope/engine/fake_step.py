@@ -31,7 +31,7 @@ from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.parts import REFERENCE
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
 from stepscope.recording.held_tensors import optimizer_tensors
 from stepscope.recording.step import Recorder, drive

@@ -8,7 +8,7 @@ from stepscope.allocations.prediction.layouts import memory_of_ranks
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.layout import layout_of
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import TextbookWorkload, Workload
+from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.engine.plan import SweepPlan
 from stepscope.recording.nvml import smallest_gpu
 

@@ -21,7 +21,7 @@ from stepscope.core.ranks import RankPlace, check_processes
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import FactoryWorkload
+from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.cell_process import CellEvent, CellProcess, Fork
 from stepscope.engine.forks import Forks
 from stepscope.engine.request import Stage, StepRequest, Tell

@@ -29,7 +29,7 @@ from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine.fake_step import STEPS_BEFORE, RefusedInPhase, WatchedStep, label_residents, replayed, run_steps
 from stepscope.recording.fake_memory import (
     LARGEST_REAL,

@@ -14,7 +14,7 @@ from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
 from stepscope.engine.request import MemoryRequest, TraceRequest
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})

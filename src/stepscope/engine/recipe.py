@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 FUNCTION = "sweep"

@@ -9,7 +9,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, ProcessStart, TraceTool
 from stepscope.core.ranks import RankPlace
 from stepscope.core.run import Repeat, Settings
-from stepscope.core.workload import RunnableWorkload
+from stepscope.core.workloads import RunnableWorkload
 
 MemoryStacks = Literal["python", "all"]
 MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)

@@ -26,7 +26,7 @@ from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import GRAPH_WARMUP, FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import GRAPH_WARMUP, FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.engine.request import Stage

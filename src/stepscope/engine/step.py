@@ -13,7 +13,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import nsys_for

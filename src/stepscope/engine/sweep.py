@@ -22,7 +22,7 @@ from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of
 from stepscope.engine.forks import Forks

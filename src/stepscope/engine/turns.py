@@ -16,7 +16,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import create_run_directory
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest, Tell
 from stepscope.engine.stages import (

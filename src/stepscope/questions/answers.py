@@ -14,7 +14,7 @@ from stepscope.core.answer import Answer, Cell, Panel, Point, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
 from stepscope.core.formulas.transformer import parameter_count
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.environment import cpu_name
 
 # Where an experiment runs: the name of its machine, its versions, its threads, and whether a step can fit at all.

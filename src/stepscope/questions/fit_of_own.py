@@ -7,7 +7,7 @@ import msgspec
 from stepscope.allocations.prediction.estimate import DeviceType
 from stepscope.allocations.prediction.fit import Budget
 from stepscope.allocations.prediction.own_fit import OwnFit, decode_own_fit
-from stepscope.core.workload import FactoryWorkload
+from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 

@@ -16,7 +16,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZ
 from stepscope.core.run import Run, Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named, strategy_word
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.plan import Cell as SweepCell
 from stepscope.engine.plan import grid, order_cells
 from stepscope.questions.compare.comparison import (

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import FORWARD
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
 from stepscope.questions.answers import check_room
 from stepscope.recording.step import Recorder, drive
 from stepscope.training.training_step import TrainingStep

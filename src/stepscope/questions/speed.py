@@ -13,7 +13,7 @@ from stepscope.core.figures import digits, gibibytes, milliseconds, percent, tim
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
-from stepscope.core.workload import DTYPES
+from stepscope.core.workloads import DTYPES
 from stepscope.engine.plan import Cell as SweepCell
 from stepscope.questions.compare.comparison import (
     ComparedRun,

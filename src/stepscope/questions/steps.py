@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from stepscope.core.answer import Cell
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
 from stepscope.training.training_step import TrainingStep
 from stepscope.training.user_module.batches import moved
 from stepscope.training.user_module.loading import make_user_step

@@ -11,7 +11,7 @@ from stepscope.core.formulas import Work
 from stepscope.core.ranks import CollectiveCalls
 from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
 from stepscope.recording.capture import (
     BackwardMarks,

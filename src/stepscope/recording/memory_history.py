@@ -40,7 +40,7 @@ from stepscope.core.memory_notes import (
 )
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_ACCUMULATION, OPTIMIZER
 from stepscope.core.run_directory import MEMORY_FILE
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
 from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, saved_tensors
 from stepscope.recording.keepers import Keepers

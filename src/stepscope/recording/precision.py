@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.evidence import Precision, ProfiledStep
-from stepscope.core.workload import Dtype
+from stepscope.core.workloads import Dtype
 
 PROBE_SIZE = 512
 

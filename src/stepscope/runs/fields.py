@@ -20,7 +20,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB, counted
-from stepscope.core.workload import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, FactoryWorkload
+from stepscope.core.workloads import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, FactoryWorkload
 from stepscope.runs import metrics
 from stepscope.runs import metrics as communication
 

@@ -24,7 +24,7 @@ from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.workload import FactoryWorkload, WatchedWorkload, Workload
+from stepscope.core.workloads import FactoryWorkload, WatchedWorkload, Workload
 from stepscope.runs.metrics import peak_bytes
 from stepscope.runs.run_sets import RunSet, sets_of
 

@@ -11,7 +11,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
 from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy
 from stepscope.core.units import format_bytes, format_seconds
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # What the ranks of a run send one another: counted beside the strategy's formula, and how much of it nothing hides.
 

@@ -22,7 +22,7 @@ from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.units import GIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.recording import scaled_mm
 from stepscope.recording.fake_memory import of_host

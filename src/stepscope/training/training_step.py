@@ -25,7 +25,7 @@ from stepscope.core.parts import compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
-from stepscope.core.workload import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload
+from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase

@@ -15,7 +15,7 @@ from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, parse_layout, settled
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.units import GIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024, kv_heads=4)
 

@@ -33,7 +33,7 @@ from stepscope.core.formulas.transformer import PlannedModel, step_flops
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024)
 RATES = Rates(

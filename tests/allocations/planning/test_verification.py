@@ -10,7 +10,7 @@ from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, layout_of, step_of
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 
 def ran(parallel: str, ranks: int, **fields: object) -> TextbookWorkload:

@@ -28,7 +28,7 @@ from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import GIB, MIB, parse_bytes
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from tests.conftest import at_length, mini
 from tests.shown import shown
 

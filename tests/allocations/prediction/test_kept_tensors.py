@@ -2,7 +2,7 @@
 
 from stepscope.allocations.prediction.kept_tensors import kept_by_block
 from stepscope.core.model_config import configure
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 
 def test_scores_are_scores_where_another_shape_has_as_many_bytes():

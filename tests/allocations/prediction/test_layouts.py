@@ -19,7 +19,7 @@ from stepscope.allocations.prediction.layouts import (
 from stepscope.core.formulas.transformer import PlannedModel, parameter_count
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 CONFIG = ModelConfig(name="test", d_model=512, d_ff=1024, layers=8, heads=8, vocabulary=1024, kv_heads=4)
 MODEL = PlannedModel(config=CONFIG)

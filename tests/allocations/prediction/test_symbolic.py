@@ -23,7 +23,7 @@ from stepscope.allocations.prediction.symbolic_tensors import (
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import configure
 from stepscope.core.units import MIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from tests.conftest import mini
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import FactoryWorkload, TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
 from stepscope.runs.answer import answer_run
 
 DATA = Path(__file__).parents[2] / "data"

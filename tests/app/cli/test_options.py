@@ -21,7 +21,7 @@ from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 pytestmark = pytest.mark.slow
 

@@ -256,7 +256,7 @@ def test_what_a_study_cannot_ask_of_ones_own_is_one_line(own: Path, asked: tuple
 TEXTBOOK = """
 import torch
 from stepscope.core.model_config import configure
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 from stepscope.training.training_step import TrainingStep
 
 def make():

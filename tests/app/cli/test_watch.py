@@ -13,7 +13,7 @@ import pytest
 from stepscope.core.range_names import TIMED
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workload import WatchedWorkload
+from stepscope.core.workloads import WatchedWorkload
 from tests.command import python, stepscope
 from tests.conftest import at_length
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepscope.core.errors import InputError
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts import projections
 from stepscope.kernels.parts.projections import joint_projections, lie_together
 from stepscope.training.training_step import TrainingStep

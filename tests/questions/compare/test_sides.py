@@ -14,7 +14,7 @@ from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.errors import InputError
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import save_run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.compare.sides import Side, SidePair, compare_all, compare_sides, side_named
 from stepscope.questions.compare.sides_answer import (
     answer_comparison,

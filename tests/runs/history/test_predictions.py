@@ -11,7 +11,7 @@ from stepscope.core.evidence import Evidence, PhaseMemory
 from stepscope.core.forecasts import Forecast, keep_forecasts
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, save_run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.history import (
     answer_predictions,
     error_bars,

@@ -40,7 +40,7 @@ def call(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str
 def losses(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str], object]) -> dict[str, list[float]]:
     """The losses of steps that these ranks share, by how the step runs: as it is, and replayed."""
     from stepscope.core.model_config import configure
-    from stepscope.core.workload import TextbookWorkload
+    from stepscope.core.workloads import TextbookWorkload
     from stepscope.engine.stages import make_step
     from stepscope.training.training_step import AssembledStep
 

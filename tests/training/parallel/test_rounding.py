@@ -11,7 +11,7 @@ import torch
 
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, difference_bound
 from stepscope.training.parallel.ranks import Ranks

@@ -5,7 +5,7 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parallel.sequence import by_rank, in_order, part_of_sequence
 
 

@@ -15,7 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.stages import said_of
 from stepscope.training.optimizer import clip_gradients, updated_by
 from stepscope.training.parallel import correctness

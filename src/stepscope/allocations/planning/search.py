@@ -20,7 +20,7 @@ from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
 from stepscope.core.parts import REFERENCE
 from stepscope.core.units import GIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # Every layout of a step over so many ranks, and why a combination is none.
 

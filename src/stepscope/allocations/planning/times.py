@@ -36,7 +36,7 @@ from stepscope.core.formulas.transformer import PlannedModel, bubble_turns, larg
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.workload import OF_ONE_LAUNCH, TextbookWorkload
+from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload
 
 # The rates at which a device is assumed to work: shares of its datasheet, and where each share comes from.
 #

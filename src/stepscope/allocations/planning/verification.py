@@ -21,7 +21,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # What others published of training over many GPUs: the layout, and the figures that a plan is set beside.
 

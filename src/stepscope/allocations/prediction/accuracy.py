@@ -12,7 +12,7 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.run import Run
 from stepscope.core.units import GIB
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):

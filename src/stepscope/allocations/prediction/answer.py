@@ -22,7 +22,7 @@ from stepscope.core.formulas.spelled import cell_name, describe_model, describe_
 from stepscope.core.formulas.transformer import moment_bytes, parameter_count
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workload import FactoryWorkload, TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
 
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",

@@ -32,7 +32,7 @@ from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.core.workload import OF_ONE_LAUNCH, TextbookWorkload
+from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload
 
 WORKSPACE_BYTES = 32 * MIB
 """What cuBLAS is given for each thread that asks it for matrix products, on Hopper

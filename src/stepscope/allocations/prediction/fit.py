@@ -16,7 +16,7 @@ from stepscope.core.formulas.transformer import recomputed_flops, step_flops
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # Changes to a step that may make it fit: the words and the option of each, and plans of several.
 

@@ -8,7 +8,7 @@ import msgspec
 from stepscope.allocations.prediction.estimate import symbolic_model
 from stepscope.allocations.prediction.symbolic_tensors import Ledger, Node, Parameter, Storage, Tape
 from stepscope.core.memory_notes import CATEGORIES
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 _CAST = CATEGORIES.index("cast copies")
 

@@ -46,7 +46,7 @@ from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.parts import REFERENCE
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # What a rank holds beside its shards while a step goes on, as PyTorch's `fully_shard` allocates and frees it.
 #

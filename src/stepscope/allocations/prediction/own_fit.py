@@ -6,7 +6,7 @@ from stepscope.allocations.prediction.fit import Budget, Plan
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.workload import FactoryWorkload
+from stepscope.core.workloads import FactoryWorkload
 
 KEPT_FREE = 0.04
 """Share of the memory that is left free. The prediction does not see memory that an operator's kernel takes and gives

@@ -43,7 +43,7 @@ from stepscope.core.formulas.transformer import Shapes, block_shapes, shapes_out
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.parts import REFERENCE, loss_chunk_rows, norm_programs
 from stepscope.core.precisions import PRECISIONS, takes_scaled
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 # A linear layer whose products take operands of 8 bits (training/scaled_products.py), in symbolic tensors.
 #

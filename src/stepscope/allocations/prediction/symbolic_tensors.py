@@ -14,7 +14,7 @@ from typing import Protocol
 
 from stepscope.core.memory_notes import CATEGORIES
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
 _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]

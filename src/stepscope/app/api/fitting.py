@@ -10,7 +10,7 @@ from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
-from stepscope.core.workload import Compile, Optimizer, Phase, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import Compile, Optimizer, Phase, RunnableWorkload, TextbookWorkload
 
 if TYPE_CHECKING:
     import torch

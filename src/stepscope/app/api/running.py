@@ -18,7 +18,7 @@ from stepscope.core.parts import named_kernels, own_kernels
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import (
+from stepscope.core.workloads import (
     Compile,
     FactoryWorkload,
     Graph,

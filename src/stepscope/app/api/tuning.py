@@ -14,7 +14,7 @@ from stepscope.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from stepscope.core.study_results import Tuned
-    from stepscope.core.workload import RunnableWorkload
+    from stepscope.core.workloads import RunnableWorkload
 
 
 @dataclass(frozen=True, repr=False)

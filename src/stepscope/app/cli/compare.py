@@ -17,7 +17,7 @@ from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError, choose, one_line
 from stepscope.core.run_directory import find_run
 from stepscope.core.units import counted, format_share
-from stepscope.core.workload import RunnableWorkload, WatchedWorkload
+from stepscope.core.workloads import RunnableWorkload, WatchedWorkload
 
 if TYPE_CHECKING:
     from stepscope.questions.compare.sides import Side, SideComparison, SidePair

@@ -13,7 +13,7 @@ from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
-from stepscope.core.workload import FactoryWorkload, TextbookWorkload, Workload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, Workload
 
 if TYPE_CHECKING:
     from stepscope.allocations.prediction.accuracy import Accuracy

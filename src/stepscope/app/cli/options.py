@@ -46,7 +46,7 @@ from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, option_words, strategy_names
 from stepscope.core.study_results import TUNED_FIELDS
 from stepscope.core.units import parse_bytes, parse_flops_per_s, parse_seconds, parse_window
-from stepscope.core.workload import (
+from stepscope.core.workloads import (
     COMPILES,
     DTYPES,
     GRAPHS,

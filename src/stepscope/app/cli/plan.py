@@ -12,7 +12,7 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning

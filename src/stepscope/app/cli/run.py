@@ -27,7 +27,7 @@ from stepscope.core.ranks import place_in_job, refuse_several
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.explain import Explained

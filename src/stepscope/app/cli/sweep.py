@@ -27,7 +27,7 @@ from stepscope.core.errors import (
 from stepscope.core.finding import worst
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import counted
-from stepscope.core.workload import DTYPES, PHASES
+from stepscope.core.workloads import DTYPES, PHASES
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Policy, SweepPlan

@@ -30,7 +30,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS, Option
 from stepscope.core.run import Settings, settings_from
-from stepscope.core.workload import FactoryWorkload, TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
 
 
 def _as_said(kind: Callable[[dict[str, Any]], Any], **options: Any) -> Any:

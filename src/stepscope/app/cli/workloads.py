@@ -12,7 +12,7 @@ from stepscope.core.factory_arguments import code_digest, is_configuration, pars
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.model_file import unmet
 from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
 from stepscope.engine.plan import combinations, grid
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from stepscope.core.attention_timing import BYTES, AttentionCell, AttentionShape
 from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.formulas.operations import SOFTMAX_FLOPS, AttentionSizes, attention_backward_flops, attention_flops
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 CONVENTION = (
     "4 B H S T D FLOPs forward and 2.5 times as many backward, half of it where causal, whatever an implementation "

@@ -10,7 +10,7 @@ from stepscope.core.parts import MODULE_PARTS, PARTS, REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import counted, format_count
-from stepscope.core.workload import (
+from stepscope.core.workloads import (
     FactoryWorkload,
     RunnableWorkload,
     TextbookWorkload,

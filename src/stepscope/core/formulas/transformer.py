@@ -29,7 +29,7 @@ from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workload import StepChoices, TextbookWorkload, Workload
+from stepscope.core.workloads import StepChoices, TextbookWorkload, Workload
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of parameters, (out, in), by name."""

@@ -39,7 +39,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Run
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
 from stepscope.core.units import counted, format_seconds
-from stepscope.core.workload import Input, UserModel, WatchedWorkload
+from stepscope.core.workloads import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between

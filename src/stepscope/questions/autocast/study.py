@@ -22,7 +22,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import PRESETS, configure
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer
 from stepscope.questions.autocast.operators import (
     LOW,

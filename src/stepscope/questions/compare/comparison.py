@@ -20,7 +20,7 @@ from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
 from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of

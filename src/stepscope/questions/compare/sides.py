@@ -17,7 +17,7 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.answer import status_word
 from stepscope.runs.fields import conditions_in, holds_names, in_words, is_field, meeting
 from stepscope.runs.metrics import parts_of, samples_of

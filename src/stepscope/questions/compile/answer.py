@@ -16,7 +16,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STE
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_bytes, format_seconds, format_share
-from stepscope.core.workload import COMPILES
+from stepscope.core.workloads import COMPILES
 from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,

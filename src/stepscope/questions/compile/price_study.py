@@ -10,7 +10,7 @@ import msgspec
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
 from stepscope.core.study_results import CompilePrices
-from stepscope.core.workload import FactoryWorkload
+from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 
 

@@ -6,7 +6,7 @@ from collections.abc import Generator, Sequence
 from typing import Any
 
 from stepscope.core.errors import InputError, choose
-from stepscope.core.workload import COMPILES
+from stepscope.core.workloads import COMPILES
 from stepscope.engine.plan import Cell
 from stepscope.questions.compared_cells import Sizes, child_environment, compared_cells
 from stepscope.questions.compile.answer import CompileCell

@@ -21,7 +21,7 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
-from stepscope.core.workload import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
 from stepscope.questions.answers import computed_answer, curves, pivot, threads_for
 from stepscope.questions.steps import (
     check_loss,

@@ -26,7 +26,7 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, settings_of, step_of
 from stepscope.recording.device import resolve_device

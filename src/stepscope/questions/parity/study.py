@@ -22,7 +22,7 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
-from stepscope.core.workload import COMPILES, DTYPES
+from stepscope.core.workloads import COMPILES, DTYPES
 from stepscope.questions.answers import computed_answer
 from stepscope.questions.parity.plain import (
     FACTOR,

@@ -22,7 +22,7 @@ from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import computed_answer, threads_for
 from stepscope.questions.quality.answer import FinalLoss, RunsJudged, panels_of, quality_findings, tables_of
 from stepscope.questions.quality.bundled_text import BYTE_VALUES, LICENCE, WORKS, bundled_text

@@ -21,7 +21,7 @@ from torch import Tensor
 from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.gradients.scaling import DynamicLossScaler
 from stepscope.questions.quality.answer import (
     FinalLoss,

@@ -9,7 +9,7 @@ from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload
 from stepscope.runs.against_answer import interval_text
 
 STUDY = "tune"

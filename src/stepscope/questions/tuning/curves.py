@@ -19,7 +19,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.files import replace_file
 from stepscope.core.study_results import LossCurve
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.engine.own_code import answer_apart, ask_apart
 from stepscope.engine.stages import make_step
 from stepscope.questions.quality.answer import departure, reach_of, smoothed, starts_apart, window_of

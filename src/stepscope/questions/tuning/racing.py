@@ -27,7 +27,7 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import Tried, Verdict, kept_fits
 from stepscope.core.units import format_bytes
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState, Tell, order_cells, repeated

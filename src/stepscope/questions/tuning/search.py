@@ -17,7 +17,7 @@ from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named
 from stepscope.core.study_results import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
-from stepscope.core.workload import FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload
 from stepscope.questions.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.questions.tuning.racing import Racing
 

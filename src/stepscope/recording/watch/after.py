@@ -16,7 +16,7 @@ from stepscope.core.evidence import Capture, Habits, PhaseMemory
 from stepscope.core.formulas import Work
 from stepscope.core.range_names import BACKWARD, EVALUATION, FORWARD, PHASES, REST, STEP
 from stepscope.core.run_directory import KINETO_FILE
-from stepscope.core.workload import Workload
+from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
 from stepscope.recording.capture import BackwardMarks, capture_range, export_kineto, kineto_session
 from stepscope.recording.flops import FlopCounts

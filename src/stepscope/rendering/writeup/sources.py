@@ -22,7 +22,7 @@ from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workload import DTYPES, TextbookWorkload, Workload
+from stepscope.core.workloads import DTYPES, TextbookWorkload, Workload
 from stepscope.questions.attention_step import StepCell, answer_steps
 from stepscope.questions.compile.answer import CompileCell, answer_compile
 from stepscope.questions.compile.answer import pair_up as compiled_pairs

@@ -9,7 +9,7 @@ from stepscope.core.model_config import PRESETS, ModelConfig
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workload import FactoryWorkload, TextbookWorkload, WatchedWorkload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, WatchedWorkload
 
 
 def unvaried_input(run: Run) -> Finding | None:

@@ -14,7 +14,7 @@ from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.parts import PARTS, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
-from stepscope.core.workload import (
+from stepscope.core.workloads import (
     OF_ONE_LAUNCH,
     OPTIMIZERS,
     Compile,

@@ -24,7 +24,7 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.units import Window, ms_text
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.critical_path import CriticalPath, critical_path
 from stepscope.traces.captures.occupation import Occupation, Overlap, occupation, overlap

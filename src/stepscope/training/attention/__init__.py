@@ -22,7 +22,7 @@ from torch import Tensor
 
 from stepscope.core.attention_support import attention_of, fault_here
 from stepscope.core.attentions import ATTENTIONS, Attention
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 
 
 class AttentionFunction(Protocol):

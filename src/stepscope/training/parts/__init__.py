@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepscope.core.attention_support import tensor_dtype
 from stepscope.core.parts import PARTS, Kernels, Part, check_parts
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts.projections import joint_projections
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from stepscope.core.workload import Input, UserModel
+from stepscope.core.workloads import Input, UserModel
 
 _LIBRARIES = tuple(
     sorted({str(Path(sysconfig.get_path(place)).resolve()) for place in ("stdlib", "platstdlib", "purelib", "platlib")})

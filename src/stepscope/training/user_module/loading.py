@@ -20,7 +20,7 @@ from torch import nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.factory_arguments import is_configuration
-from stepscope.core.workload import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.training.training_step import Batch, Choices, Share, Shared, StepParts
 from stepscope.training.user_module.batches import input_names, named_tensors
 from stepscope.training.user_module.hugging_face import make_from_config

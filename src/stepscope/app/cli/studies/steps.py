@@ -31,7 +31,7 @@ from stepscope.core.ranks import place_in_job
 from stepscope.core.run import Run, Settings, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.strategies import spelled
-from stepscope.core.workload import DTYPES
+from stepscope.core.workloads import DTYPES
 from stepscope.engine.request import Stage, Tell, TraceRequest
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def compiled(
 
 def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...] | None) -> None:
     """The price of each graph break and recompilation of the user's own module."""
-    from stepscope.core.workload import FactoryWorkload
+    from stepscope.core.workloads import FactoryWorkload
     from stepscope.questions.compile.price_study import compile_prices
     from stepscope.questions.compile.prices import answer_prices
     from stepscope.questions.compile.study import ON_CPU, ON_GPU
@@ -495,7 +495,7 @@ def warmup(
     """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
     from stepscope.app.cli.sweep import measure_and_report, report_runs
     from stepscope.core.model_config import configure
-    from stepscope.core.workload import TextbookWorkload
+    from stepscope.core.workloads import TextbookWorkload
     from stepscope.engine.plan import Policy, SweepPlan
     from stepscope.questions.warmup import answer_warmup, warmup_cells
 

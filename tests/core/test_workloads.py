@@ -9,7 +9,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workload import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.plan import Cell, SweepPlan, grid
 from tests.conftest import workload
 from tests.textbook import textbook
@@ -245,3 +245,12 @@ def test_beside_shared_steps_one_that_nobody_shares_is_one_process():
     assert [(each.parallel, each.ranks) for each in shared] == [("none", 1), ("ddp", 1), ("ddp", 2), ("ddp", 4)]
     with pytest.raises(InputError, match="2 ranks need a way to share the step"):
         grid(model=["tiny"], parallel="none", ranks=2)
+
+
+def test_a_recipe_that_imports_the_old_name_gets_the_new_one_and_a_warning():
+    from stepscope.core import workload
+
+    with pytest.warns(FutureWarning, match=r"core\.workload\.Workload is now .*core\.workloads\.TextbookWorkload"):
+        assert workload.Workload is TextbookWorkload
+    with pytest.raises(AttributeError, match="no attribute 'Wrokload'"):
+        workload.Wrokload  # noqa: B018

@@ -1,0 +1,661 @@
+"""A Workload: everything that makes two measurements the same experiment. The device is not part of it.
+
+It is a model with choices of its step. The textbook's model has `sizes`, from which formulas say its work and memory
+before anything runs. Of a user's, made by a factory or watched in a loop, `sizes` is None, and what was found is known.
+A stored run tells them apart by `kind`; whoever asks whether there are formulas asks for `sizes`.
+"""
+
+import hashlib
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import msgspec
+
+from stepscope.core.attentions import Attention, attention_names, is_kept
+from stepscope.core.checkpointing import (
+    CHECKPOINTING_CHOICES,
+    KEEPING,
+    OFFLOAD,
+    Span,
+    group_of,
+    offload_of,
+    selective_of,
+    spans_of,
+)
+from stepscope.core.document import identity_of
+from stepscope.core.errors import InputError, choose
+from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
+from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
+from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.strategies import (
+    NOT_PARALLEL,
+    STRATEGIES,
+    batch_parts,
+    computes_in_16_bits,
+    sequence_parts,
+    spelled,
+    stages_of,
+    strategy_named,
+    stream_parts,
+)
+
+Phase = Literal["forward", "forward-backward", "train"]
+"""forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
+
+Compile = Literal["eager", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs", "blocks"]
+"""How the model runs: eager, or in a mode of torch.compile. blocks: each block by itself, in the default mode, so that
+its gradients are ready when its own backward ends and not when the whole model's does."""
+
+Graph = Literal["none", "step"]
+"""step: the whole step (forward, backward, optimizer) is captured into CUDA graphs and replayed."""
+
+Projections = Literal["apart", "joint"]
+"""joint: projections of one input (query, key and value; gate and up) are one product, forward and backward. Their
+weights stay parameters of their own, and lie one behind the other in memory."""
+
+GRAPH_WARMUP = 4
+"""Steps until a step is replayed: three run as they are, and the next is captured."""
+
+Optimizer = Literal[
+    "adamw-foreach", "adamw-fused", "adamw-loop", "adamw-bf16-state", "adamw-one-launch", "adamw-under-backward"
+]
+"""adamw-foreach, -fused, -loop: PyTorch's AdamW, by that implementation. adamw-bf16-state: AdamW that keeps exp_avg and
+exp_avg_sq in bf16; parameters and arithmetic stay fp32. adamw-one-launch: by one kernel for all parameters.
+adamw-under-backward: the same, begun as each gradient is ready."""
+
+OF_ONE_LAUNCH: tuple[str, ...] = ("adamw-one-launch", "adamw-under-backward")
+"""The optimizers by the kernel for all parameters."""
+
+NO_CLIP = "none"
+"""What says of `clip` that gradients are not clipped, where an option must say it: on a sweep's axis."""
+
+DTYPES: tuple[str, ...] = tuple(PRECISIONS)
+PHASES: tuple[str, ...] = get_args(Phase)
+COMPILES: tuple[str, ...] = get_args(Compile)
+GRAPHS: tuple[str, ...] = get_args(Graph)
+PROJECTIONS: tuple[str, ...] = get_args(Projections)
+OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
+
+_FIRST_FIELDS = (
+    "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
+)  # fmt: skip
+"""The fields that every digest has, see core/document.py. Do not add to it."""
+
+
+class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a step is asked to be, whatever its model."""
+
+    dtype: Dtype = "fp32"
+    phase: Phase = "train"
+    compile: Compile = "eager"
+    optimizer: Optimizer | str | None = "adamw-foreach"
+    """One of OPTIMIZERS, or the class of a user's own; None where no optimizer steps."""
+    checkpointing: str = "none"
+    """One of CHECKPOINTING_CHOICES (core/checkpointing.py): what is run again in backward instead of being kept."""
+    accumulation: int = 1
+    """Number of micro-batches in a step: each runs forward and backward, gradients add up, the optimizer steps once."""
+    graph: Graph = "none"
+    """Whether the step is replayed as CUDA graphs."""
+    clip: float | None = None
+    """The bound on the gradients' global L2 norm, to which the optimizer's phase scales them down; None for none."""
+    parallel: str = NOT_PARALLEL
+    """How several ranks share a step: one of core/strategies.py, perhaps with options, or that none do."""
+    ranks: int = 1
+    """The processes that take part in a step, a device each. Batch sizes are those of all ranks together."""
+
+    def __post_init__(self) -> None:
+        choose(self.dtype, DTYPES, "dtype")
+        choose(self.phase, PHASES, "phase")
+        choose(self.compile, COMPILES, "compile mode")
+        choose(self.graph, GRAPHS, "graph")
+        whole_number(self.accumulation, "accumulation", 1, LARGEST)
+        msgspec.structs.force_setattr(self, "clip", _norm_bound(self.clip))
+        self._check_parallel()
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Raise InputError for choices that exclude each other."""
+        if self.graph == "step" and self.compile in ("reduce-overhead", "max-autotune"):
+            raise InputError(
+                f"compile mode {self.compile} captures CUDA graphs of its own, which --graph step cannot hold: "
+                "choose default, blocks or max-autotune-no-cudagraphs"
+            )
+        if self.graph == "step" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError("adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
+                             "choose adamw-one-launch")  # fmt: skip
+        masters = PRECISIONS[self.dtype].masters > 0
+        if masters and self.optimizer == "adamw-bf16-state" and self.phase == "train":
+            raise InputError(f"adamw-bf16-state keeps no master weights: with dtype {self.dtype} choose another AdamW")
+        if self.dtype == "bf16-pure" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
+            raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
+        if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
+            raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
+        captured = self.parallel == NOT_PARALLEL or strategy_named(self.parallel).captured
+        if self.graph == "step" and not captured:
+            may = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
+            raise InputError(f"graph step holds no step that is shared by {self.parallel}: choose one of {may}")
+        shared = self.parallel != NOT_PARALLEL
+        if shared and masters and not (PRECISIONS[self.dtype].scaled and computes_in_16_bits(self.parallel)):
+            other = "bf16" if self.dtype == "bf16-master" else self.dtype
+            raise InputError(
+                f"dtype {self.dtype} has bf16 weights beside masters, for a step that one process runs: say --dtype "
+                f"{other} --parallel fsdp2:compute=bf16, where the shards are the masters"
+            )
+        if shared and self.optimizer == "adamw-under-backward":
+            raise InputError("optimizer adamw-under-backward is for a step that one process runs: leave out "
+                             "--parallel, or choose another")  # fmt: skip
+        plain = ("adamw-bf16-state", *OF_ONE_LAUNCH)  # they update plain tensors alone
+        dtensors = self.parallel != NOT_PARALLEL and strategy_named(self.parallel).dtensors
+        if dtensors and self.optimizer in plain and self.phase == "train":
+            raise InputError(
+                f"optimizer {self.optimizer} does not update the DTensors of --parallel {self.parallel}: choose "
+                "--optimizer adamw-fused, or a lesson"
+            )
+        if self.clip is not None and ":offload=yes" in self.parallel and self.phase == "train":
+            raise InputError(
+                f"--parallel {self.parallel} keeps gradients in the host's memory, and ranks cannot add up their norm "
+                "there: leave out --clip, or offload=yes"
+            )
+
+    def _check_parallel(self) -> None:
+        msgspec.structs.force_setattr(self, "parallel", spelled(self.parallel))
+        whole_number(self.ranks, "ranks", 1, LARGEST)
+        if self.parallel == NOT_PARALLEL and self.ranks > 1:
+            raise InputError(f"{self.ranks} ranks need a way to share the step: say --parallel, as in --parallel ddp")
+        if self.parallel != NOT_PARALLEL and self.phase == "forward":
+            raise InputError(f"--parallel {self.parallel} shares a training step: leave out --phase forward")
+        if computes_in_16_bits(self.parallel) and PRECISIONS[self.dtype].tensors != "bf16":
+            raise InputError(
+                f"--parallel {self.parallel} computes in bf16: say --dtype bf16, or leave out compute=bf16"
+            )
+        if stages_of(self.parallel, self.ranks) > 1 and self.compile != "eager":
+            raise InputError(f"--parallel {self.parallel} runs its stages eagerly: leave out --compile {self.compile}")
+
+    @property
+    def batch_parts(self) -> int:
+        """Over how many ranks the batch is split, each with a part of its own."""
+        return batch_parts(self.parallel, self.ranks)
+
+    @property
+    def token_parts(self) -> int:
+        """Over how many ranks the tokens of a step are split."""
+        return self.batch_parts * sequence_parts(self.parallel, self.ranks)
+
+    def without_what_has_no_effect(self) -> None:
+        """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
+        if self.phase == "forward":
+            # Inference keeps nothing for backward and has no gradients to add up.
+            msgspec.structs.force_setattr(self, "checkpointing", "none")
+            msgspec.structs.force_setattr(self, "accumulation", 1)
+        if self.phase != "train":
+            msgspec.structs.force_setattr(self, "optimizer", None)
+            msgspec.structs.force_setattr(self, "clip", None)
+
+    @property
+    def choice_words(self) -> dict[str, str]:
+        """The words of a key for the choices that are not the usual, by field."""
+        optimizer = self.optimizer or ""
+        return {
+            "compile": f"compile-{self.compile}" if self.compile != "eager" else "",
+            "graph": f"graph-{self.graph}" if self.graph != "none" else "",
+            "optimizer": optimizer if optimizer != "adamw-foreach" else "",
+            "clip": f"clip-{self.clip:g}" if self.clip is not None else "",
+            "checkpointing": f"checkpoint-{self.checkpointing}" if self.checkpointing != "none" else "",
+            "accumulation": f"accumulate-{self.accumulation}" if self.accumulation != 1 else "",
+            "parallel": re.sub("[:=]", "-", f"{self.parallel}-x{self.ranks}") if self.parallel != NOT_PARALLEL else "",
+        }
+
+
+class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind", tag="textbook"):
+    """One experiment with the textbook's model. Equal Workloads are the same experiment, and only those share a key."""
+
+    model: ModelConfig
+    batch_size: int = 4
+    """All sequences of a step, whatever the accumulation."""
+    seq_len: int = 512
+    attention: Attention = "reference"
+    norm: Kernels = REFERENCE
+    rope: Kernels = REFERENCE
+    mlp: Kernels = REFERENCE
+    loss: Kernels = REFERENCE
+    """How each part is computed: the textbook's code, or another implementation of core/parts.py."""
+    projections: Projections = "apart"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _check_model(self.model)
+        whole_number(self.batch_size, "batch_size", 1, LARGEST)
+        whole_number(self.seq_len, "seq_len", 1, LARGEST)
+        whole_number(self.seed, "seed", 0, LARGEST)
+        whole_number(self.tokens, "batch_size x seq_len", 1, LARGEST)
+        super().__post_init__()
+        choose(self.attention, attention_names(), "attention")
+        self._check_parts()
+        if self.optimizer is not None or self.phase == "train":
+            choose(str(self.optimizer), OPTIMIZERS, "optimizer")
+        self._check_checkpointing()
+        self._check_accumulation()
+        self._check_sequence()
+        self._check_stages()
+        self.without_what_has_no_effect()
+        if self.phase == "forward":
+            msgspec.structs.force_setattr(self, "loss", REFERENCE)  # inference ends with the logits
+
+    @property
+    def key(self) -> str:
+        """A readable name of the cell, safe in file names, that ends in a digest of every field."""
+        digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
+        return "-".join([*self.words(), digest])
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.model.name
+
+    def words(self, *without: str) -> list[str]:
+        """The words of the key, but for these fields: sizes, and choices that are not the usual."""
+        said = {
+            "model": self.model.name,
+            "batch_size": f"b{self.batch_size}",
+            "seq_len": f"s{self.seq_len}",
+            "dtype": self.dtype,
+            "phase": self.phase,
+            "attention": self.attention if self.attention != "reference" else "",
+            **part_words(self.parts),
+            "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
+            **self.choice_words,
+        }
+        return [word for field, word in said.items() if word and field not in without]
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests are made of: the fields of the workload and of its model."""
+        return {**identity_of(self, _FIRST_FIELDS), "model": self.model.identity}
+
+    @property
+    def parts(self) -> dict[Part, Kernels]:
+        """How each part of core/parts.py is computed."""
+        return {"norm": self.norm, "rope": self.rope, "mlp": self.mlp, "loss": self.loss}
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one step."""
+        return self.batch_size * self.seq_len
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences in one forward pass."""
+        return self.batch_size // self.accumulation
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The model's blocks, from the first to the last, by what they keep for backward."""
+        return spans_of(self.checkpointing, self.model.layers)
+
+    def at_most(self, other: "TextbookWorkload") -> bool:
+        """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
+        ours, theirs = self.model.sizes, other.model.sizes
+        sizes = (*ours.values(), self.batch_size, self.seq_len)
+        others = (*theirs.values(), other.batch_size, other.seq_len)
+        alike = self._sort() == other._sort() and ours.keys() == theirs.keys()
+        return alike and all(a <= b for a, b in zip(sizes, others, strict=True))
+
+    def _sort(self) -> tuple[str | None, ...]:
+        choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
+        others = (self.checkpointing, self.accumulation, self.parallel, self.ranks, self.model.tied, self.clip)
+        choices += (*self.parts.values(), self.projections)
+        return (*choices, *map(str, others))
+
+    def _check_parts(self) -> None:
+        whole_blocks = self.parallel == NOT_PARALLEL or strategy_named(self.parallel).whole_blocks
+        for part, name in self.parts.items():
+            choose(name, kernels_of(part), part)
+            if name != REFERENCE and not whole_blocks:
+                raise InputError(
+                    f"{part} {name} runs where a rank computes whole blocks of its own samples: leave out --parallel "
+                    f"{self.parallel}, or choose --{part} {REFERENCE}"
+                )
+        if self.loss != REFERENCE and self.parallel != NOT_PARALLEL and strategy_named(self.parallel).gathers_by_call:
+            raise InputError(
+                f"loss {self.loss} reads the head's weight without calling the head, and --parallel {self.parallel} "
+                f"gathers what is called: choose --loss {REFERENCE}, or --parallel fsdp2"
+            )
+        choose(self.projections, PROJECTIONS, "projections")
+        if self.projections == "joint" and (self.parallel != NOT_PARALLEL or PRECISIONS[self.dtype].scaled):
+            other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
+            raise InputError(f"projections joint does not go with {other}: choose --projections apart")
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether operators run one by one, as blocks that offload need it."""
+        return self.compile == "eager" and self.graph == "none"
+
+    def _check_checkpointing(self) -> None:
+        group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
+        offloaded = offload_of(self.checkpointing)
+        if self.checkpointing not in ("none", *KEEPING) and group is last is offloaded is None:
+            raise InputError(f"unknown checkpointing {self.checkpointing!r}: choose {CHECKPOINTING_CHOICES}")
+        if self.phase == "forward":
+            return
+        if (self.checkpointing == "attention" or last is not None) and not is_kept(self.attention):
+            raise InputError(
+                f"checkpointing {self.checkpointing} keeps what a fused operator returns, and attention "
+                f"{self.attention} is no such operator: choose --attention "
+                f"{', '.join(filter(is_kept, attention_names()))}, or --checkpointing selective or every-1"
+            )
+        for word, blocks, does in (("every", group, "groups"), (OFFLOAD, offloaded, "offloads")):
+            if blocks is not None and blocks > layers:
+                raise InputError(
+                    f"checkpointing {self.checkpointing} {does} more blocks than {self.model.name} has: "
+                    f"choose {word}-1 to {word}-{layers}"
+                )
+        if last is not None and last >= layers:
+            fewer = f"selective-1 to selective-{layers - 1}, or " if layers > 1 else ""
+            raise InputError(
+                f"checkpointing {self.checkpointing} leaves no block of {self.model.name} that keeps less, which has "
+                f"{layers}: choose {fewer}selective"
+            )
+        if offloaded is not None and not self.one_by_one:
+            raise InputError(
+                f"checkpointing {self.checkpointing} needs operators that run one by one: choose --compile eager and "
+                "--graph none, or --checkpointing selective"
+            )
+
+    def _check_accumulation(self) -> None:
+        parts = self.batch_parts
+        if self.batch_size % parts:
+            near = " or ".join(str(self.ranks // parts * each) for each in _nearest_divisors(self.batch_size, parts))
+            raise InputError(
+                f"batch_size {self.batch_size} is that of all ranks together, and cannot be divided by {parts}: "
+                f"choose a multiple of {parts}, or --ranks {near}"
+            )
+        own = self.batch_size // parts
+        if self.phase != "forward" and own % self.accumulation:
+            near = " or ".join(map(str, _nearest_divisors(own, self.accumulation)))
+            of_rank = f", of which each of {parts} ranks has {own}," if parts > 1 else ""
+            raise InputError(
+                f"batch_size {self.batch_size}{of_rank} cannot be split into {self.accumulation} equal micro-batches: "
+                f"choose accumulation {near}"
+            )
+
+    def _check_sequence(self) -> None:
+        """Refuse what a strategy that splits each sequence cannot split."""
+        if self.parallel == NOT_PARALLEL:
+            return
+        attentions = strategy_named(self.parallel).attentions
+        if attentions and self.attention not in attentions:
+            raise InputError(
+                f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "
+                f"{' or '.join(attentions)}"
+            )
+        parts = sequence_parts(self.parallel, self.ranks)
+        if parts > 1 and self.seq_len % (2 * parts):
+            raise InputError(
+                f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
+                f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
+            )
+        parts = stream_parts(self.parallel, self.ranks)
+        if self.seq_len % parts:
+            raise InputError(
+                f"--parallel {self.parallel} splits the residual stream by sequence over {parts} ranks, and seq_len "
+                f"{self.seq_len} cannot be divided by {parts}: choose a multiple"
+            )
+
+    def _check_stages(self) -> None:
+        """Refuse what cannot go through the stages of a pipeline."""
+        stages = stages_of(self.parallel, self.ranks)
+        if stages == 1:
+            return
+        if self.model.layers < stages:
+            raise InputError(
+                f"--parallel {self.parallel} makes {stages} stages of {self.model.layers} layers over {self.ranks} "
+                f"ranks: give each stage a layer or more"
+            )
+        if len(self.spans) > 1 or any(span.on_host for span in self.spans):
+            raise InputError(
+                f"checkpointing {self.checkpointing} is for blocks that each rank has all of, and --parallel "
+                f"{self.parallel} gives them to stages: choose --checkpointing selective or attention"
+            )
+        micro_batches = strategy_named(self.parallel).micro_batches(self.ranks, self.accumulation)
+        if self.batch_size % micro_batches or micro_batches < self.ranks:
+            raise InputError(
+                f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "
+                f"{micro_batches} micro-batches: give a multiple, or --accumulation, of {self.ranks} or more"
+            )
+
+
+def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:
+    """The words of a key for the parts of a model; one word, with the first, where all have one name."""
+    names = {*parts.values()}
+    if len(names) == 1 and names != {REFERENCE}:
+        return {"norm": f"{parts['norm']}-parts"}
+    return {part: f"{name}-{part}" if name != REFERENCE else "" for part, name in parts.items()}
+
+
+def _norm_bound(clip: object) -> float | None:
+    """The number that bounds the gradients' norm; None for none. Raises InputError for what is no number above zero."""
+    if clip is None or clip == NO_CLIP:
+        return None
+    if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
+        raise InputError(f"clip is {clip!r:.40}: give the highest norm of the gradients, a number above 0, as in 1.0")
+    return float(clip)
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, ModelConfig):
+        raise InputError(f"the workload's model is {model!r}: give a ModelConfig, as from configure('small')")
+
+
+def _nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of `number` next below and next above `near`, where there is one within 4096."""
+    below = next((d for d in range(min(near, number), max(0, near - 4096), -1) if number % d == 0), None)
+    above = next((d for d in range(near, min(number, near + 4096) + 1) if number % d == 0), None)
+    return [divisor for divisor in dict.fromkeys((below, above)) if divisor is not None] or [1]
+
+
+# A module that is not ours: only what was found of it is known.
+
+
+class Input(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tensor of the batch."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """The dtype as PyTorch names it, without `torch.`: `int64`, `float32`."""
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]"
+
+
+class UserModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A module that is not ours, as it was found."""
+
+    name: str
+    """The name of its class."""
+    parameters: int | None = None
+    """The number of its parameters; None until it is made."""
+    inputs: dict[str, Input] = {}
+    """The tensors of its batch, by their names or their places."""
+    structure: str = ""
+    """A digest of its submodules, parameters and buffers: names, classes, shapes and dtypes."""
+    source: str = ""
+    """A digest of the code that makes it. Changed code is another experiment."""
+
+    @property
+    def batch_size(self) -> int | None:
+        """The first size of the first tensor of the batch; None where there is none."""
+        return next((tensor.shape[0] for tensor in self.inputs.values() if tensor.shape), None)
+
+    @property
+    def seq_len(self) -> int | None:
+        """The second size of the token ids, the first integers (B, S) in the batch; None where there are none."""
+        return next(
+            (t.shape[1] for t in self.inputs.values() if len(t.shape) == 2 and t.dtype in ("int64", "int32")), None
+        )
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the batch; None where it holds no token ids."""
+        return self.batch_size * self.seq_len if self.batch_size and self.seq_len else None
+
+
+_LATER: dict[str, object] = {
+    "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "mlp": REFERENCE,
+    "loss": REFERENCE,
+}  # fmt: skip
+"""Fields that came after the first results were stored, with their defaults: they count where they differ."""
+
+
+def _without_defaults(fields: dict[str, object]) -> dict[str, object]:
+    """The fields of a workload as a digest takes them: without what came later and says nothing."""
+    return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+
+
+class _UserStep(StepChoices, frozen=True, kw_only=True):
+    """What a step of a module that is not ours has in common with the textbook's."""
+
+    model: UserModel
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in a step, whatever the accumulation."""
+        return self.model.batch_size
+
+    @property
+    def seq_len(self) -> int | None:
+        return self.model.seq_len
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens in one step; None where its batch holds no token ids."""
+        return self.model.tokens
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests of an experiment are made of."""
+        return _without_defaults(msgspec.to_builtins(self))
+
+    @property
+    def key(self) -> str:
+        """A name of the cell, safe in file names, that ends in a digest of what tells it from others."""
+        digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
+        return "-".join([re.sub(r"[^\w.+-]+", "_", word)[:60] for word in self._key_words()] + [digest])
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        return self.model.name
+
+    def _key_words(self) -> list[str]:
+        return self.words()
+
+    def words(self, *without: str) -> list[str]:
+        """The words of the key, without these fields."""
+        said = {
+            "model": self.name,
+            "batch_size": f"b{self.batch_size}" if self.batch_size else "",
+            "seq_len": f"s{self.seq_len}" if self.seq_len else "",
+            "dtype": self.dtype,
+            "phase": self.phase,
+            **self.choice_words,
+            **self._more_words(),
+        }
+        return [word for field, word in said.items() if word and field not in without]
+
+    def _more_words(self) -> dict[str, str]:
+        return {}
+
+
+class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", tag="own"):
+    """A step of the module that a user's factory makes."""
+
+    factory: str
+    """The factory as the user named it: `package.module:factory`, `train.py:factory`, or a model's config.json."""
+    arguments: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """The arguments that the factory is called with."""
+    code: str = ""
+    """A digest of the factory's own file, which is known before it is called."""
+    norm: Kernels = REFERENCE
+    mlp: Kernels = REFERENCE
+    loss: Kernels = REFERENCE
+    """How these parts are computed: the model's own code, or the kernels of core/parts.py, where a module computes the
+    same (training/parts/replaced.py)."""
+    seed: int = 0
+    by_factory: tuple[str, ...] = ()
+    """The choices that the factory made, in place of options: `optimizer`, `phases`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        whole_number(self.seed, "seed", 0, LARGEST)
+        if "optimizer" not in self.by_factory and self.phase == "train":
+            choose(str(self.optimizer), OPTIMIZERS, "optimizer")
+        for part, name in self.parts.items():
+            choose(name, kernels_of(part), part)
+        self.without_what_has_no_effect()
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """What digests of an experiment are made of: all that can be known before the factory is called."""
+        return _without_defaults(msgspec.to_builtins(self.asked))
+
+    @property
+    def parts(self) -> dict[Part, Kernels]:
+        """How each part that is a module is computed."""
+        return {"norm": self.norm, "mlp": self.mlp, "loss": self.loss}
+
+    @property
+    def asked(self) -> "FactoryWorkload":
+        """The workload as it can be known before the factory is called."""
+        optimizer = "adamw-foreach" if "optimizer" in self.by_factory else self.optimizer
+        return msgspec.structs.replace(self, model=UserModel(name=""), optimizer=optimizer, by_factory=())
+
+    def _key_words(self) -> list[str]:
+        # A run's directory is named before the factory is called.
+        return self.asked.words()
+
+    @property
+    def name(self) -> str:
+        """The model's name; until it is made, its factory's."""
+        return self.model.name or re.split(r"[:/]", self.factory.removesuffix(".json"))[-1]
+
+    def _more_words(self) -> dict[str, str]:
+        said = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # The key has these as b4 and s128 already.
+        values = [f"{n}{value}" for n, value in self.arguments.items() if n not in said or said[n] != value]
+        return {"arguments": "-".join(values), **part_words(self.parts)}
+
+
+class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", tag="watched"):
+    """A step of a loop that is not ours, as it was seen."""
+
+    program: str
+    """The script and its arguments, without its folder; empty for a loop watched from inside."""
+    rank: int | None = None
+    """The number of this process among those that train together; None if it is alone."""
+    world_size: int = 1
+
+    def _more_words(self) -> dict[str, str]:
+        return {"rank": f"rank{self.rank}" if self.rank is not None else ""}
+
+
+RunnableWorkload = TextbookWorkload | FactoryWorkload
+"""What stepscope can run itself."""
+
+Workload = TextbookWorkload | FactoryWorkload | WatchedWorkload
+"""What a Run measured, told apart by its `kind`."""
+
+Kind = Literal["textbook", "own", "watched"]
+
+
+def with_kind(workload: bytes) -> bytes:
+    """The JSON of a workload with its kind. Workloads that were stored before there were several kinds do not have
+    it."""
+    if msgspec.json.decode(workload, type=_Kinded).kind is not msgspec.UNSET:
+        return workload
+    fields = workload.strip()[1:]
+    return b'{"kind":"textbook"' + (b"" if fields.strip() == b"}" else b",") + fields
+
+
+class _Kinded(msgspec.Struct):
+    kind: str | msgspec.UnsetType = msgspec.UNSET
