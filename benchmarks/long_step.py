@@ -487,7 +487,7 @@ def _described(settings: Mapping[str, Any]) -> str:
 
 
 def _row_of_run(run: Run) -> dict[str, Any]:
-    textbook, step = run.textbook, run.samples.get("step")
+    textbook, step = run.workload, run.samples.get("step")
     median = step.median_s if step else None
     of_ranks = run.shared.ranks if run.shared else ()
     memories = [figures.memory for figures in of_ranks] if of_ranks else [run.evidence.memory]

@@ -6,5 +6,5 @@ from stepscope.core.workloads import TextbookWorkload
 
 def textbook(run: Run) -> TextbookWorkload:
     """The run's workload, whose model has sizes."""
-    assert run.textbook is not None
-    return run.textbook
+    assert run.workload.sizes is not None
+    return run.workload

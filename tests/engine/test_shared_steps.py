@@ -64,8 +64,8 @@ def test_a_run_holds_every_rank(measured: tuple[Run, Path, str]):
 
 def test_ranks_keep_the_model_and_the_optimizer_s_state(measured: tuple[Run, Path, str]):
     run = measured[0]
-    assert run.textbook is not None
-    parameters = 4 * parameter_count(run.textbook.model)
+    assert run.workload.sizes is not None
+    parameters = 4 * parameter_count(run.workload.sizes)
     for figures in shared(run).ranks:
         assert figures.parameter_bytes == parameters
         assert figures.optimizer_bytes is not None
@@ -75,8 +75,8 @@ def test_ranks_keep_the_model_and_the_optimizer_s_state(measured: tuple[Run, Pat
 def test_what_ranks_send_is_counted_beside_the_formula(measured: tuple[Run, Path, str]):
     run, _, said = measured
     found = shared(run)
-    assert run.textbook is not None
-    parameters = 4 * parameter_count(run.textbook.model)
+    assert run.workload.sizes is not None
+    parameters = 4 * parameter_count(run.workload.sizes)
     assert (found.whole_parameter_bytes, found.whole_gradient_bytes) == (parameters, parameters)
     for figures in found.ranks:
         told = figures.communication

@@ -9,7 +9,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.factory_arguments import code_digest
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.turns import measure_in_turns
 from tests.conftest import mini
@@ -38,7 +38,7 @@ def own(folder: Path, name: str, forward: str = "pass", top: str = "") -> Factor
     return FactoryWorkload(factory=factory, code=code_digest(factory), model=UserModel(name=""))
 
 
-def in_turns(out: Path, first: RunnableWorkload, second: RunnableWorkload, **more: object) -> tuple[Run, Run]:
+def in_turns(out: Path, first: Workload, second: Workload, **more: object) -> tuple[Run, Run]:
     request = StepRequest(workload=first, against=second, settings=QUICK, device="cpu", out=str(out), **more)  # type: ignore[arg-type]
     run, directory = measure_in_turns(request)
     assert directory == out / run.id

@@ -40,11 +40,11 @@ KINDS = (
 ENDS = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129, signal.SIGKILL: -9}
 RECIPE = """
 from stepscope.core.model_config import configure
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import TextbookWorkload
 
 def sweep():
     model = configure("tiny", d_model=32, d_ff=64, layers=1, heads=2, vocabulary=101)
-    return [Workload(model=model, seq_len=8 * n, batch_size=1) for n in range(1, CELLS + 1)]
+    return [TextbookWorkload(model=model, seq_len=8 * n, batch_size=1) for n in range(1, CELLS + 1)]
 """
 STOP_S = 3.0
 """How long a sweep may take to stop when it is asked to."""

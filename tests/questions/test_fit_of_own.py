@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.training_step import ForwardLoss, build_model
 
 def mlp(batch_size=16, width=64):
@@ -66,7 +66,7 @@ def text(batch_size=4, seq_len=64, positions=100_000):
     return Positions(positions, 16), x, lambda out: out.square().mean()
 
 def textbook(dtype="fp32"):
-    workload = Workload(
+    workload = TextbookWorkload(
         model=ModelConfig(name="mini", d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64),
         batch_size=2, seq_len=8,
     )

@@ -24,12 +24,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.training_step import ForwardLoss, TrainingStep
 
 def textbook():
     model = ModelConfig(name="small", d_model=16, d_ff=32, layers=1, heads=2, vocabulary=32)
-    step = TrainingStep(Workload(model=model, batch_size=2, seq_len=8), torch.device("cpu"))
+    step = TrainingStep(TextbookWorkload(model=model, batch_size=2, seq_len=8), torch.device("cpu"))
     return step.forward_module, list(step.batches)
 
 def linear(dropout=0.0):

@@ -23,7 +23,7 @@ from stepscope.core.processes import Change
 from stepscope.core.run import Run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
 from stepscope.questions.tuning import curves as curves_module
 from stepscope.questions.tuning.answer import answer_tuned
 from stepscope.questions.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared
@@ -60,24 +60,24 @@ class Written:
     def __init__(self, races: int = 100, unfit: Sequence[str] = (), noise: float = 0.001) -> None:
         self.left, self.unfit, self.noise = races, unfit, noise
 
-    def seconds(self, step: RunnableWorkload) -> float:
+    def seconds(self, step: Workload) -> float:
         return math.prod(
             factor for (field, value), factor in FACTORS.items() if getattr(step, field, None) == value
         ) * (1 + 0.05 * (step.accumulation - 1))  # fmt: skip
 
-    def fits(self, workload: RunnableWorkload) -> str | None:
+    def fits(self, workload: Workload) -> str | None:
         return "too large" if workload.checkpointing in self.unfit else None
 
-    def planned_s(self, workload: RunnableWorkload) -> float | None:
+    def planned_s(self, workload: Workload) -> float | None:
         return None
 
-    def runs_alone(self, workload: RunnableWorkload) -> str | None:
+    def runs_alone(self, workload: Workload) -> str | None:
         return None
 
-    def time_left(self, baseline: RunnableWorkload, best: RunnableWorkload) -> bool:
+    def time_left(self, baseline: Workload, best: Workload) -> bool:
         return self.left > 0
 
-    def race(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def race(self, best: Workload, other: Workload) -> Tried:
         self.left -= 1
         ratio = self.seconds(other) / self.seconds(best)
         interval = Interval(low=ratio * (1 - self.noise), high=ratio * (1 + self.noise))
@@ -121,7 +121,7 @@ def test_clipping_stays_and_leaves_nothing_to_update_under_backward():
 
 def test_the_host_decides_nothing_once_the_step_is_replayed():
     class Hosted(Written):
-        def seconds(self, step: RunnableWorkload) -> float:
+        def seconds(self, step: Workload) -> float:
             waits = step.compile == "eager" and step.graph == "none"
             flash = getattr(step, "attention", "") == "flash"
             joint = getattr(step, "projections", "") == "joint"  # so that the usual changes are tried one by one
@@ -148,7 +148,7 @@ def test_kernels_are_raced_apart_only_where_together_they_are_not_taken():
     assert "kernels apart" not in apart, "the fused loss makes all of them together faster"
 
     class Worse(Written):
-        def seconds(self, step: RunnableWorkload) -> float:
+        def seconds(self, step: Workload) -> float:
             return super().seconds(step) * (3.0 if getattr(step, "norm", "") == "fused" else 1)
 
     search = searched(Worse(), kept)
@@ -170,7 +170,7 @@ def test_what_is_usually_faster_is_one_race_and_is_taken_back_choice_by_choice()
     assert getattr(best, "attention", "") == "flash" and getattr(best, "projections", "") == "joint"
 
     class Joint(Written):
-        def seconds(self, step: RunnableWorkload) -> float:
+        def seconds(self, step: Workload) -> float:
             return super().seconds(step) * (1.1 if getattr(step, "projections", "") == "joint" else 1)
 
     search = searched(Joint(), frozenset({"compile", "optimizer"}), dtype="fp32")
@@ -216,16 +216,16 @@ class Own(Written):
 
     def __init__(self, factor: float | None) -> None:
         super().__init__()
-        self.factor, self.raced = factor, list[RunnableWorkload]()
+        self.factor, self.raced = factor, list[Workload]()
 
-    def race(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def race(self, best: Workload, other: Workload) -> Tried:
         self.raced.append(other)
         if self.factor is None and "fused" in other.parts.values():
             why = "kernels fused replace nothing in ViT: it has no RMSNorm, no SwiGLU of gate, up and down"
             return Tried(round="", change={}, verdict="refused", why=why)
         return super().race(best, other)
 
-    def seconds(self, step: RunnableWorkload) -> float:
+    def seconds(self, step: Workload) -> float:
         fused = "fused" in step.parts.values()
         alone = super().seconds(msgspec.structs.replace(step, loss="reference"))
         return alone * (self.factor or 1 if fused else 1)
@@ -300,7 +300,7 @@ def test_noise_takes_nothing():
 class Unsteady(Written):
     """A bench whose steps differ too much for an interval."""
 
-    def race(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def race(self, best: Workload, other: Workload) -> Tried:
         found = super().race(best, other)
         assert found.ratio is not None
         return msgspec.structs.replace(found, interval=None, p_value=None, apart=found.ratio < 0.55)
@@ -346,18 +346,18 @@ class Blocks(Written):
         super().__init__()
         self.room, self.asked = room, list[str]()
 
-    def kept_blocks(self, step: RunnableWorkload) -> float:
+    def kept_blocks(self, step: Workload) -> float:
         assert isinstance(step, TextbookWorkload)
         layers = step.model.layers
         whole = {"none": 1.5 * layers, "selective": layers, "attention": 0, "every-1": -layers}
         return whole.get(step.checkpointing) or selective_of(step.checkpointing) or 0
 
-    def fits(self, workload: RunnableWorkload) -> str | None:
+    def fits(self, workload: Workload) -> str | None:
         self.asked.append(workload.checkpointing)
         needed = self.kept_blocks(workload) + 4 * (getattr(workload, "loss", "") == "reference")
         return None if needed <= self.room else "too large"
 
-    def seconds(self, step: RunnableWorkload) -> float:
+    def seconds(self, step: Workload) -> float:
         return super().seconds(step) * (1 - 0.01 * self.kept_blocks(step))
 
 
@@ -386,7 +386,7 @@ def test_where_nothing_predicts_a_step_no_blocks_are_looked_for():
 
 def test_a_step_that_does_not_fit_is_split_or_computed_again_first():
     class Small(Written):
-        def fits(self, workload: RunnableWorkload) -> str | None:
+        def fits(self, workload: Workload) -> str | None:
             return None if workload.checkpointing == "selective" and workload.accumulation >= 2 else "too large"
 
     found = one_that_fits(workload(batch_size=4), Small())  # pyright: ignore[reportArgumentType]
@@ -631,7 +631,7 @@ def test_time_is_kept_by_what_the_two_steps_took(tmp_path: Path):
     racing = Racing(device="cpu", out=str(tmp_path), budget_s=600, clock=lambda: now[0])
     first, second, third = (workload(layers=layers) for layers in (1, 2, 3))
 
-    def took(seconds: float, *steps: RunnableWorkload, processes: int = 1) -> None:
+    def took(seconds: float, *steps: Workload, processes: int = 1) -> None:
         began, now[0] = now[0], now[0] + seconds
         racing.note_time(began, *steps, processes=processes)
 
@@ -727,10 +727,10 @@ def test_what_is_planned_to_be_far_slower_is_not_measured():
             "fsdp2:reshard=no": 0.1,
         }
 
-        def planned_s(self, workload: RunnableWorkload) -> float | None:
+        def planned_s(self, workload: Workload) -> float | None:
             return self.seconds_planned.get(workload.parallel)
 
-        def fits(self, workload: RunnableWorkload) -> str | None:
+        def fits(self, workload: Workload) -> str | None:
             return "too large" if workload.parallel == "fsdp2:reshard=no" else super().fits(workload)
 
     search = searched(Planned(), batch_size=4, parallel="ddp", ranks=2)
@@ -743,7 +743,7 @@ def test_what_is_planned_to_be_far_slower_is_not_measured():
 
 def test_ranks_whose_state_does_not_fit_shard_it_first():
     class Small(Written):
-        def fits(self, workload: RunnableWorkload) -> str | None:
+        def fits(self, workload: Workload) -> str | None:
             return None if workload.parallel == "fsdp2" and workload.checkpointing == "every-1" else "too large"
 
     asked = workload(batch_size=4, parallel="ddp", ranks=2)
@@ -753,7 +753,7 @@ def test_ranks_whose_state_does_not_fit_shard_it_first():
         one_that_fits(asked, Small(), frozenset({"parallel"}))  # pyright: ignore[reportArgumentType]
 
     class Unsharded(Written):
-        def fits(self, workload: RunnableWorkload) -> str | None:
+        def fits(self, workload: Workload) -> str | None:
             return None if workload.parallel == "ddp" and workload.checkpointing == "every-1" else "too large"
 
     assert one_that_fits(asked, Unsharded()).checkpointing == "every-1"  # pyright: ignore[reportArgumentType]

@@ -25,7 +25,7 @@ from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes,
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION
 from stepscope.core.units import format_count
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, by_sizes
 
 # Finds the phases of a history, and by the open ranges the module and part of each event.
 
@@ -788,9 +788,9 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
 def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
     """The table with shapes inferred from sizes, for allocations without a note."""
     workload = snapshot.notes.workload if snapshot.notes else None
-    if not isinstance(workload, TextbookWorkload):
+    shapes = by_sizes(workload, shapes_by_size) if workload is not None else None
+    if shapes is None:
         return table
-    shapes = shapes_by_size(workload)
     known = pl.DataFrame(
         {"requested": list(shapes), "by_size": [list(shape) for shape in shapes.values()]},
         schema={"requested": pl.Int64, "by_size": pl.List(pl.Int64)},

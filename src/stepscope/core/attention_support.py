@@ -109,7 +109,7 @@ def is_predicted(workload: Workload) -> TypeGuard[TextbookWorkload]:
     """Whether a workload's memory can be predicted: the model is the textbook's, with an attention that can be,
     wherever that attention runs, and with parts that can be."""
     return (
-        isinstance(workload, TextbookWorkload)
+        workload.sizes is not None
         and workload.attention in (AUTO, *_predicted(workload))
         and unpredicted(workload) is None
     )

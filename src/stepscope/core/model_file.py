@@ -10,7 +10,7 @@ from stepscope.core.errors import name_shown
 from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_document
 from stepscope.core.precisions import PRECISIONS, Dtype
-from stepscope.core.workloads import FactoryWorkload, Workload
+from stepscope.core.workloads import Workload
 
 _DTYPE = ("dtype", "torch_dtype")
 _QUANTISED = ("quantization_config", "compression_config")
@@ -45,7 +45,7 @@ def unmet(workload: Workload) -> tuple[str, ...]:
     """What the config.json of a workload's model, or an argument in its place, asks for and its step does not do, a
     sentence each; none where the model comes from elsewhere, or the file cannot be read, which whoever makes the model
     says."""
-    if not isinstance(workload, FactoryWorkload) or not is_configuration(workload.factory):
+    if not is_configuration(workload.factory):
         return ()
     try:
         fields = json.loads(read_document(Path(workload.factory)))

@@ -14,7 +14,7 @@ from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
 from stepscope.core.ranks import RanksEvidence
 from stepscope.core.samples import Samples
-from stepscope.core.workloads import TextbookWorkload, Workload
+from stepscope.core.workloads import Workload
 
 # 1  2026-11  first: workload, settings, environment, samples, evidence, work, summary, findings
 SCHEMA_VERSION = 1
@@ -150,11 +150,6 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     artifacts: dict[str, str] = {}
     """Files beside run.json, by kind."""
     findings: tuple[Finding, ...] = ()
-
-    @property
-    def textbook(self) -> TextbookWorkload | None:
-        """The workload of a run of the textbook's model; None where the model is a user's own."""
-        return self.workload if isinstance(self.workload, TextbookWorkload) else None
 
     @property
     def instant(self) -> float:

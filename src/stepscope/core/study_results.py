@@ -14,7 +14,7 @@ from stepscope.core.files import cache_directory, read_document, replace_file
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
-from stepscope.core.workloads import RunnableWorkload
+from stepscope.core.workloads import Workload
 
 TUNED_FIELDS = (
     "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,
@@ -87,11 +87,11 @@ class LossCurve(msgspec.Struct, frozen=True, kw_only=True):
 class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     """A search, as far as it came."""
 
-    asked: RunnableWorkload
+    asked: Workload
     """The step that the user asked for."""
-    baseline: RunnableWorkload
+    baseline: Workload
     """The step that the search began with: the one asked for, or one that fits."""
-    best: RunnableWorkload
+    best: Workload
     tried: tuple[Tried, ...] = ()
     confirmed: Change | None = None
     """The best step against the baseline, in processes of their own; None where that was not reached."""

@@ -8,8 +8,8 @@ A stored run tells them apart by `kind`; whoever asks whether there are formulas
 import hashlib
 import math
 import re
-from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -26,8 +26,9 @@ from stepscope.core.checkpointing import (
 )
 from stepscope.core.document import identity_of
 from stepscope.core.errors import InputError, choose
-from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
-from stepscope.core.parts import REFERENCE, Kernels, Part, kernels_of
+from stepscope.core.factory_arguments import is_configuration
+from stepscope.core.model_config import LARGEST, PRESETS, ModelConfig, configure, whole_number
+from stepscope.core.parts import MODULE_PARTS, PARTS, REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
     NOT_PARALLEL,
@@ -40,6 +41,7 @@ from stepscope.core.strategies import (
     strategy_named,
     stream_parts,
 )
+from stepscope.core.units import format_count
 
 Phase = Literal["forward", "forward-backward", "train"]
 """forward: inference under no_grad, logits only. forward-backward: loss and gradients. train: and the optimizer."""
@@ -183,6 +185,15 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Over how many ranks the tokens of a step are split."""
         return self.batch_parts * sequence_parts(self.parallel, self.ranks)
 
+    @property
+    def _spelled_phase(self) -> list[tuple[str, object]]:
+        return [("phase", self.phase)] if self.phase != "train" else []
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether operators run one by one, as blocks that offload need it."""
+        return self.compile == "eager" and self.graph == "none"
+
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
         if self.phase == "forward":
@@ -223,6 +234,11 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
     """How each part is computed: the textbook's code, or another implementation of core/parts.py."""
     projections: Projections = "apart"
     seed: int = 0
+    factory: ClassVar[str] = ""
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    by_factory: ClassVar[tuple[str, ...]] = ()
+    may_run: ClassVar[bool] = True
+    counted_parameters: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         _check_model(self.model)
@@ -246,13 +262,63 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
     @property
     def key(self) -> str:
         """A readable name of the cell, safe in file names, that ends in a digest of every field."""
-        digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
-        return "-".join([*self.words(), digest])
+        return "-".join([*self.words(), _digest(self.identity)])
+
+    @property
+    def key_without_code(self) -> str:
+        """The key, without digests of code: another commit's has the same."""
+        return self.key
+
+    @property
+    def alike(self) -> object:
+        """Equal of workloads that are the same experiment."""
+        return self
+
+    @property
+    def asked(self) -> "TextbookWorkload":
+        """The workload as it can be known before its model is made."""
+        return self
+
+    @property
+    def sizes(self) -> ModelConfig:
+        """The sizes of the model, from which formulas say its work and memory."""
+        return self.model
+
+    @property
+    def layers(self) -> int:
+        """The model's blocks; 0 where they are not known."""
+        return self.model.layers
 
     @property
     def name(self) -> str:
         """The model's name."""
         return self.model.name
+
+    @property
+    def origin(self) -> str:
+        """What the model is, in words: its sizes."""
+        return ", ".join(f"{field} {format_count(size)}" for field, size in self.model.sizes.items())
+
+    @property
+    def batch_words(self) -> str:
+        """The batch in words."""
+        return f"batch {self.batch_size} x sequence {self.seq_len} = {format_count(self.tokens)} tokens"
+
+    @property
+    def named(self) -> dict[str, str | int]:
+        """What names the model and its batch, by field."""
+        return {"model": self.model.name, "batch_size": self.batch_size, "seq_len": self.seq_len}
+
+    @property
+    def spelled(self) -> list[tuple[str, object]] | None:
+        """What is not the usual, by the names that options and arguments share; None where those cannot say it."""
+        preset = self.model.name.partition("+")[0]
+        if preset not in PRESETS:
+            return None
+        of_model = _different(self.model, configure(preset), without=("name",))
+        usual = TextbookWorkload(model=self.model, phase=self.phase)
+        of_step = _kernels_at_once(dict(_different(self, usual, without=("model", "phase"))))
+        return [("model", preset), *of_model, *of_step, *self._spelled_phase]
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, but for these fields: sizes, and choices that are not the usual."""
@@ -294,8 +360,11 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         """The model's blocks, from the first to the last, by what they keep for backward."""
         return spans_of(self.checkpointing, self.model.layers)
 
-    def at_most(self, other: "TextbookWorkload") -> bool:
+    def at_most(self, other: "Workload") -> bool:
         """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
+        return by_sizes(other, self._at_most) or False
+
+    def _at_most(self, other: "TextbookWorkload") -> bool:
         ours, theirs = self.model.sizes, other.model.sizes
         sizes = (*ours.values(), self.batch_size, self.seq_len)
         others = (*theirs.values(), other.batch_size, other.seq_len)
@@ -326,11 +395,6 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         if self.projections == "joint" and (self.parallel != NOT_PARALLEL or PRECISIONS[self.dtype].scaled):
             other = f"dtype {self.dtype}" if self.parallel == NOT_PARALLEL else f"--parallel {self.parallel}"
             raise InputError(f"projections joint does not go with {other}: choose --projections apart")
-
-    @property
-    def one_by_one(self) -> bool:
-        """Whether operators run one by one, as blocks that offload need it."""
-        return self.compile == "eager" and self.graph == "none"
 
     def _check_checkpointing(self) -> None:
         group, last, layers = group_of(self.checkpointing), selective_of(self.checkpointing), self.model.layers
@@ -426,6 +490,27 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
             )
 
 
+def _digest(identity: object) -> str:
+    return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()[:8]
+
+
+def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str, ...]) -> Iterator[tuple[str, object]]:
+    """The fields that are not the usual. An optimizer that a factory brought is no choice."""
+    for field in one.__struct_fields__:
+        value = getattr(one, field)
+        if field not in without and value != getattr(usual, field, None) and value is not None:
+            yield field, value
+
+
+def _kernels_at_once(of_step: dict[str, object], parts: Iterable[str] = PARTS) -> list[tuple[str, object]]:
+    """With `kernels` in place of the model's parts, where all have one name."""
+    names = {of_step.get(part) for part in parts}
+    chosen = [*of_step.items()]
+    if len(names) > 1 or None in names:
+        return chosen
+    return [*((name, value) for name, value in chosen if name not in PARTS), ("kernels", names.pop())]
+
+
 def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:
     """The words of a key for the parts of a model; one word, with the first, where all have one name."""
     names = {*parts.values()}
@@ -517,6 +602,10 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
     """What a step of a module that is not ours has in common with the textbook's."""
 
     model: UserModel
+    sizes: ClassVar[None] = None
+    layers: ClassVar[int] = 0
+    attention: ClassVar[None] = None
+    projections: ClassVar[str] = "apart"
 
     @property
     def batch_size(self) -> int | None:
@@ -528,9 +617,26 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
         return self.model.seq_len
 
     @property
+    def counted_parameters(self) -> int | None:
+        """The number of parameters, where the model was made and they were counted."""
+        return self.model.parameters
+
+    @property
     def tokens(self) -> int | None:
         """Tokens in one step; None where its batch holds no token ids."""
         return self.model.tokens
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Samples in one forward pass; None where that is not known."""
+        size = self.batch_size
+        return size // self.accumulation if size and size % self.accumulation == 0 else None
+
+    @property
+    def batch_words(self) -> str:
+        """The batch in words."""
+        inputs = ", ".join(f"{name} {tensor}" for name, tensor in self.model.inputs.items())
+        return f"batch {inputs}" if inputs else "batch unknown"
 
     @property
     def identity(self) -> dict[str, object]:
@@ -538,10 +644,21 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
         return _without_defaults(msgspec.to_builtins(self))
 
     @property
+    def alike(self) -> object:
+        """Equal of workloads that are the same experiment. What was found of a model when it ran is no part of it:
+        another dtype changes its structure and its inputs."""
+        model = msgspec.structs.replace(self.model, structure="", inputs={})
+        return msgspec.json.encode(msgspec.structs.replace(self, model=model), order="sorted")
+
+    def at_most(self, _other: "Workload") -> bool:
+        """Whether this cell needs no more memory than `other`: without sizes nobody knows."""
+        return False
+
+    @property
     def key(self) -> str:
         """A name of the cell, safe in file names, that ends in a digest of what tells it from others."""
-        digest = hashlib.sha256(msgspec.json.encode(self.identity, order="sorted")).hexdigest()[:8]
-        return "-".join([re.sub(r"[^\w.+-]+", "_", word)[:60] for word in self._key_words()] + [digest])
+        words = [re.sub(r"[^\w.+-]+", "_", word)[:60] for word in self._key_words()]
+        return "-".join([*words, _digest(self.identity)])
 
     @property
     def name(self) -> str:
@@ -585,6 +702,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     seed: int = 0
     by_factory: tuple[str, ...] = ()
     """The choices that the factory made, in place of options: `optimizer`, `phases`."""
+    may_run: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -611,6 +729,43 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         optimizer = "adamw-foreach" if "optimizer" in self.by_factory else self.optimizer
         return msgspec.structs.replace(self, model=UserModel(name=""), optimizer=optimizer, by_factory=())
 
+    @property
+    def key_without_code(self) -> str:
+        """The key, without digests of code: another commit's has the same."""
+        return msgspec.structs.replace(self, code="").key
+
+    @property
+    def origin(self) -> str:
+        """Where the model comes from, in words."""
+        if not self._has_place:
+            return "given as an object"
+        arguments = ", ".join(f"{name}={value}" for name, value in self.arguments.items())
+        return f"made by {self.factory}{f' with {arguments}' if arguments else ''}"
+
+    @property
+    def _has_place(self) -> bool:
+        """Whether the factory is named, so that another process finds it; False of an object that was given."""
+        return ":" in self.factory or is_configuration(self.factory)
+
+    @property
+    def named(self) -> dict[str, str | int]:
+        """What names the model and its batch, by field."""
+        return {"model": self.factory, **{name: str(value) for name, value in self.arguments.items()}}
+
+    @property
+    def spelled(self) -> list[tuple[str, object]] | None:
+        """What is not the usual, by the names that options and arguments share; None where those cannot say it."""
+        if not self._has_place:
+            return None
+        usual = FactoryWorkload(factory=self.factory, model=UserModel(name=""), phase=self.phase)
+        without = ("factory", "code", "arguments", "model", "phase")
+        return [
+            ("model" if is_configuration(self.factory) else "module", self.factory),
+            *(("arg", f"{name}={value}") for name, value in self.arguments.items()),
+            *_kernels_at_once(dict(_different(self.asked, usual, without=without)), MODULE_PARTS),
+            *self._spelled_phase,
+        ]
+
     def _key_words(self) -> list[str]:
         # A run's directory is named before the factory is called.
         return self.asked.words()
@@ -634,16 +789,55 @@ class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     rank: int | None = None
     """The number of this process among those that train together; None if it is alone."""
     world_size: int = 1
+    seed: ClassVar[int] = 0
+    factory: ClassVar[str] = ""
+    arguments: ClassVar[Mapping[str, Any]] = {}
+    by_factory: ClassVar[tuple[str, ...]] = ()
+    may_run: ClassVar[bool] = False
+    """Only its script can run it."""
+    spelled: ClassVar[None] = None
+
+    @property
+    def parts(self) -> dict[Part, Kernels]:
+        """How each part is computed, where that was chosen: nowhere."""
+        return {}
+
+    @property
+    def asked(self) -> "WatchedWorkload":
+        """The workload as it can be known before its model is made."""
+        return self
+
+    @property
+    def key_without_code(self) -> str:
+        """The key, without digests of code: another commit's has the same."""
+        return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, source="")).key
+
+    @property
+    def origin(self) -> str:
+        """Where the model comes from, in words."""
+        rank = f", rank {self.rank} of {self.world_size}" if self.rank is not None else ""
+        return f"watched in {self.program}{rank}" if self.program else f"watched{rank}"
+
+    @property
+    def named(self) -> dict[str, str | int]:
+        """What names the model and its batch, by field."""
+        return {"model": self.name}
 
     def _more_words(self) -> dict[str, str]:
         return {"rank": f"rank{self.rank}" if self.rank is not None else ""}
 
 
-RunnableWorkload = TextbookWorkload | FactoryWorkload
-"""What stepscope can run itself."""
-
 Workload = TextbookWorkload | FactoryWorkload | WatchedWorkload
-"""What a Run measured, told apart by its `kind`."""
+"""What a Run measured: one face over three records, which are stored with their `kind`. Whoever needs formulas asks
+whether `sizes` is None."""
+
+T = TypeVar("T")
+
+
+def by_sizes(workload: Workload, formula: Callable[[TextbookWorkload], T]) -> T | None:
+    """What a formula of the sizes says of a workload; None where they are not known."""
+    return formula(workload) if workload.sizes is not None else None
+
 
 Kind = Literal["textbook", "own", "watched"]
 

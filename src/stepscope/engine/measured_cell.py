@@ -21,7 +21,6 @@ from stepscope.core.ranks import RankPlace, check_processes
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.cell_process import CellEvent, CellProcess, Fork
 from stepscope.engine.forks import Forks
 from stepscope.engine.request import Stage, StepRequest, Tell
@@ -208,7 +207,7 @@ def record(request: StepRequest, directory: Path | None, status: Status, failure
 
 def leaves_nothing(run: Run) -> bool:
     """Whether this run is not kept: a user's own code was refused, so the same command tries it again."""
-    return run.failure is not None and run.failure.during == REFUSED and isinstance(run.workload, FactoryWorkload)
+    return run.failure is not None and run.failure.during == REFUSED and run.workload.factory != ""
 
 
 def _run_in(directory: Path | None) -> Run | None:

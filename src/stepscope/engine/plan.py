@@ -10,11 +10,11 @@ import msgspec
 
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.formulas.spelled import parameters_of
-from stepscope.core.formulas.transformer import step_flops
+from stepscope.core.formulas.transformer import known_work
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.engine.request import MemoryRequest, TraceRequest
 
 BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
@@ -24,11 +24,11 @@ BROKEN: frozenset[Status] = frozenset({"failed", "killed", "timed-out"})
 class Cell(msgspec.Struct, frozen=True, kw_only=True):
     """One workload measured one way."""
 
-    workload: RunnableWorkload
+    workload: Workload
     settings: Settings = Settings()
     repeat: Repeat | None = None
     """Which of several processes that measure the same this is."""
-    against: RunnableWorkload | None = None
+    against: Workload | None = None
     """A workload whose steps are measured turn by turn with this one's, in the same process."""
 
     @property
@@ -131,8 +131,7 @@ class SweepState:
 
 def _flops(cell: CellState) -> int:
     """The cell's work, to share the time by; those whose work is not known beforehand count alike."""
-    workload = cell.cell.workload
-    return step_flops(workload) if isinstance(workload, TextbookWorkload) else 1
+    return sum(work.flops for work in known_work(cell.cell.workload).values()) or 1
 
 
 Tell = Callable[[SweepState], None]

@@ -9,7 +9,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, ProcessStart, TraceTool
 from stepscope.core.ranks import RankPlace
 from stepscope.core.run import Repeat, Settings
-from stepscope.core.workloads import RunnableWorkload
+from stepscope.core.workloads import Workload
 
 MemoryStacks = Literal["python", "all"]
 MEMORY_STACKS: tuple[MemoryStacks, ...] = get_args(MemoryStacks)
@@ -56,14 +56,14 @@ class MemoryRequest(msgspec.Struct, frozen=True, kw_only=True):
 class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A workload to measure, the settings, and where the run goes. It travels to a cell's process as JSON."""
 
-    workload: RunnableWorkload
+    workload: Workload
     settings: Settings = Settings()
     device: str = "auto"
     out: str = "runs"
     tag: str | None = None
     sweep: str | None = None
     repeat: Repeat | None = None
-    against: RunnableWorkload | None = None
+    against: Workload | None = None
     """Another workload, whose steps are measured turn by turn with this one's in the same process."""
     memory_limit_bytes: int | None = None
     peak_flops_per_s: float | None = None

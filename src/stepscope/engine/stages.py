@@ -5,13 +5,13 @@ import dataclasses
 import gc
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 from torch import Tensor
 
 from stepscope.core import interrupts
+from stepscope.core.attentions import AUTO
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.environment import GpuReading
@@ -26,7 +26,7 @@ from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
 from stepscope.core.units import format_seconds
-from stepscope.core.workloads import GRAPH_WARMUP, FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, Workload, by_sizes
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.engine.request import Stage
@@ -59,11 +59,9 @@ from stepscope.recording.step import Step
 from stepscope.recording.timer import Measurement, Progress, StepFailed, measure, measure_one
 from stepscope.recording.updates import applied_updates, read_updates
 from stepscope.training.attention import chosen_attention
-from stepscope.training.parallel.ranks import Ranks, host_name
-from stepscope.training.training_step import TrainingStep
-
-if TYPE_CHECKING:
-    from stepscope.training.user_module.loading import Loaded
+from stepscope.training.making import make_parts, make_step
+from stepscope.training.parallel.ranks import host_name
+from stepscope.training.training_step import StepParts
 
 # Makes the step on the device, and later releases its memory.
 
@@ -77,33 +75,10 @@ def build(draft: Draft) -> None:
     draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
     draft.made, found = make_step(workload, device, draft.given, draft.ranks)
     draft.set(workload=found)
-    if isinstance(workload, TextbookWorkload) and workload.attention == "auto":
-        draft.set_evidence(attention=chosen_attention(workload, device.type))
+    if workload.attention == AUTO:
+        draft.set_evidence(attention=by_sizes(workload, lambda sized: chosen_attention(sized, device.type)))
     # A step of a user's module alone has any of these.
     draft.set_evidence(parts=getattr(draft.made, "found", ()), unmet=unmet(workload))
-
-
-def make_step(
-    workload: RunnableWorkload,
-    device: torch.device,
-    given: "Callable[[], Loaded] | None" = None,
-    ranks: Ranks | None = None,
-) -> tuple[Step, RunnableWorkload]:
-    """The step on its device, and its workload with what was found in making it.
-
-    given: a model of the user's own that is there already, in place of what a factory would give. ranks: those that
-    share the step, where its workload says how.
-    """
-    share = None
-    if workload.parallel != NOT_PARALLEL:
-        from stepscope.training.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
-
-        share = shared_by(workload.parallel, ranks or Ranks())
-    if isinstance(workload, TextbookWorkload):
-        return TrainingStep(workload, device, share), workload
-    from stepscope.training.user_module.loading import make_user_step  # noqa: PLC0415  (only where a model is the user's own)
-
-    return make_user_step(workload, device, given, share)
 
 
 def release(draft: Draft) -> None:
@@ -139,8 +114,8 @@ def find_ceilings(draft: Draft) -> None:
 def look_round(draft: Draft) -> None:
     """Fill in what is known before anything runs, and write the run for the first time."""
     request = draft.request
-    own_code = isinstance(request.workload, FactoryWorkload)
-    environment = read_environment(draft.device, request.memory_limit_bytes, own_code=own_code)
+    of_factory = request.workload.factory != ""
+    environment = read_environment(draft.device, request.memory_limit_bytes, own_code=of_factory)
     environment = msgspec.structs.replace(environment, node=request.node)
     name, stated = environment.device_name, request.peak_flops_per_s
     spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)
@@ -226,7 +201,7 @@ def observe(draft: Draft) -> None:
     observation, memory = observe_step(step, device, draft.held_before_bytes)
     draft.set_evidence(observation=observation, memory=memory)
     draft.set_evidence(operators=step_operators(step, device, draft.timing))
-    if draft.run.textbook is None:
+    if draft.run.workload.factory:
         draft.set_evidence(habits=step_habits(step, device))
     if step.cuda_graphs:
         draft.note("allocated peaks: tensors of replayed CUDA graphs count as reserved only")
@@ -570,38 +545,41 @@ def check_the_ranks(draft: Draft) -> None:
         raise RuntimeError(said_of(found, workload.parallel))
 
 
-def _check(draft: Draft, workload: TextbookWorkload | FactoryWorkload) -> Correctness:
-    from stepscope.training.parallel.correctness import check_ranks  # noqa: PLC0415
-    from stepscope.training.training_step import StepParts, textbook_parts  # noqa: PLC0415  (only where ranks share a step)
+def _check(draft: Draft, workload: Workload) -> Correctness:
+    from stepscope.training.parallel.correctness import check_ranks  # noqa: PLC0415  (only where ranks share a step)
 
-    device = draft.device
-    if isinstance(workload, FactoryWorkload):
-        from stepscope.training.user_module.loading import user_parts  # noqa: PLC0415
+    small = by_sizes(workload, _small) or workload
 
-        def make_own() -> StepParts:
-            return dataclasses.replace(user_parts(workload, device, draft.given), optimizer=None)
+    def make() -> StepParts:
+        return dataclasses.replace(make_parts(small, draft.device, draft.given), optimizer=None)
 
-        return check_ranks(workload.parallel, make_own, workload, device, draft.ranks)
+    found = check_ranks(workload.parallel, make, small, draft.device, draft.ranks)
+    return by_sizes(workload, lambda sized: _with_smaller_sizes(found, sized)) or found
+
+
+def _small(workload: TextbookWorkload) -> TextbookWorkload:
+    """A step in the same layout that is checked in place of the workload's, as quickly as it may be."""
     stages = stages_of(workload.parallel, workload.ranks)
-    layers = min(max(_LAYERS, stages), workload.model.layers)
-    vocabulary = min(workload.model.vocabulary, _VOCABULARY)
+    layers = min(max(_LAYERS, stages), workload.layers)
     both_chunks = 2 * workload.ranks  # where ranks share a sequence, each takes two chunks
-    seq_len = min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks)
     micro_batches = strategy_named(workload.parallel).micro_batches(workload.ranks, workload.accumulation)
-    batch_size = min(workload.batch_size, _SAMPLES * workload.ranks * micro_batches)
-    small = msgspec.structs.replace(
+    vocabulary = min(workload.model.vocabulary, _VOCABULARY)
+    return msgspec.structs.replace(
         workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
-        batch_size=batch_size, seq_len=seq_len, compile="eager",
+        batch_size=min(workload.batch_size, _SAMPLES * workload.ranks * micro_batches),
+        seq_len=min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks), compile="eager",
         checkpointing=_of_fewer_layers(workload, layers),
     )  # fmt: skip
-    found = check_ranks(workload.parallel, lambda: textbook_parts(small, device), small, device, draft.ranks)
-    return msgspec.structs.replace(
-        found,
-        layers=layers if layers < workload.model.layers else None,
-        vocabulary=vocabulary if vocabulary < workload.model.vocabulary else None,
-        seq_len=seq_len if seq_len < workload.seq_len else None,
-        batch_size=batch_size if batch_size < workload.batch_size else None,
-    )
+
+
+def _with_smaller_sizes(found: Correctness, workload: TextbookWorkload) -> Correctness:
+    """What was found, with the sizes in which the step that was checked is smaller than the workload's."""
+    small = _small(workload)
+    pairs = {
+        "layers": (small.layers, workload.layers), "vocabulary": (small.model.vocabulary, workload.model.vocabulary),
+        "seq_len": (small.seq_len, workload.seq_len), "batch_size": (small.batch_size, workload.batch_size),
+    }  # fmt: skip
+    return msgspec.structs.replace(found, **{name: one for name, (one, whole) in pairs.items() if one < whole})
 
 
 def _of_fewer_layers(workload: TextbookWorkload, layers: int) -> str:

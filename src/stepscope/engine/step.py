@@ -13,7 +13,6 @@ from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
-from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import nsys_for
@@ -84,8 +83,7 @@ def measure_step(
     anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
     """
     device = resolve_device(request.device, request.place)
-    if isinstance(request.workload, TextbookWorkload):
-        check_supported(request.workload, device)
+    check_supported(request.workload, device)
     limit_memory(device, request.memory_limit_bytes)
     nsys = nsys_for(request, device.type)
     ranks = join(request.place, device)

@@ -22,7 +22,7 @@ from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
-from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster.nodes import Cluster, terms_of
 from stepscope.engine.forks import Forks
@@ -290,13 +290,13 @@ class _Sweep:
             self._changed.notify_all()
         self._tell(self.state)
 
-    def _smaller_that_did_not_fit(self, workload: RunnableWorkload, memory_bytes: int | None) -> Run | None:
+    def _smaller_that_did_not_fit(self, workload: Workload, memory_bytes: int | None) -> Run | None:
         """A run of a smaller workload that ran out of at least so much memory; None, too, where that is not known."""
-        if not isinstance(workload, TextbookWorkload) or memory_bytes is None:
+        if memory_bytes is None:
             return None
         for cell in self.state.cells:
             run = cell.run
-            if run and run.status == "out-of-memory" and run.textbook and run.textbook.at_most(workload):
+            if run and run.status == "out-of-memory" and run.workload.at_most(workload):
                 held = run.environment.memory_bytes if run.environment is not None else None
                 if held is None or memory_bytes <= held:
                     return run

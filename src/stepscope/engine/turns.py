@@ -16,7 +16,6 @@ from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import create_run_directory
-from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import StepRequest, Tell
 from stepscope.engine.stages import (
@@ -49,8 +48,7 @@ def measure_in_turns(
     device = resolve_device(request.device)
     requests = _each_alone(request)
     for one in requests:
-        if isinstance(one.workload, TextbookWorkload):
-            check_supported(one.workload, device)
+        check_supported(one.workload, device)
     limit_memory(device, request.memory_limit_bytes)
     with interrupts.held():
         drafts: list[Draft] = []

@@ -11,9 +11,9 @@ from stepscope.core.doubts import doubting_kinds
 from stepscope.core.evidence import Capture
 from stepscope.core.figures import count, digits, milliseconds, percent
 from stepscope.core.finding import Finding, note
-from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
+from stepscope.core.workloads import by_sizes
 from stepscope.questions.compare.comparison import ComparedRun
 from stepscope.runs.metrics import median_s
 from stepscope.traces.captures.digest import KEPT_ROWS, RoofRow, TraceDigest
@@ -50,8 +50,7 @@ class CapturedCell(ComparedRun):
     def order(self) -> tuple[int, int, str, bool]:
         """Small models first, then by sequence length, dtype, inference before training."""
         workload = self.run.workload
-        model = workload.model
-        size = model.layers * model.d_model if isinstance(model, ModelConfig) else self.parameters
+        size = by_sizes(workload, lambda sized: sized.layers * sized.model.d_model) or self.parameters
         return (size, workload.seq_len or 0, workload.dtype, self.trains)
 
     @property
@@ -311,7 +310,7 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
             (
                 cell.cell,
                 *(milliseconds(row.busy_ns * _NS) for row in (scores, scaling, softmax, output)),
-                digits(softmax.busy_ns * 1e-3 / cell.run.textbook.model.layers) if cell.run.textbook else None,
+                digits(softmax.busy_ns * 1e-3 / layers) if (layers := cell.run.workload.layers) else None,
                 digits(products / 1e9) if products else None,
                 digits(softmax.flops / 1e9) if softmax.flops else None,
                 *(digits(ratio) for ratio in (time_ratio, flop_ratio, costs.get(i))),

@@ -66,7 +66,7 @@ class SharedCell(ComparedRun):
 
     @property
     def asked(self) -> bool:
-        return isinstance(self.run.workload, TextbookWorkload) and super().asked
+        return self.run.workload.sizes is not None and super().asked
 
     @property
     def ranks(self) -> int:
@@ -86,8 +86,7 @@ class SharedCell(ComparedRun):
 
     @property
     def batch(self) -> int:
-        assert isinstance(self.run.workload, TextbookWorkload)
-        return self.run.workload.batch_size
+        return self.run.workload.batch_size or 0
 
     @property
     def computing(self) -> int:
@@ -116,9 +115,7 @@ class WeakCell(SharedCell):
 
     @property
     def asked(self) -> bool:
-        workload = self.run.workload
-        divided = isinstance(workload, TextbookWorkload) and self.batch % (self.ranks * workload.accumulation) == 0
-        return divided and super().asked
+        return self.batch % (self.ranks * self.run.workload.accumulation) == 0 and super().asked
 
     @property
     def group(self) -> tuple[object, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import FORWARD
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
 from stepscope.questions.answers import check_room
 from stepscope.recording.step import Recorder, drive
 from stepscope.training.training_step import TrainingStep
@@ -165,25 +165,14 @@ _STEP_BYTES = 4 * 4 + 2 * 8
 class Subject:
     """The textbook's model or one of the user's own, with the first of its batches and its loss."""
 
-    def __init__(self, workload: RunnableWorkload, device: torch.device) -> None:
+    def __init__(self, workload: Workload, device: torch.device) -> None:
         """workload: the model, its batch and the seed; what else it asks for is not looked at."""
         self.device, self.seed = device, workload.seed
-        self._loaded: Loaded | None = None
-        self._workload: TextbookWorkload | None = None
-        if isinstance(workload, FactoryWorkload):
-            made = load_module(workload.factory, workload.arguments, seed=workload.seed)
-            made = dataclasses.replace(made, batches=made.batches[:1], optimizer=None)
-            self._loaded = Loaded(name=made.name, made=made)
-            self.name = workload.factory
-        else:
-            check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
-            self._workload = msgspec.structs.replace(workload, phase="forward-backward", dtype="fp32")
-            self.name = workload.model.name
-
-    @property
-    def is_own(self) -> bool:
-        """Whether the model is the user's."""
-        return self._loaded is not None
+        self.name = workload.factory or workload.name
+        self.takes_attention = workload.attention is not None
+        """Whether its step takes an attention by name. Another's attention is a backend of PyTorch's."""
+        check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
+        self._make = _textbook_module(workload, device) if workload.sizes is not None else _user_module(workload)
 
     def step(
         self, *, dtype: Dtype = "fp32", accumulation: int = 1, compile: str = "eager", checkpointing: str = "none",
@@ -194,27 +183,43 @@ class Subject:
         attention: of the textbook's model, and None for the workload's. double: parameters, buffers and the batch are
         in float64, and no autocast is on. adapt: changes the module, or its loss, before the step is made of it.
         """
-        ours = self._workload is not None
-        own = self._textbook(attention, checkpointing) if ours else self._copy()
-        own = adapt(own) if adapt is not None else own
+        module = self._make(attention, checkpointing)
+        module = adapt(module) if adapt is not None else module
         choices = FactoryWorkload(
             factory=self.name, model=UserModel(name=""), phase="forward-backward", seed=self.seed,
             dtype="fp32" if double else dtype, accumulation=accumulation, compile=compile,  # type: ignore[arg-type]
-            checkpointing="none" if ours else checkpointing,
+            checkpointing="none" if self.takes_attention else checkpointing,
         )  # fmt: skip
-        return ModuleStep(own.on(self.device, torch.float64) if double else own, choices, self.device)
+        return ModuleStep(module.on(self.device, torch.float64) if double else module, choices, self.device)
 
-    def _copy(self) -> UserModule:
-        assert self._loaded is not None
-        made = copy_of(self._loaded).made
-        assert made is not None
-        return made
 
-    def _textbook(self, attention: str | None, checkpointing: str) -> UserModule:
-        assert self._workload is not None
+_MakeModule = Callable[[str | None, str], UserModule]
+"""Makes a module with its batch and its loss, with an attention and with checkpointing."""
+
+
+def _textbook_module(workload: TextbookWorkload, device: torch.device) -> _MakeModule:
+    plain = msgspec.structs.replace(workload, phase="forward-backward", dtype="fp32")
+
+    def make(attention: str | None, checkpointing: str) -> UserModule:
         changes = {"checkpointing": checkpointing, **({"attention": attention} if attention else {})}
-        step = TrainingStep(msgspec.structs.replace(self._workload, **changes), self.device)
-        return UserModule(name=self.name, module=step.model, batches=[tuple(step.batch)], loss=cross_entropy)
+        step = TrainingStep(msgspec.structs.replace(plain, **changes), device)
+        return UserModule(name=workload.name, module=step.model, batches=[tuple(step.batch)], loss=cross_entropy)
+
+    return make
+
+
+def _user_module(workload: Workload) -> _MakeModule:
+    """The step that is made of it does its checkpointing."""
+    module = load_module(workload.factory, workload.arguments, seed=workload.seed)
+    module = dataclasses.replace(module, batches=module.batches[:1], optimizer=None)
+    loaded = Loaded(name=module.name, made=module)
+
+    def make(_attention: str | None, _checkpointing: str) -> UserModule:
+        copied = copy_of(loaded).made
+        assert copied is not None
+        return copied
+
+    return make
 
 
 def drawing_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from stepscope.core.answer import Cell
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
-from stepscope.training.training_step import TrainingStep
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
+from stepscope.training.making import make_step
+from stepscope.training.training_step import AssembledStep
 from stepscope.training.user_module.batches import moved
-from stepscope.training.user_module.loading import make_user_step
-from stepscope.training.user_module.module_step import ModuleStep
 
 
 def factory_workload(factory: str, arguments: Mapping[str, Any] | None, **choices: Any) -> FactoryWorkload:
@@ -26,7 +25,7 @@ def factory_workload(factory: str, arguments: Mapping[str, Any] | None, **choice
 def one_step_of(
     own: str | None, arguments: Mapping[str, Any] | None, *, model: ModelConfig | None, batch_size: int, seq_len: int,
     seed: int,
-) -> RunnableWorkload:  # fmt: skip
+) -> Workload:  # fmt: skip
     """The workload of one forward and backward: of a module of the user's own, or of the textbook's in these sizes."""
     if own is not None:
         return factory_workload(own, arguments, phase="forward-backward", seed=seed)
@@ -34,17 +33,15 @@ def one_step_of(
     return TextbookWorkload(model=sizes, batch_size=batch_size, seq_len=seq_len, phase="forward-backward", seed=seed)
 
 
-def step_of(workload: RunnableWorkload, device: torch.device) -> TrainingStep | ModuleStep:
+def step_of(workload: Workload, device: torch.device) -> AssembledStep:
     """The workload's step. Raises InputError for a factory that gives a step in place of a module."""
-    if isinstance(workload, TextbookWorkload):
-        return TrainingStep(workload, device)
-    step, _ = make_user_step(workload, device)
-    if not isinstance(step, ModuleStep):
+    step, _ = make_step(workload, device)
+    if not isinstance(step, AssembledStep):
         raise InputError(f"--module {workload.factory} gave a step of its own: give its module and a batch")
     return step
 
 
-def in_fp32(step: TrainingStep | ModuleStep) -> None:
+def in_fp32(step: AssembledStep) -> None:
     """Turn a step of bf16 into fp32. Parameters and inputs keep the values to which bf16 has rounded them."""
     step.model.float()
     step.batches = [moved(batch, step.device, torch.float32, "the step") for batch in step.batches]
@@ -61,11 +58,9 @@ def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def settings_of(workload: RunnableWorkload) -> dict[str, Cell]:
+def settings_of(workload: Workload) -> dict[str, Cell]:
     """What names the model and its batch among the settings of an answer."""
-    if isinstance(workload, TextbookWorkload):
-        return {"model": workload.model.name, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
-    return {"model": workload.factory, **{name: str(value) for name, value in workload.arguments.items()}}
+    return {**workload.named}
 
 
 def folded(module: str) -> str:
@@ -88,7 +83,7 @@ def layers_folded(model: nn.Module) -> Callable[[str], str]:
     return name
 
 
-def elements_of(step: TrainingStep | ModuleStep) -> tuple[int, int]:
+def elements_of(step: AssembledStep) -> tuple[int, int]:
     """How many parameters the model has, and how many elements the input that it reads first."""
     named = step.named_tensors(step.batch)
     return _elements(step.model.parameters()), _elements(tensor for _, tensor in named[:1])

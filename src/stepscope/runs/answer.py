@@ -35,6 +35,7 @@ from stepscope.core.ranks import Correctness, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_rate, format_seconds, format_share
+from stepscope.core.workloads import by_sizes
 from stepscope.runs import metrics
 from stepscope.runs.metrics import communication_tables, computation_of, waits_in_forward
 
@@ -185,7 +186,7 @@ def _peak(figures: RankFigures) -> int | None:
 
 
 OUT_OF_MEMORY_REMEDY = "a smaller --batch-size or --seq-len, --attention sdpa, or --dtype bf16 needs less memory"
-_OF_OWN = "a smaller batch or model, --checkpointing every-1, or --dtype bf16 needs less memory"
+_OF_USER_MODEL = "a smaller batch or model, --checkpointing every-1, or --dtype bf16 needs less memory"
 
 
 def identify(run: Run) -> str:
@@ -208,7 +209,11 @@ def status_sentence(run: Run) -> str:
     """What became of a run that is not done."""
     if run.failure is None:
         return f"{run.status}: the run was started and never ended."
-    remedy = f" Remedy: {OUT_OF_MEMORY_REMEDY if run.textbook else _OF_OWN}." if run.status == "out-of-memory" else ""
+    remedy = (
+        f" Remedy: {OUT_OF_MEMORY_REMEDY if run.workload.layers else _OF_USER_MODEL}."
+        if run.status == "out-of-memory"
+        else ""
+    )
     return printable(f"{run.status} ({run.failure.where}): {run.failure.message}{remedy}")
 
 
@@ -514,7 +519,7 @@ def _rates(run: Run) -> list[str]:
         lines.append(_evaluated(loop.evaluated))
     if loop is not None and loop.saved is not None:
         lines.append(printable(f"{loop.saved}."))
-    again = recomputed_flops(run.textbook) if run.textbook else 0
+    again = by_sizes(run.workload, recomputed_flops) or 0
     if again and flops and samples.median_s:
         lines.append(
             f"Checkpointing runs another {format_rate(again, 'FLOP')} of products again in backward: "

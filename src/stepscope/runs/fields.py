@@ -20,7 +20,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB, counted
-from stepscope.core.workloads import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS, FactoryWorkload
+from stepscope.core.workloads import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
 from stepscope.runs import metrics
 from stepscope.runs import metrics as communication
 
@@ -68,7 +68,7 @@ def _fixed_warmup(run: Run) -> Scalar:
 
 def _arguments(run: Run) -> dict[str, Any]:
     """What the factory of a model of the user's own was called with."""
-    return run.workload.arguments if isinstance(run.workload, FactoryWorkload) else {}
+    return dict(run.workload.arguments)
 
 
 def _argument(run: Run, name: str) -> Scalar:

@@ -18,13 +18,12 @@ from stepscope.core.environment import COMMITS
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.forecasts import Forecast, read_forecasts
-from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.workloads import FactoryWorkload, WatchedWorkload, Workload
+from stepscope.core.workloads import Workload
 from stepscope.runs.metrics import peak_bytes
 from stepscope.runs.run_sets import RunSet, sets_of
 
@@ -239,7 +238,7 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
     for run in runs:
         known = keys.get(id(run.workload))
         if known is None:
-            known = keys[id(run.workload)] = (run.workload, _key(run.workload))
+            known = keys[id(run.workload)] = (run.workload, run.workload.key_without_code)
         where = run.environment
         if where is None and run.status != "done":
             continue
@@ -250,15 +249,6 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
     trends = [_trend(str(group[0]), found) for group, found in groups.items()]
     tested = max(1, sum(len(trend.moments) > 1 for trend in trends))
     return [_with_changes(trend, (1 - CONFIDENCE) / tested) for trend in trends if trend.moments or trend.unmeasured]
-
-
-def _key(workload: Workload) -> str:
-    """The workload's key, without digests of code: that of later commits differs, and that is the question here."""
-    if isinstance(workload, FactoryWorkload):
-        return msgspec.structs.replace(workload, code="").key
-    if isinstance(workload, WatchedWorkload) and not isinstance(workload.model, ModelConfig):
-        return msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, source="")).key
-    return workload.key
 
 
 def _trend(key: str, runs: Sequence[Run]) -> Trend:

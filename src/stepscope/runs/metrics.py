@@ -11,7 +11,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
 from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy
 from stepscope.core.units import format_bytes, format_seconds
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, by_sizes
 
 # What the ranks of a run send one another: counted beside the strategy's formula, and how much of it nothing hides.
 
@@ -40,9 +40,10 @@ def sent_by_formula(run: Run) -> float | None:
             return None
         sent += record.sends(shared.whole_gradient_bytes, shared.whole_parameter_bytes, ranks)
     if record.sends_activations is not None:
-        if run.textbook is None:
+        activations = by_sizes(run.workload, _activations)
+        if activations is None:
             return None
-        sent += record.sends_activations(_activations(run.textbook), ranks)
+        sent += record.sends_activations(activations, ranks)
     return sent
 
 

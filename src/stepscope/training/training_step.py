@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError, StepscopeError, named_line
-from stepscope.core.parts import compiles
+from stepscope.core.parts import Kernels, Part, compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
-from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload
+from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
@@ -178,6 +178,10 @@ class Choices(Protocol):
     def accumulation(self) -> int: ...
     @property
     def parallel(self) -> str: ...
+    @property
+    def checkpointing(self) -> str: ...
+    @property
+    def parts(self) -> Mapping[Part, Kernels]: ...
 
 
 Batch = tuple[Any, ...]
@@ -445,8 +449,11 @@ def _chunks(batch: Batch, parts: int) -> list[Batch]:
     return list(zip(*(tensor.chunk(parts) for tensor in batch), strict=True))
 
 
-def check_supported(workload: TextbookWorkload, device: torch.device) -> None:
-    """Raise InputError for a workload that this device or build cannot run as asked."""
+def check_supported(workload: Workload, device: torch.device) -> None:
+    """Raise InputError for a workload that this device or build cannot run as asked. A user's module is checked when it
+    is made."""
+    if workload.sizes is None:
+        return
     chosen_attention(workload, device.type)
     parts_for(workload, device.type)
     check_choices(workload, device)

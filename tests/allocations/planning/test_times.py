@@ -351,7 +351,7 @@ def test_short_attention_is_as_slow_as_in_steps(folder: str, cell: str, name: st
     runs, faults = load_runs([Path(__file__).parents[3] / "results" / "h200" / folder])
     assert not faults
     run = next(run for run in runs if run.workload.key.rpartition("-")[0] == cell)
-    workload, profile = run.textbook, run.evidence.profile
+    workload, profile = run.workload, run.evidence.profile
     assert workload is not None
     assert profile is not None
     seconds = sum(kernel.total_s for kernel in profile.kernels if kernel.name.startswith(kernels))

@@ -313,9 +313,9 @@ def test_inference_has_no_levers_of_training():
 def test_what_a_rank_of_fsdp2_took_is_predicted(name: str):
     [file] = (ROOT / "results" / "h100-x2" / "parallel").glob(f"*-{name}/run.json")
     run = load_run(file)
-    assert run.textbook and run.shared
+    assert run.workload.sizes is not None and run.shared
     alone = msgspec.structs.replace(
-        run.textbook, parallel="none", ranks=1, batch_size=run.textbook.batch_size // 2
+        run.workload, parallel="none", ranks=1, batch_size=run.workload.batch_size // 2
     )  # fmt: skip
     taken = [rank.memory.allocated_peak or 0 for rank in run.shared.ranks if rank.memory]
     assert sharded_peak(alone, 2) == pytest.approx(max(taken), rel=0.02)

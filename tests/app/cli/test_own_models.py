@@ -256,11 +256,11 @@ def test_what_a_study_cannot_ask_of_ones_own_is_one_line(own: Path, asked: tuple
 TEXTBOOK = """
 import torch
 from stepscope.core.model_config import configure
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.training_step import TrainingStep
 
 def make():
-    workload = Workload(model=configure("tiny", layers=2, vocabulary=500), batch_size=2, seq_len=16)
+    workload = TextbookWorkload(model=configure("tiny", layers=2, vocabulary=500), batch_size=2, seq_len=16)
     step = TrainingStep(workload, torch.device("cpu"))
     return step.forward_module, list(step.batches)
 """

@@ -21,7 +21,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, by_sizes
 
 # What others published of training over many GPUs: the layout, and the figures that a plan is set beside.
 
@@ -160,18 +160,18 @@ def _without_ranks(unknown: str) -> str:
 
 def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
     """A run beside its plan; None for what no plan is of."""
-    workload = run.textbook
+    workload = run.workload
     environment, step = run.environment, run.samples.get("step")
     spec = find_device_spec(environment.device_name) if environment else None
-    if workload is None or spec is None or step is None or run.status != "done" or workload.phase != "train":
+    if spec is None or step is None or run.status != "done" or workload.phase != "train":
         return None
     measured_s, measured = step.median_s, _measured_peak(run)
     try:
-        found = planned_step(workload, spec, network_of(spec))
+        found = by_sizes(workload, lambda sized: planned_step(sized, spec, network_of(spec)))
         if measured_s is None or found is None:
             return None
-        alone = workload.parallel == NOT_PARALLEL and is_predicted(workload)
-        peak = estimate(workload).peak_bytes if alone else found.peak_bytes
+        alone = workload.parallel == NOT_PARALLEL
+        peak = estimate(workload).peak_bytes if alone and is_predicted(workload) else found.peak_bytes
     except InputError:  # no plan is of such a step
         return None
     plan = found.time.step_s

@@ -10,7 +10,7 @@ from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
-from stepscope.core.workloads import Compile, Optimizer, Phase, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import Compile, Optimizer, Phase, TextbookWorkload, Workload
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Fitted(Shown):
     """The predicted peak of a step, and whether it fits into the memory that was named."""
 
-    workload: RunnableWorkload
+    workload: Workload
     """What is predicted: the model and how it runs."""
     estimate: "MemoryEstimate | OwnEstimate"
     """The peak, its parts by category, and the peaks of the phases, in bytes."""

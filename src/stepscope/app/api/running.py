@@ -25,9 +25,9 @@ from stepscope.core.workloads import (
     Optimizer,
     Phase,
     Projections,
-    RunnableWorkload,
     TextbookWorkload,
     UserModel,
+    Workload,
 )
 from stepscope.engine.request import MemoryRequest, Stage, StepRequest, Tell, TraceRequest
 
@@ -271,7 +271,7 @@ def run(
     from stepscope.recording.device import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"
-    workload: RunnableWorkload
+    workload: Workload
     made: Callable[[], Loaded] | None = None
     if module is not None:
         workload = of_factory(module, arguments, said)

@@ -14,7 +14,7 @@ from stepscope.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
     from stepscope.core.study_results import Tuned
-    from stepscope.core.workloads import RunnableWorkload
+    from stepscope.core.workloads import Workload
 
 
 @dataclass(frozen=True, repr=False)
@@ -27,7 +27,7 @@ class Found(Shown):
     """The table of what each change gave, and the words that use the fastest step."""
 
     @property
-    def best(self) -> "RunnableWorkload":
+    def best(self) -> "Workload":
         """The fastest step; the one asked for where no change made it surely faster."""
         return self.tuned.best
 
@@ -76,7 +76,7 @@ def tune(
 
     on_gpu = resolve_device(device).type == "cuda"
     if module is not None:
-        asked: RunnableWorkload = of_factory(module, arguments, chosen)
+        asked: Workload = of_factory(module, arguments, chosen)
     else:
         usual = {"seq_len": 512 if on_gpu else 128}
         asked = textbook(model or ("small" if on_gpu else "tiny"), {**usual, **chosen})

@@ -17,7 +17,7 @@ from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError, choose, one_line
 from stepscope.core.run_directory import find_run
 from stepscope.core.units import counted, format_share
-from stepscope.core.workloads import RunnableWorkload, WatchedWorkload
+from stepscope.core.workloads import Workload
 
 if TYPE_CHECKING:
     from stepscope.questions.compare.sides import Side, SideComparison, SidePair
@@ -111,12 +111,12 @@ _OF_ANOTHER_STEP = (
 _OF_A_STEP = 'write those of a step, as in --against "--dtype bf16"'
 
 
-def stored_workload(name: str, runs: Path) -> RunnableWorkload:
+def stored_workload(name: str, runs: Path) -> Workload:
     """The workload of the run of this name. Raises InputError for a watched loop, which only its script can run."""
     if not name.strip():
         raise InputError(f"--against {name!r} names no run: {_OF_ANOTHER_STEP}")
     workload = find_run(name, runs).workload
-    if isinstance(workload, WatchedWorkload):
+    if not workload.may_run:
         raise InputError(f"--against {name}: a loop that was watched runs only by its script; name a run of `run`")
     return workload
 

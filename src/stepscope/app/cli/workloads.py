@@ -12,7 +12,7 @@ from stepscope.core.factory_arguments import code_digest, is_configuration, pars
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.model_file import unmet
 from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
 from stepscope.engine.plan import combinations, grid
 
 
@@ -69,7 +69,7 @@ class ManyWorkloads:
         """The options that were given."""
         return _flags(self.said)
 
-    def workloads(self, **otherwise: Any) -> list[RunnableWorkload]:
+    def workloads(self, **otherwise: Any) -> list[Workload]:
         """Every combination."""
         if own := _own_workloads(self.said):
             return [*own]

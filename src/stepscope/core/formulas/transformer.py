@@ -29,7 +29,7 @@ from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
-from stepscope.core.workloads import StepChoices, TextbookWorkload, Workload
+from stepscope.core.workloads import StepChoices, TextbookWorkload, Workload, by_sizes
 
 Shapes = dict[str, tuple[int, ...]]
 """Shapes of parameters, (out, in), by name."""
@@ -135,7 +135,7 @@ def phase_work(workload: TextbookWorkload, causal: CausalConvention = "half") ->
 
 def known_work(workload: Workload) -> dict[str, Work]:
     """Work of each phase, where it is known before anything runs: that of the textbook's model."""
-    return phase_work(workload) if isinstance(workload, TextbookWorkload) else {}
+    return by_sizes(workload, phase_work) or {}
 
 
 def step_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:

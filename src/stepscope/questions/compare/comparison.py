@@ -20,7 +20,6 @@ from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
-from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
 from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of
@@ -135,19 +134,14 @@ def same_but(run: Run, **baseline: Any) -> tuple[object, ...]:
     """Equal of runs that are the same experiment on the same device, but for the fields of the workload given here."""
     environment = run.environment
     where = (environment.device_name, environment.memory_limit_bytes) if environment else None
-    workload = msgspec.structs.replace(run.workload, **baseline)
-    if isinstance(workload, TextbookWorkload):
-        return (workload, where)
-    # A user's model is described by what was found when it ran: another dtype changes its structure and its inputs.
-    model = msgspec.structs.replace(workload.model, structure="", inputs={})
-    return (msgspec.json.encode(msgspec.structs.replace(workload, model=model), order="sorted"), where)
+    return (msgspec.structs.replace(run.workload, **baseline).alike, where)
 
 
 def same_part(run: Run, part: str) -> tuple[object, ...]:
     """Equal of runs in which this part of the step does the same work: forward and backward of training do so whatever
     optimizer follows, and with none, but for one that works under backward."""
-    workload = run.textbook
-    if part not in _ALIKE or workload is None or workload.phase not in ("train", "forward-backward"):
+    workload = run.workload
+    if part not in _ALIKE or workload.sizes is None or workload.phase not in ("train", "forward-backward"):
         return same_but(run)
     if workload.phase == "train" and workload.optimizer == "adamw-under-backward":
         return same_but(run)

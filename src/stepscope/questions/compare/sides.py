@@ -17,7 +17,6 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, find_run_files, last_run, load_run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.answer import status_word
 from stepscope.runs.fields import conditions_in, holds_names, in_words, is_field, meeting
 from stepscope.runs.metrics import parts_of, samples_of
@@ -397,10 +396,8 @@ def _fields(run: Run) -> dict[str, object]:
     workload = run.workload
     fields = dict(msgspec.to_builtins(workload))
     model = dict(fields.pop("model"))
-    if not isinstance(workload, TextbookWorkload):
-        model = {name: value for name, value in model.items() if name not in _AS_FOUND}
-        code = str(model.pop("source", "")), str(fields.pop("code", ""))
-        fields["code"] = code
+    model = {name: value for name, value in model.items() if name not in _AS_FOUND}
+    fields["code"] = str(model.pop("source", "")), str(fields.pop("code", ""))
     name, where = model.pop("name"), run.environment
     place = (where.device_name, where.memory_limit_bytes) if where else None
     return {**fields, "model": (name, sorted(model.items())), "device": place}

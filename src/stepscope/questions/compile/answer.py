@@ -332,7 +332,7 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         why = (report.graph_break_reasons or report.recompile_reasons) if report else ()
         more = f" Reason: {why[0]}." if why and why[0] not in fault.sentence else ""
         eager = " Its speed-up compares eager with eager." if fault.severity == "error" else ""
-        priced = " --prices says what each costs." if pair.other.run.textbook is None else ""
+        priced = " --prices says what each costs." if pair.other.run.workload.factory else ""
         sentence = f"{pair.label}: {fault.sentence}{more}{eager}{priced}"
         yield Finding(kind=fault.kind, severity=fault.severity, sentence=sentence, evidence=fault.evidence)
     reported = [

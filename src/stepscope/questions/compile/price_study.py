@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
 from stepscope.core.study_results import CompilePrices
 from stepscope.core.workloads import FactoryWorkload
@@ -37,22 +36,19 @@ def compile_prices(
 
 def main(request: str) -> str:
     """The prices as JSON, for `compile_prices`."""
+    from stepscope.questions.steps import step_of
     from stepscope.recording.compilation import Pricing
     from stepscope.recording.device import resolve_device
     from stepscope.recording.environment import read_environment
     from stepscope.recording.precision import matmul_precision
-    from stepscope.training.user_module.loading import make_user_step
-    from stepscope.training.user_module.module_step import ModuleStep
+    from stepscope.training.training_step import AssembledStep
 
     asked = msgspec.json.decode(request, type=_Request)
     device = resolve_device(asked.device)
     eager = msgspec.structs.replace(asked.workload, compile="eager")
 
-    def make() -> ModuleStep:
-        step, _ = make_user_step(eager, device)
-        if not isinstance(step, ModuleStep):
-            raise InputError(f"--module {eager.factory} gave a step of its own: give its module and a batch")
-        return step
+    def make() -> AssembledStep:
+        return step_of(eager, device)
 
     # What the module prints in each of some hundred steps tells nothing.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere), matmul_precision(eager.dtype):

@@ -21,7 +21,7 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
-from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.answers import computed_answer, curves, pivot, threads_for
 from stepscope.questions.steps import (
     check_loss,
@@ -36,8 +36,7 @@ from stepscope.questions.steps import (
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive
 from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
-from stepscope.training.training_step import TrainingStep
-from stepscope.training.user_module.module_step import ModuleStep
+from stepscope.training.training_step import AssembledStep
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4
@@ -145,7 +144,7 @@ def study_swallowed(
         if not (math.isfinite(rate) and rate > 0):
             raise InputError(f"the learning rate {rate!r} is not a positive number: choose one as 1e-4")
     on = resolve_device(device)
-    workload: RunnableWorkload
+    workload: Workload
     if own is not None:
         workload = factory_workload(own, arguments, dtype="bf16-pure", optimizer="adamw-loop", seed=seed)
     else:
@@ -182,7 +181,7 @@ _FIGURES: dict[str, Callable[[Tally], float]] = {
 }
 
 
-def _train(workload: RunnableWorkload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
+def _train(workload: Workload, name: str, rate: float, steps: int, device: torch.device) -> _Trained:
     keeping, _ = _RUNS[name]
     step = step_of(workload, device)
     if name == "fp32":
@@ -192,9 +191,7 @@ def _train(workload: RunnableWorkload, name: str, rate: float, steps: int, devic
     module_of = layers_folded(step.model)
 
     def layer(parameter: str) -> str:
-        return (
-            layer_of(parameter) if isinstance(workload, TextbookWorkload) else module_of(parameter.rpartition(".")[0])
-        )
+        return layer_of(parameter) if workload.sizes is not None else module_of(parameter.rpartition(".")[0])
 
     def watch(parameter: Tensor, before: Tensor, wanted: Tensor, made: Tensor) -> None:
         of_layer = trained.by_layer.setdefault(layer(names[parameter]), Tally())
@@ -252,7 +249,7 @@ class _Outcome:
     progress: float | None
 
 
-def _outcomes(workload: RunnableWorkload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
+def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
     judge = step_of(workload, device)
     in_fp32(judge)
     judge.model.eval()
@@ -283,7 +280,7 @@ def _outcomes(workload: RunnableWorkload, runs: dict[str, _Trained], device: tor
 
 
 @torch.no_grad()
-def _mean_loss(step: TrainingStep | ModuleStep) -> float:
+def _mean_loss(step: AssembledStep) -> float:
     return float(torch.stack([step.forward_module(*batch) for batch in step.batches]).mean())
 
 

@@ -26,7 +26,7 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workloads import RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import Workload
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, settings_of, step_of
 from stepscope.recording.device import resolve_device
@@ -99,8 +99,7 @@ def study_underflow(
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)
     workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    if isinstance(workload, TextbookWorkload):
-        check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
+    check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
     found = gradients_of(workload, on)
     everything = [each.magnitudes for each in found if each.magnitudes.numel()]
     largest = max(float(values[-1]) for values in everything)
@@ -129,13 +128,13 @@ def study_underflow(
     )
 
 
-def gradients_of(workload: RunnableWorkload, device: torch.device, scale: int = 0) -> list[Gradients]:
+def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> list[Gradients]:
     """Gradients of one step by kind of module, its loss multiplied by 2**scale; they are still scaled.
 
     Raises InputError where the loss or the gradients of an fp32 step are not finite, or the gradients all zero.
     """
     step = step_of(workload, device)
-    kind_of = kind_of_module if isinstance(workload, TextbookWorkload) else layers_folded(step.model)
+    kind_of = kind_of_module if workload.sizes is not None else layers_folded(step.model)
     # The study multiplies by a scale of its own choosing.
     step.scaler = torch.amp.GradScaler(device.type, init_scale=2.0**scale)
     found: dict[tuple[str, str], Gradients] = {}
@@ -153,7 +152,7 @@ def gradients_of(workload: RunnableWorkload, device: torch.device, scale: int = 
     kinds = sorted(found.values(), key=lambda each: (_OF.index(each.of), each.kind))
     if workload.dtype == "fp32":
         smaller, larger = "choose a smaller --model", "choose a larger --batch-size or --seq-len"
-        if not isinstance(workload, TextbookWorkload):
+        if workload.factory:
             smaller = larger = "give it another batch"
         if step.loss is not None:
             check_loss(step.loss.item(), smaller)
@@ -280,7 +279,7 @@ def _kinds(found: list[Gradients], number: FloatFormat, scales: tuple[int, ...])
 
 
 def _observed(
-    workload: RunnableWorkload, device: torch.device, exact: list[Gradients], format_name: str, scales: tuple[int, ...]
+    workload: Workload, device: torch.device, exact: list[Gradients], format_name: str, scales: tuple[int, ...]
 ) -> tuple[tuple[Cell, ...], ...]:
     """Rows of the step run under autocast, once for each scale; none for a format that autocast does not know."""
     if format_name not in _AUTOCAST:

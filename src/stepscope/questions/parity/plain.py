@@ -64,7 +64,9 @@ class Setting:
 
     def step(self, variant: StepVariant = PLAIN, *, double: bool = False) -> ModuleStep:
         """The step of a variant, made anew from the same state."""
-        backend = self.subject.is_own  # there the attention is a backend of PyTorch's, which a context sets
+        backend = (
+            not self.subject.takes_attention
+        )  # there the attention is a backend of PyTorch's, which a context sets
         step = self.subject.step(
             dtype=self.dtype, accumulation=variant.accumulation, compile=variant.compile, double=double,
             checkpointing=variant.checkpointing, attention=None if backend else variant.attention,
@@ -77,7 +79,7 @@ class Setting:
     def around(self, variant: StepVariant) -> Iterator[None]:
         """The context in which a variant's step runs: its attention, and in compiled code PyTorch's random numbers."""
         with contextlib.ExitStack() as stack:
-            if self.subject.is_own and variant.attention:
+            if variant.attention and not self.subject.takes_attention:
                 stack.enter_context(sdpa_kernel(BACKENDS[variant.attention]))
             if variant.compile != "eager":
                 from torch._inductor import config

@@ -657,7 +657,7 @@ def _asked(setting: Setting, asked: Mapping[str, Several]) -> Iterator[StepVaria
             raise InputError("--accumulation 1 is the plain step itself: ask for 2 or more")
         yield _checked(setting, StepVariant(name=f"accumulation {parts}", accumulation=parts))
     for name in asked["attention"] or ():
-        if subject.is_own:
+        if not subject.takes_attention:
             choose(name, tuple(BACKENDS), "attention of a model of your own")
             if not _calls_attention(setting):
                 raise InputError(
@@ -681,7 +681,7 @@ def _usual(setting: Setting) -> Iterator[StepVariant]:
     for parts in (2, 4):
         if samples and samples % parts == 0:
             yield StepVariant(name=f"accumulation {parts}", accumulation=parts)
-    if not setting.subject.is_own:
+    if setting.subject.takes_attention:
         yield StepVariant(name="attention sdpa", attention="sdpa")
     elif _calls_attention(setting):
         yield StepVariant(name="attention sdpa-math", attention="sdpa-math")

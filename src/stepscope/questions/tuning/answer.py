@@ -9,7 +9,7 @@ from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload
+from stepscope.core.workloads import Workload
 from stepscope.runs.against_answer import interval_text
 
 STUDY = "tune"
@@ -62,9 +62,9 @@ def _lead(found: Tuned) -> Iterator[Line]:
     )
 
 
-def _said(found: Tuned, workload: RunnableWorkload) -> str:
+def _said(found: Tuned, workload: Workload) -> str:
     """The workload in words; of a model that is yet to be made, the batch is not known."""
-    if found.own_optimizer and isinstance(workload, FactoryWorkload):
+    if found.own_optimizer:
         given = {"optimizer": found.own_optimizer, "by_factory": ("optimizer",)}
         workload = msgspec.structs.replace(workload, **given)
     return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"

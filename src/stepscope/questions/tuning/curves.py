@@ -19,7 +19,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.files import replace_file
 from stepscope.core.study_results import LossCurve
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import Workload
 from stepscope.engine.own_code import answer_apart, ask_apart
 from stepscope.engine.stages import make_step
 from stepscope.questions.quality.answer import departure, reach_of, smoothed, starts_apart, window_of
@@ -39,7 +39,7 @@ TRAININGS = 2 + OTHER_STARTS
 class Training(msgspec.Struct, frozen=True, kw_only=True):
     """A short training: its step, and where it starts."""
 
-    workload: TextbookWorkload | FactoryWorkload
+    workload: Workload
     device: str
     start_seed: int | None = None
     """The seed of its first parameters, where that is not the workload's; its batches are the workload's."""
@@ -135,7 +135,7 @@ def _sums(step: AssembledStep) -> list[float]:
 
 
 def curves(
-    baseline: RunnableWorkload, best: RunnableWorkload, device: str, memory_limit_bytes: int | None = None, *,
+    baseline: Workload, best: Workload, device: str, memory_limit_bytes: int | None = None, *,
     out: Path | None = None, fresh: bool = False,
 ) -> tuple[LossCurve, ...]:  # fmt: skip
     """Losses of the baseline, of the baseline from other starts, where it has any, and of the fastest step.

@@ -27,7 +27,7 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import Tried, Verdict, kept_fits
 from stepscope.core.units import format_bytes
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import Workload, by_sizes
 from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
 from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState, Tell, order_cells, repeated
@@ -132,7 +132,7 @@ class Racing:
         """How long it has taken until now."""
         return self._clock() - self._began
 
-    def time_left(self, baseline: RunnableWorkload, best: RunnableWorkload) -> bool:
+    def time_left(self, baseline: Workload, best: Workload) -> bool:
         """Whether another race, as long as the longest, would leave the time to train and to confirm these two."""
         import_s = self._series.forks.import_s  # races are forked; what trains and confirms imports PyTorch again
         kept_s = 0.0
@@ -144,23 +144,24 @@ class Racing:
         self.needed_s = self.seconds + self._longest_s + kept_s
         return self.needed_s < self.budget_s
 
-    def fits(self, workload: RunnableWorkload) -> str | None:
+    def fits(self, workload: Workload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
         if self.budget is None or not is_foretold(workload) or fits(workload, self.budget):
             return None
         return f"predicted to need {format_bytes(needed_bytes(workload))} of {self.budget.said}"
 
-    def planned_s(self, workload: RunnableWorkload) -> float | None:
+    def planned_s(self, workload: Workload) -> float | None:
         """Seconds that the step takes by its plan; None on a CPU, and where no plan is of it."""
-        if self._machine is None or not isinstance(workload, TextbookWorkload):
+        machine = self._machine
+        if machine is None:
             return None
         try:
-            found = planned_step(workload, *self._machine)
+            found = by_sizes(workload, lambda sized: planned_step(sized, *machine))
         except InputError:  # no plan is of such a step
             return None
         return found.time.step_s if found is not None else None
 
-    def runs_alone(self, workload: RunnableWorkload) -> str | None:
+    def runs_alone(self, workload: Workload) -> str | None:
         """Why the step runs out of memory here; None where it runs. Raises InputError for one that cannot run as asked,
         and DeviceError for one that fails."""
         settings = ALONE if workload.ranks > 1 else RACED
@@ -175,14 +176,14 @@ class Racing:
             message = run.failure.message if run.failure is not None else run.status
             raise DeviceError(f"the step that is to be tuned {run.status}: {message}")
         found = run.workload
-        if isinstance(found, FactoryWorkload) and "optimizer" in found.by_factory:
+        if "optimizer" in found.by_factory:
             self.own_optimizer, self.fixed = found.optimizer or "", frozenset({"optimizer"})
         if workload.ranks > 1:
             self._alone[workload.key] = run
         self.doubt = _gravest(run)
         return None
 
-    def race(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def race(self, best: Workload, other: Workload) -> Tried:
         """The other step beside the best: by turns in one process, or one after another where that cannot hold both."""
         began, processes = self._clock(), 1
         self._turns = None
@@ -197,7 +198,7 @@ class Racing:
             self.note_time(began, best, other, processes=processes, turns=self._turns)
 
     def note_time(
-        self, began: float, *workloads: RunnableWorkload, processes: int = 1, turns: Turns | None = None
+        self, began: float, *workloads: Workload, processes: int = 1, turns: Turns | None = None
     ) -> None:  # fmt: skip
         """Note how long so many processes took that measured these since then, one after another, less what was
         imported and compiled for the first time. turns: where one process measured both, the parts of its time."""
@@ -214,7 +215,7 @@ class Racing:
                 self._start_s, trained_s = turns.start_s, turns.trained_s(one.key, whole_s)
                 self._trained_s[one.key] = min(self._trained_s.get(one.key, math.inf), trained_s)
 
-    def confirm(self, baseline: RunnableWorkload, best: RunnableWorkload) -> tuple[RunSet, RunSet, Change | None]:
+    def confirm(self, baseline: Workload, best: Workload) -> tuple[RunSet, RunSet, Change | None]:
         """Both steps in processes of their own, by rounds; and how many times as long the best one takes."""
         cells = [Cell(workload=workload, settings=ALONE) for workload in (baseline, best)]
         runs = self._measured(*repeated(cells, FEWEST_PROCESSES))
@@ -223,7 +224,7 @@ class Racing:
             before, after = after, before
         return before, after, change_of(before, after)
 
-    def _fit_together(self, best: RunnableWorkload, other: RunnableWorkload) -> bool:
+    def _fit_together(self, best: Workload, other: Workload) -> bool:
         if best.ranks > 1 or other.ranks > 1:
             return False
         if (best.dtype == "tf32") != (other.dtype == "tf32"):
@@ -233,7 +234,7 @@ class Racing:
         needs = estimate_quickly(best).peak_bytes + estimate_quickly(other).peak_bytes
         return needs < self.budget.usable_bytes
 
-    def _by_turns(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def _by_turns(self, best: Workload, other: Workload) -> Tried:
         began = datetime.now(UTC)
         (first,) = self._measured(Cell(workload=best, settings=RACED, against=other))
         if first.beside is None:
@@ -258,7 +259,7 @@ class Racing:
             return _tried("failed", runs, why="no steps that ran next to one another")
         return _timed(second, runs, ratios.median_s, ratios.interval())
 
-    def _apart(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def _apart(self, best: Workload, other: Workload) -> Tried:
         known = self._alone.get(best.key)
         asked = (best, other) if known is None else (other,)
         began = datetime.now(UTC)

@@ -17,7 +17,7 @@ from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named
 from stepscope.core.study_results import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
-from stepscope.core.workloads import FactoryWorkload, RunnableWorkload, TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.tuning.curves import curves, departs_at, why_not_compared
 from stepscope.questions.tuning.racing import Racing
 
@@ -53,17 +53,15 @@ class Round:
     """Changes that are tried against the same step."""
 
     name: str
-    changes: Callable[[RunnableWorkload, bool], Iterable[Change]]
+    changes: Callable[[Workload, bool], Iterable[Change]]
     """Returns the changes to try, from the best step so far and whether it runs on a GPU."""
     of_gpu: bool = False
     """Whether it needs a GPU."""
-    of_textbook: bool = False
-    """Whether it says something of the textbook's model alone."""
     by_plan: bool = False
     """Whether what is planned to be far slower than the round's best is not measured."""
 
 
-def _layouts(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _layouts(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if best.ranks == 1:
         return
     for name in ("ddp-bucketed", "ddp", "zero1", "fsdp2", "fsdp2:reshard=no"):
@@ -71,11 +69,11 @@ def _layouts(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
     if PRECISIONS[best.dtype].tensors == "bf16":
         yield {"parallel": "fsdp2:compute=bf16"}
         yield {"parallel": "fsdp2:compute=bf16:reshard=no"}
-    if isinstance(best, TextbookWorkload):
+    if best.layers:
         yield {"parallel": "tensor-sequence"}
 
 
-def _groups(best: RunnableWorkload) -> Iterator[Change]:
+def _groups(best: Workload) -> Iterator[Change]:
     """What is usually faster on a GPU, each with what belongs to it."""
     lower = PRECISIONS_TRIED.get(best.dtype, ())
     if best.ranks > 1:  # bf16-master and AdamW in one launch are for one process
@@ -83,19 +81,18 @@ def _groups(best: RunnableWorkload) -> Iterator[Change]:
     else:
         yield {"dtype": "bf16-master", "optimizer": "adamw-one-launch"} if lower else {"optimizer": "adamw-one-launch"}
     yield _replay(best)
-    if isinstance(best, TextbookWorkload):
-        yield {"attention": PREFERRED["cuda"][0]}
+    yield {"attention": PREFERRED["cuda"][0]}
     yield dict.fromkeys(best.parts, "fused")
-    if isinstance(best, TextbookWorkload):
-        yield {"projections": "joint"}
+    yield {"projections": "joint"}
 
 
-def groups_that_may(best: RunnableWorkload, kept: frozenset[str]) -> list[Change]:
+def groups_that_may(best: Workload, kept: frozenset[str]) -> list[Change]:
     """The usually faster changes (`_groups`) that this step can take together, without the fields in `kept`."""
     found: list[Change] = []
     step = best
     for group in _groups(best):
         different = {name: value for name, value in group.items() if getattr(best, name) != value and name not in kept}
+        different = {name: value for name, value in different.items() if name in best.__struct_fields__}
         if different:
             with contextlib.suppress(InputError):  # the rest may do without
                 step = changed(step, different)
@@ -108,18 +105,18 @@ def without_parts(groups: list[Change]) -> list[Change]:
     return [group for group in groups if not group.keys() <= PARTS.keys()]
 
 
-def back_again(group: Change, baseline: RunnableWorkload) -> Change:
+def back_again(group: Change, baseline: Workload) -> Change:
     """The change that takes this one back."""
     return {name: getattr(baseline, name) for name in group}
 
 
-def _attentions(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _attentions(best: Workload, on_gpu: bool) -> Iterator[Change]:
     # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
     for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
         yield {"attention": name}
 
 
-def _precisions(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _precisions(best: Workload, on_gpu: bool) -> Iterator[Change]:
     for dtype in PRECISIONS_TRIED.get(best.dtype, ()):
         if dtype == "bf16-master":
             if on_gpu:
@@ -128,14 +125,14 @@ def _precisions(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
             yield {"dtype": dtype}
 
 
-def _optimizers(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _optimizers(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if best.optimizer == "adamw-one-launch":
         return  # the one that may write bf16 weights; the last round takes it back, and them with it
     for name in ("adamw-fused", *(("adamw-one-launch",) if on_gpu else ())):
         yield {"optimizer": name}
 
 
-def _replay(best: RunnableWorkload) -> Change:
+def _replay(best: Workload) -> Change:
     """The step replayed as a whole. No graph holds PyTorch's DDP; where ranks share the step by it, the textbook's,
     which sends the same, takes its place."""
     if best.ranks > 1 and strategy_named(best.parallel).name == "ddp":
@@ -143,26 +140,26 @@ def _replay(best: RunnableWorkload) -> Change:
     return {"graph": "step"}
 
 
-def _replayed(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _replayed(best: Workload, on_gpu: bool) -> Iterator[Change]:
     yield _replay(best)
 
 
-def _replayed_again(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _replayed_again(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if best.compile != "eager":
         yield _replay(best)
 
 
-def _fused_parts(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _fused_parts(best: Workload, on_gpu: bool) -> Iterator[Change]:
     yield dict.fromkeys(best.parts, "fused")
 
 
-def _fused_apart(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _fused_apart(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if not all(name == "fused" for name in best.parts.values()):
         for part in best.parts:
             yield {part: "fused"}
 
 
-def _compiled(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _compiled(best: Workload, on_gpu: bool) -> Iterator[Change]:
     yield {"compile": "default"}
     if on_gpu:
         yield {"compile": "blocks"}
@@ -172,27 +169,27 @@ def _compiled(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
             yield {"compile": "reduce-overhead"}
 
 
-def _joint_projections(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _joint_projections(best: Workload, on_gpu: bool) -> Iterator[Change]:
     yield {"projections": "joint"}
 
 
-def _under_backward(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _under_backward(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if best.clip is not None:
         return  # the norm of all gradients is known only after backward
     for compiled in ("eager", "blocks"):
         yield {"optimizer": "adamw-under-backward", "compile": compiled}
 
 
-def recomputed(best: RunnableWorkload) -> tuple[str, ...]:
+def recomputed(best: Workload) -> tuple[str, ...]:
     """Checkpointing that the step may have, by what it computes again: the least first."""
-    if not isinstance(best, TextbookWorkload) or not is_kept(best.attention):
+    if best.attention is None or not is_kept(best.attention):
         return ("none", *KEEPING, "every-1")
     own = (best.checkpointing,) if selective_of(best.checkpointing) else ()
-    mixed = sorted({*mixtures(best.model.layers), *own}, key=lambda each: selective_of(each) or 0, reverse=True)
+    mixed = sorted({*mixtures(best.layers), *own}, key=lambda each: selective_of(each) or 0, reverse=True)
     return ("none", "selective", *mixed, "attention", "every-1")
 
 
-def lighter(best: RunnableWorkload) -> list[Change]:
+def lighter(best: Workload) -> list[Change]:
     """Checkpointing and micro-batches at the same batch, from what computes least again to what keeps least."""
     batch = best.batch_size or 1
     parts = [n for n in (1, 2, 4, 8, MOST_MICRO_BATCHES) if batch % n == 0]
@@ -201,7 +198,7 @@ def lighter(best: RunnableWorkload) -> list[Change]:
     ]  # fmt: skip
 
 
-def lighter_ways(best: RunnableWorkload) -> list[Change]:
+def lighter_ways(best: Workload) -> list[Change]:
     """What needs less memory than the step does, in the order in which it is tried.
 
     Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
@@ -211,7 +208,7 @@ def lighter_ways(best: RunnableWorkload) -> list[Change]:
     return [*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(best))]
 
 
-def _lighter_work(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _lighter_work(best: Workload, on_gpu: bool) -> Iterator[Change]:
     """What computes less again, or splits the batch less, than the best step does."""
     for change in lighter(best):
         if (change["checkpointing"], change["accumulation"]) == (best.checkpointing, best.accumulation):
@@ -219,12 +216,12 @@ def _lighter_work(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
         yield change
 
 
-def with_most_blocks(best: RunnableWorkload, fits: Callable[[RunnableWorkload], bool]) -> RunnableWorkload:
+def with_most_blocks(best: Workload, fits: Callable[[Workload], bool]) -> Workload:
     """The step with the most blocks that keep what their products return and fit, by prediction: between the mixtures
     that are tried by themselves. The step as it is where they all fit, or none of them does, or nothing predicts it."""
-    if not isinstance(best, TextbookWorkload) or not is_kept(best.attention):
+    if best.attention is None or not is_kept(best.attention):
         return best
-    last, layers = selective_of(best.checkpointing), best.model.layers
+    last, layers = selective_of(best.checkpointing), best.layers
     if last is None and best.checkpointing != "attention":
         return best
 
@@ -236,14 +233,14 @@ def with_most_blocks(best: RunnableWorkload, fits: Callable[[RunnableWorkload], 
     return of(most_that_fit(last or 0, layers, lambda blocks: fits(of(blocks))))
 
 
-def _offloaded(best: RunnableWorkload, on_gpu: bool) -> Iterator[Change]:
+def _offloaded(best: Workload, on_gpu: bool) -> Iterator[Change]:
     """Where the memory does not hold what all blocks' products return: two thirds and a third of them in the host's."""
-    if isinstance(best, TextbookWorkload) and best.checkpointing not in ("none", "selective") and best.one_by_one:
-        for blocks in dict.fromkeys(max(1, thirds * best.model.layers // 3) for thirds in (2, 1)):
+    if best.layers and best.checkpointing not in ("none", "selective") and best.one_by_one:
+        for blocks in dict.fromkeys(max(1, thirds * best.layers // 3) for thirds in (2, 1)):
             yield {"checkpointing": f"{OFFLOAD}-{blocks}"}
 
 
-def blocks(name: str, best: RunnableWorkload, fits: Callable[[RunnableWorkload], bool]) -> Round:
+def blocks(name: str, best: Workload, fits: Callable[[Workload], bool]) -> Round:
     """The most blocks that fit, where they are more than the best step's."""
     most: Change = {"checkpointing": with_most_blocks(best, fits).checkpointing}
     return Round(name=name, changes=lambda _best, _on_gpu: [most])
@@ -265,12 +262,12 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="precision", changes=_precisions),
     Round(name="optimizer", changes=_optimizers),
     Round(name="graph", changes=_replayed, of_gpu=True),
-    Round(name="attention", changes=_attentions, of_textbook=True),
+    Round(name="attention", changes=_attentions),
     Round(name="kernels", changes=_fused_parts, of_gpu=True),
     Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
-    Round(name="projections", changes=_joint_projections, of_textbook=True),
+    Round(name="projections", changes=_joint_projections),
     Round(name=MEMORY_AGAIN, changes=_lighter_work),
-    Round(name="offload", changes=_offloaded, of_gpu=True, of_textbook=True),
+    Round(name="offload", changes=_offloaded, of_gpu=True),
     Round(name="compile", changes=_compiled),
     Round(name="graph again", changes=_replayed_again, of_gpu=True),
     Round(name="under backward", changes=_under_backward, of_gpu=True),
@@ -282,10 +279,10 @@ def together(groups: list[Change]) -> Round:
     return Round(name=TOGETHER, changes=lambda _best, _on_gpu: [_all_of(groups)] if len(groups) > 1 else [])
 
 
-def without(groups: list[Change], baseline: RunnableWorkload) -> Round:
+def without(groups: list[Change], baseline: Workload) -> Round:
     """Each of these taken back, as far as the best step still has it."""
 
-    def changes(best: RunnableWorkload, _on_gpu: bool) -> Iterator[Change]:
+    def changes(best: Workload, _on_gpu: bool) -> Iterator[Change]:
         for group in groups:
             if all(getattr(best, name) == value for name, value in group.items()):
                 yield back_again(group, baseline)
@@ -297,24 +294,24 @@ def _all_of(groups: list[Change]) -> Change:
     return {name: value for group in groups for name, value in group.items()}
 
 
-def changed(best: RunnableWorkload, change: Change) -> RunnableWorkload:
+def changed(best: Workload, change: Change) -> Workload:
     """The step with the change. Raises InputError where it excludes what the step has."""
     return msgspec.structs.replace(best, **change)
 
 
 def changes_of(
-    round_: Round, best: RunnableWorkload, *, on_gpu: bool, kept: frozenset[str]
-) -> Iterator[tuple[Change, RunnableWorkload | str]]:
+    round_: Round, best: Workload, *, on_gpu: bool, kept: frozenset[str]
+) -> Iterator[tuple[Change, Workload | str]]:
     """Each change of a round that changes anything, with the step that it makes, or with why it cannot be.
 
     kept: fields that stay as they are; a change of one is left out.
     """
-    if (round_.of_gpu and not on_gpu) or (round_.of_textbook and not isinstance(best, TextbookWorkload)):
+    if round_.of_gpu and not on_gpu:
         return
     seen = {best.key}
     for change in round_.changes(best, on_gpu):
         different = {name: value for name, value in change.items() if getattr(best, name) != value}
-        if not different or kept & different.keys():
+        if not different or kept & different.keys() or not different.keys() <= {*best.__struct_fields__}:
             continue
         try:
             made = changed(best, different)
@@ -339,19 +336,19 @@ up to a tenth (docs/planning.md)."""
 class Bench(Protocol):
     """What measures for a search."""
 
-    def fits(self, workload: RunnableWorkload) -> str | None:
+    def fits(self, workload: Workload) -> str | None:
         """Why the step does not fit, by prediction; None where it does, or nothing predicts it."""
         ...
 
-    def planned_s(self, workload: RunnableWorkload) -> float | None:
+    def planned_s(self, workload: Workload) -> float | None:
         """Seconds that the step takes by prediction; None where nothing predicts it."""
         ...
 
-    def race(self, best: RunnableWorkload, other: RunnableWorkload) -> Tried:
+    def race(self, best: Workload, other: Workload) -> Tried:
         """The other step beside the best one; its round and its change are filled in later."""
         ...
 
-    def time_left(self, baseline: RunnableWorkload, best: RunnableWorkload) -> bool:
+    def time_left(self, baseline: Workload, best: Workload) -> bool:
         """Whether there is time for another race, and to confirm the best step afterwards."""
         ...
 
@@ -360,10 +357,10 @@ class Bench(Protocol):
 class Search:
     """A search as it goes on: stopped at any moment, it has what it found."""
 
-    baseline: RunnableWorkload
+    baseline: Workload
     on_gpu: bool
     kept: frozenset[str] = frozenset()
-    best: RunnableWorkload = field(init=False)
+    best: Workload = field(init=False)
     tried: list[Tried] = field(default_factory=list[Tried])
 
     def __post_init__(self) -> None:
@@ -402,7 +399,7 @@ class Search:
         """
         self._go(together(usual), bench, tell)
         others, tries = without_parts(usual), len(self.tried)
-        refused = isinstance(self.best, FactoryWorkload) and self._last_verdict(TOGETHER) in ("refused", "failed")
+        refused = bool(self.best.factory) and self._last_verdict(TOGETHER) in ("refused", "failed")
         if not refused or len(others) == len(usual):
             return usual
         because_of = self._last_verdict(TOGETHER)
@@ -419,9 +416,9 @@ class Search:
         if (taken := self._round(round_, bench, tell)) is not None:
             self.best = taken
 
-    def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> RunnableWorkload | None:
+    def _round(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> Workload | None:
         """Try the changes of a round; returns the step with the one that is taken."""
-        raced: list[tuple[int, RunnableWorkload]] = []
+        raced: list[tuple[int, Workload]] = []
         found = list(changes_of(round_, self.best, on_gpu=self.on_gpu, kept=self.kept))
         possible = [made for _, made in found if round_.by_plan and not isinstance(made, str)]
         planned = self._planned(possible, bench) if possible else {}
@@ -442,7 +439,7 @@ class Search:
                 self._note(round_, change, bench.race(self.best, made))
         return self._judged(raced)
 
-    def _planned(self, steps: Iterable[RunnableWorkload], bench: Bench) -> dict[str, float]:
+    def _planned(self, steps: Iterable[Workload], bench: Bench) -> dict[str, float]:
         """By key, the seconds that these and the best one take, as far as they are planned; none of what does not
         fit, beside which nothing else is slow."""
         planned = {step.key: bench.planned_s(step) for step in (self.best, *steps) if bench.fits(step) is None}
@@ -451,7 +448,7 @@ class Search:
     def _note(self, round_: Round, change: Change, tried: Tried) -> None:
         self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
 
-    def _judged(self, raced: list[tuple[int, RunnableWorkload]]) -> RunnableWorkload | None:
+    def _judged(self, raced: list[tuple[int, Workload]]) -> Workload | None:
         """Judge the races of a round together, and take the fastest that surely is faster."""
         places = [place for place, _ in raced if self.tried[place].ratio is not None]
         stands = standing(self.tried[place].p_value for place in places)
@@ -472,7 +469,7 @@ class Search:
     def _set(self, place: int, **fields: str) -> None:
         self.tried[place] = msgspec.structs.replace(self.tried[place], **fields)
 
-    def so_far(self, asked: RunnableWorkload) -> Tuned:
+    def so_far(self, asked: Workload) -> Tuned:
         """What was found until now."""
         return Tuned(asked=asked, baseline=self.baseline, best=self.best, tried=tuple(self.tried))
 
@@ -486,7 +483,7 @@ are taken back where the losses depart."""
 
 
 def tune(
-    asked: RunnableWorkload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
+    asked: Workload, racing: Racing, *, device: str, on_gpu: bool, kept: frozenset[str] = frozenset(),
     memory_limit_bytes: int | None = None, tell: Callable[[str], None] = lambda _: None,
 ) -> Tuned:  # fmt: skip
     """Find the fastest step that trains as the one asked for does, at the same batch.
@@ -526,8 +523,8 @@ def tune(
 
 
 def one_that_fits(
-    asked: RunnableWorkload, racing: Racing, kept: frozenset[str] = frozenset()
-) -> RunnableWorkload:  # fmt: skip
+    asked: Workload, racing: Racing, kept: frozenset[str] = frozenset()
+) -> Workload:  # fmt: skip
     """The step, or the one that computes least again of those that fit and run. kept: fields that stay as they are."""
     why = racing.fits(asked) or racing.runs_alone(asked)
     if why is None:
@@ -544,7 +541,7 @@ def one_that_fits(
     raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
 
 
-def _with_most_blocks(step: RunnableWorkload, racing: Racing) -> RunnableWorkload:
+def _with_most_blocks(step: Workload, racing: Racing) -> Workload:
     """The step with more blocks that keep their products, where that fits and runs."""
     more = with_most_blocks(step, lambda other: racing.fits(other) is None)
     return more if more != step and racing.runs_alone(more) is None else step

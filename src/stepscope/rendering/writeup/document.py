@@ -60,7 +60,7 @@ class Material:
         conditions = [(name, tuple(values.split(","))) for name, values in wanted.items()]
         by_folder: dict[Path, list[Found]] = {}
         for run, directory in self.runs:
-            if run.textbook is not None and all(matches(run, *condition) for condition in conditions):
+            if run.workload.layers and all(matches(run, *condition) for condition in conditions):
                 by_folder.setdefault(directory.parent, []).append((run, directory))
         return sorted(by_folder.values(), key=_worth, reverse=True)
 
@@ -69,7 +69,7 @@ class Material:
         """Where folders disagree: a question is answered from one of them, and another would answer otherwise."""
         cells: dict[tuple[object, ...], dict[Path, Run]] = {}
         for run, directory in self.runs:
-            if run.textbook is not None and run.status == "done":
+            if run.workload.layers and run.status == "done":
                 for part in (STEP, FORWARD_BACKWARD):
                     cells.setdefault((part, same_part(run, part)), {})[directory.parent] = run
         apart: list[Disagreement | None] = []

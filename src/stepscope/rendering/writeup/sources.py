@@ -22,7 +22,7 @@ from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workloads import DTYPES, TextbookWorkload, Workload
+from stepscope.core.workloads import DTYPES, TextbookWorkload
 from stepscope.questions.attention_step import StepCell, answer_steps
 from stepscope.questions.compile.answer import CompileCell, answer_compile
 from stepscope.questions.compile.answer import pair_up as compiled_pairs
@@ -160,7 +160,7 @@ def _breadth(cells: list[CapturedCell]) -> tuple[int, int]:
 def speed(material: Material) -> Answer | None:
     """Precision: the same step in fp32 and fewer bits."""
     for found in material.folders(phase="forward-backward,train", accumulation="1", **PLAIN):
-        if len({run.workload.dtype for run, _ in found if isinstance(run.workload, TextbookWorkload)}) > 1:
+        if len({run.workload.dtype for run, _ in found}) > 1:
             cells = [TimedCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
             return answer_speed(speed_pairs(cells, DTYPES))
     return None
@@ -213,20 +213,21 @@ def recorded_memory(material: Material) -> Answer | None:
 
 def kept_tensors(material: Material) -> Answer | None:
     """The sizes of what the largest measured step keeps for backward, by arithmetic."""
-    run = _largest(material)
-    if run is None or run.textbook is None:
+    largest = _largest(material)
+    if largest is None:
         return None
-    return _predicted(answer_tensors(run.textbook, kept_by_block(run.textbook)), run)
+    run, workload = largest
+    return _predicted(answer_tensors(workload, kept_by_block(workload)), run)
 
 
 def arithmetic_of_peak(material: Material) -> Answer | None:
     """The bytes of parameters, gradients, optimizer and activations of that step, by arithmetic."""
-    run = _largest(material)
-    if run is None or run.textbook is None:
+    largest = _largest(material)
+    if largest is None:
         return None
+    run, workload = largest
     on_cpu = run.environment is not None and run.environment.device_type == "cpu"
-    answer = answer_peak(estimate(run.textbook, "cpu" if on_cpu else "cuda"), run.textbook)
-    return _predicted(answer, run)
+    return _predicted(answer_peak(estimate(workload, "cpu" if on_cpu else "cuda"), workload), run)
 
 
 def _predicted(answer: Answer, run: Run) -> Answer:
@@ -237,17 +238,18 @@ def _predicted(answer: Answer, run: Run) -> Answer:
     return msgspec.structs.replace(answer, tables=(first, *tables[1:]))
 
 
-def _largest(material: Material) -> Run | None:
+def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
+    """The largest measured step of training whose sizes are known, with its workload."""
+
+    def size(step: tuple[Run, TextbookWorkload]) -> tuple[int, int, str]:
+        _, workload = step
+        return workload.sizes.d_model * workload.layers, workload.seq_len, workload.dtype
+
     steps = [
-        run for found in material.folders(phase="train", **PLAIN) for run, _ in found
-        if run.status == "done" and isinstance(run.workload, TextbookWorkload)
+        (run, run.workload) for found in material.folders(phase="train", **PLAIN) for run, _ in found
+        if run.status == "done" and run.workload.sizes is not None
     ]  # fmt: skip
-    return max(steps, key=lambda run: _size(run.workload), default=None)
-
-
-def _size(workload: Workload) -> tuple[int, int, str]:
-    assert isinstance(workload, TextbookWorkload)
-    return workload.model.d_model * workload.model.layers, workload.seq_len, workload.dtype
+    return max(steps, key=size, default=None)
 
 
 def _both(material: Material, field: str, base: str, **wanted: str) -> list[list[Found]]:

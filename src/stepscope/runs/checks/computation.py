@@ -83,7 +83,7 @@ def attention_in_fp32(run: Run) -> Finding | None:
     seen = observation.product_dtypes if observation else None
     if not _attention_in_fp32(run) or "float32" not in (seen or ()):
         return None
-    attention = run.textbook.attention if run.textbook else "scaled_dot_product_attention"
+    attention = run.workload.attention or "scaled_dot_product_attention"
     return note(
         "attention-in-fp32",
         f"{run.workload.dtype} was asked for, and {attention} multiplies in fp32 all the same: PyTorch's "
@@ -98,9 +98,9 @@ def _attention_in_fp32(run: Run) -> bool:
     known from the operators that ran: PyTorch itself takes the math kernel for dropout on a CPU, for instance."""
     if run.workload.dtype in ("fp32", "tf32"):
         return False
-    if run.textbook is None:
+    if run.workload.attention is None:
         return run.evidence.profile is not None and _MATH in run.evidence.profile.attention_operators
-    record = ATTENTIONS.get(run.textbook.attention)
+    record = ATTENTIONS.get(run.workload.attention)
     return record is not None and record.in_fp32
 
 

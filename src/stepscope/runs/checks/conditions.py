@@ -5,11 +5,11 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.formulas.transformer import parameter_count
-from stepscope.core.model_config import PRESETS, ModelConfig
+from stepscope.core.model_config import PRESETS
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, WatchedWorkload
+from stepscope.core.workloads import TextbookWorkload, by_sizes
 
 
 def unvaried_input(run: Run) -> Finding | None:
@@ -17,7 +17,7 @@ def unvaried_input(run: Run) -> Finding | None:
     observation = run.evidence.observation
     if observation is None or observation.distinct_tokens is None or observation.distinct_batches is None:
         return None
-    expected = _distinct_if_random(run.textbook) if run.textbook else 0.0
+    expected = by_sizes(run.workload, _distinct_if_random) or 0.0
     if observation.distinct_tokens < 0.5 * expected:
         return error(
             "unvaried-input",
@@ -27,7 +27,7 @@ def unvaried_input(run: Run) -> Finding | None:
             evidence={"distinct_tokens": observation.distinct_tokens, "expected": round(expected)},
         )
     if observation.distinct_batches < 2:
-        if isinstance(run.workload, FactoryWorkload):  # a factory may well have one batch
+        if run.workload.factory:  # a factory may well have one batch
             return note(
                 "unvaried-input",
                 "Every step ran on the same batch.",
@@ -148,7 +148,7 @@ _SETTLED_STEPS = 4
 def cache_given_back(run: Run) -> Finding | None:
     """[20] Where a step hardly fits, PyTorch's allocator gives its cache back to the device, and takes it again."""
     memory, steps = run.evidence.memory, run.samples.get(STEP)
-    if memory is None or steps is None or isinstance(run.workload, WatchedWorkload):
+    if memory is None or steps is None or not run.workload.may_run:
         return None  # a loop of the user's own may have batches of any shape
     before, peak = memory.reserved_before, memory.reserved_peak
     taken = (peak or 0) - (before or 0)
@@ -193,9 +193,8 @@ def peak_unknown(run: Run) -> Finding | None:
 
 def preset_changed(run: Run) -> Finding | None:
     """[23] A preset's name on other sizes."""
-    model = run.workload.model
-    preset = PRESETS.get(model.name)
-    if preset is None or preset == model or not isinstance(model, ModelConfig):
+    model, preset = run.workload.sizes, PRESETS.get(run.workload.name)
+    if preset is None or preset == model or model is None:
         return None
     changed = {f: (getattr(preset, f), size) for f, size in model.sizes.items() if getattr(preset, f) != size}
     differences = ", ".join(f"{field} {size} (preset: {known})" for field, (known, size) in changed.items())

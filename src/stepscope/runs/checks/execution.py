@@ -18,10 +18,8 @@ from stepscope.core.workloads import (
     OF_ONE_LAUNCH,
     OPTIMIZERS,
     Compile,
-    FactoryWorkload,
     Optimizer,
-    RunnableWorkload,
-    WatchedWorkload,
+    Workload,
 )
 
 _MODES: dict[Compile, dict[str, bool]] = {
@@ -43,11 +41,9 @@ _NORM_OPERATOR, _NORM_KERNEL = "aten::_foreach_norm", "square_sums"
 
 def attention_mismatch(run: Run) -> Finding | None:
     """[27] The attention that ran, against the one asked for."""
-    workload, evidence = run.textbook, run.evidence
-    if workload is None or evidence.operators is None:
-        return None
+    workload, evidence = run.workload, run.evidence
     asked = evidence.attention or workload.attention
-    if asked == AUTO:
+    if asked is None or asked == AUTO or evidence.operators is None:
         return None
     record = ATTENTIONS[asked]
     calls, whole = _forward_calls(run)
@@ -61,7 +57,7 @@ def attention_mismatch(run: Run) -> Finding | None:
     allowed = [name for name in signs if name == asked or name in record.chooses_among]
     strangers = [name for name in ran if name not in allowed]
     eager = workload.compile == "eager" and not _replayed(run)
-    due = workload.model.layers * workload.accumulation if whole else 1
+    due = workload.layers * workload.accumulation if whole else 1
     times = sum(counted[name] for name in allowed)
     fault = ""
     if strangers and (eager or allowed):  # a compiler may make fused attention of one that is written out
@@ -107,10 +103,10 @@ def _written_out(calls: dict[str, int]) -> list[Attention]:
 def part_mismatch(run: Run) -> Finding | None:
     """[27] How norm, rope, mlp and loss were computed, against what was asked for."""
     workload = run.workload
-    if isinstance(workload, WatchedWorkload) or run.evidence.operators is None:
+    if run.evidence.operators is None:
         return None
     parts: Iterable[Part] = workload.parts
-    if isinstance(workload, FactoryWorkload):
+    if workload.factory:
         parts = dict.fromkeys(found.part for found in run.evidence.parts if found.replaced)
     return next((found for part in parts if (found := _part_mismatch(run, workload, part)) is not None), None)
 
@@ -133,7 +129,7 @@ def part_left(run: Run) -> Finding | None:
     )
 
 
-def _part_mismatch(run: Run, workload: RunnableWorkload, part: Part) -> Finding | None:
+def _part_mismatch(run: Run, workload: Workload, part: Part) -> Finding | None:
     assert run.evidence.operators is not None
     asked, ways = workload.parts[part], PARTS[part]
     (calls, _), profile = _forward_calls(run), run.evidence.profile
@@ -145,12 +141,12 @@ def _part_mismatch(run: Run, workload: RunnableWorkload, part: Part) -> Finding 
     }
     ran = [n for n in counted if counted[n] or any(re.search(ways[n].signs, kernel.name) for kernel in kernels)]
     # A user's model may call a module as often as it likes, and other kernels beside it.
-    is_own = isinstance(workload, FactoryWorkload)
-    due = 1 if is_own else calls_in_forward(part, workload.model.layers) * workload.accumulation
+    sized = workload.layers > 0
+    due = calls_in_forward(part, workload.layers) * workload.accumulation if sized else 1
     replayed = _replayed(run)
     seen = ways[asked].operators and not replayed
     fault = ""
-    if not is_own and (strangers := [name for name in ran if name != asked]):
+    if sized and (strangers := [name for name in ran if name != asked]):
         fault = f"{' and '.join(strangers)} ran"
     elif seen and workload.compile == "eager" and counted[asked] < due:
         fault = f"it ran {counted[asked]} times where the step has {due} calls"
@@ -286,7 +282,7 @@ def compile_mode_mismatch(run: Run) -> Finding | None:
         fault = "no CUDA graph was recorded: each kernel is launched by itself"
     elif report.parts_compiled == 0 and asked == "blocks":
         fault = "no block was compiled by itself"
-    elif report.parts_compiled and asked != "blocks" and run.textbook is not None:
+    elif report.parts_compiled and asked != "blocks" and run.workload.layers:
         fault = f"{report.parts_compiled} modules were compiled by themselves"
     if not fault:
         return None
@@ -337,12 +333,17 @@ def accumulation_mismatch(run: Run) -> Finding | None:
 
 def checkpointing_mismatch(run: Run) -> Finding | None:
     """[27] The blocks that backward ran again, against those that checkpointing has it run again."""
-    observation, workload = run.evidence.observation, run.textbook
-    if workload is None or observation is None or observation.blocks_again is None or _forward_elsewhere(observation):
+    observation, workload = run.evidence.observation, run.workload
+    if (
+        not workload.layers
+        or observation is None
+        or observation.blocks_again is None
+        or _forward_elsewhere(observation)
+    ):
         return None
     if workload.graph == "step":
         return None
-    due = workload.model.layers * workload.accumulation if workload.checkpointing != "none" else 0
+    due = workload.layers * workload.accumulation if workload.checkpointing != "none" else 0
     if observation.blocks_again == due:
         return None
     return error(

@@ -24,7 +24,7 @@ from stepscope.core.range_names import (
 )
 from stepscope.core.run import Run
 from stepscope.core.units import Window, ms_text
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, by_sizes
 from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.critical_path import CriticalPath, critical_path
 from stepscope.traces.captures.occupation import Occupation, Overlap, occupation, overlap
@@ -240,7 +240,7 @@ class TraceSummary:
         run = None if self.ranged else self.run
         opened = self.attribution.instances.filter(pl.lit(not self.ranged) & (pl.col("what") == phase))
         sample = run.samples.get(phase) if run else None
-        on_cpu, textbook = self.attribution.table.on_cpu, run.textbook if run else None
+        on_cpu = self.attribution.table.on_cpu
         return PhaseSummary(
             phase=phase,
             kernels=total["kernels"] / self.steps,
@@ -248,7 +248,9 @@ class TraceSummary:
             gemm_ns=total["gemm"] / self.steps,
             range_ns=int((opened["end_ns"] - opened["start_ns"]).sum()) / self.steps if opened.height else None,
             product_kernels=None if on_cpu else total["products"] / self.steps,
-            expected_products=_expected_products(textbook, phase) if textbook and not on_cpu else None,
+            expected_products=(
+                by_sizes(run.workload, lambda sized: _expected_products(sized, phase)) if run and not on_cpu else None
+            ),
             unprofiled_s=sample.median_s if sample and sample.count else None,
             found_by=found_by,
         )
@@ -367,12 +369,12 @@ class TraceSummary:
         is_gemm = pl.col("family") == GEMM
         part = pl.col("part").cast(pl.String)
         scores, softmax, output = ATTENTION_PARTS
-        workload = self.run.textbook if self.run else None
-        product = attention_product_flops(workload) if workload else None
+        workload = self.run.workload if self.run else None
+        product = by_sizes(workload, attention_product_flops) if workload else None
         chosen = (
             ("scores product (Q K^T)", (part == scores) & is_gemm, product),
             ("scale and mask", (part == scores) & ~is_gemm, None),
-            ("softmax", part == softmax, softmax_flops(workload) if workload else None),
+            ("softmax", part == softmax, by_sizes(workload, softmax_flops) if workload else None),
             ("output product (P V)", (part == output) & is_gemm, product),
         )
         return tuple(

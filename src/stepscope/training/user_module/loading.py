@@ -20,7 +20,7 @@ from torch import nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.factory_arguments import is_configuration
-from stepscope.core.workloads import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
 from stepscope.training.training_step import Batch, Choices, Share, Shared, StepParts
 from stepscope.training.user_module.batches import input_names, named_tensors
 from stepscope.training.user_module.hugging_face import make_from_config
@@ -257,11 +257,11 @@ def code_of(loaded: Loaded) -> str:
 
 
 def make_user_step(
-    workload: FactoryWorkload,
+    workload: Workload,
     device: torch.device,
     given: Callable[[], Loaded] | None = None,
     share: Share | None = None,
-) -> tuple[ModuleStep | UserStep, FactoryWorkload]:
+) -> tuple[ModuleStep | UserStep, Workload]:
     """The step on its device, and the workload with the model as it was found and the factory's own choices.
 
     given: an object that exists already, in place of what the workload's factory would return. share: spreads the step
@@ -289,7 +289,7 @@ def make_user_step(
 
 
 def user_parts(
-    workload: FactoryWorkload, device: torch.device, given: Callable[[], Loaded] | None = None
+    workload: Workload, device: torch.device, given: Callable[[], Loaded] | None = None
 ) -> StepParts:  # fmt: skip
     """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
     loaded = given() if given else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
@@ -299,8 +299,8 @@ def user_parts(
     return parts_of(placed(loaded.made, workload, device), workload)
 
 
-def _driven(loaded: Loaded, workload: FactoryWorkload, device: torch.device) -> tuple[UserStep, FactoryWorkload]:
-    usual = FactoryWorkload(model=workload.model, factory=workload.factory)
+def _driven(loaded: Loaded, workload: Workload, device: torch.device) -> tuple[UserStep, Workload]:
+    usual = FactoryWorkload(model=UserModel(name=""), factory=workload.factory)
     for field in ("dtype", "phase", "compile", "clip", "checkpointing", "accumulation", "norm", "mlp"):
         if getattr(workload, field) != getattr(usual, field):
             raise InputError(

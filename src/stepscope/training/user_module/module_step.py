@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -197,15 +197,6 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-class OwnChoices(Choices, Protocol):
-    """The choices for a step of a user's own module."""
-
-    @property
-    def checkpointing(self) -> str: ...
-    @property
-    def parts(self) -> Mapping[Part, Kernels]: ...
-
-
 class ModuleWithLoss(nn.Module):
     """A user's module and its loss: all that `forward` means in a training step."""
 
@@ -236,7 +227,7 @@ class ModuleStep(AssembledStep):
     """A step of a user's module. If the first run of one of its phases fails, one line says what is wrong."""
 
     def __init__(
-        self, own: UserModule, choices: OwnChoices, device: torch.device, share: Share | None = None
+        self, own: UserModule, choices: Choices, device: torch.device, share: Share | None = None
     ) -> None:  # fmt: skip
         """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
@@ -361,14 +352,14 @@ class UserStep:
             self._first.run("prepare", prepare)
 
 
-def check_trained(own: UserModule, choices: OwnChoices) -> None:
+def check_trained(own: UserModule, choices: Choices) -> None:
     """Raise InputError for a training step of a module without parameters that are trained."""
     if choices.phase != "forward" and not any(parameter.requires_grad for parameter in own.module.parameters()):
         remedy = "give it some, or measure forward alone with stepscope run --phase forward"
         raise InputError(f"{own.name} has no parameters to train: {remedy}")
 
 
-def placed(own: UserModule, choices: OwnChoices, device: torch.device) -> UserModule:
+def placed(own: UserModule, choices: Choices, device: torch.device) -> UserModule:
     """The module on its device and in its dtype, with the parts that other kernels compute.
 
     They come first of all that changes a module: a replacement is held against the module's own forward and its own
@@ -379,7 +370,7 @@ def placed(own: UserModule, choices: OwnChoices, device: torch.device) -> UserMo
     return there.computed_by(choices.parts)
 
 
-def parts_of(own: UserModule, choices: OwnChoices, blocks: Sequence[nn.Module] = ()) -> StepParts:
+def parts_of(own: UserModule, choices: Choices, blocks: Sequence[nn.Module] = ()) -> StepParts:
     """What the step of a user's module is assembled of; its blocks, where they are known."""
     names = input_names(own.module)
 

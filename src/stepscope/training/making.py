@@ -1,0 +1,46 @@
+"""Makes the step of a workload on a device, whoever wrote the model."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.workloads import Workload
+from stepscope.recording.step import Step
+from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.training_step import StepParts, TrainingStep, textbook_parts
+
+if TYPE_CHECKING:
+    from stepscope.training.user_module.loading import Loaded
+
+Given = Callable[[], "Loaded"]
+"""Gives a user's model that is there already, in place of what a factory would return."""
+
+
+def make_step(
+    workload: Workload, device: torch.device, given: Given | None = None, ranks: Ranks | None = None
+) -> tuple[Step, Workload]:
+    """The step on its device, and its workload with what was found in making it.
+
+    ranks: those that share the step, where its workload says how.
+    """
+    share = None
+    if workload.parallel != NOT_PARALLEL:
+        from stepscope.training.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
+
+        share = shared_by(workload.parallel, ranks or Ranks())
+    if workload.sizes is not None:
+        return TrainingStep(workload, device, share), workload
+    from stepscope.training.user_module.loading import make_user_step  # noqa: PLC0415  (only for a user's module)
+
+    return make_user_step(workload, device, given, share)
+
+
+def make_parts(workload: Workload, device: torch.device, given: Given | None = None) -> StepParts:
+    """What the step is assembled of, made anew. Raises InputError for a step of the user's own."""
+    if workload.sizes is not None:
+        return textbook_parts(workload, device)
+    from stepscope.training.user_module.loading import user_parts  # noqa: PLC0415  (only for a user's module)
+
+    return user_parts(workload, device, given)
