@@ -55,7 +55,7 @@ MUTANTS = (
         old="if (value := getattr(record, field.name)) != field.default or field.name in first_fields",
         new="if (value := getattr(record, field.name)) is not None and field.name in first_fields",
         falsifies="cells that differ in accumulation or checkpointing are one experiment",
-        tests=("core/test_workload.py",),
+        tests=("core/test_workloads.py",),
     ),
     Mutant(
         name="GB is GiB",
