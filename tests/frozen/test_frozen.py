@@ -5,6 +5,7 @@
 README.md beside this file says which differences are permitted.
 """
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -20,7 +21,13 @@ from typer.testing import CliRunner
 
 import stepscope
 from stepscope.app.cli.app import app
+from stepscope.core.model_config import configure
+from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
+from stepscope.core.workloads import TextbookWorkload, WatchedWorkload
+from stepscope.engine.plan import Cell, SweepPlan
+from stepscope.engine.request import MemoryRequest, TraceRequest
+from tests.frozen.json_keys import key_paths
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -69,21 +76,68 @@ def public_names() -> str:
     return "\n".join(lines) + "\n"
 
 
-def keys_of_stored_runs() -> str:
-    """The digest of the key and the settings' identity of the runs under results/, a line a month."""
+@functools.cache
+def stored_runs() -> list[Run]:
+    """The runs under results/."""
     runs, faults = load_runs([ROOT / "results"])
     assert not faults
+    return runs
+
+
+def keys_of_stored_runs() -> str:
+    """The digest of what names the runs under results/, a line a month: the workload's key and identity, the settings'
+    identity, and the key of the sweep of this run alone."""
     months: dict[str, list[str]] = {}
-    for run in runs:
-        settings = msgspec.json.encode(run.settings.identity, order="sorted").decode()
-        months.setdefault(run.id[:6], []).append(f"{run.id} {run.workload.key} {settings}")
+    for run in stored_runs():
+        identities = [
+            msgspec.json.encode(part.identity, order="sorted").decode() for part in (run.workload, run.settings)
+        ]
+        sweep = "-"  # a script drove its own steps: no sweep measures it
+        if not isinstance(run.workload, WatchedWorkload):
+            cell = Cell(workload=run.workload, settings=run.settings, repeat=run.repeat)
+            device = run.environment.device_type if run.environment else "cpu"
+            sweep = SweepPlan(cells=(cell,), devices=(device,), tag=run.tag).key
+        months.setdefault(run.id[:6], []).append(" ".join((run.id, run.workload.key, *identities, sweep)))
     return "".join(
         f"{month}  {len(keys)} runs  {hashlib.sha256(chr(10).join(sorted(keys)).encode()).hexdigest()[:16]}\n"
         for month, keys in sorted(months.items())
     )
 
 
-FROZEN = {"options.txt": options_of_every_verb, "names.txt": public_names, "keys.txt": keys_of_stored_runs}
+def keys_of_sweeps() -> str:
+    """The keys of sweeps that differ in one thing each."""
+    tiny, small = (TextbookWorkload(model=configure(name)) for name in ("tiny", "small"))
+    cell = Cell(workload=tiny)
+    plans = {
+        "one cell": SweepPlan(cells=(cell,)),
+        "two cells": SweepPlan(cells=(cell, Cell(workload=small))),
+        "settings": SweepPlan(cells=(Cell(workload=tiny, settings=Settings(seconds=3.0)),)),
+        "a repeat": SweepPlan(cells=(Cell(workload=tiny, repeat=Repeat(set="a", number=1, of=2)),)),
+        "against": SweepPlan(cells=(Cell(workload=tiny, against=small),)),
+        "devices": SweepPlan(cells=(cell,), devices=("cuda:0", "cuda:1")),
+        "another folder": SweepPlan(cells=(cell,), out="elsewhere"),
+        "a tag": SweepPlan(cells=(cell,), tag="mine"),
+        "a limit of memory": SweepPlan(cells=(cell,), memory_limit_bytes=1 << 30),
+        "a peak": SweepPlan(cells=(cell,), peak_flops_per_s=1e15),
+        "traced": SweepPlan(cells=(cell,), trace=TraceRequest(tools=("kineto",))),
+        "memory recorded": SweepPlan(cells=(cell,), memory=MemoryRequest()),
+    }
+    return "".join(f"{plan.key}  {name}\n" for name, plan in plans.items())
+
+
+def json_of_stored_runs() -> str:
+    """Every key of the documents of the runs under results/."""
+    documents = [msgspec.json.decode(msgspec.json.encode(run)) for run in stored_runs()]
+    return "".join(f"{path}\n" for path in sorted(key_paths(*documents)))
+
+
+FROZEN = {
+    "options.txt": options_of_every_verb,
+    "names.txt": public_names,
+    "keys.txt": keys_of_stored_runs,
+    "sweeps.txt": keys_of_sweeps,
+    "json/stored-runs.txt": json_of_stored_runs,
+}
 
 
 @pytest.mark.parametrize("file", FROZEN)

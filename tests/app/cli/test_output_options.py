@@ -1,7 +1,7 @@
 """Every verb with every output option and every pair of them, as the command line itself declares them.
 
 Each ends in a result, or in one line that refuses; a new verb or option is taken up by itself, or asks here for its
-arguments or its value.
+arguments or its value. The keys of JSON are those of tests/frozen/golden/json.
 """
 
 import contextlib
@@ -34,6 +34,7 @@ from stepscope.traces.captures import digest as captures
 from stepscope.traces.captures.digest import load_capture
 from stepscope.traces.ranks import job as ranks
 from tests.captures import training_steps, write_kineto
+from tests.frozen.json_keys import check_keys, check_keys_in_brief, check_keys_of_new_runs, documents, key_paths
 
 pytestmark = pytest.mark.slow
 
@@ -215,6 +216,7 @@ def test_every_pair_of_output_options(verb: str, tmp_path: Path, monkeypatch: py
         folder.mkdir()
         words = given(folder)
         flags = DECLARED[verb]
+        written: dict[tuple[str, ...], str] = {}
         for pair in [(), *((flag,) for flag in flags), *itertools.combinations(flags, 2)]:
             options = [word for flag in pair for word in VALUES[flag](folder)]
             try:
@@ -223,20 +225,36 @@ def test_every_pair_of_output_options(verb: str, tmp_path: Path, monkeypatch: py
                 wrong.append((pair, f"{type(error).__name__}: {error}"))
                 continue
             shown += code in (0, 1)
+            if code in (0, 1) and set(pair) in ({"--json"}, {"--json", "--brief"}):
+                written[pair] = out
             shown_first = "--save" in pair and "leave out --save" in refusal  # what was measured is not lost then
             if code == 2 and (not refusal or "\n" in refusal or (out and not shown_first)):
                 wrong.append((pair, "refused in other than one line", refusal, out[:200]))
             if code in (0, 1) and "--json" in pair:
                 try:
-                    [json.loads(line) for line in ([out] if out[:2] in ("{\n", "[\n") else out.splitlines())]
+                    documents(out)
                 except ValueError as error:
                     wrong.append((pair, f"no JSON: {error}", out[:200]))
             if code in (0, 1) and "--brief" in pair and "--json" not in pair and len(out.splitlines()) > 21:
                 wrong.append((pair, "not brief", len(out.splitlines())))
             if code not in (0, 1, 2):
                 wrong.append((pair, code, refusal))
+        _check_keys_of(verb if number == 0 else f"{verb} {number + 1}", written)
     assert not wrong, "\n".join(map(str, wrong))
     assert shown >= len(DECLARED[verb]), "most are shown"
+
+
+def _check_keys_of(name: str, written: dict[tuple[str, ...], str]) -> None:
+    """The keys of what a verb wrote with --json, and with --brief, too. Studies that show an answer made by hand here
+    write their own in tests/frozen/test_json.py."""
+    for pair, text in written.items():
+        if "--brief" in pair:
+            check_keys_in_brief(text)
+        elif name == "sweep":
+            check_keys_of_new_runs(name, text)
+        else:
+            by_hand = documents(text)[0].get("question") == ANSWER.question if name.startswith("study ") else False
+            check_keys("an answer made by hand" if by_hand else name, key_paths(*documents(text)))
 
 
 @pytest.mark.parametrize("style", STYLES)
