@@ -1,6 +1,11 @@
-"""The house: rooms import what is below them, and reading and measuring each do without the other's libraries."""
+"""The house: rooms import what is below them, and reading and measuring each do without the other's libraries.
+
+STEPSCOPE_UPDATE_DOCS=1 writes the picture in docs/architecture.md anew.
+"""
 
 import ast
+import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -70,6 +75,28 @@ def test_imports_go_downward_only(file: Path):
             assert top in LIBRARIES[room], f"{room} imports {name}"
             place = str(file.relative_to(SOURCE))
             assert ONE_FILE.get(top, place) == place, f"{place} imports {name}: {ONE_FILE[top]} alone does"
+
+
+def picture() -> str:
+    """The rooms as a table, highest first: each with a mark under every room that it imports."""
+    lines = [" " * 12 + "  ".join(ROOMS[:-1])]
+    for room in reversed(ROOMS):
+        names = {name for file in (SOURCE / room).glob("**/*.py") for name in imports(file)}
+        imported = {name.split(".")[1] for name in names if name.startswith("stepscope.")} - {room}
+        marks = (("x" if each in imported else "").center(len(each)) for each in ROOMS[:-1])
+        lines.append(f"{room:12}{'  '.join(marks)}".rstrip())
+    return "\n".join(lines)
+
+
+def test_the_picture_of_the_rooms_is_made_from_the_imports():
+    page = SOURCE.parents[1] / "docs" / "architecture.md"
+    text = page.read_text()
+    shown = re.compile(r"(?<=made from the imports:\n\n```text\n).*?(?=```)", re.DOTALL)
+    renewed = shown.sub(f"{picture()}\n", text)
+    if os.environ.get("STEPSCOPE_UPDATE_DOCS"):
+        page.write_text(renewed)
+        return
+    assert renewed == text
 
 
 def test_no_files_import_one_another():

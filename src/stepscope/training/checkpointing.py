@@ -2,6 +2,10 @@
 
 Chen et al. 2016 (arXiv:1604.06174) keep the inputs of groups of layers and run each group forward again when backward
 reaches it; Korthikanti et al. 2022 (arXiv:2205.05198) keep what is dear to compute and run the cheap rest again.
+
+offload-K copies by a mode of our own: PyTorch's selective checkpointing keeps outputs where they are, and its
+`save_on_cpu` waits for each copy. The device's memory is let go two blocks later, where the compute stream waits for
+the copies: by order, so that a peak can be predicted.
 """
 
 import contextlib
