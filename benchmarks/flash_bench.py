@@ -77,8 +77,11 @@ def tiles_of(task: dict[str, Any], name: str = "tile") -> Any:
 
 def forward_of(task: dict[str, Any]) -> Any:
     """The task as a configuration of the forward kernel."""
-    from stepscope.kernels.flash.configuration import ForwardConfiguration, tiles  # noqa: PLC0415
-    from stepscope.kernels.hopper.configuration import HopperForward  # noqa: PLC0415
+    from stepscope.kernels.flash.configuration import (  # noqa: PLC0415
+        ForwardConfiguration,
+        HopperForward,
+        tiles,
+    )
 
     if "hopper" in task:
         return ForwardConfiguration(tiles=tiles(64, 64, 4, 2), hopper=HopperForward(**task["hopper"]))
@@ -90,8 +93,11 @@ def forward_of(task: dict[str, Any]) -> Any:
 
 def backward_of(task: dict[str, Any]) -> Any:
     """The task as a configuration of the backward kernels."""
-    from stepscope.kernels.flash.configuration import BackwardConfiguration, tiles  # noqa: PLC0415
-    from stepscope.kernels.hopper.configuration import HopperBackward  # noqa: PLC0415
+    from stepscope.kernels.flash.configuration import (  # noqa: PLC0415
+        BackwardConfiguration,
+        HopperBackward,
+        tiles,
+    )
 
     if "hopper" in task:
         some = tiles(64, 64, 4, 2)
@@ -112,7 +118,7 @@ class Bench:
     def __init__(self, shape: Shape, *, empty: bool = False, launcher: Any = None) -> None:
         import torch  # noqa: PLC0415
 
-        from stepscope.kernels.flash.replay import launch  # noqa: PLC0415
+        from stepscope.kernels.flash.recorded_launches import launch  # noqa: PLC0415
 
         self.launcher = launcher or launch
 
@@ -351,7 +357,7 @@ def work(deadline: float) -> None:
 
 def time_total(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
     """Forward, and forward and backward through the operator and autograd, with the given configurations."""
-    from stepscope.kernels.flash import tuning as flash_tuning  # noqa: PLC0415
+    from stepscope.kernels.flash import tuning_cache  # noqa: PLC0415
     from stepscope.kernels.flash.attention import flash_attention  # noqa: PLC0415
 
     f = task["forward"]
@@ -366,7 +372,7 @@ def time_total(bench: Bench, task: dict[str, Any]) -> dict[str, Any]:
         out.backward(bench.gradient)
         return out.detach(), *(t.grad for t in inputs)
 
-    with flash_tuning.forced(forward=forward, backward=backward, precision=f.get("precision")):
+    with tuning_cache.forced(forward=forward, backward=backward, precision=f.get("precision")):
         assert bench.truth is not None
         results = both()
         worst = max(

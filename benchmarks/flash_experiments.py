@@ -29,7 +29,7 @@ from typing import Any
 from flash_bench import HOPPER_KINDS, SHAPES, compile_ahead, rivals, why_not_hopper, work
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.units import parse_seconds
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.kernels.flash.configuration import HopperBackward, HopperForward
 
 KINDS = ("forward", "hopper-forward", "keys", "queries", "joint", "hopper-backward")
 RESERVE_S = 28

@@ -40,7 +40,7 @@ def time_host() -> dict[str, Any]:
     """Microseconds that the host needs to enqueue a call, part by part; the GPU has next to nothing to do."""
     import torch  # noqa: PLC0415
 
-    from stepscope.kernels.flash import tuning as flash_tuning  # noqa: PLC0415
+    from stepscope.kernels.flash import tuning_cache  # noqa: PLC0415
     from stepscope.kernels.flash.attention import FlashAttention, _forward, flash_attention  # noqa: PLC0415
 
     size = HOST_SHAPE[:4]
@@ -79,7 +79,7 @@ def time_host() -> dict[str, Any]:
         return torch.ops.stepscope.flash_attention_forward(q, k, v, True, 0.125, None)[0]
 
     for name, (forward_task, backward_task) in _ways().items():
-        with flash_tuning.forced(forward=forward_of(forward_task), backward=backward_of(backward_task)):
+        with tuning_cache.forced(forward=forward_of(forward_task), backward=backward_of(backward_task)):
             add(name, lambda: flash_attention(q, k, v, causal=True))
             add(f"{name}, the operator", operator)
             add(f"{name}, FlashAttention", lambda: FlashAttention.apply(q, k, v, True))

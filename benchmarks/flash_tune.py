@@ -46,8 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
         print("no NVIDIA GPU on this machine: there is nothing to tune", file=sys.stderr)
         return 2
 
-    from stepscope.kernels.flash.kept import device_name, kept_choices, kept_path  # noqa: PLC0415
     from stepscope.kernels.flash.tune import tune  # noqa: PLC0415
+    from stepscope.kernels.flash.tuning_cache import device_name, kept_choices, kept_path  # noqa: PLC0415
 
     device = torch.device("cuda", torch.cuda.current_device())
     try:

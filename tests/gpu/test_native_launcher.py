@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.kernels import native
-from stepscope.kernels.flash import tuning
+from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.parts import mlp, norm, rope
 from stepscope.training.training_step import TrainingStep
@@ -155,8 +155,8 @@ def test_another_configuration_is_another_way():
     inputs = tensors((1, 4, 4, 512, 64), torch.bfloat16, strided=False)
     gradient = torch.randn_like(inputs[0])
     _, right = results(inputs, gradient, causal=True)
-    forward = tuning.forward_configuration(inputs[0], causal=True)
-    with tuning.forced(forward=forward):
+    forward = tuning_cache.forward_configuration(inputs[0], causal=True)
+    with tuning_cache.forced(forward=forward):
         in_cpp, found = results(inputs, gradient, causal=True)
     assert not in_cpp
     same(found, right)

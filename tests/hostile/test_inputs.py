@@ -69,11 +69,11 @@ def test_without_a_home_there_is_no_cache_and_nothing_fails():
     find_nsys()
     import torch
 
-    from stepscope.kernels.flash import kept as flash_kept
+    from stepscope.kernels.flash import tuning_cache
     from stepscope.recording.ceilings import load_ceilings
 
     assert load_ceilings(torch.device("cpu")) is None
-    assert flash_kept.kept_path("cpu") is None and flash_kept.kept_choices.__wrapped__("cpu") == {}
+    assert tuning_cache.kept_path("cpu") is None and tuning_cache.kept_choices.__wrapped__("cpu") == {}
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without an account")

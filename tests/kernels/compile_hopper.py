@@ -16,9 +16,8 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from stepscope.kernels.flash.configuration import Problem, default_backward, default_forward
+from stepscope.kernels.flash.configuration import Problem, default_backward, default_forward, hopper_columns
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper.configuration import hopper_columns
 from stepscope.kernels.hopper.forward import hopper_forward
 from stepscope.kernels.hopper.launch import (
     _BACKWARD_REGISTERS,

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from stepscope.kernels.adamw import launch
-from stepscope.kernels.adamw.update import CHUNK
+from stepscope.kernels import adamw
+from stepscope.kernels.adamw import CHUNK
 from stepscope.training.one_launch import AdamWOneLaunch, AdamWUnderBackward
 from tests.kernels.test_adamw import DEVICE, OPTIONS, gradients, parameters, rounded, stepped
 
@@ -138,7 +138,7 @@ def test_nothing_to_clip_is_no_fault(shapes: list[tuple[int, ...]]):
 
 def test_more_chunks_than_programs_are_all_counted(monkeypatch: pytest.MonkeyPatch):
     """Three programs for seven chunks, of which the last is a part of one."""
-    monkeypatch.setattr(launch, "SUMS", tl.constexpr(3))
+    monkeypatch.setattr(adamw, "SUMS", tl.constexpr(3))
     weight = nn.Parameter(torch.zeros(CHUNK.value * 6 + 5, device=DEVICE, dtype=HALF))
     weight.grad = torch.zeros_like(weight)
     weight.grad[0], weight.grad[CHUNK.value * 3], weight.grad[-1] = 2.0, 3.0, 6.0

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from stepscope.core.errors import InputError
 from stepscope.kernels.flash import attention as flash
 from stepscope.kernels.flash import launch as flash_launch
-from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.attention import FlashAttention, flash_attention
 from stepscope.kernels.flash.configuration import (
     LARGEST_TILE,
@@ -137,7 +137,7 @@ def way(request: pytest.FixtureRequest):
     backward = BackwardConfiguration(
         way=name, keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=tma, rows_first=forward.rows_first
     )
-    with flash_tuning.forced(forward=forward, backward=backward):
+    with tuning_cache.forced(forward=forward, backward=backward):
         yield request.param
 
 
@@ -166,7 +166,7 @@ def test_every_way_is_as_good_as_attention_written_out(
 def test_six_products_of_bf16_are_as_good_as_fp32(way: str, sizes: tuple[int, int, int, int], options: dict[str, Any]):
     queries, keys, head_dim, group = sizes
     tensors = inputs(q_shape=(1, 2, queries, head_dim), k_shape=(1, 2 // group, keys, head_dim))
-    with flash_tuning.forced(precision="bf16x6"):
+    with tuning_cache.forced(precision="bf16x6"):
         assert_as_good_as_written_out(tensors, **options)
 
 
@@ -206,7 +206,7 @@ def test_heads_may_be_more_than_32_bits_apart():
 def test_split_operands_may_be_one_tensor_and_strided():
     """Self-attention of one tensor, and heads next to each other in memory."""
     one = inputs(q_shape=(1, 2, 40, 16))[0].transpose(1, 2).contiguous().transpose(1, 2)
-    with flash_tuning.forced(precision="bf16x6"):
+    with tuning_cache.forced(precision="bf16x6"):
         assert_as_good_as_written_out([one, one, one, one], causal=True)
 
 
@@ -333,7 +333,7 @@ def test_two_runs_agree_bit_for_bit(name: str):
     backward = BackwardConfiguration(way=way_name, keys=SMALL, queries=SMALL, tma=tma)
     assert backward.deterministic
     tensors = inputs(q_shape=(1, 2, 40, 16), k_shape=(1, 1, 40, 16))
-    with flash_tuning.forced(forward=forward, backward=backward):
+    with tuning_cache.forced(forward=forward, backward=backward):
         first, second = ours(tensors, causal=True), ours(tensors, causal=True)
     assert all(torch.equal(first[n], second[n]) for n in first)
 

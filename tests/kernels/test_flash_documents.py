@@ -14,10 +14,15 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from stepscope.core.errors import InputError
 from stepscope.kernels.documents import check_cu_seqlens, document_bounds
 from stepscope.kernels.flash import launch as flash_launch
-from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.attention import flash_attention
-from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, tiles
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.kernels.flash.configuration import (
+    BackwardConfiguration,
+    ForwardConfiguration,
+    HopperBackward,
+    HopperForward,
+    tiles,
+)
 from stepscope.kernels.launching import interpreted
 from stepscope.training.attention.cases import packed_shapes
 from stepscope.training.attention.gate import check_attention_implementation
@@ -122,7 +127,7 @@ def test_documents_go_with_windows_and_any_scale(options: dict[str, Any]):
 
 @in_the_interpreter_long
 def test_six_products_of_bf16_take_documents():
-    with flash_tuning.forced(precision="bf16x6"):
+    with tuning_cache.forced(precision="bf16x6"):
         assert_right(inputs(q_shape=(1, 2, 37, 24), k_shape=(1, 1, 37, 24)), (20, 1, 16), causal=True)
 
 
@@ -240,7 +245,7 @@ def test_hopper_kernels_take_no_documents(monkeypatch: pytest.MonkeyPatch):
     both = tiles(16, 16, 4, 1)
     forward = ForwardConfiguration(tiles=both, hopper=HopperForward())
     backward = BackwardConfiguration(keys=both, queries=both, hopper=HopperBackward())
-    with flash_tuning.forced(forward=forward, backward=backward):
+    with tuning_cache.forced(forward=forward, backward=backward):
         assert_right(inputs(q_shape=(1, 1, 20, 16)), (9, 11), causal=True)
 
 

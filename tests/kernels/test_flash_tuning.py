@@ -15,12 +15,13 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 from triton.runtime.errors import OutOfResources
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.flash import kept as flash_kept
 from stepscope.kernels.flash import tune as flash_tune
-from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
+    HopperBackward,
+    HopperForward,
     Problem,
     default_backward,
     default_forward,
@@ -38,7 +39,6 @@ from stepscope.kernels.flash.tune import (
     search,
     tune,
 )
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
 from stepscope.recording.precision import matmul_precision
 from tests.conftest import in_the_interpreter_at_length
 
@@ -51,11 +51,11 @@ HOPPER = Problem(capability=(9, 0), head_dim=128, bytes_per_element=2, causal=Tr
 def _own_cache(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
     # As on a Hopper: the interpreter's own configurations are not tuned.
-    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (9, 0))
-    flash_tuning.forget()
+    monkeypatch.setattr(tuning_cache, "_capability", lambda device: (9, 0))
+    tuning_cache.forget()
     yield
     monkeypatch.undo()
-    flash_tuning.forget()
+    tuning_cache.forget()
 
 
 def times(of: Callable[[Candidate], float], wrong: Callable[[Candidate], bool] = lambda _: False):
@@ -210,40 +210,40 @@ def test_a_choice_is_kept_taken_and_read_again():
     """Calls up to the next power of two take it, others the default; another process reads the file."""
     chosen = ForwardConfiguration(tiles=tiles(128, 64, 8, 3), rows_first=False)
     q, k, v = call(queries=50)
-    assert flash_tuning.forward_configuration(q, causal=True) != chosen
+    assert tuning_cache.forward_configuration(q, causal=True) != chosen
     choice = tune(q, k, v, causal=True, measure=times(lambda c: 1.0 if c == chosen else 2.0))
     assert choice.forward == chosen
     for _ in range(2):
-        assert flash_tuning.forward_configuration(call(queries=64)[0], causal=True) == chosen
-        assert flash_tuning.forward_configuration(call(queries=65)[0], causal=True) != chosen
-        assert flash_tuning.forward_configuration(q, causal=False) != chosen
-        assert flash_tuning.forward_configuration(call(head_dim=64)[0], causal=True) != chosen
-        flash_tuning.forget()  # what a new process knows
+        assert tuning_cache.forward_configuration(call(queries=64)[0], causal=True) == chosen
+        assert tuning_cache.forward_configuration(call(queries=65)[0], causal=True) != chosen
+        assert tuning_cache.forward_configuration(q, causal=False) != chosen
+        assert tuning_cache.forward_configuration(call(head_dim=64)[0], causal=True) != chosen
+        tuning_cache.forget()  # what a new process knows
     assert "128x64 w8 s3 tma heads-first: 1.000 ms (the default 2.000)" in str(choice)
 
     tune(q, k, v, causal=False, measure=times(lambda c: 1.0))
-    assert set(flash_kept.kept_choices("cpu")) == {choice.problem, flash_tuning.problem_of(q, causal=False)}
+    assert set(tuning_cache.kept_choices("cpu")) == {choice.problem, tuning_cache.problem_of(q, causal=False)}
     tune(q, k, v, causal=True, measure=times(lambda c: 1.0))
-    assert len(flash_kept.kept_choices("cpu")) == 2, "tuned again, replaced"
-    assert flash_tuning.forward_configuration(q, causal=True) != chosen
+    assert len(tuning_cache.kept_choices("cpu")) == 2, "tuned again, replaced"
+    assert tuning_cache.forward_configuration(q, causal=True) != chosen
 
 
 def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_read():
     forward = ForwardConfiguration(tiles=tiles(64, 64, 4, 3), hopper=HopperForward(consumers=3, max_registers=128))
     backward = msgspec.structs.replace(default_backward(HOPPER), hopper=HopperBackward(v_in_registers=True))
-    choice = flash_kept.Choice(problem=HOPPER, batch_heads=2, forward=forward, backward=backward, deterministic=True)
-    assert flash_kept.keep("cpu", choice) is not None
-    flash_tuning.forget()
-    assert flash_kept.kept_choices("cpu") == {HOPPER: choice}
+    choice = tuning_cache.Choice(problem=HOPPER, batch_heads=2, forward=forward, backward=backward, deterministic=True)
+    assert tuning_cache.keep("cpu", choice) is not None
+    tuning_cache.forget()
+    assert tuning_cache.kept_choices("cpu") == {HOPPER: choice}
 
-    path = flash_kept.kept_path("cpu")
+    path = tuning_cache.kept_path("cpu")
     assert path is not None
     stored = json.loads(path.read_text())
     before = stored["choices"][0]
     del before["forward"]["hopper"], before["backward"]["hopper"], before["deterministic"]
     path.write_text(json.dumps(stored))
-    flash_tuning.forget()
-    read = flash_kept.kept_choices("cpu")[HOPPER]
+    tuning_cache.forget()
+    read = tuning_cache.kept_choices("cpu")[HOPPER]
     assert read.forward == msgspec.structs.replace(forward, hopper=None)
     assert read.backward == msgspec.structs.replace(backward, hopper=None) and not read.deterministic
 
@@ -254,16 +254,16 @@ def test_a_choice_for_the_kernels_in_gluon_is_kept_and_one_from_before_them_is_r
      '{"choices": 3, "more": 4}', "[" * 100_000],
 )  # fmt: skip
 def test_a_damaged_file_is_one_clear_warning_and_ignored(content: str):
-    path = flash_kept.kept_path("cpu")
+    path = tuning_cache.kept_path("cpu")
     assert path is not None
     path.write_text(content)
     q, _, _ = call()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for causal in (True, False, True):
-            problem = flash_tuning.problem_of(q, causal=causal)
-            assert flash_tuning.forward_configuration(q, causal=causal) == default_forward(problem)
-            assert flash_tuning.backward_configuration(q, causal=causal) == default_backward(problem)
+            problem = tuning_cache.problem_of(q, causal=causal)
+            assert tuning_cache.forward_configuration(q, causal=causal) == default_forward(problem)
+            assert tuning_cache.backward_configuration(q, causal=causal) == default_backward(problem)
     assert len(caught) == 1
     message = str(caught[0].message)
     assert str(path) in message and "tune again" in message and "\n" not in message
@@ -272,12 +272,12 @@ def test_a_damaged_file_is_one_clear_warning_and_ignored(content: str):
 def test_tiles_that_no_kernel_takes_are_damage():
     q, k, v = call()
     tune(q, k, v, causal=True, measure=times(lambda c: 1.0))
-    path = flash_kept.kept_path("cpu")
+    path = tuning_cache.kept_path("cpu")
     assert path is not None
     path.write_text(path.read_text().replace('"block_m": 64', '"block_m": 48'))
-    flash_tuning.forget()
+    tuning_cache.forget()
     with pytest.warns(UserWarning, match="power of two"):
-        assert flash_tuning.forward_configuration(q, causal=True).tiles.block_m == 64
+        assert tuning_cache.forward_configuration(q, causal=True).tiles.block_m == 64
 
 
 def test_without_a_place_to_keep_it_the_choice_is_still_returned(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -300,12 +300,12 @@ def test_wrong_input_to_tuning_is_one_clear_error():
 @pytest.mark.parametrize("dtype", [torch.float32, *in_the_interpreter_at_length(torch.bfloat16)])
 def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
     """Everything but the clock, with grouped heads: right by far, and wrong where the truth is another."""
-    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
+    monkeypatch.setattr(tuning_cache, "_capability", lambda device: (0, 0))
     monkeypatch.setattr(flash_tune, "median_call_s", lambda run, device, settings: 0.001)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q = torch.randn(1, 2, 40, 16, device=device).to(dtype)
     k, v = (torch.randn(1, 1, 40, 16, device=device).to(dtype) for _ in range(2))
-    problem = flash_tuning.problem_of(q, causal=True)
+    problem = tuning_cache.problem_of(q, causal=True)
     measure = flash_tune.OnDevice(q, k, v, causal=True, problem=problem)
     with pytest.raises(RuntimeError, match="nothing to go by"):
         measure(default_backward(problem))
@@ -329,11 +329,11 @@ def test_candidates_are_run_into_poison_and_compared(dtype: torch.dtype, monkeyp
 
 def test_where_the_truth_is_zero_all_else_is_wrong(monkeypatch: pytest.MonkeyPatch):
     """Values of zero: so are the output and the gradients of queries and keys."""
-    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (0, 0))
+    monkeypatch.setattr(tuning_cache, "_capability", lambda device: (0, 0))
     monkeypatch.setattr(flash_tune, "median_call_s", lambda run, device, settings: 0.001)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k = (torch.randn(1, 2, 20, 16, device=device) for _ in range(2))
-    problem = flash_tuning.problem_of(q, causal=True)
+    problem = tuning_cache.problem_of(q, causal=True)
     measure = flash_tune.OnDevice(q, k, torch.zeros_like(k), causal=True, problem=problem)
     assert measure.allowed["out"] == measure.allowed["dk"] == 0 < measure.allowed["dv"]
     for candidate in (default_forward(problem), default_backward(problem)):
@@ -350,7 +350,7 @@ def test_on_a_hopper_the_kernels_in_gluon_are_measured_and_right(head_dim: int):
     q, k, v = (torch.randn(1, 2, 2000, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     if not hopper_takes(q, k, v, window=None):
         pytest.skip("Gluon of this Triton is not known to the kernels")
-    problem = flash_tuning.problem_of(q, causal=True)
+    problem = tuning_cache.problem_of(q, causal=True)
     measure = flash_tune.OnDevice(q, k, v, causal=True, problem=problem)
     forwards = [each for each in forward_candidates(problem) if each.hopper is not None]
     backwards = [each for each in backward_candidates(problem) if each.hopper is not None]
@@ -368,11 +368,11 @@ def test_on_a_hopper_the_kernels_in_gluon_are_measured_and_right(head_dim: int):
 
 def test_fp32_is_three_products_of_tf32_only_where_that_was_found_exact_enough(monkeypatch: pytest.MonkeyPatch):
     def precision(head_dim: int, dtype: torch.dtype = torch.float32) -> str:
-        return flash_tuning.precision_for(torch.zeros(1, 1, 16, head_dim, dtype=dtype))
+        return tuning_cache.precision_for(torch.zeros(1, 1, 16, head_dim, dtype=dtype))
 
     assert (precision(64), precision(128), precision(256)) == ("tf32x3", "bf16x6", "ieee")
     assert precision(64, torch.bfloat16) == "ieee"
-    monkeypatch.setattr(flash_tuning, "_capability", lambda device: (8, 0))
+    monkeypatch.setattr(tuning_cache, "_capability", lambda device: (8, 0))
     assert precision(64) == "ieee"
     with matmul_precision("tf32"):
         assert precision(64) == "tf32"
@@ -384,9 +384,9 @@ def test_tf32_may_be_allowed_in_either_of_pytorchs_ways(whose: Any):
     torch.backends.cuda.matmul.fp32_precision = "none"  # as all
     whose.fp32_precision = "tf32"
     try:
-        assert flash_tuning.precision_for(q) == "tf32"
+        assert tuning_cache.precision_for(q) == "tf32"
     finally:
         whose.fp32_precision = "none"
     for allowed in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = allowed
-        assert (flash_tuning.precision_for(q) == "tf32") is allowed
+        assert (tuning_cache.precision_for(q) == "tf32") is allowed

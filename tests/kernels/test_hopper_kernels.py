@@ -20,18 +20,19 @@ pytest.importorskip("triton", reason="the kernels are written in Triton, which i
 import triton
 
 from stepscope.kernels.flash import launch as flash_launch
-from stepscope.kernels.flash import tuning as flash_tuning
+from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.attention import flash_attention
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
+    HopperBackward,
+    HopperForward,
     Problem,
     default_backward,
     default_forward,
     tiles,
 )
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
-from stepscope.kernels.hopper.sharing import Sharing, shared_tiles
+from stepscope.kernels.launching import Sharing, shared_tiles
 
 GLUON = triton.__version__.startswith(flash_launch._GLUON_KNOWN)
 needs_gluon = pytest.mark.skipif(not GLUON, reason=f"Gluon of Triton {triton.__version__} is not known to the kernels")
@@ -127,7 +128,7 @@ def test_elsewhere_a_call_goes_to_the_other_kernels():
     backward = BackwardConfiguration(
         keys=tiles(16, 32, 4, 1), queries=tiles(32, 16, 4, 1), tma=False, hopper=BACKWARDS[64][0]
     )
-    with flash_tuning.forced(forward=forward, backward=backward):
+    with tuning_cache.forced(forward=forward, backward=backward):
         out = flash_attention(q, k, v, causal=True)
         out.sum().backward()
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -370,8 +371,8 @@ class TestOnHopper:
         same_dtype = _run(q, k, v, gradient, sdpa)
         for forward in FORWARDS:
             for backward in BACKWARDS[head_dim]:
-                problem = flash_tuning.problem_of(q, causal=causal)
-                with flash_tuning.forced(
+                problem = tuning_cache.problem_of(q, causal=causal)
+                with tuning_cache.forced(
                     forward=msgspec.structs.replace(default_forward(problem), hopper=forward),
                     backward=msgspec.structs.replace(default_backward(problem), hopper=backward),
                 ):
@@ -395,8 +396,8 @@ class TestOnHopper:
             k, v = (torch.randn(1, heads // group, 333, head_dim, device="cuda", dtype=dtype) for _ in range(2))
             assert hopper_launch._together(333, q, heads, causal) == (2 if causal else 1)
             truth = _truth(q, k, v, gradient, causal=causal, scale=0.1)
-            problem = msgspec.structs.replace(flash_tuning.problem_of(q, causal=causal), log2_queries=13)
-            with flash_tuning.forced(forward=default_forward(problem), backward=default_backward(problem)):
+            problem = msgspec.structs.replace(tuning_cache.problem_of(q, causal=causal), log2_queries=13)
+            with tuning_cache.forced(forward=default_forward(problem), backward=default_backward(problem)):
                 found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal, scale=0.1))
             for name, expected in truth.items():
                 # Tiles of another head, or none, are off by as much as the numbers are large.
@@ -441,10 +442,10 @@ class TestColumnsBetween64And128:
             return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.1)
 
         found = same_dtype = _run(q, k, v, gradient, sdpa)
-        problem = msgspec.structs.replace(flash_tuning.problem_of(q, causal=causal), log2_queries=13)
+        problem = msgspec.structs.replace(tuning_cache.problem_of(q, causal=causal), log2_queries=13)
         forward, backward = default_forward(problem), default_backward(problem)
         assert forward.hopper is not None and backward.hopper is not None
-        with flash_tuning.forced(forward=forward, backward=backward):
+        with tuning_cache.forced(forward=forward, backward=backward):
             for _ in range(2):  # launched, and then as it was recorded
                 _poisoned(same_dtype)
                 found = _run(q, k, v, gradient, lambda *t: flash_attention(*t, causal=causal, scale=0.1))

@@ -31,9 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.launching import interpreted, tiles_of
+from stepscope.kernels.launching import interpreted, launch_at, tiles_of
 from stepscope.kernels.operators import check_kernel_place, define, watched
-from stepscope.kernels.parts.layout import launch_at
 
 _NAME = "a cast to 8 bits"
 _BLOCK = 4096

@@ -1,8 +1,9 @@
 """Helpers for every kernel launch: the launcher, the number of tiles, and what a descriptor can address."""
 
 import functools
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
@@ -83,3 +84,72 @@ def described_strides(tensor: Tensor) -> list[int]:
     step = 16 // tensor.element_size()
     strides = [stride if size > 1 else step for size, stride in zip(tensor.shape[:-1], tensor.stride(), strict=False)]
     return [*strides, 1]
+
+
+# ---- fused parts
+
+
+def wide(dtype: torch.dtype) -> Any:
+    """The dtype in which a kernel computes, as Triton names it: fp32, and fp64 for fp64."""
+    return tl.float64 if dtype == torch.float64 else tl.float32
+
+
+def launch_at(x: Tensor, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launch a kernel where x lies: Triton takes the current device, which need not be that one."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            launch(kernel, grid, *arguments, **options)
+    else:
+        launch(kernel, grid, *arguments, **options)
+
+
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is not below a number."""
+    return 1 << (number - 1).bit_length()
+
+
+def warps_for(block: int) -> int:
+    """Warps for a row of this many numbers: each thread has some 8 of them."""
+    return max(1, min(32, block // 256))
+
+
+# ---- programs that share tiles of keys in a backward pass, so that fewer multiprocessors are idle at its end
+
+_MOST_PARTS = 8
+"""The most programs that share a tile of keys: what they leave takes memory."""
+_VISITS_TO_BEGIN = 3
+"""What a program's beginning and end take of its time, in visits of tiles of queries."""
+_VISITS_TO_ADD = 6
+"""What it takes to add parts up, a launch of its own, in visits of tiles of queries."""
+
+
+class Sharing(NamedTuple):
+    """How programs share the tiles of keys of a backward pass."""
+
+    whole: int
+    """The first tiles, which have a program each."""
+    shared: int
+    """The tiles after them, which have several."""
+    parts: int
+    """The programs of each of these, with a part of the queries each."""
+
+    @property
+    def programs(self) -> int:
+        """The number of programs."""
+        return self.whole + self.shared * self.parts
+
+
+def shared_tiles(tiles: int, visits: int, multiprocessors: int) -> Sharing:
+    """The sharing of so many tiles of keys, each with so many visits of tiles of queries, that ends first.
+
+    A multiprocessor has one program at a time. Without a mask all take equally long, so they run in rounds, and in the
+    last round multiprocessors that have none wait for the whole of one. Parts of programs wait for less.
+    """
+    last = tiles % multiprocessors
+    least, best = visits + _VISITS_TO_BEGIN, 1
+    for parts in range(2, min(_MOST_PARTS, visits) + 1):
+        rounds = tiles_of(last * parts, multiprocessors)
+        needed = rounds * (tiles_of(visits, parts) + _VISITS_TO_BEGIN) + _VISITS_TO_ADD
+        if last and needed < least:
+            least, best = needed, parts
+    return Sharing(tiles - last, last, best) if best > 1 else Sharing(tiles, 0, 1)

@@ -38,7 +38,7 @@ DRIVER = (
 )  # fmt: skip
 """The functions of the driver that it calls."""
 _KNOWN = ("3.6.", "3.7.")
-"""The releases of Triton whose kernels take parameters as launch_parameters.py says."""
+"""The releases of Triton whose kernels take parameters as native.py says."""
 _REMEDY = "install g++ and ninja"
 _PATIENCE_S = 300.0
 """How long a build may take: fifteen times what it usually does."""

@@ -1,4 +1,4 @@
-"""What the operators of this room share: when a call must be an operator, and where its tensors may lie."""
+"""What our operators share: when a call must be an operator, and the checks and casts of its tensors."""
 
 import threading
 from collections.abc import Callable
@@ -72,3 +72,60 @@ def define(library: torch.library.Library, schema: str, function: Any, fake: Any
     library.define(schema)
     library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"stepscope::{name}", fake, lib=library)
+
+
+def transformed_by_func() -> bool:
+    """Whether a transformation of torch.func (`grad`, `vmap`, `jvp`) is active; a compiler handles that by itself.
+
+    torch.func transforms only Functions that set their context apart from their forward.
+    """
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+
+
+def refuse_transforms(name: str, instead: str) -> None:
+    """Raise an InputError, one line, inside a transformation of torch.func."""
+    if transformed_by_func():
+        raise InputError(f"{name} cannot be transformed by torch.func (grad, vjp, vmap, jvp): take {instead}")
+
+
+def as_autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as autocast casts the arguments of PyTorch's scaled_dot_product_attention; casts are differentiable.
+
+    That function is on autocast's list for the lower precision, on CUDA and on a CPU: under autocast every floating
+    tensor of the device but fp64 is cast to autocast's dtype first, so that its output has that dtype too. A custom
+    function is on no list: called with fp32 it would stay in fp32, while the products of `reference` go to 16 bits.
+    """
+    device_type = q.device.type
+    # A device without autocast raises here. A compiler cannot follow any other way to ask.
+    if device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    q, k, v = (
+        tensor.to(dtype)
+        if tensor.is_floating_point() and tensor.dtype != torch.float64 and tensor.device.type == device_type
+        else tensor
+        for tensor in (q, k, v)
+    )
+    return q, k, v
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that a product after x would cast it to: autocast's, or that of x where autocast is off."""
+    device_type = x.device.type
+    if x.dtype == torch.float64 or device_type not in {"cpu", "cuda"} or not torch.is_autocast_enabled(device_type):
+        return x.dtype
+    return torch.get_autocast_dtype(device_type)
+
+
+def check_targets(targets: Tensor, vocabulary: int, ignore_index: int = -100) -> None:
+    """Check that each target (...) is a token, from 0 to vocabulary - 1, or `ignore_index`.
+
+    PyTorch's own cross-entropy makes this check, and the losses of others make none. On a CPU it raises PyTorch's
+    IndexError, which names the first that is not. On a GPU, and in what is compiled, the device asserts it, and nobody
+    waits: the error comes at the next call that does.
+    """
+    fits = (targets >= 0) & (targets < vocabulary) | (targets == ignore_index)
+    if targets.is_cuda or torch.compiler.is_compiling():
+        torch.ops.aten._assert_async.msg(fits.all(), "Target is out of bounds: it is neither a token nor ignore_index")
+    elif not fits.all():
+        raise IndexError(f"Target {int(targets[~fits][0])} is out of bounds.")

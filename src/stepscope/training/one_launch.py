@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
-from stepscope.kernels.adamw.launch import Clipping, Moving, Updated, UpdateOfMany
+from stepscope.kernels.adamw import Clipping, Moving, Updated, UpdateOfMany
 from stepscope.training.optimizer import Updating, when_ready
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20

@@ -15,11 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.kernels import native
-from stepscope.kernels.flash import attention, replay, tuning
+from stepscope.kernels.flash import attention, recorded_launches, tuning_cache
 from stepscope.kernels.flash.attention import flash_attention
-from stepscope.kernels.flash.configuration import BackwardConfiguration, ForwardConfiguration, Tiles, Way
-from stepscope.kernels.flash.taught import ATTENTION
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward
+from stepscope.kernels.flash.configuration import (
+    BackwardConfiguration,
+    ForwardConfiguration,
+    HopperBackward,
+    HopperForward,
+    Tiles,
+    Way,
+)
+from stepscope.kernels.flash.recorded_launches import ATTENTION
 from stepscope.kernels.parts import mlp, norm, rope
 from stepscope.recording.held_tensors import saved_tensors
 from tests.kernels.fake_driver.fake import Fake, Kept, in_cpp, said
@@ -100,10 +106,10 @@ def learning() -> Iterator[list[dict[str, Any]]]:
 
 def same(fake: Fake, chosen: _Way, call: Call) -> dict[str, Any]:
     """How the launches of a call by Triton, by Python's replay and by C++ differ."""
-    with tuning.forced(forward=chosen[0], backward=chosen[1]):
+    with tuning_cache.forced(forward=chosen[0], backward=chosen[1]):
         with learning() as learnt:
             call.run()  # compiles, records and teaches
-        replay.forget()
+        recorded_launches.forget()
         fake.forget()
         os.environ[NATIVE_LAUNCHER] = "0"
         native.extension.cache_clear()
@@ -367,7 +373,7 @@ def promises(fake: Fake, call: Call) -> dict[str, Any]:
     fake.forget()
     known = native.extension()
     assert known is not None
-    options = 1, native.bits(0.125), tuning.configuration_number()
+    options = 1, native.bits(0.125), tuning_cache.configuration_number()
     (out,) = known.call(ATTENTION.number, [call.q, call.k, call.v], options, 9)
     out.backward(call.gradient)
     return {**found, "threads": sum(done), "streams": [each.numbers["stream"] for each in fake.launches()]}
@@ -415,7 +421,7 @@ def main(folder: str) -> None:
     }
     found |= {"same": {name: same(fake, *each) for name, each in chosen.items()}}
     forward, backward = way("apart", hopper=True)
-    with tuning.forced(forward=forward, backward=backward):
+    with tuning_cache.forced(forward=forward, backward=backward):
         found |= {"backward in C++": backward_in_cpp(Call()), "promises": promises(fake, Call())}
         found |= {"many": many_ways(fake, Call()), "lessons": lessons(fake)}
     print(json.dumps({**found, "failing": failing(folder)}))

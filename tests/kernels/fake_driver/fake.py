@@ -49,17 +49,17 @@ class Fake:
 
         triton.runtime.driver.set_active(CudaDriver())
         from stepscope.kernels import native
-        from stepscope.kernels.flash import attention, launch, replay, taught, tuning
+        from stepscope.kernels.flash import attention, launch, recorded_launches, tuning_cache
         from stepscope.kernels.hopper import launch as hopper
         from stepscope.kernels.parts import mlp, norm, rope
 
         # Tensors of the CPU count as a GPU's here.
         hopper.takes = lambda *tensors: hopper.hopper_columns(tensors[0].shape[-1]) is not None
-        tuning._capability = lambda _: (9, 0)
-        replay.run = replay._run_here
+        tuning_cache._capability = lambda _: (9, 0)
+        recorded_launches.run = recorded_launches._run_here
         there = types.SimpleNamespace(**vars(launch))
         there.interpreted = lambda: True
-        attention._launching = lambda: (there, replay, tuning, taught)  # pyright: ignore[reportAttributeAccessIssue]
+        attention._launching = lambda: (there, recorded_launches, tuning_cache)  # pyright: ignore[reportAttributeAccessIssue]
         for part in (norm, mlp, rope):
             vars(part)["check_kernel_place"] = lambda *_, **__: None
         learn = native.launch_of

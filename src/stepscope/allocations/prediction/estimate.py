@@ -133,10 +133,10 @@ def symbolic_model(workload: TextbookWorkload, device_type: DeviceType) -> Symbo
 
 
 _CHUNK = 1024
-"""Elements of a chunk of the update in one launch (kernels/adamw/update.py)."""
+"""Elements of a chunk of the update in one launch (kernels/adamw.py)."""
 
 _SUMS = 4096
-"""The most sums of squares that clipping in one launch makes (kernels/adamw/norm.py)."""
+"""The most sums of squares that clipping in one launch makes (kernels/adamw.py)."""
 
 _NORM_CHUNK = 65_536
 """Elements of whose squares PyTorch's norm of many tensors makes one number (aten/src/ATen/native/cuda/
@@ -310,7 +310,7 @@ class SymbolicStep:
                 self._resident.append(self._stay(4, "optimizer state"))  # its count of steps
 
     def _make_state_of_one_launch(self) -> None:
-        """training/one_launch.py: both moments in blocks. kernels/adamw/launch.py: the tables of tensors and of chunks,
+        """training/one_launch.py: both moments in blocks. kernels/adamw.py: the tables of tensors and of chunks,
         and three times four numbers in fp64."""
         numbers = [2 * aligned_numbers(p.elements) for p in self._model.parameters]
         sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]

@@ -26,11 +26,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.autocast_inputs import as_autocast
 from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
-from stepscope.kernels.function_transforms import refuse_transforms, transformed_by_func
-from stepscope.kernels.operators import watched
+from stepscope.kernels.operators import as_autocast, refuse_transforms, transformed_by_func, watched
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -52,13 +50,13 @@ _library.define(
 
 
 @functools.cache
-def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType", "ModuleType"]:
+def _launching() -> tuple["ModuleType", "ModuleType", "ModuleType"]:
     """The modules that need Triton, imported by the first call."""
     try:
-        from stepscope.kernels.flash import launch, replay, taught, tuning  # noqa: PLC0415
+        from stepscope.kernels.flash import launch, recorded_launches, tuning_cache  # noqa: PLC0415
     except ImportError as error:
         raise InputError(f"flash attention needs Triton 3.6 or later ({error}): choose another attention") from error
-    return launch, replay, tuning, taught
+    return launch, recorded_launches, tuning_cache
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -80,7 +78,7 @@ def _needed(window: int | None, q: Tensor, k: Tensor, causal: bool) -> int | Non
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    launch, replay, tuning, taught = _launching()
+    launch, recorded_launches, tuning = _launching()
     if q.device.type == "cpu" and not launch.interpreted():
         raise InputError(
             "attention flash runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose another attention, "
@@ -106,11 +104,11 @@ def _forward(
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *packed, *launch.parts_for(precision, q, k, v))
     options = (causal, scale, window, len(packed), tuning.state(q))
     key = _forward_key(q, tensors[1], tensors[2], options)
-    replay.run(key, tensors, call)
+    recorded_launches.run(key, tensors, call)
     if target is not out:
         out.copy_(target)
-    elif taught.native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
-        taught.learn(
+    elif recorded_launches.native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
+        recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key
         )  # fmt: skip
     return out, logsumexp
@@ -130,7 +128,7 @@ def _backward(
     gradient: Tensor, logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor,
     logsumexp: Tensor, causal: bool, scale: float, window: int | None, bounds: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    launch, replay, tuning, taught = _launching()
+    launch, recorded_launches, tuning = _launching()
     window = _needed(window, q, k, causal)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     if q.numel() == 0:
@@ -165,16 +163,17 @@ def _backward(
 
     strides = tensors[0].stride(), q.stride(), k.stride(), v.stride(), tensors[4].stride(), ends
     key = ("backward", q.shape, k.shape, strides, q.dtype, q.device, causal, scale, window, tuning.state(q))
-    replay.run(key, tensors, call)
+    recorded_launches.run(key, tensors, call)
     for gradient_of, target in zip((dq, dk, dv), targets, strict=True):
         if target is not gradient_of:
             gradient_of.copy_(target)
     given = (gradient, q, k, v, out, logsumexp, dq, dk, dv)
-    if taught.native.extension() is not None and not (window or rest[1] or rest[2]) and _as_given(always, *given):
-        taught.learn(
+    plain = not (window or rest[1] or rest[2])
+    if recorded_launches.native.extension() is not None and plain and _as_given(always, *given):
+        recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(),
             key=_forward_key(q, k, v, (causal, scale, window, 0, tuning.state(q))),
-            backward=taught.Backward(key, gradient, (dq, dk, dv), statistics, sums),
+            backward=recorded_launches.Backward(key, gradient, (dq, dk, dv), statistics, sums),
         )  # fmt: skip
     return dq, dk, dv
 
@@ -291,8 +290,8 @@ def flash_attention(
             return _transforms().transformed(q, k, v, causal, scale, window, bounds)
         return torch.ops.stepscope.flash_attention_forward(q, k, v, causal, scale, window, bounds)[0]
     if window is None and bounds is None:
-        _, _, tuning, taught = _launching()
-        out = taught.call(q, k, v, causal, scale, tuning.configuration_number())
+        _, recorded_launches, tuning = _launching()
+        out = recorded_launches.call_native(q, k, v, causal, scale, tuning.configuration_number())
         if out is not None:
             return out
     return _Direct.apply(q, k, v, (causal, scale, window, bounds))

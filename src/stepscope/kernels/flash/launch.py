@@ -13,27 +13,29 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from stepscope.kernels.flash.backward import (
+    flash_finish_keys,
+    flash_finish_queries,
     flash_joint_gradients,
     flash_key_gradients,
     flash_query_gradients,
     flash_row_statistics,
 )
 from stepscope.kernels.flash.configuration import (
+    HOPPER_BLOCK_N,
     LARGEST_TILE,
     BackwardConfiguration,
     ForwardConfiguration,
+    HopperBackward,
     Precision,
     Tiles,
 )
-from stepscope.kernels.flash.finish import flash_finish_keys, flash_finish_queries
 from stepscope.kernels.flash.forward import flash_forward
 from stepscope.kernels.flash.operands import PARTS, flash_split_operands, splits
-from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward
-from stepscope.kernels.hopper.sharing import Sharing
 from stepscope.kernels.launching import (
     LOG2E,
     SMALLEST_SCALE,
     Launcher,
+    Sharing,
     describable,
     described_strides,
     heads_together,

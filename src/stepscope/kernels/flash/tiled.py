@@ -41,8 +41,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.autocast_inputs import as_autocast
-from stepscope.kernels.function_transforms import refuse_transforms
+from stepscope.kernels.operators import as_autocast, refuse_transforms
 
 QUERY_TILE = 64
 KEY_TILE = 64

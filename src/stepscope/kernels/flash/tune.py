@@ -21,19 +21,21 @@ from triton.errors import TritonError
 
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
-from stepscope.kernels.flash import tuning
+from stepscope.kernels.flash import tuning_cache
 from stepscope.kernels.flash.attention import check_inputs
 from stepscope.kernels.flash.configuration import (
     BackwardConfiguration,
     ForwardConfiguration,
+    HopperBackward,
+    HopperForward,
     Precision,
     Problem,
     Tiles,
     default_backward,
     default_forward,
+    hopper_columns,
     tiles,
 )
-from stepscope.kernels.flash.kept import Choice, device_name, keep
 from stepscope.kernels.flash.launch import (
     Backward,
     hopper_takes,
@@ -42,7 +44,7 @@ from stepscope.kernels.flash.launch import (
     statistics_for,
     sums_for,
 )
-from stepscope.kernels.hopper.configuration import HopperBackward, HopperForward, hopper_columns
+from stepscope.kernels.flash.tuning_cache import Choice, device_name, keep
 from stepscope.recording.timer import median_call_s
 
 
@@ -433,7 +435,7 @@ def tune(
         raise InputError(f"tuning takes a budget above zero seconds, not {seconds:g}")
     if measure is None and q.device.type != "cuda":
         raise InputError(f"tuning flash attention measures on an NVIDIA GPU, and these tensors lie on {q.device}")
-    problem = tuning.problem_of(q, causal=causal)
+    problem = tuning_cache.problem_of(q, causal=causal)
     with torch.cuda.device(q.device) if q.is_cuda else contextlib.nullcontext():
         measure = measure or OnDevice(q, k, v, causal=causal, problem=problem)
         choice = search(
@@ -442,5 +444,5 @@ def tune(
         )  # fmt: skip
     if choice.forward_ms is not None or choice.backward_ms is not None:
         keep(device_name(q.device), choice)
-        tuning.forget()
+        tuning_cache.forget()
     return choice

@@ -7,11 +7,19 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from stepscope.kernels.flash.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
 from stepscope.kernels.hopper.backward import STAGES, hopper_gradients
-from stepscope.kernels.hopper.configuration import HOPPER_BLOCK_N, HopperBackward, HopperForward, hopper_columns
 from stepscope.kernels.hopper.forward import hopper_forward
-from stepscope.kernels.hopper.sharing import Sharing, shared_tiles
-from stepscope.kernels.launching import LOG2E, SMALLEST_SCALE, Launcher, described_strides, heads_together, tiles_of
+from stepscope.kernels.launching import (
+    LOG2E,
+    SMALLEST_SCALE,
+    Launcher,
+    Sharing,
+    described_strides,
+    heads_together,
+    shared_tiles,
+    tiles_of,
+)
 
 BLOCK_M = 64
 """Queries per tile of the backward kernel."""

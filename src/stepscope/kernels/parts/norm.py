@@ -28,17 +28,16 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, norm_programs
 from stepscope.kernels import native
-from stepscope.kernels.autocast_inputs import autocast_dtype
-from stepscope.kernels.function_transforms import refuse_transforms
-from stepscope.kernels.launching import interpreted, tiles_of
+from stepscope.kernels.launching import interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
 from stepscope.kernels.operators import (
+    autocast_dtype,
     check_kernel_dtype,
     check_kernel_place,
     define,
     refuse_second_derivative,
+    refuse_transforms,
     watched,
 )
-from stepscope.kernels.parts.layout import launch_at, power_of_two, warps_for, wide
 
 _NAME = "norm fused"
 

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.autocast_inputs import autocast_dtype
-from stepscope.kernels.operators import define, refuse_second_derivative, watched
+from stepscope.kernels.operators import autocast_dtype, define, refuse_second_derivative, watched
 
 _NAME = "projections joint"
 OPERATOR = "stepscope::joint_projections"

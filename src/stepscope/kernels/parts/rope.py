@@ -23,16 +23,15 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS
 from stepscope.kernels import native
-from stepscope.kernels.function_transforms import refuse_transforms
-from stepscope.kernels.launching import interpreted, tiles_of
+from stepscope.kernels.launching import interpreted, launch_at, power_of_two, tiles_of, wide
 from stepscope.kernels.operators import (
     check_kernel_dtype,
     check_kernel_place,
     define,
     refuse_second_derivative,
+    refuse_transforms,
     watched,
 )
-from stepscope.kernels.parts.layout import launch_at, power_of_two, wide
 
 _NAME = "rope fused"
 _NUMBERS = 2048

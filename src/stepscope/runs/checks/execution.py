@@ -32,11 +32,11 @@ _MODES: dict[Compile, dict[str, bool]] = {
 """What torch.compile's modes set (`torch._inductor.list_mode_options`)."""
 
 _COUNTS_UPDATE = "aten::addcmul"
-"""kernels/adamw/launch.py: this operator, on four numbers, counts an update. Its kernel is no operator."""
+"""kernels/adamw.py: this operator, on four numbers, counts an update. Its kernel is no operator."""
 
 
 _NORM_OPERATOR, _NORM_KERNEL = "aten::_foreach_norm", "square_sums"
-"""What takes the norm of gradients that are clipped: training/optimizer.py, and kernels/adamw/norm.py."""
+"""What takes the norm of gradients that are clipped: training/optimizer.py, and kernels/adamw.py."""
 
 
 def attention_mismatch(run: Run) -> Finding | None:

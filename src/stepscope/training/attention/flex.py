@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from stepscope.kernels.autocast_inputs import as_autocast
+from stepscope.kernels.operators import as_autocast
 from stepscope.training.attention.compiled import compile_for_each_shape
 from stepscope.training.attention.inputs import fully_masked_queries, with_zeros
 

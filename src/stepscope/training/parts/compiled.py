@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.kernels.autocast_inputs import autocast_dtype
+from stepscope.kernels.operators import autocast_dtype
 from stepscope.training.attention.compiled import compile_for_each_shape
 from stepscope.training.parts import formulas
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from stepscope.core.errors import named_line
-from stepscope.kernels.function_transforms import transformed_by_func
+from stepscope.kernels.operators import transformed_by_func
 from stepscope.training.parts.gate import (
     CALL_ERRORS,
     SEED,

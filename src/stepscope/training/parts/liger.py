@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.kernels.autocast_inputs import autocast_dtype
-from stepscope.kernels.parts.targets import check_targets
+from stepscope.kernels.operators import autocast_dtype, check_targets
 
 
 def _functional() -> Any:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, Part
-from stepscope.kernels.autocast_inputs import autocast_dtype
-from stepscope.kernels.parts.targets import check_targets
+from stepscope.kernels.operators import autocast_dtype, check_targets
 from stepscope.training.attention.inputs import DTYPES
 
 _DIVISOR = 8

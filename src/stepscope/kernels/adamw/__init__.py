@@ -1,1 +1,0 @@
-"""AdamW of many tensors in one launch."""
