@@ -205,7 +205,7 @@ def test_a_server_that_is_killed_costs_no_cell(out: Path, own: Path, tmp_path: P
 
 IN_THE_SERVER = """
 import sys
-if "stepscope.engine.fork_server" in sys.orig_argv:
+if "stepscope.engine.forks" in sys.orig_argv:
     {}
 """
 
@@ -287,8 +287,8 @@ def test_repeated_cells_and_single_ones_are_a_python_of_their_own(out: Path, own
 def test_what_compiled_cells_import_opens_no_gpu():
     """The rest of PyTorch's compiler does, and a process that has opened a device forks none."""
     check = (
-        f"import stepscope.engine.cell, stepscope.engine.step, {COMPILER_ON_GPU}; "
-        "from stepscope.engine.fork_server import why_not_fork; print(why_not_fork())"
+        f"import stepscope.engine.cell_process, stepscope.engine.step, {COMPILER_ON_GPU}; "
+        "from stepscope.engine.forks import why_not_fork; print(why_not_fork())"
     )
     alone = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     said = subprocess.run([sys.executable, "-c", check], env=alone, check=True, capture_output=True, text=True)

@@ -17,8 +17,8 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import create_run_directory, load_runs, save_run
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
-from stepscope.engine.recipe import load_recipe
 from stepscope.engine.sweep import Series, run_sweep
+from stepscope.engine.user_code import load_recipe
 from stepscope.questions.warmup import warmup_cells
 from tests.command import stepscope
 from tests.conftest import at_length, make_run, mini, workload
@@ -413,13 +413,13 @@ def test_cells_run_from_small_to_large_and_once():
 
 def children_of(pid: int) -> list[int]:
     """The cells of the sweep that runs in process `pid`, forked or not."""
-    forked = [cell for server in servers_of(pid) for cell in processes_under(server, "stepscope.engine.fork_server")]
-    return processes_under(pid, "stepscope.engine.cell") + forked
+    forked = [cell for server in servers_of(pid) for cell in processes_under(server, "stepscope.engine.forks")]
+    return processes_under(pid, "stepscope.engine.cell_process") + forked
 
 
 def servers_of(pid: int) -> list[int]:
     """The processes that fork cells for the sweep that runs in process `pid`."""
-    return processes_under(pid, "stepscope.engine.fork_server")
+    return processes_under(pid, "stepscope.engine.forks")
 
 
 def processes_under(pid: int, module: str) -> list[int]:
@@ -468,7 +468,7 @@ def test_what_a_cell_prints_is_no_event(out: Path, tmp_path: Path, monkeypatch: 
 SAYS = r"""
 import os, sys
 lines = [b"no event", b"[1, 2]", b'{"stage": 7}', b"\xff\xfe", b"\n" * 5000, b"[" * 40_000, b"x" * 10**6]
-if len(sys.orig_argv) > 4 and sys.orig_argv[3] == "stepscope.engine.cell":
+if len(sys.orig_argv) > 4 and sys.orig_argv[3] == "stepscope.engine.cell_process":
     for line in lines:
         os.write(int(sys.orig_argv[4]), line + b"\n")
 """
@@ -490,7 +490,7 @@ def test_what_a_cell_that_fails_has_printed_is_its_log(out: Path, tmp_path: Path
 
 STARTS_OTHERS = """
 import subprocess, sys
-if {"stepscope.engine.cell", "stepscope.engine.fork_server"} & set(sys.orig_argv):
+if {"stepscope.engine.cell_process", "stepscope.engine.forks"} & set(sys.orig_argv):
     for session in (False, True):
         subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"], start_new_session=session)
 """

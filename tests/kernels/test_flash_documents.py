@@ -24,8 +24,7 @@ from stepscope.kernels.flash.configuration import (
     tiles,
 )
 from stepscope.kernels.launching import interpreted
-from stepscope.training.attention.cases import packed_shapes
-from stepscope.training.attention.gate import check_attention_implementation
+from stepscope.training.attention.gate import check_attention_implementation, packed_shapes
 from tests.conftest import in_the_interpreter_at_length
 from tests.kernels.test_flash_attention import (
     DEVICE,

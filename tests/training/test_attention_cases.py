@@ -14,7 +14,7 @@ from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.questions.attention.calls import odd_shapes
 from stepscope.questions.attention.grid import shapes_of
 from stepscope.training.attention import AttentionFunction
-from stepscope.training.attention.cases import (
+from stepscope.training.attention.gate import (
     LONG,
     GivenTensor,
     draw_tensors,

@@ -10,8 +10,7 @@ from torch import Tensor
 from stepscope.core.attention_support import find_fault, resolve_attention
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall
 from stepscope.core.errors import InputError
-from stepscope.training.attention.cases import packed_shapes
-from stepscope.training.attention.gate import check_attention_implementation
+from stepscope.training.attention.gate import check_attention_implementation, packed_shapes
 from stepscope.training.attention.inputs import attend
 from stepscope.training.attention.written_out import reference
 

@@ -26,8 +26,12 @@ from stepscope.questions.attention import grid as attention_matrix
 from stepscope.questions.attention.gate_answer import answer_gate
 from stepscope.questions.attention.grid import GateMatrix, decode_matrix
 from stepscope.training.attention import AttentionFunction, implementation
-from stepscope.training.attention.cases import few_shapes, gate_shapes
-from stepscope.training.attention.gate import check_attention_implementation, check_attention_matrix
+from stepscope.training.attention.gate import (
+    check_attention_implementation,
+    check_attention_matrix,
+    few_shapes,
+    gate_shapes,
+)
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import reference
 from tests.conftest import at_length

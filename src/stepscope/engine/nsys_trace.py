@@ -1,6 +1,6 @@
 """Takes a trace by Nsight Systems: the cell runs once more, in a process of its own that nsys watches.
 
-The measuring process asks (`trace_under_nsys`), the watched one answers (`engine/nsys_cell.py`) by a file, since nsys
+The measuring process asks (`trace_under_nsys`), the watched one answers (`engine/nsys_trace.py`) by a file, since nsys
 has stdout for itself and may end its process when the capture ends. Needs no torch.
 """
 
@@ -10,7 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
@@ -18,6 +18,7 @@ import msgspec
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture
+from stepscope.core.interrupts import end_with_stdin
 from stepscope.core.nsight import TIMEOUT_S, export_report, import_stream
 from stepscope.core.run_directory import EXPORT_FILE, REPORT_FILE, STREAM_FILE
 from stepscope.core.samples import Samples
@@ -91,7 +92,7 @@ def trace_under_nsys(
 def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[str, int, WatchedAnswer | None, bool]:
     """nsys and the process it watches, from start to end: what they printed, nsys' exit code, what the process
     answered, and whether nsys recorded it."""
-    command = [sys.executable, "-P", "-m", "stepscope.engine.nsys_cell"]
+    command = [sys.executable, "-P", "-m", "stepscope.engine.nsys_trace"]
     asked = WatchedRequest(request=request, answer=str((folder / "answer.json").absolute()))
     output = (folder / "output.txt").absolute()
     with output.open("wb") as printed:
@@ -170,3 +171,59 @@ def _folder(directory: Path) -> Generator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+# The process that nsys watches: it warms up the cell's steps without ranges, then runs them with every range.
+#
+# Started by `engine/nsys_trace.py` as `python -m stepscope.engine.nsys_trace`. nsys may end it when the capture ends:
+# what it measured is written before.
+
+
+def main() -> int:
+    """Answer the request on stdin. Exit code 0 when the steps were traced."""
+    line = sys.stdin.readline()
+    end_with_stdin()
+    asked = msgspec.json.decode(line, type=WatchedRequest)
+    answer = Path(asked.answer)
+    try:
+        _trace(asked.request, lambda samples: _write(answer, WatchedAnswer(samples=samples)))
+    except Exception as error:
+        _write(answer, WatchedAnswer(error=one_line(error)))
+        raise
+    return 0
+
+
+def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
+    from stepscope.recording import ranges  # noqa: PLC0415
+    from stepscope.recording.capture import capture_range  # noqa: PLC0415
+    from stepscope.recording.device import (  # noqa: PLC0415
+        limit_memory,
+        resolve_device,
+        timing_device,
+    )
+    from stepscope.recording.driven import trace_nvtx  # noqa: PLC0415
+    from stepscope.recording.precision import matmul_precision  # noqa: PLC0415
+    from stepscope.recording.timer import timed_steps  # noqa: PLC0415
+    from stepscope.training.making import make_step  # noqa: PLC0415  (torch, after the lifeline)
+
+    if not ranges.current_emitters():
+        raise RuntimeError("no NVTX ranges can be emitted: this PyTorch has none, and nvtx finds no tool that listens")
+    device = resolve_device(request.device)
+    limit_memory(device, request.memory_limit_bytes)
+    timing = timing_device(device)
+    with matmul_precision(request.workload.dtype):
+        step, _ = make_step(request.workload, device)
+        with ranges.silenced():
+            timed_steps(step, timing, max(request.settings.warmup_floor, 1))
+        with capture_range(device):
+            keep(trace_nvtx(step, device, timing, request.trace.steps))
+
+
+def _write(target: Path, answer: WatchedAnswer) -> None:
+    temporary = target.with_suffix(".tmp")
+    temporary.write_bytes(msgspec.json.encode(answer))
+    temporary.replace(target)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -41,10 +41,9 @@ from stepscope.recording.fake_memory import (
 from stepscope.recording.step import Phase
 from stepscope.training.scaled_products import cast_as_on_a_gpu
 from stepscope.training.user_module.batches import named_tensors
-from stepscope.training.user_module.hugging_face import BATCH_SIZE, SEQ_LEN
-from stepscope.training.user_module.identity import describe_module
-from stepscope.training.user_module.loading import find_factory, load_module
+from stepscope.training.user_module.loading import BATCH_SIZE, SEQ_LEN, find_factory, load_module
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
+from stepscope.training.user_module.user_code import describe_module
 
 # Predicts the memory of a step of a user's own module, by running it on fake tensors.
 #

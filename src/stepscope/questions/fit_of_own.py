@@ -8,7 +8,7 @@ from stepscope.allocations.prediction.estimate import DeviceType
 from stepscope.allocations.prediction.fit import Budget
 from stepscope.allocations.prediction.own_fit import OwnFit, decode_own_fit
 from stepscope.core.workloads import FactoryWorkload
-from stepscope.engine.own_code import answer_apart, ask_apart
+from stepscope.engine.user_code import answer_apart, ask_apart
 
 
 class _Request(msgspec.Struct, frozen=True):

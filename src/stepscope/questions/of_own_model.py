@@ -10,7 +10,7 @@ from stepscope.core import interrupts
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import warn
 from stepscope.core.factory_arguments import is_configuration
-from stepscope.engine.own_code import answer_apart, ask_apart
+from stepscope.engine.user_code import answer_apart, ask_apart
 
 _FUNCTIONS = {
     "autocast": "stepscope.questions.autocast.study:study_autocast",

@@ -6,7 +6,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.training.parallel.sequence import by_rank, in_order, part_of_sequence
+from stepscope.training.parallel.step import by_rank, in_order, part_of_sequence
 
 
 def test_a_rank_takes_a_chunk_from_the_head_and_one_from_the_tail():

@@ -69,7 +69,7 @@ def sweep(
 ) -> None:
     """Measure a grid of workloads. The same command resumes a sweep that was interrupted."""
     from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells, repeated
-    from stepscope.engine.recipe import load_recipe
+    from stepscope.engine.user_code import load_recipe
 
     if recipe is not None:
         if len(said.flags) > 0:

@@ -15,14 +15,16 @@ from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.interrupts import HandedOver, die_of_interrupt
-from stepscope.engine.watch.request import WatchRequest, settings_between, steps_between
 from stepscope.engine.watch.script import (
     Launch,
     Program,
+    WatchRequest,
     launch_command,
     prepare,
     program_of,
     report,
+    settings_between,
+    steps_between,
     wait_for_threads,
     when_imported,
     without_our_frames,

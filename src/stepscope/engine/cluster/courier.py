@@ -20,7 +20,7 @@ import msgspec
 from stepscope import __version__
 from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, named_line, one_line
 from stepscope.engine.cluster import on_node
-from stepscope.engine.cluster.messages import Node, Order, Terms, Word, land
+from stepscope.engine.cluster.on_node import Node, Order, Terms, Word, land
 
 _ANSWER_S = 10.0
 """Seconds for a connection to the address to open."""

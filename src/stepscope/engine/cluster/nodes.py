@@ -16,7 +16,7 @@ from stepscope.core.errors import DeviceError, InputError, StepscopeError, one_l
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.engine.cell_process import cell_environment
-from stepscope.engine.cluster.messages import Node, Order, Terms, Word
+from stepscope.engine.cluster.on_node import Node, Order, Terms, Word
 from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, REFUSED, PlaceLost, record
 from stepscope.engine.plan import Policy, SweepPlan
 from stepscope.engine.request import Stage, StepRequest, Tell

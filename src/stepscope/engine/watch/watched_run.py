@@ -42,8 +42,7 @@ from stepscope.core.units import counted, format_seconds
 from stepscope.core.workloads import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
-from stepscope.engine.watch.request import WatchRequest, checked_steps, settings_between
-from stepscope.engine.watch.script import when_imported
+from stepscope.engine.watch.script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
 from stepscope.recording.environment import HostLoad, read_environment
 from stepscope.recording.gpu_samples import sampler_of
@@ -62,7 +61,7 @@ from stepscope.recording.watch.watch import Stage, Watch, watching
 from stepscope.recording.weakly import weakly, weakly_each
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
-from stepscope.training.user_module.identity import source_digest, structure_digest
+from stepscope.training.user_module.user_code import source_digest, structure_digest
 
 # Drafts the run of a watched loop: its workload as it was seen, and what the stages add.
 

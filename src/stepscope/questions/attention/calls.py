@@ -49,9 +49,8 @@ from stepscope.recording.timer import (
     with_lead,
 )
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.training.attention.cases import LONG
 from stepscope.training.attention.compiled import compile_for_each_shape
-from stepscope.training.attention.gate import check_attention_matrix
+from stepscope.training.attention.gate import LONG, check_attention_matrix
 from stepscope.training.attention.inputs import TORCH_DTYPES
 
 # One pass of attention, forward and backward: its inputs, its phases, what it saves, and compiling it.

@@ -80,7 +80,7 @@ def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
 
 def shapes_of(every: bool, device_type: str) -> tuple[AttentionShape, ...]:
     """The gate's shapes: every length with every head_dim, or each of them once; on a GPU long ones too."""
-    from stepscope.training.attention.cases import few_shapes, gate_shapes, long_shapes
+    from stepscope.training.attention.gate import few_shapes, gate_shapes, long_shapes
 
     shapes = gate_shapes() if every else few_shapes()
     return shapes if device_type == "cpu" else (*shapes, *long_shapes())

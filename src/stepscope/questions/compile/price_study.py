@@ -10,7 +10,7 @@ import msgspec
 from stepscope.core.run import Settings
 from stepscope.core.study_results import CompilePrices
 from stepscope.core.workloads import FactoryWorkload
-from stepscope.engine.own_code import answer_apart, ask_apart
+from stepscope.engine.user_code import answer_apart, ask_apart
 
 
 class _Request(msgspec.Struct, frozen=True):

@@ -20,8 +20,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.files import replace_file
 from stepscope.core.study_results import LossCurve
 from stepscope.core.workloads import Workload
-from stepscope.engine.own_code import answer_apart, ask_apart
 from stepscope.engine.stages import make_step
+from stepscope.engine.user_code import answer_apart, ask_apart
 from stepscope.questions.quality.answer import departure, reach_of, smoothed, starts_apart, window_of
 from stepscope.recording.device import limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision

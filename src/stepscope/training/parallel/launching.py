@@ -29,7 +29,9 @@ from typing import Any, Protocol
 
 import msgspec
 
+from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, middle_cut, named_line, printable
+from stepscope.core.interrupts import end_with_stdin, leave
 from stepscope.core.ranks import RankPlace, check_processes, place_in_job
 from stepscope.core.units import counted
 
@@ -227,7 +229,7 @@ class _Job:
         try:
             with log.open("wb") as printed:
                 process = subprocess.Popen(
-                    (sys.executable, "-P", "-m", "stepscope.training.parallel.launched", str(said)),
+                    (sys.executable, "-P", "-m", "stepscope.training.parallel.launching", str(said)),
                     stdin=subprocess.PIPE, stdout=printed, stderr=printed, pass_fds=(said,), env=_environment(),
                     start_new_session=True,  # Ctrl-C reaches this process alone, which ends the ranks
                 )  # fmt: skip
@@ -351,3 +353,38 @@ def _last_line(log: Path) -> str:
     except OSError:
         return ""
     return middle_cut(printable(lines[-1].strip()), 300) if lines else ""
+
+
+# A rank's process, as `launching.py` starts it: it reads a Call on stdin, and tells its stages on a pipe.
+
+
+def main() -> int:
+    """Run the call on stdin. Exit code 0 when its value was told."""
+    interrupts.install(even_if_ignored=True)
+    words = int(sys.argv[1])
+    os.set_inheritable(words, False)
+    call = msgspec.json.decode(sys.stdin.readline(), type=Call)
+    end_with_stdin()
+
+    def say(word: Word) -> None:
+        data = msgspec.json.encode(word) + b"\n"
+        with contextlib.suppress(OSError):  # a starter that died closes the lifeline
+            while data:
+                data = data[os.write(words, data) :]
+
+    def tell(stage: str, part: bytes = b"") -> None:
+        say(Word(stage=stage, part=msgspec.Raw(part)) if part else Word(stage=stage))
+
+    tell("meeting the others")
+    try:
+        (value,), threads = run_call(call, tell)
+    except Exception as error:
+        wrong = isinstance(error, InputError)
+        say(Word(error=named_line(error), wrong_input=wrong))
+        return error.exit_code if isinstance(error, StepscopeError) else 1
+    say(Word(value=msgspec.Raw(value), threads=threads))
+    return 0
+
+
+if __name__ == "__main__":
+    leave(interrupts.exit_code(main()))

@@ -3,7 +3,7 @@
 Within `context_parallel`, F.scaled_dot_product_attention is one of all ranks, forward and backward, for the kernels of
 GPUs alone. It is entered before a step's first forward and left when its gradients are averaged, so that nothing else
 of the process meets it. It splits the rotary positions itself; the tokens are split alike
-(training/parallel/sequence.py).
+(training/parallel/step.py).
 """
 
 import contextlib

@@ -11,7 +11,7 @@ With fewer heads of keys than of queries that is little beside the work, which g
 section 3.3.2). Activations take 1/n of their memory, but for the keys and values of one block; parameters are whole on
 every rank, and their gradients averaged as in lesson 4: the loss is the mean over tokens, and all ranks have as many.
 
-A rank has two chunks (training/parallel/sequence.py), each of which sees the keys up to its own end. Rotary positions
+A rank has two chunks (training/parallel/step.py), each of which sees the keys up to its own end. Rotary positions
 are those of the chunks. Ring attention passes keys and values round instead of gathering them, and hides the sends
 behind the work (Liu et al. 2023); `context` runs PyTorch's.
 """
@@ -31,8 +31,7 @@ from stepscope.training.attention.inputs import for_all_heads
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import reference
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.parallel.sequence import by_rank, in_order, part_of_sequence
-from stepscope.training.parallel.step import Spread, Whole, replicated
+from stepscope.training.parallel.step import Spread, Whole, by_rank, in_order, part_of_sequence, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
 from stepscope.training.transformer import CausalSelfAttention, Transformer
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.errors import InputError
-from stepscope.engine.own_code import ask_apart
+from stepscope.engine.user_code import ask_apart
 
 INTERRUPTED = """
 import os
@@ -13,7 +13,7 @@ import signal
 
 os.kill(os.getpid(), signal.SIGINT)
 
-from stepscope.engine.own_code import answer_apart
+from stepscope.engine.user_code import answer_apart
 
 answer_apart(lambda: "made")
 """
