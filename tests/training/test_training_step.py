@@ -8,6 +8,7 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
+from stepscope.core.workloads import Workload
 from stepscope.recording.capture import union_length
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
@@ -15,7 +16,6 @@ from stepscope.recording.driven import observe_step, profile_step
 from stepscope.training.training_step import (
     AssembledStep,
     Batch,
-    Choices,
     Shared,
     StepParts,
     TrainingStep,
@@ -185,7 +185,7 @@ def test_where_forward_and_backward_take_turns_the_most_that_is_kept_at_a_time_c
     of = mini(batch_size=4, phase="forward-backward")
 
     def most(together: int) -> int:
-        def share(parts: StepParts, _: Choices) -> Shared:
+        def share(parts: StepParts, _: Workload) -> Shared:
             def run(batch: Batch) -> None:
                 micro_batches = parts.split(batch, 4)
                 for first in range(0, 4, together):

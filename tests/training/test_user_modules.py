@@ -16,14 +16,14 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
-from stepscope.core.workloads import FactoryWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording.device import HostDevice
 from stepscope.recording.driven import capture_memory, observe_step, step_operators
 from stepscope.recording.step import drive
 from stepscope.runs.checks import check_run
-from stepscope.training.training_step import Choices, Shared, StepParts
+from stepscope.training.training_step import Shared, StepParts
 from stepscope.training.user_module.batches import named_tensors, split
 from stepscope.training.user_module.loading import load_factory, load_module, make_user_step
 from stepscope.training.user_module.module_step import ModuleStep, UserStep, find_blocks
@@ -314,7 +314,7 @@ def test_steps_rotate_through_the_batches_that_were_given(file: str, factory: st
 
 
 def test_the_batch_of_the_workload_is_that_of_all_ranks(file: str):
-    def half(parts: StepParts, _: Choices) -> Shared:
+    def half(parts: StepParts, _: Workload) -> Shared:
         batches = [parts.split(batch, 2)[0] for batch in parts.batches]
         return Shared(parts=dataclasses.replace(parts, batches=batches), finish=None, local=contextlib.nullcontext)
 

@@ -89,7 +89,7 @@ def find_parts(step: ModuleStep, seed: int) -> Parts:
     # Modules of a Sequential differ in a number alone, too: only those of one class are layers.
     grouped: dict[tuple[str, str], list[str]] = {}
     for path in seeing.widest:
-        kind = step.own.loss_name if path is None else _kind(step, path, frozenset(seeing.called))
+        kind = step.user_module.loss_name if path is None else _kind(step, path, frozenset(seeing.called))
         grouped.setdefault((LOSS if path is None else folded(path), kind), []).extend([] if path is None else [path])
     names = {key: paths[0] if len(paths) == 1 and paths[0] else key[0] for key, paths in grouped.items()}
     several = Counter(names.values())
@@ -587,7 +587,7 @@ class Replay:
                 buffer.copy_(kept)
         weights = (2.0**self.scale,) if self.scale else ()
         # What fails is the user's code in a precision that it was not written for.
-        with said_of(self.subject.name), computing_in(self._low, self._step.own, changed, self._found):
+        with said_of(self.subject.name), computing_in(self._low, self._step.user_module, changed, self._found):
             return run_step(self._step, self.subject.seed if seed is None else seed, weights=weights)
 
     def _choose_scale(self, parts: Sequence[Part]) -> None:

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError, StepscopeError, named_line
-from stepscope.core.parts import Kernels, Part, compiles
+from stepscope.core.parts import compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
@@ -159,31 +159,6 @@ class ForwardLoss(nn.Module):
         return F.cross_entropy(logits_BSV.flatten(0, 1).float(), targets_BS.flatten())
 
 
-class Choices(Protocol):
-    """What a step is asked to be, whatever its model: the part of a Workload that another model's has, too."""
-
-    @property
-    def dtype(self) -> Dtype: ...
-    @property
-    def phase(self) -> str: ...
-    @property
-    def compile(self) -> str: ...
-    @property
-    def graph(self) -> str: ...
-    @property
-    def optimizer(self) -> str | None: ...
-    @property
-    def clip(self) -> float | None: ...
-    @property
-    def accumulation(self) -> int: ...
-    @property
-    def parallel(self) -> str: ...
-    @property
-    def checkpointing(self) -> str: ...
-    @property
-    def parts(self) -> Mapping[Part, Kernels]: ...
-
-
 Batch = tuple[Any, ...]
 """The batch of one step: the arguments of a step's forward, tensors nested however."""
 
@@ -226,7 +201,7 @@ class Shared:
     """Finds the gradients' norm over all processes."""
 
 
-Share = Callable[[StepParts, Choices], Shared]
+Share = Callable[[StepParts, Workload], Shared]
 """Makes of a whole step's parts those of this process."""
 
 
@@ -234,7 +209,7 @@ class AssembledStep:
     """A step made of parts and choices: the model, compiled or not, the optimizer, and the phases of one step."""
 
     def __init__(
-        self, parts: StepParts, choices: Choices, device: torch.device, share: Share | None = None
+        self, parts: StepParts, choices: Workload, device: torch.device, share: Share | None = None
     ) -> None:  # fmt: skip
         """share: spreads the parts over several processes, of which this is one."""
         shared = share(parts, choices) if share is not None else None
@@ -376,7 +351,7 @@ class AssembledStep:
         return optimizer.gradient_norm if optimizer is not None else self._gradient_norm
 
 
-def autocast_of(choices: Choices, device_type: str) -> AbstractContextManager[object]:
+def autocast_of(choices: Workload, device_type: str) -> AbstractContextManager[object]:
     """A context of one forward in the dtype that was chosen."""
     dtype = AUTOCAST_DTYPE.get(choices.dtype)
     return torch.autocast(device_type, dtype=dtype) if dtype else contextlib.nullcontext()
@@ -427,7 +402,7 @@ def textbook_parts(
     )
 
 
-def in_16_bits(model: nn.Module, choices: Choices, blocks: Sequence[nn.Module]) -> dict[Tensor, Tensor]:
+def in_16_bits(model: nn.Module, choices: Workload, blocks: Sequence[nn.Module]) -> dict[Tensor, Tensor]:
     """Make the weights bf16 where the precision has masters, and give their first values in fp32; of ranks that gather
     bf16 copies of fp32 shards, the shards are the masters. Where the precision scales operands of 8 bits, the linear
     layers of the blocks take such, or of the whole model where no blocks are known."""
@@ -459,7 +434,7 @@ def check_supported(workload: Workload, device: torch.device) -> None:
     check_choices(workload, device)
 
 
-def check_choices(choices: Choices, device: torch.device) -> None:
+def check_choices(choices: Workload, device: torch.device) -> None:
     """Raise InputError for a precision or an optimizer that this device cannot run, whatever the model."""
     if choices.dtype == "tf32" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0)):
         raise InputError(f"dtype tf32 needs an NVIDIA GPU from Ampere on, not {device.type}: choose fp32 or bf16")
@@ -507,7 +482,7 @@ def _compiled(parts: StepParts, mode: str) -> nn.Module:
     return compiled
 
 
-def _build_optimizer(parts: StepParts, choices: Choices) -> torch.optim.Optimizer:
+def _build_optimizer(parts: StepParts, choices: Workload) -> torch.optim.Optimizer:
     trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
     return optimizer_for(trained, choices, parts.masters, max_norm=choices.clip)
 
@@ -516,7 +491,7 @@ LEARNING_RATE = 1e-4
 
 
 def optimizer_for(
-    trained: Sequence[nn.Parameter], choices: Choices, masters: Mapping[Tensor, Tensor] | None = None, *,
+    trained: Sequence[nn.Parameter], choices: Workload, masters: Mapping[Tensor, Tensor] | None = None, *,
     max_norm: float | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip
     """The optimizer that was chosen, of these parameters. masters: the first values in fp32 of those in bf16. max_norm:
@@ -532,7 +507,7 @@ def optimizer_for(
     return OnMasters(trained, make, masters, max_norm) if masters else make(trained)
 
 
-def _pytorchs_adamw(parameters: Sequence[Tensor], choices: Choices) -> torch.optim.Optimizer:
+def _pytorchs_adamw(parameters: Sequence[Tensor], choices: Workload) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         parameters,
         lr=LEARNING_RATE,

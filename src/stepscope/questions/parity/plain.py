@@ -243,7 +243,7 @@ def _counts(plain: Plain, parts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _counted(plain: Plain, parts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    own = plain.setting.step().own
+    own = plain.setting.step().user_module
     batch = own.batches[0]
     micro = [dict(named_tensors(each)) for each in split(batch, parts, own.name)]
     for name, whole in named_tensors(batch):

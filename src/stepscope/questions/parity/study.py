@@ -675,7 +675,7 @@ def _asked(setting: Setting, asked: Mapping[str, Several]) -> Iterator[StepVaria
 def _usual(setting: Setting) -> Iterator[StepVariant]:
     """The ways that this model can be run."""
     step = setting.step()
-    tensors = named_tensors(step.own.batches[0])
+    tensors = named_tensors(step.user_module.batches[0])
     samples = tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 0
     for parts in (2, 4):
         if samples and samples % parts == 0:

@@ -248,8 +248,8 @@ class _Subject:
         self.workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
         self.device = device
         step = self._made(VARIANTS[REFERENCE], seed)
-        self.name = step.own.name
-        self.optimizer = None if step.own.optimizer is None else type(step.own.optimizer).__name__
+        self.name = step.user_module.name
+        self.optimizer = None if step.user_module.optimizer is None else type(step.user_module.optimizer).__name__
         self.batches: Sequence[Any] = [_copied(batch) for batch in step.batches]
         self.elements = elements_of(step)
         with said_of(f"{self.name} has parameters that cannot be copied"):
@@ -348,7 +348,7 @@ class _Training:
             for module in step.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             for parameter in module.parameters()
         }  # fmt: skip
-        own = step.own.optimizer
+        own = step.user_module.optimizer
         return Trainee(
             loss=loss,
             optimizer=own or adamw(list(parameters), variant, step.device),

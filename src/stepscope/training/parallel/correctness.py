@@ -31,10 +31,11 @@ from stepscope.core.precisions import PRECISIONS
 from stepscope.core.processes import student_quantile
 from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
+from stepscope.core.workloads import Workload
 from stepscope.training.optimizer import NormOf, clip_gradients, global_norm, gradients_of, updated_by
 from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.parallel.step import Batch, MakeOptimizer, Spread, Strategy, part_of, spread_parts
-from stepscope.training.training_step import AUTOCAST_DTYPE, Choices, StepParts, autocast_of
+from stepscope.training.training_step import AUTOCAST_DTYPE, StepParts, autocast_of
 
 # How far rounding may take a number that nobody can know beforehand, from a few draws of it.
 #
@@ -80,7 +81,7 @@ MakeParts = Callable[[], StepParts]
 
 
 def check_ranks(
-    name: str, make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, *,
+    name: str, make_parts: MakeParts, choices: Workload, device: torch.device, ranks: Ranks, *,
     strategy: Strategy | None = None,
 ) -> Correctness:  # fmt: skip
     """Hold the ranks against one process. All ranks must call it, and all return the same.
@@ -160,19 +161,19 @@ def _distance(
     return _Distance(error, worst, spread, max(_ALLOWED * spread, least))
 
 
-def _least(choices: Choices, *, cuts_sums: bool) -> float:
+def _least(choices: Workload, *, cuts_sums: bool) -> float:
     """The least distance that is allowed."""
     return _FEWEST[_product_dtype(choices)] if cuts_sums else _ROUNDINGS * torch.finfo(torch.float32).eps
 
 
-def _scales_what_it_holds(choices: Choices) -> bool:
+def _scales_what_it_holds(choices: Workload) -> bool:
     """Whether products take one scale for the rows that a process holds: then ways to split the batch differ by more
     than rounding, and one process must split it as the ranks do."""
     return bool(PRECISIONS[choices.dtype].scaled)
 
 
 def _expected(
-    make_parts: MakeParts, choices: Choices, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
+    make_parts: MakeParts, choices: Workload, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
     copies: "_Copies", compute: torch.dtype | None,
 ) -> _Expected:  # fmt: skip
     parts = make_parts()
@@ -215,7 +216,7 @@ class _NoSplit(Exception):
 
 
 def _alone(
-    parts: StepParts, choices: Choices, device: torch.device, pieces: int, make_optimizer: MakeOptimizer, *,
+    parts: StepParts, choices: Workload, device: torch.device, pieces: int, make_optimizer: MakeOptimizer, *,
     copies: "_Copies", compute: torch.dtype | None,
 ) -> _Found:  # fmt: skip
     model = parts.model.eval()  # dropout would draw other numbers for other parts
@@ -274,8 +275,8 @@ def _inputs_in(dtype: torch.dtype | None, inputs: Batch) -> Batch:
 
 
 def _by_ranks(
-    name: str, parts: StepParts, choices: Choices, device: torch.device, ranks: Ranks, *, make_optimizer: MakeOptimizer,
-    strategy: Strategy | None, copies: "_Copies",
+    name: str, parts: StepParts, choices: Workload, device: torch.device, ranks: Ranks, *,
+    make_optimizer: MakeOptimizer, strategy: Strategy | None, copies: "_Copies",
 ) -> _Found:  # fmt: skip
     record = strategy_named(name)
     parts.model.eval()
@@ -301,7 +302,7 @@ def _by_ranks(
 
 
 def _one_by_one(
-    spread: Spread, parts: StepParts, batch: Batch, choices: Choices, device: torch.device
+    spread: Spread, parts: StepParts, batch: Batch, choices: Workload, device: torch.device
 ) -> Tensor:  # fmt: skip
     """Forward and backward of each micro-batch; returns the loss."""
     count = choices.accumulation
@@ -315,7 +316,7 @@ def _one_by_one(
     return torch.stack(losses).sum()
 
 
-def _scale(choices: Choices) -> float:
+def _scale(choices: Workload) -> float:
     """What losses are multiplied by: in fp16 gradients would lose digits near its least numbers, more so of a part."""
     return 2.0**10 if choices.dtype == "fp16" else 1.0
 
@@ -328,7 +329,7 @@ def _divide(optimizer: torch.optim.Optimizer, divisor: float) -> None:
             gradient.div_(divisor)
 
 
-def _clip(optimizer: torch.optim.Optimizer, choices: Choices, norm_of: NormOf = global_norm) -> None:
+def _clip(optimizer: torch.optim.Optimizer, choices: Workload, norm_of: NormOf = global_norm) -> None:
     if choices.clip is not None:
         # On a CPU, PyTorch's norm in fp32 of a million numbers is off by some 1e-4, and of two halves by another.
         clip_gradients(updated_by(optimizer), choices.clip, norm_of, torch.float64)
@@ -399,5 +400,5 @@ def _changes(now: Mapping[str, Tensor], began: Mapping[str, Tensor]) -> dict[str
     return {name: (tensor.double() - began[name].to(tensor.device).double()).float() for name, tensor in now.items()}
 
 
-def _product_dtype(choices: Choices) -> torch.dtype:
+def _product_dtype(choices: Workload) -> torch.dtype:
     return AUTOCAST_DTYPE.get(choices.dtype, torch.bfloat16 if choices.dtype == "bf16-pure" else torch.float32)

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.strategies import GRADIENTS, SEQUENCE, StrategyRecord, batch_parts, strategy_named
+from stepscope.core.workloads import Workload
 from stepscope.training.optimizer import NormOf, global_norm
 from stepscope.training.parallel.ranks import Ranks
-from stepscope.training.training_step import Choices, Share, Shared, StepParts, autocast_of, optimizer_for
+from stepscope.training.training_step import Share, Shared, StepParts, autocast_of, optimizer_for
 from stepscope.training.transformer import Transformer
 
 # The sequence in chunks, and which of them a rank takes.
@@ -132,7 +133,7 @@ def shared_by(name: str, ranks: Ranks) -> Share:
     """What spreads a step's parts over these ranks by the strategy of that name."""
     record = strategy_named(name)
 
-    def share(parts: StepParts, choices: Choices) -> Shared:
+    def share(parts: StepParts, choices: Workload) -> Shared:
         spread = spread_parts(record, parts, choices, ranks)
         made = dataclasses.replace(
             parts, model=spread.model, forward=spread.forward, optimizer=spread.optimizer,
@@ -146,7 +147,7 @@ def shared_by(name: str, ranks: Ranks) -> Share:
 
 
 def spread_parts(
-    record: StrategyRecord, parts: StepParts, choices: Choices, ranks: Ranks, *,
+    record: StrategyRecord, parts: StepParts, choices: Workload, ranks: Ranks, *,
     make_optimizer: MakeOptimizer | None = None, strategy: Strategy | None = None,
 ) -> Spread:  # fmt: skip
     """The parts spread over the ranks. Raises InputError for what this strategy cannot spread.

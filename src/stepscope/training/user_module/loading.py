@@ -26,7 +26,7 @@ from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_document
 from stepscope.core.model_file import without_options
 from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
-from stepscope.training.training_step import Batch, Choices, Share, Shared, StepParts
+from stepscope.training.training_step import Batch, Share, Shared, StepParts
 from stepscope.training.user_module.batches import input_names, named_tensors
 from stepscope.training.user_module.module_step import (
     ModuleStep,
@@ -466,7 +466,7 @@ def make_user_step(
         return _driven(loaded, workload, device)
     whole: list[Batch] = []  # of all ranks together, of which the step has a part
 
-    def share_and_note(parts: StepParts, choices: Choices) -> Shared:
+    def share_and_note(parts: StepParts, choices: Workload) -> Shared:
         assert share is not None
         whole.append(parts.batches[0])
         return share(parts, choices)

@@ -19,10 +19,11 @@ from stepscope.core.errors import InputError, StepscopeError, message_of, named_
 from stepscope.core.parts import REFERENCE, Kernels, Part, PartFound, compiles
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
+from stepscope.core.workloads import Workload
 from stepscope.recording.step import Phase
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.parts.replaced import replace_in
-from stepscope.training.training_step import AssembledStep, Batch, Choices, Share, StepParts, check_choices, in_16_bits
+from stepscope.training.training_step import AssembledStep, Batch, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.batches import Call, batches_of, input_names, moved, named_tensors, split
 from stepscope.training.user_module.user_code import said_of
 
@@ -326,10 +327,10 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
 class ModuleWithLoss(nn.Module):
     """A user's module and its loss: all that `forward` means in a training step."""
 
-    def __init__(self, own: UserModule) -> None:
+    def __init__(self, user_module: UserModule) -> None:
         super().__init__()
-        self.module = own.module
-        self._arguments, self._loss_of = own.call.arguments, own.loss_of
+        self.module = user_module.module
+        self._arguments, self._loss_of = user_module.call.arguments, user_module.loss_of
 
     def forward(self, batch: Any) -> Tensor:
         args, kwargs = self._arguments(batch)
@@ -339,10 +340,10 @@ class ModuleWithLoss(nn.Module):
 class ModuleAlone(nn.Module):
     """A user's module without its loss, as inference runs it."""
 
-    def __init__(self, own: UserModule) -> None:
+    def __init__(self, user_module: UserModule) -> None:
         super().__init__()
-        self.module = own.module
-        self._arguments = own.call.arguments
+        self.module = user_module.module
+        self._arguments = user_module.call.arguments
 
     def forward(self, batch: Any) -> Any:
         args, kwargs = self._arguments(batch)
@@ -353,23 +354,25 @@ class ModuleStep(AssembledStep):
     """A step of a user's module. If the first run of one of its phases fails, one line says what is wrong."""
 
     def __init__(
-        self, own: UserModule, choices: Choices, device: torch.device, share: Share | None = None
+        self, user_module: UserModule, choices: Workload, device: torch.device, share: Share | None = None
     ) -> None:  # fmt: skip
-        """own: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
+        """user_module: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
-        check_trained(own, choices)
-        own = placed(own, choices, device)
-        if PRECISIONS[choices.dtype].masters and own.optimizer is not None:
-            raise InputError(f"{own.name} gives an optimizer, which keeps no master weights: choose another --dtype")
-        blocks = checkpoint_blocks(own.module, choices.checkpointing, own.name)
-        self.own, self._checkpointing = own, choices.checkpointing
-        self._first = _FirstRuns(own.name)
-        super().__init__(parts_of(own, choices, blocks), choices, device, share)
+        check_trained(user_module, choices)
+        user_module = placed(user_module, choices, device)
+        if PRECISIONS[choices.dtype].masters and user_module.optimizer is not None:
+            raise InputError(
+                f"{user_module.name} gives an optimizer, which keeps no master weights: choose another --dtype"
+            )
+        blocks = checkpoint_blocks(user_module.module, choices.checkpointing, user_module.name)
+        self.user_module, self._checkpointing = user_module, choices.checkpointing
+        self._first = _FirstRuns(user_module.name)
+        super().__init__(parts_of(user_module, choices, blocks), choices, device, share)
 
     @property
     def found(self) -> tuple[PartFound, ...]:
         """Which modules other kernels compute, and which were left, where any were asked for."""
-        return self.own.found
+        return self.user_module.found
 
     def _forward(self, micro: int) -> None:
         if FORWARD in self._first.done:
@@ -377,7 +380,7 @@ class ModuleStep(AssembledStep):
             return
         self._first.run(FORWARD, lambda: self._first_forward(micro))
         assert self.loss is not None
-        check_gradient(self.loss, self.own.name)
+        check_gradient(self.loss, self.user_module.name)
 
     def _first_forward(self, micro: int) -> None:
         if self._checkpointing != "attention" or self.compiled:
@@ -387,9 +390,9 @@ class ModuleStep(AssembledStep):
             super()._forward(micro)
         if not kept.count:
             raise InputError(
-                f"checkpointing attention keeps what a fused operator returns, and {self.own.name} calls none: let it "
-                "call scaled_dot_product_attention where a fused kernel runs, or choose --checkpointing selective or "
-                "every-1"
+                f"checkpointing attention keeps what a fused operator returns, and {self.user_module.name} calls none: "
+                "let it call scaled_dot_product_attention where a fused kernel runs, or choose --checkpointing "
+                "selective or every-1"
             )
 
     def _infer(self, micro: int) -> None:
@@ -478,40 +481,40 @@ class UserStep:
             self._first.run("prepare", prepare)
 
 
-def check_trained(own: UserModule, choices: Choices) -> None:
+def check_trained(user_module: UserModule, choices: Workload) -> None:
     """Raise InputError for a training step of a module without parameters that are trained."""
-    if choices.phase != "forward" and not any(parameter.requires_grad for parameter in own.module.parameters()):
+    if choices.phase != "forward" and not any(parameter.requires_grad for parameter in user_module.module.parameters()):
         remedy = "give it some, or measure forward alone with stepscope run --phase forward"
-        raise InputError(f"{own.name} has no parameters to train: {remedy}")
+        raise InputError(f"{user_module.name} has no parameters to train: {remedy}")
 
 
-def placed(own: UserModule, choices: Choices, device: torch.device) -> UserModule:
+def placed(user_module: UserModule, choices: Workload, device: torch.device) -> UserModule:
     """The module on its device and in its dtype, with the parts that other kernels compute.
 
     They come first of all that changes a module: a replacement is held against the module's own forward and its own
     linear layers, before blocks run again in backward, weights are halved, and products take eight bits. All of these
     keep the replacement, which calls the layers as modules and reads their dtypes when it runs.
     """
-    there = own.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
+    there = user_module.on(device, torch.bfloat16 if choices.dtype == "bf16-pure" else None)
     return there.computed_by(choices.parts)
 
 
-def parts_of(own: UserModule, choices: Choices, blocks: Sequence[nn.Module] = ()) -> StepParts:
+def parts_of(user_module: UserModule, choices: Workload, blocks: Sequence[nn.Module] = ()) -> StepParts:
     """What the step of a user's module is assembled of; its blocks, where they are known."""
-    names = input_names(own.module)
+    names = input_names(user_module.module)
 
     def cut(batch: Batch, parts: int) -> list[Batch]:
-        return [(micro_batch,) for micro_batch in split(batch[0], parts, own.name)]
+        return [(micro_batch,) for micro_batch in split(batch[0], parts, user_module.name)]
 
     return StepParts(
-        model=own.module,
-        masters=in_16_bits(own.module, choices, blocks),
-        forward=ModuleAlone(own) if choices.phase == "forward" else ModuleWithLoss(own),
-        batches=[(batch,) for batch in own.batches],
+        model=user_module.module,
+        masters=in_16_bits(user_module.module, choices, blocks),
+        forward=ModuleAlone(user_module) if choices.phase == "forward" else ModuleWithLoss(user_module),
+        batches=[(batch,) for batch in user_module.batches],
         named_tensors=lambda batch: named_tensors(batch[0], names),
         split=cut,
         blocks=blocks,
-        optimizer=own.optimizer,
+        optimizer=user_module.optimizer,
         compiles_parts=compiles(choices.parts),
     )
 
