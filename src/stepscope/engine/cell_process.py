@@ -347,7 +347,9 @@ def main(start: ProcessStart = "exec") -> int:
     events = int(sys.argv[1])
     os.set_inheritable(events, False)  # the processes that this one starts must not write to the sweep
     request_line = sys.stdin.readline()
-    die_with_parent(os.environ.get(MARK))
+    mark = os.environ.get(MARK)
+    # The lifeline: what carries the mark ends with this process, too.
+    end_with_stdin(None if mark is None else lambda: kill_marked(mark))
 
     try:
         from stepscope.engine.step import measure_step  # noqa: PLC0415
@@ -406,12 +408,6 @@ def _send(events: int, event: CellEvent) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(events, data) :]
-
-
-def die_with_parent(mark: str | None = None) -> None:
-    """End this process when stdin closes; its group, if it leads one; and all that carry `mark`, if it is given."""
-
-    end_with_stdin(None if mark is None else lambda: kill_marked(mark))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,10 @@
 """Reads an exception that the device raised: in which module, and where in which file."""
 
-import traceback
 from collections.abc import Iterable
 from types import TracebackType
 from typing import cast
 
 import torch
-
-from stepscope.core.errors import without_install_places
 
 
 def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:
@@ -19,11 +16,6 @@ def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | No
         found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)
         tb = tb.tb_next
     return found
-
-
-def portable_traceback(error: BaseException) -> str:
-    """The traceback, with files named from their package on, so that a run directory can be shown to others."""
-    return without_install_places("".join(traceback.format_exception(error)))
 
 
 def let_go(error: BaseException) -> None:

@@ -1,6 +1,7 @@
 """A run that is being measured: what its stages share, and what is known so far."""
 
 import contextlib
+import traceback
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,12 +11,12 @@ import msgspec
 import torch
 
 from stepscope.core import interrupts
-from stepscope.core.errors import InputError, StepscopeError, named_line, one_line
+from stepscope.core.errors import InputError, StepscopeError, named_line, one_line, without_install_places
 from stepscope.core.evidence import Evidence, MemoryGrowth
 from stepscope.core.ranks import CollectiveCalls, Correctness
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
-from stepscope.engine.device_failure import failing_module, portable_traceback
+from stepscope.engine.device_failure import failing_module
 from stepscope.engine.request import Stage, StepRequest, Tell
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.nsys import Nsys
@@ -97,8 +98,10 @@ class RunDraft:
     def fail(self, error: BaseException, during: str, phase: str | None = None) -> None:
         """End the run with the exception that the device or a library raised; its traceback goes to a file."""
         status: Status = "out-of-memory" if is_out_of_memory(error) else "failed"
+        # Files are named from their package on, so that a run directory can be shown to others.
+        portable = without_install_places("".join(traceback.format_exception(error)))
         with contextlib.suppress(OSError):  # the failure is in run.json too; only its traceback found no room
-            (self.directory / FAILURE_FILE).write_text(portable_traceback(error))
+            (self.directory / FAILURE_FILE).write_text(portable)
             self.keep_files(failure=FAILURE_FILE)
         module = failing_module(self.model, error.__traceback__) if self.model is not None else None
         message = one_line(error) if status == "out-of-memory" else named_line(error)

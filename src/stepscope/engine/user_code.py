@@ -171,7 +171,8 @@ def evaluate(path: Path) -> list[TextbookWorkload]:
         where = error.filename if error.filename and Path(error.filename).name != path.name else path
         raise InputError(f"{where}{f' line {error.lineno}' if error.lineno else ''}: {error.msg}") from error
     except BaseException as error:  # a recipe is a program: whatever it raises is its own fault, and is reported
-        line = _line_in(path, error)
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        line = lines[-1] if lines else None
         if isinstance(error, InputError) and line is None:
             raise
         kind = "" if isinstance(error, InputError) else f"{type(error).__name__}: "
@@ -192,11 +193,6 @@ def _workloads_of(path: Path) -> list[TextbookWorkload]:
     if len(workloads) > MOST:
         raise InputError(f"{path}: {FUNCTION}() returned more than {MOST:,} workloads")
     return workloads
-
-
-def _line_in(path: Path, error: BaseException) -> int | None:
-    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
-    return lines[-1] if lines else None
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stepscope.core.attention_support import triton_fault
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError, StepscopeError, named_line
 from stepscope.core.parts import compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
@@ -29,7 +30,7 @@ from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorklo
 from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
-from stepscope.training.attention import attention_for, chosen_attention, compiles_attention
+from stepscope.training.attention import attention_for, chosen_attention
 from stepscope.training.checkpointing import block_runner
 from stepscope.training.optimizer import (
     AdamWBf16State,
@@ -395,10 +396,11 @@ def textbook_parts(
         forward=model if inference else ForwardLoss(model),
         forward_inputs=1 if inference else 2,
         batches=_random_batches(workload, device) if batches is None else batches,
-        named_tensors=_tokens_and_targets,
+        named_tensors=lambda batch: list(zip(("tokens", "targets"), batch, strict=True)),
         split=_chunks,
         blocks=tuple(model.blocks),
-        compiles_parts=compiles(workload.parts) or compiles_attention(workload, device.type),
+        compiles_parts=compiles(workload.parts)
+        or ATTENTIONS[chosen_attention(workload, device.type)].compiler == "inductor",
     )
 
 
@@ -410,10 +412,6 @@ def in_16_bits(model: nn.Module, choices: Workload, blocks: Sequence[nn.Module])
     if precision.scaled:
         scale_products(blocks or (model,), precision.scaled, choices.dtype)
     return halve(model) if precision.masters and not computes_in_16_bits(choices.parallel) else {}
-
-
-def _tokens_and_targets(batch: Batch) -> list[tuple[str, Tensor]]:
-    return list(zip(("tokens", "targets"), batch, strict=True))
 
 
 def _chunks(batch: Batch, parts: int) -> list[Batch]:

@@ -59,11 +59,6 @@ def chosen_attention(workload: TextbookWorkload, device_type: str) -> Attention:
     return attention_of(workload, device_type, here=fault_of_device)
 
 
-def compiles_attention(workload: TextbookWorkload, device_type: str) -> bool:
-    """Whether PyTorch's compiler makes the kernels of the workload's attention here."""
-    return ATTENTIONS[chosen_attention(workload, device_type)].compiler == "inductor"
-
-
 def attention_for(workload: TextbookWorkload, device_type: str) -> AttentionFunction:
     """The function of the attention that the workload's model runs here."""
     return implementation(chosen_attention(workload, device_type))

@@ -394,7 +394,9 @@ class _Case:
             chunked if large and not shape.documents else reference, shape, wide, gradient.double(), backward=True
         )
         terms = _terms(q, k, v, gradient)
-        yardsticks: list[AttentionFunction] = [sdpa, _sdpa_of_repeated] if _is_grouped(shape, dtype) else [sdpa]
+        yardsticks: list[AttentionFunction] = [sdpa]
+        if _is_grouped(shape, dtype):
+            yardsticks.append(lambda q, k, v, **how: sdpa(q, *for_all_heads(q, k, v), **how))
         try:
             made = [_run(yardstick, shape, (q, k, v), gradient, backward=True) for yardstick in yardsticks]
         except torch.OutOfMemoryError:
@@ -562,13 +564,6 @@ def _run(
         return {"out": out.detach()}  # its wrong kind is then reported, where autograd would raise
     gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], gradient)
     return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
-
-
-def _sdpa_of_repeated(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | None = None, window: int | None = None,
-    bounds: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    return sdpa(q, *for_all_heads(q, k, v), causal=causal, scale=scale, window=window, bounds=bounds)
 
 
 def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:

@@ -78,16 +78,11 @@ def time_collectives(
     for kind in plan.kinds:
         for asked in plan.sizes:
             say(f"{kind} of {format_bytes(asked)}", part)
-            time = _time(kind, _divisible(asked, ranks.ranks), ranks, device, plan.seconds)
+            unit = 4 * ranks.ranks  # the ranks divide the elements, in fp32
+            time = _time(kind, -(-asked // unit) * unit, ranks, device, plan.seconds)
             found = msgspec.structs.replace(found, times=(*found.times, time))
             part = msgspec.json.encode(msgspec.structs.replace(found, times=(time,)))
     return found
-
-
-def _divisible(message_bytes: int, ranks: int) -> int:
-    """The next size whose fp32 elements the ranks divide."""
-    unit = 4 * ranks
-    return -(-message_bytes // unit) * unit
 
 
 def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, seconds: float) -> OneTime:

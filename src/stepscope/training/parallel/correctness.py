@@ -21,6 +21,7 @@ import contextlib
 import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -92,8 +93,9 @@ def check_ranks(
     compute = torch.bfloat16 if record.settings.get("compute") == "bf16" else None
     least = _least(choices, cuts_sums=record.cuts_sums or _scales_what_it_holds(choices))
     verdicts: list[_Distance] = []
+    sgd, adamw = partial(torch.optim.SGD, lr=_LEARNING_RATE), partial(torch.optim.AdamW, lr=1e-4)
     # AdamW is judged by its losses alone, so nothing else is copied for it.
-    for make_optimizer, parts_of_found in ((_sgd, (0, 1)), (_adamw, (2,))):
+    for make_optimizer, parts_of_found in ((sgd, (0, 1)), (adamw, (2,))):
         copies = _Copies(device, wanted=0 in parts_of_found)
         expected = (
             _expected(make_parts, choices, device, ranks, make_optimizer, copies=copies, compute=compute)
@@ -333,14 +335,6 @@ def _clip(optimizer: torch.optim.Optimizer, choices: Workload, norm_of: NormOf =
     if choices.clip is not None:
         # On a CPU, PyTorch's norm in fp32 of a million numbers is off by some 1e-4, and of two halves by another.
         clip_gradients(updated_by(optimizer), choices.clip, norm_of, torch.float64)
-
-
-def _sgd(parameters: Sequence[object]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=_LEARNING_RATE)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-
-
-def _adamw(parameters: Sequence[object]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
 
 
 def _add_loss(losses: dict[str, Tensor], step: int, loss: float, parts: int) -> None:

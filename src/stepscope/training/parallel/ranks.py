@@ -70,7 +70,9 @@ class _Joined(Ranks):
                 rank=place.rank, world_size=place.ranks, timeout=_WAIT,
                 device_id=device if device.type == "cuda" else None,
             )  # fmt: skip
-            self._side = _group(dist.new_group(backend="gloo", timeout=_WAIT))
+            side = dist.new_group(backend="gloo", timeout=_WAIT)
+            assert isinstance(side, dist.ProcessGroup)  # all ranks are in this one
+            self._side = side
         except (RuntimeError, ValueError, OSError) as error:
             raise StepscopeError(
                 f"rank {self.rank} of {self.ranks} could not meet the others: {one_line(error)}"
@@ -99,12 +101,6 @@ class _Joined(Ranks):
     def part(self) -> None:
         gc.collect()  # NCCL waits for CUDA graphs that hold its collectives, and a step that is left is a circle
         dist.destroy_process_group()
-
-
-def _group(made: Any) -> dist.ProcessGroup:
-    """The group, which PyTorch's types say may be none for ranks that are not in it; all ranks are in this one."""
-    assert isinstance(made, dist.ProcessGroup)
-    return made
 
 
 def join(place: RankPlace | None, device: torch.device) -> Ranks:

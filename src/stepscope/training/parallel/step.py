@@ -110,11 +110,6 @@ class Strategy(Protocol):
     def __call__(self, whole: Whole, ranks: Ranks) -> Spread: ...
 
 
-def named_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """The gradients of a model whose ranks hold them whole."""
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
 def replicated(
     whole: Whole, module: nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None,
     finish: Callable[[], None] | None = None,
@@ -122,9 +117,13 @@ def replicated(
 ) -> Spread:  # fmt: skip
     """A spread whose every rank keeps all parameters and gradients. `module`: what forward calls, if not the whole."""
     model = whole.model
+
+    def gradients() -> dict[str, Tensor]:
+        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
     return Spread(
         model=model, forward=module or whole.forward, optimizer=optimizer or whole.optimizer_of(model.parameters()),
-        full_parameters=lambda: dict(model.named_parameters()), full_gradients=lambda: named_gradients(model),
+        full_parameters=lambda: dict(model.named_parameters()), full_gradients=gradients,
         finish=finish or _nothing, finishes=finish is not None, local=local,
     )  # fmt: skip
 

@@ -361,7 +361,9 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
         try:
             for trial in trials:
                 exact, plain, again = trial.run(torch.float64), trial.run(), trial.run()
-                _check_not_random(plain, again)
+                # With dropout any difference from float64 would pass for its rounding.
+                if not all(torch.allclose(again[result], each, rtol=0.05, atol=0.05) for result, each in plain.items()):
+                    raise Unlike("their forward gives other numbers when it is called again")
                 module.__class__ = replacement
                 found: dict[Frozen, dict[str, Tensor]] = {
                     frozen: trial.run(frozen=frozen) for frozen in (None, "input", "weights")
@@ -373,13 +375,6 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
             module.__class__ = original
             for each, trains in modes.items():
                 each.training = trains
-
-
-def _check_not_random(plain: Mapping[str, Tensor], again: Mapping[str, Tensor]) -> None:
-    """Raise Unlike for a module, as one with dropout, whose numbers change: any difference from float64 would
-    pass for its rounding."""
-    if not all(torch.allclose(again[result], each, rtol=0.05, atol=0.05) for result, each in plain.items()):
-        raise Unlike("their forward gives other numbers when it is called again")
 
 
 def _judge_module(

@@ -191,10 +191,6 @@ def _pixels(config: Any, samples: int, _length: int) -> Tensor:
     return torch.randn(samples, getattr(config, "num_channels", 3), height, width)
 
 
-def _spectrum(config: Any, samples: int, _length: int) -> Tensor:
-    return torch.randn(samples, config.num_mel_bins, 2 * config.max_source_positions)
-
-
 def _classes(config: Any, samples: int, _length: int) -> dict[str, Tensor]:
     problem = getattr(config, "problem_type", None)
     if problem == "multi_label_classification":  # each class is one of its own, and its loss takes floating numbers
@@ -207,7 +203,9 @@ def _classes(config: Any, samples: int, _length: int) -> dict[str, Tensor]:
 _INPUTS: dict[str, Callable[[Any, int, int], Tensor]] = {
     "input_ids": _tokens,
     "pixel_values": _pixels,
-    "input_features": _spectrum,
+    "input_features": lambda config, samples, _length: torch.randn(
+        samples, config.num_mel_bins, 2 * config.max_source_positions
+    ),
     "input_values": lambda _config, samples, length: torch.randn(samples, length),
 }
 """What makes the input of a model, by the name of its main input."""

@@ -55,7 +55,8 @@ def describe_module(
 
 def structure_digest(module: nn.Module) -> str:
     """A digest of the classes of all submodules and of the names, shapes and dtypes of parameters and buffers."""
-    lines = [f"{path} {_class(part)}" for path, part in module.named_modules(remove_duplicate=False)]
+    # The classes of parametrised modules are made as needed, all with one name. The qualified name tells them apart.
+    lines = [f"{path} {type(part).__qualname__}" for path, part in module.named_modules(remove_duplicate=False)]
     for kind, tensors in (("parameter", module.named_parameters), ("buffer", module.named_buffers)):
         lines += [
             f"{kind} {name} {tuple(t.shape)} {_dtype(t)} {t.requires_grad}"
@@ -81,11 +82,6 @@ def _file_of(cls: type) -> Path | None:
     file = Path(written).resolve()
     ours = Path(__file__).resolve().parents[2]
     return None if any(file.is_relative_to(place) for place in (*_LIBRARIES, ours)) else file
-
-
-def _class(part: nn.Module) -> str:
-    # The classes of parametrised modules are made as needed, all with one name. The qualified name tells them apart.
-    return type(part).__qualname__
 
 
 def _dtype(tensor: Tensor) -> str:
