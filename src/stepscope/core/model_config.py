@@ -128,7 +128,7 @@ PRESETS: dict[str, ModelConfig] = {
 def _public(name: str, d_model: int, d_ff: int, layers: int, heads: int) -> ModelConfig:
     return ModelConfig(
         name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocabulary=128_256, kv_heads=8
-    )  # fmt: skip
+    )
 
 
 PUBLIC_SHAPES: dict[str, ModelConfig] = {

@@ -198,9 +198,11 @@ class StrategyRecord:
 
 _BUCKET = StrategyOption(name="bucket", default="25", words="MiB of gradients in a message")
 _COMPUTE = StrategyOption(
-    name="compute", default="own", choices=("own", "bf16"),
+    name="compute",
+    default="own",
+    choices=("own", "bf16"),
     words="the dtype in which parameters are gathered and used; shards and gradients keep theirs",
-)  # fmt: skip
+)
 
 STRATEGIES: dict[str, StrategyRecord] = {
     record.name: record
@@ -351,8 +353,9 @@ def strategy_named(parallel: str) -> StrategyRecord:
     for word in chosen:
         option, sign, value = word.partition("=")
         if "," in value:
-            raise InputError(f"--parallel {parallel}: several options are joined by colons, as in "
-                             f"{name}:{word.replace(',', ':')}")  # fmt: skip
+            raise InputError(
+                f"--parallel {parallel}: several options are joined by colons, as in {name}:{word.replace(',', ':')}"
+            )
         if option in settings:
             raise InputError(f"--parallel {parallel}: {option} is said twice, leave out one of them")
         if option not in options or not sign:

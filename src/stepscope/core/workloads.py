@@ -125,8 +125,10 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "choose default, blocks or max-autotune-no-cudagraphs"
             )
         if self.graph == "step" and self.optimizer == "adamw-bf16-state" and self.phase == "train":
-            raise InputError("adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
-                             "choose adamw-one-launch")  # fmt: skip
+            raise InputError(
+                "adamw-bf16-state counts its updates on the host, which --graph step does not replay: "
+                "choose adamw-one-launch"
+            )
         masters = PRECISIONS[self.dtype].masters > 0
         if masters and self.optimizer == "adamw-bf16-state" and self.phase == "train":
             raise InputError(f"adamw-bf16-state keeps no master weights: with dtype {self.dtype} choose another AdamW")
@@ -146,8 +148,10 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"{other} --parallel fsdp2:compute=bf16, where the shards are the masters"
             )
         if shared and self.optimizer == "adamw-under-backward":
-            raise InputError("optimizer adamw-under-backward is for a step that one process runs: leave out "
-                             "--parallel, or choose another")  # fmt: skip
+            raise InputError(
+                "optimizer adamw-under-backward is for a step that one process runs: leave out "
+                "--parallel, or choose another"
+            )
         plain = ("adamw-bf16-state", *OF_ONE_LAUNCH)  # they update plain tensors alone
         dtensors = self.parallel != NOT_PARALLEL and strategy_named(self.parallel).dtensors
         if dtensors and self.optimizer in plain and self.phase == "train":

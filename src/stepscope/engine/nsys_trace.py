@@ -98,9 +98,11 @@ def _watch(nsys: Nsys, request: StepRequest, folder: Path, cuda: bool) -> tuple[
     with output.open("wb") as printed:
         process = subprocess.Popen(
             tool.profile_command(nsys, folder.absolute() / "trace", command, cuda=cuda),
-            stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT,
+            stdin=subprocess.PIPE,
+            stdout=printed,
+            stderr=subprocess.STDOUT,
             start_new_session=True,  # Ctrl-C on the terminal reaches this process alone, which passes it on
-        )  # fmt: skip
+        )
     assert process.stdin is not None
     try:
         # stdin stays open: it is the watched process's lifeline, as a cell's is in a sweep.

@@ -401,9 +401,12 @@ def time_in_turns(*drafts: Draft) -> None:
             reading.read_before()
         try:
             results = measure(
-                subjects, device=drafts[0].timing, settings=_settings(*drafts), on_progress=tell,
+                subjects,
+                device=drafts[0].timing,
+                settings=_settings(*drafts),
+                on_progress=tell,
                 before_measuring=before_measuring,
-            )  # fmt: skip
+            )
         except StepFailed as failure:
             results = failure.partial
             raise
@@ -565,20 +568,24 @@ def _small(workload: TextbookWorkload) -> TextbookWorkload:
     micro_batches = strategy_named(workload.parallel).micro_batches(workload.ranks, workload.accumulation)
     vocabulary = min(workload.model.vocabulary, _VOCABULARY)
     return msgspec.structs.replace(
-        workload, model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
+        workload,
+        model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
         batch_size=min(workload.batch_size, _SAMPLES * workload.ranks * micro_batches),
-        seq_len=min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks), compile="eager",
+        seq_len=min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks),
+        compile="eager",
         checkpointing=_of_fewer_layers(workload, layers),
-    )  # fmt: skip
+    )
 
 
 def _with_smaller_sizes(found: Correctness, workload: TextbookWorkload) -> Correctness:
     """What was found, with the sizes in which the step that was checked is smaller than the workload's."""
     small = _small(workload)
     pairs = {
-        "layers": (small.layers, workload.layers), "vocabulary": (small.model.vocabulary, workload.model.vocabulary),
-        "seq_len": (small.seq_len, workload.seq_len), "batch_size": (small.batch_size, workload.batch_size),
-    }  # fmt: skip
+        "layers": (small.layers, workload.layers),
+        "vocabulary": (small.model.vocabulary, workload.model.vocabulary),
+        "seq_len": (small.seq_len, workload.seq_len),
+        "batch_size": (small.batch_size, workload.batch_size),
+    }
     return msgspec.structs.replace(found, **{name: one for name, (one, whole) in pairs.items() if one < whole})
 
 

@@ -238,9 +238,10 @@ def _dropouts(part: nn.Module) -> list[str]:
     """The attributes that hold such a share: `p` of PyTorch's modules, and numbers that others name after dropout."""
     is_dropout = isinstance(part, nn.modules.dropout._DropoutNd)
     return [
-        name for name, value in vars(part).items()
+        name
+        for name, value in vars(part).items()
         if isinstance(value, float) and 0 < value <= 1 and ((is_dropout and name == "p") or "drop" in name)
-    ]  # fmt: skip
+    ]
 
 
 def cross_entropy(logits_BSV: Tensor, targets: Tensor) -> Tensor:

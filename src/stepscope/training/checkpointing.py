@@ -472,9 +472,12 @@ def _runner_of(span: Span) -> BlockRunner:
 
 
 def checkpointed(
-    function: Callable[..., Any], *args: Any, contexts: Callable[[], Contexts] | None = None, random: bool = False,
+    function: Callable[..., Any],
+    *args: Any,
+    contexts: Callable[[], Contexts] | None = None,
+    random: bool = False,
     **kwargs: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """What the function returns. It keeps its arguments for backward, which runs it again.
 
     contexts: the contexts of both runs, which may keep more. random: whether the function draws random numbers, as

@@ -72,8 +72,10 @@ class AdamWOneLaunch(Updating):
 
     def _update_clipped(self, ready: Mapping[int, list[Tensor]], max_norm: float) -> None:
         """Update these parameters of each group, with gradients clipped to this norm over all groups."""
-        updates = [(number, self._update_of(number, parameters), _gradients(parameters))
-                   for number, parameters in ready.items()]  # fmt: skip
+        updates = [
+            (number, self._update_of(number, parameters), _gradients(parameters))
+            for number, parameters in ready.items()
+        ]
         if self._clipping is None:
             self._clipping = Clipping(max_norm, updates[0][2][0].device)
         self._clipping.measure([(update, gradients) for _, update, gradients in updates])
@@ -135,9 +137,7 @@ class AdamWOneLaunch(Updating):
             master = self._masters.pop(parameter, None)
             state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
         master = state.get("master", parameter)
-        return Updated(
-            parameter=parameter, master=master, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"]
-        )  # fmt: skip
+        return Updated(parameter=parameter, master=master, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
 
 
 class AdamWUnderBackward(AdamWOneLaunch):

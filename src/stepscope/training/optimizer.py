@@ -280,9 +280,12 @@ class OnMasters(Updating):
     counts_updates = True
 
     def __init__(
-        self, parameters: Iterable[Tensor], make: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
-        masters: Mapping[Tensor, Tensor], max_norm: float | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Iterable[Tensor],
+        make: Callable[[Sequence[Tensor]], torch.optim.Optimizer],
+        masters: Mapping[Tensor, Tensor],
+        max_norm: float | None = None,
+    ) -> None:
         """make: an optimizer of the tensors that it is given: masters, and parameters that need none. max_norm: the
         bound on the gradients' global norm; None for none."""
         self._parameters = list(parameters)

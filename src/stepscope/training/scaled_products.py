@@ -64,8 +64,9 @@ def cast_as_on_a_gpu(model: nn.Module) -> None:
     """
     layers = [module for module in model.modules() if type(module) is ScaledLinear and module.by == "tensor"]
     if layers and triton_fault("cuda") is not None:
-        raise InputError("products of 8 bits cannot be run on fake tensors without Triton: install it, or use the "
-                         "formulas")  # fmt: skip
+        raise InputError(
+            "products of 8 bits cannot be run on fake tensors without Triton: install it, or use the formulas"
+        )
     for layer in layers:
         layer.kernels = _load() is not None
 
@@ -155,7 +156,7 @@ def _turned(operand: Tensor, scale: Tensor) -> Tensor:
 
 def scaled_product(
     a: Tensor, b: Tensor, by: By, *, left: torch.dtype = torch.float8_e4m3fn, fast: bool = False
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """a (R, K) b (K, N) as bf16 (R, N), with operands cast to 8 bits: a to `left`, b to e4m3.
 
     by: `tensor`, or `row`: a scale for each row of a and each column of b. fast: whether Tensor Cores may add up in

@@ -116,9 +116,7 @@ class StepGraphs:
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads, as a compiler's or a sampler's, may go on with what a capture forbids.
-            with torch.cuda.graph(
-                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-            ):  # fmt: skip
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 run()
         except StepscopeError:
             raise
@@ -209,9 +207,7 @@ Share = Callable[[StepParts, Workload], Shared]
 class AssembledStep:
     """A step made of parts and choices: the model, compiled or not, the optimizer, and the phases of one step."""
 
-    def __init__(
-        self, parts: StepParts, choices: Workload, device: torch.device, share: Share | None = None
-    ) -> None:  # fmt: skip
+    def __init__(self, parts: StepParts, choices: Workload, device: torch.device, share: Share | None = None) -> None:
         """share: spreads the parts over several processes, of which this is one."""
         shared = share(parts, choices) if share is not None else None
         if shared is not None:
@@ -375,9 +371,11 @@ class TrainingStep(AssembledStep):
 
 
 def textbook_parts(
-    workload: TextbookWorkload, device: torch.device, start: Mapping[str, Tensor] | None = None,
+    workload: TextbookWorkload,
+    device: torch.device,
+    start: Mapping[str, Tensor] | None = None,
     batches: Sequence[Batch] | None = None,
-) -> StepParts:  # fmt: skip
+) -> StepParts:
     """The textbook's model, initialised by the workload's seed, and its batches of random tokens.
 
     start: the values that its parameters begin from instead, in fp32. batches: others, on the device.
@@ -489,9 +487,12 @@ LEARNING_RATE = 1e-4
 
 
 def optimizer_for(
-    trained: Sequence[nn.Parameter], choices: Workload, masters: Mapping[Tensor, Tensor] | None = None, *,
+    trained: Sequence[nn.Parameter],
+    choices: Workload,
+    masters: Mapping[Tensor, Tensor] | None = None,
+    *,
     max_norm: float | None = None,
-) -> torch.optim.Optimizer:  # fmt: skip
+) -> torch.optim.Optimizer:
     """The optimizer that was chosen, of these parameters. masters: the first values in fp32 of those in bf16. max_norm:
     the bound on the gradients' norm, for an optimizer that clips by itself: it must have all gradients."""
     if choices.optimizer == "adamw-bf16-state":

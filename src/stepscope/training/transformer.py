@@ -29,9 +29,7 @@ class RMSNorm(nn.Module):
     A fused norm also takes the branch that is added to x before, and then gives the sum too.
     """
 
-    def __init__(
-        self, d_model: int, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS
-    ) -> None:  # fmt: skip
+    def __init__(self, d_model: int, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS) -> None:
         super().__init__()
         self.fused = parts.norm
         self.weight = nn.Parameter(torch.empty(d_model, device=device))
@@ -136,9 +134,7 @@ class CausalSelfAttention(nn.Module):
 class SwiGLU(nn.Module):
     """The feed-forward of a block: down(silu(gate(x)) * up(x))."""
 
-    def __init__(
-        self, config: ModelConfig, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS
-    ) -> None:  # fmt: skip
+    def __init__(self, config: ModelConfig, device: torch.device | None = None, parts: Parts = REFERENCE_PARTS) -> None:
         super().__init__()
         self.fused, self.joint = parts.mlp, parts.projections
         self.gate = nn.Linear(config.d_model, config.d_ff, bias=False, device=device)

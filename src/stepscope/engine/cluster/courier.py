@@ -103,9 +103,10 @@ def _see_whether_one_answers(address: str) -> None:
         socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
     except (OSError, ValueError) as error:
         remedy = (
-            "`ray start --head` opens it where Ray was installed as ray[client]" if address.startswith(_CLIENT)
+            "`ray start --head` opens it where Ray was installed as ray[client]"
+            if address.startswith(_CLIENT)
             else f"{_NAMES_THE_CLUSTER} names it"
-        )  # fmt: skip
+        )
         raise InputError(f"no Ray cluster answers at {address}: {one_line(error)}; {remedy}") from error
 
 

@@ -448,10 +448,11 @@ class WatchedRun:
         draft.set(samples=samples, warmup_steady=timed.steady)
         draft.say_timed_steps(
             tuple(timed.spans),
-            forwards=timed.entered(FORWARD, count), backwards=timed.entered(BACKWARD, count),
+            forwards=timed.entered(FORWARD, count),
+            backwards=timed.entered(BACKWARD, count),
             evaluated=_evaluated(timed.evaluations(count), self.watch.phases.evaluated.values()),
             saved=self.watch.saves.of(timed.spans),
-        )  # fmt: skip
+        )
         readings.read_after(count, whole=bool(timed.measured))
         if count < asked:
             missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")
@@ -481,9 +482,12 @@ def _evaluated(seconds: Sequence[float], called: Iterable[tuple[str, str]]) -> E
         return None
     named = list(called)
     return Evaluated(
-        modules=tuple(dict.fromkeys(name for name, _ in named)), where=next((line for _, line in named if line), ""),
-        steps=len(took), of=len(seconds), median_s=statistics.median(took),
-    )  # fmt: skip
+        modules=tuple(dict.fromkeys(name for name, _ in named)),
+        where=next((line for _, line in named if line), ""),
+        steps=len(took),
+        of=len(seconds),
+        median_s=statistics.median(took),
+    )
 
 
 class _Readings:

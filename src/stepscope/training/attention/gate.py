@@ -142,8 +142,10 @@ def few_shapes() -> tuple[AttentionShape, ...]:
 def long_shapes() -> tuple[AttentionShape, ...]:
     """Calls for GPUs with more queries than `LONG`, in the head dimensions that have kernels of their own there."""
     kinds: tuple[tuple[bool, int, int, Numbers], ...] = (
-        (True, 4, LONG + 85, "offset"), (False, 4, 900, "normal"), (True, 2, LONG + 85, "normal"),
-    )  # fmt: skip
+        (True, 4, LONG + 85, "offset"),
+        (False, 4, 900, "normal"),
+        (True, 2, LONG + 85, "normal"),
+    )
     return tuple(
         AttentionShape(
             batch=1, heads=4, key_heads=key_heads, queries=LONG + 85, keys=keys, head_dim=head_dim, causal=causal,
@@ -421,9 +423,12 @@ class _Case:
     def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
         """The verdict on this call. function: judged in place of the implementation of this name, where that runs."""
         verdict = partial(
-            AttentionVerdict, dtype=self.dtype, shape=self.shape, allowance=self._allowance(name),
+            AttentionVerdict,
+            dtype=self.dtype,
+            shape=self.shape,
+            allowance=self._allowance(name),
             yardsticks=self._yardsticks(),
-        )  # fmt: skip
+        )
         backward = True
         if function is None:
             reason = self._fault(name, backward=True)

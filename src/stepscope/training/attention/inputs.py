@@ -13,8 +13,11 @@ from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 
 DTYPES: dict[torch.dtype, TensorDtype] = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-}  # fmt: skip
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 TORCH_DTYPES: dict[TensorDtype, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
 
 

@@ -80,7 +80,7 @@ def with_gradient(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
 @torch.no_grad()
 def norm_over_ranks(
     parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32, *, but_for: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The global norm of gradients of which each rank has some that no other has. but_for: a parameter that another
     rank has, too, and counts."""
     square = global_norm([parameter for parameter in parameters if parameter is not but_for], dtype).square()

@@ -68,9 +68,7 @@ class _Collective:
     expected: Tensor
 
 
-def time_collectives(
-    argument: bytes, ranks: Ranks, device: torch.device, say: Say
-) -> RankTimes:  # fmt: skip
+def time_collectives(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> RankTimes:
     """The times of all that the CollectivePlan names, as this rank sees them. Each is told when it is known."""
     plan = msgspec.json.decode(argument, type=CollectivePlan)
     found = RankTimes(host=host_name(), environment=read_environment(device), times=())

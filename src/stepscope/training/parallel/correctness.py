@@ -155,9 +155,12 @@ class _Distance(NamedTuple):
 
 
 def _distance(
-    found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], others: Sequence[float], least: float,
+    found: Mapping[str, Tensor],
+    wanted: Mapping[str, Tensor],
+    others: Sequence[float],
+    least: float,
     slack: _Slack,
-) -> _Distance:  # fmt: skip
+) -> _Distance:
     error, worst = furthest(found, wanted, slack)
     spread = max(others, default=0.0)
     return _Distance(error, worst, spread, max(_ALLOWED * spread, least))
@@ -191,10 +194,13 @@ def _expected(
         with contextlib.suppress(_NoSplit):
             other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies, compute=compute)
             # Only the distance is kept: a model of billions of parameters has no room for every way.
-            others.append((
-                furthest(other[0], whole[0])[0], furthest(other[1], whole[1], slack)[0],
-                furthest(other[2], whole[2])[0],
-            ))  # fmt: skip
+            others.append(
+                (
+                    furthest(other[0], whole[0])[0],
+                    furthest(other[1], whole[1], slack)[0],
+                    furthest(other[2], whole[2])[0],
+                )
+            )
             losses.append(_after_a_step(other[2]))
     return _Expected(whole, others, difference_bound(losses, independent), slack)
 
@@ -303,9 +309,7 @@ def _by_ranks(
     return gradients, _changes(copies.of(spread.full_parameters() if copies.wanted else {}), began), losses
 
 
-def _one_by_one(
-    spread: Spread, parts: StepParts, batch: Batch, choices: Workload, device: torch.device
-) -> Tensor:  # fmt: skip
+def _one_by_one(spread: Spread, parts: StepParts, batch: Batch, choices: Workload, device: torch.device) -> Tensor:
     """Forward and backward of each micro-batch; returns the loss."""
     count = choices.accumulation
     losses: list[Tensor] = []

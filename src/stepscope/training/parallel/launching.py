@@ -259,9 +259,10 @@ class _Job:
                 self._raise_for_the_last(bound_s)
         last = [rank.last or Word() for rank in self._ranks]
         return Launched(
-            values=tuple(bytes(word.value) for word in last), threads=last[0].threads,
+            values=tuple(bytes(word.value) for word in last),
+            threads=last[0].threads,
             start_s=None if self._met_s is None else self._met_s - self._began_s,
-        )  # fmt: skip
+        )
 
     def _hear(self, seconds: float) -> bool:
         """Take in what the ranks say within this time; returns whether any said something."""

@@ -66,10 +66,13 @@ class _Joined(Ranks):
         try:
             # Shards that lie in the host's memory are gathered over gloo, by the same group.
             dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else self.backend, init_method=place.meeting,
-                rank=place.rank, world_size=place.ranks, timeout=_WAIT,
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else self.backend,
+                init_method=place.meeting,
+                rank=place.rank,
+                world_size=place.ranks,
+                timeout=_WAIT,
                 device_id=device if device.type == "cuda" else None,
-            )  # fmt: skip
+            )
             side = dist.new_group(backend="gloo", timeout=_WAIT)
             assert isinstance(side, dist.ProcessGroup)  # all ranks are in this one
             self._side = side

@@ -111,10 +111,13 @@ class Strategy(Protocol):
 
 
 def replicated(
-    whole: Whole, module: nn.Module | None = None, *, optimizer: torch.optim.Optimizer | None = None,
+    whole: Whole,
+    module: nn.Module | None = None,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
     finish: Callable[[], None] | None = None,
     local: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-) -> Spread:  # fmt: skip
+) -> Spread:
     """A spread whose every rank keeps all parameters and gradients. `module`: what forward calls, if not the whole."""
     model = whole.model
 
@@ -135,10 +138,13 @@ def shared_by(name: str, ranks: Ranks) -> Share:
     def share(parts: StepParts, choices: Workload) -> Shared:
         spread = spread_parts(record, parts, choices, ranks)
         made = dataclasses.replace(
-            parts, model=spread.model, forward=spread.forward, optimizer=spread.optimizer,
+            parts,
+            model=spread.model,
+            forward=spread.forward,
+            optimizer=spread.optimizer,
             blocks=parts.blocks if spread.blocks is None else spread.blocks,
             batches=[part_of(batch, parts, record, ranks) for batch in parts.batches],
-        )  # fmt: skip
+        )
         finish = spread.finish if spread.finishes else None
         return Shared(parts=made, finish=finish, local=spread.local, run=spread.run, norm_of=spread.norm_of)
 

@@ -21,9 +21,7 @@ from stepscope.kernels.parts.projections import joint_projections
 class Norm(Protocol):
     """x + branch, or x without a branch, and its RMSNorm."""
 
-    def __call__(
-        self, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    def __call__(self, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]: ...
 
 
 class Rope(Protocol):

@@ -117,9 +117,12 @@ class PartVerdict:
 
 
 def check_part(
-    name: Kernels, cases: Sequence[PartCase], dtypes: Sequence[TensorDtype], device: torch.device,
+    name: Kernels,
+    cases: Sequence[PartCase],
+    dtypes: Sequence[TensorDtype],
+    device: torch.device,
     function: Function | None = None,
-) -> list[PartVerdict]:  # fmt: skip
+) -> list[PartVerdict]:
     """Run the gate. function: judged in place of the implementation of this name."""
     return [_judge(name, case, dtype, device, function) for dtype in dtypes for case in cases]
 
@@ -174,9 +177,12 @@ def interpreter_slack(dtype: torch.dtype, device_type: str) -> float:
 
 
 def compare(
-    exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], units: Mapping[str, float],
+    exact: Mapping[str, Tensor],
+    plain: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    units: Mapping[str, float],
     slack: float,
-) -> tuple[dict[str, tuple[float, float]], str]:  # fmt: skip
+) -> tuple[dict[str, tuple[float, float]], str]:
     """By result its relative error and the one that is allowed, and what is wrong, "" where nothing is.
 
     exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result.
@@ -244,7 +250,7 @@ class _Inputs:
 
     def run(
         self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False, frozen: Sequence[int] = ()
-    ) -> dict[str, Tensor]:  # fmt: skip
+    ) -> dict[str, Tensor]:
         """Results and gradients by name; with a dtype, of the same numbers in it; copied: of copies, which the call may
         write to; frozen: of these inputs there are no gradients, nor of one that the call forgets."""
         leaves = [t.to(dtype or t.dtype, copy=copied).detach() for t in self.tensors]
@@ -299,9 +305,11 @@ def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
 
 
 _WRITTEN_OUT: dict[Part, Function] = {
-    "norm": formulas.rms_norm, "rope": formulas.rotated, "mlp": formulas.silu_product,
+    "norm": formulas.rms_norm,
+    "rope": formulas.rotated,
+    "mlp": formulas.silu_product,
     "loss": formulas.linear_cross_entropy,
-}  # fmt: skip
+}
 """Each part in PyTorch's operators: the judge in float64, and the measure of what a dtype can."""
 
 
@@ -379,7 +387,7 @@ def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial
 
 def _judge_module(
     exact: Mapping[str, Tensor], plain: Mapping[str, Tensor], found: Mapping[str, Tensor], trial: Trial, frozen: Frozen
-) -> None:  # fmt: skip
+) -> None:
     """Raise Unlike where results, or the gradients that are due with this frozen, are missing or too far off."""
     gradients = {result for result in plain if result.startswith("gradient")}
     spared = {None: set[str](), "input": {trial.of_input}, "weights": gradients - {trial.of_input}}[frozen]
@@ -469,9 +477,11 @@ def trials_of_one_tensor(module: nn.Module, epsilon: float) -> Iterator[Trial]:
 
     weights: dict[str, Tensor] = {}
     for name, value in module.named_parameters():
-        moved = value.detach() + 0.1 * normal(*value.shape) if value.dim() < 2 else (
-            normal(*value.shape) / value.shape[-1] ** 0.5
-        )  # fmt: skip
+        moved = (
+            value.detach() + 0.1 * normal(*value.shape)
+            if value.dim() < 2
+            else (normal(*value.shape) / value.shape[-1] ** 0.5)
+        )
         weights[name] = moved.to(value.dtype)
     width = first.shape[-1]
     for dtype, autocast in ways_of(first.dtype):

@@ -117,9 +117,7 @@ def _names(forward: Callable[..., Any]) -> _Names:
     return _Names(tuple(places), frozenset(named), any(each.kind is each.VAR_KEYWORD for each in parameters))
 
 
-def loss_forward(
-    own: Callable[..., Any], kernel: Callable[..., Tensor], of: LanguageModel
-) -> Callable[..., Any]:  # fmt: skip
+def loss_forward(own: Callable[..., Any], kernel: Callable[..., Tensor], of: LanguageModel) -> Callable[..., Any]:
     """A forward that computes the loss from hidden states, wherever it may."""
     names, returned = _names(own), _output_type(own)
     rest = sorted(_fields(returned) - {"loss", "logits"})

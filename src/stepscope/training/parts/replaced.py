@@ -255,7 +255,7 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     else:
         forward = _forward_of_one_tensor(
             original.forward, functools.partial(_norm if part == "norm" else _mlp, kernel, way)
-        )  # fmt: skip
+        )
 
     def reduce(self: nn.Module, _protocol: object) -> tuple[Any, ...]:
         return _made_again, (original, part, name, way), self.__dict__
@@ -272,7 +272,7 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
 
 def _forward_of_one_tensor(
     own: Callable[..., Any], compute: Callable[[nn.Module, Tensor], Tensor]
-) -> Callable[..., Any]:  # fmt: skip
+) -> Callable[..., Any]:
     """A forward by a kernel, for calls with one tensor that the kernel takes."""
 
     @functools.wraps(own)

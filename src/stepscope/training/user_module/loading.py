@@ -393,7 +393,7 @@ class Loaded:
 
 def load_factory(
     spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0, device: torch.device | None = None
-) -> Loaded:  # fmt: skip
+) -> Loaded:
     """Load what a factory returns, or a Hugging Face model by its configuration (`.json`).
 
     device: where a configuration's parameters are made; a factory decides for itself, and None is the CPU.
@@ -478,9 +478,7 @@ def make_user_step(
     return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=by_factory)
 
 
-def user_parts(
-    workload: Workload, device: torch.device, given: Callable[[], Loaded] | None = None
-) -> StepParts:  # fmt: skip
+def user_parts(workload: Workload, device: torch.device, given: Callable[[], Loaded] | None = None) -> StepParts:
     """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
     loaded = given() if given else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
     if loaded.made is None:

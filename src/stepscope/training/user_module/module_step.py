@@ -355,7 +355,7 @@ class ModuleStep(AssembledStep):
 
     def __init__(
         self, user_module: UserModule, choices: Workload, device: torch.device, share: Share | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """user_module: the module as the factory returned it. It is moved to the device. share: as of AssembledStep."""
         check_choices(choices, device)
         check_trained(user_module, choices)

@@ -59,12 +59,13 @@ def of_split(
     kept = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
     make = whole.make_optimizer
     return Spread(
-        model=model, forward=whole.forward,
+        model=model,
+        forward=whole.forward,
         optimizer=make([{"params": alike} for alike in (split, kept) if alike]) if make is not None else None,
         full_parameters=lambda: full(dict(model.named_parameters())),
         full_gradients=lambda: full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}),
         local=local,
-    )  # fmt: skip
+    )
 
 
 def checked(whole: Whole, ranks: int, name: str) -> Transformer:
@@ -76,7 +77,7 @@ def checked(whole: Whole, ranks: int, name: str) -> Transformer:
         "heads": attention.query.out_features // attention.head_dim,
         "kv_heads": attention.key.out_features // attention.head_dim,
         "d_ff": feed_forward.gate.out_features,
-    }  # fmt: skip
+    }
     for size_name, size in sizes.items():
         if size % ranks:
             raise InputError(f"--parallel {name} splits {size_name}, and {size} do not divide by {ranks} ranks")

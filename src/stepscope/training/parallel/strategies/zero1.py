@@ -34,9 +34,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
-        optimizer_class: Callable[..., torch.optim.Optimizer], **kwargs: Any,
-    ) -> None:  # fmt: skip
+        self,
+        parameters: Iterable[Tensor] | Iterable[dict[str, Any]],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        **kwargs: Any,
+    ) -> None:
         self._make, self._kwargs = optimizer_class, kwargs
         self._owner: dict[Tensor, int] = {}
         self._held = [0] * dist.get_world_size()
