@@ -139,8 +139,8 @@ def test_a_key_is_safe_in_a_file_name_and_tells_experiments_apart():
 
 def test_what_is_asked_does_not_depend_on_what_was_found():
     found = msgspec.structs.replace(OWN, by_factory=("optimizer",), optimizer="AdamW")
-    assert msgspec.structs.replace(found, optimizer="adamw-foreach").asked == OWN.asked
-    assert OWN.asked.model == UserModel(name="")
+    assert msgspec.structs.replace(found, optimizer="adamw-foreach").requested == OWN.requested
+    assert OWN.requested.model == UserModel(name="")
 
 
 @pytest.mark.parametrize(

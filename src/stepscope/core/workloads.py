@@ -279,11 +279,6 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         return self
 
     @property
-    def asked(self) -> "TextbookWorkload":
-        """The workload as it can be known before its model is made."""
-        return self
-
-    @property
     def sizes(self) -> ModelConfig:
         """The sizes of the model, from which formulas say its work and memory."""
         return self.model
@@ -326,7 +321,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, but for these fields: sizes, and choices that are not the usual."""
-        said = {
+        words = {
             "model": self.model.name,
             "batch_size": f"b{self.batch_size}",
             "seq_len": f"s{self.seq_len}",
@@ -337,7 +332,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
             "projections": f"{self.projections}-projections" if self.projections != "apart" else "",
             **self.choice_words,
         }
-        return [word for field, word in said.items() if word and field not in without]
+        return [word for field, word in words.items() if word and field not in without]
 
     @property
     def identity(self) -> dict[str, object]:
@@ -674,7 +669,7 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, without these fields."""
-        said = {
+        words = {
             "model": self.name,
             "batch_size": f"b{self.batch_size}" if self.batch_size else "",
             "seq_len": f"s{self.seq_len}" if self.seq_len else "",
@@ -683,7 +678,7 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
             **self.choice_words,
             **self._more_words(),
         }
-        return [word for field, word in said.items() if word and field not in without]
+        return [word for field, word in words.items() if word and field not in without]
 
     def _more_words(self) -> dict[str, str]:
         return {}
@@ -720,7 +715,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     @property
     def identity(self) -> dict[str, object]:
         """What digests of an experiment are made of: all that can be known before the factory is called."""
-        return _without_defaults(msgspec.to_builtins(self.asked))
+        return _without_defaults(msgspec.to_builtins(self.requested))
 
     @property
     def parts(self) -> dict[Part, Kernels]:
@@ -728,7 +723,7 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return {"norm": self.norm, "mlp": self.mlp, "loss": self.loss}
 
     @property
-    def asked(self) -> "FactoryWorkload":
+    def requested(self) -> "FactoryWorkload":
         """The workload as it can be known before the factory is called."""
         optimizer = "adamw-foreach" if "optimizer" in self.by_factory else self.optimizer
         return msgspec.structs.replace(self, model=UserModel(name=""), optimizer=optimizer, by_factory=())
@@ -766,13 +761,13 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return [
             ("model" if is_configuration(self.factory) else "module", self.factory),
             *(("arg", f"{name}={value}") for name, value in self.arguments.items()),
-            *_kernels_at_once(dict(_different(self.asked, usual, without=without)), MODULE_PARTS),
+            *_kernels_at_once(dict(_different(self.requested, usual, without=without)), MODULE_PARTS),
             *self._spelled_phase,
         ]
 
     def _key_words(self) -> list[str]:
         # A run's directory is named before the factory is called.
-        return self.asked.words()
+        return self.requested.words()
 
     @property
     def name(self) -> str:
@@ -780,8 +775,8 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return self.model.name or re.split(r"[:/]", self.factory.removesuffix(".json"))[-1]
 
     def _more_words(self) -> dict[str, str]:
-        said = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # The key has these as b4 and s128 already.
-        values = [f"{n}{value}" for n, value in self.arguments.items() if n not in said or said[n] != value]
+        in_key = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # as b4 and s128
+        values = [f"{n}{value}" for n, value in self.arguments.items() if n not in in_key or in_key[n] != value]
         return {"arguments": "-".join(values), **part_words(self.parts)}
 
 
@@ -805,11 +800,6 @@ class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
     def parts(self) -> dict[Part, Kernels]:
         """How each part is computed, where that was chosen: nowhere."""
         return {}
-
-    @property
-    def asked(self) -> "WatchedWorkload":
-        """The workload as it can be known before its model is made."""
-        return self
 
     @property
     def key_without_code(self) -> str:
