@@ -31,7 +31,7 @@ def children() -> list[int]:
             command, parent = (place / "cmdline").read_bytes(), (place / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if b"stepscope.training.parallel.launching" in command and parent[0] != "Z" and _of_this_test(place):
+        if b"-m\0stepscope.training.parallel.launching" in command and parent[0] != "Z" and _of_this_test(place):
             found.append(int(place.name))
     return found
 
