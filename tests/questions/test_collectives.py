@@ -5,7 +5,7 @@ import pytest
 from stepscope.core.environment import Environment
 from stepscope.core.samples import Samples
 from stepscope.core.study_results import CollectiveTime, keep_fits, kept_fits
-from stepscope.questions.collectives.answer import answer_collectives, fits_of
+from stepscope.questions.collectives import answer_collectives, fits_of
 from stepscope.rendering.picture import draw_svg
 
 

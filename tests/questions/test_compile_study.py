@@ -40,12 +40,14 @@ from stepscope.questions.compile.answer import (
     CompileCell,
     Total,
     answer_compile,
+    check_modes,
+    cold_caches,
+    compile_cells,
     kernels_of_capture,
     kernels_of_profile,
     pair_up,
     payback,
 )
-from stepscope.questions.compile.study import check_modes, cold_caches, compile_cells
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.traces.captures.digest import FamilyRow, TraceDigest
 from tests.command import WITHOUT_POLARS, Done, stepscope

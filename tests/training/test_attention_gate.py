@@ -23,7 +23,7 @@ from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError
 from stepscope.kernels.flash.tiled import flash_tiled
 from stepscope.questions.attention import grid as attention_matrix
-from stepscope.questions.attention.gate_answer import answer_gate
+from stepscope.questions.attention.answer import answer_gate
 from stepscope.questions.attention.grid import GateMatrix, decode_matrix
 from stepscope.training.attention import AttentionFunction, implementation
 from stepscope.training.attention.gate import (

@@ -12,7 +12,7 @@ from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio
 from stepscope.core.units import format_bytes, format_share
-from stepscope.questions.compared_cells import child_environment
+from stepscope.questions.compare.comparison import child_environment
 from stepscope.runs.answer import heading, status_word
 from stepscope.runs.metrics import memory_of, peak_bytes
 

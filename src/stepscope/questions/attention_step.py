@@ -17,13 +17,13 @@ from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,
     Pair,
+    Sizes,
     bars_of,
     compare_runs,
     missing_cells,
     replaced_runs,
     unlike_environments,
 )
-from stepscope.questions.compared_cells import Sizes
 from stepscope.runs.metrics import median_s, memory_of, peak_bytes
 
 # A model's steps with different attentions, side by side: groups, what moved, and what can be told apart.

@@ -23,6 +23,7 @@ from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,
     Pair,
+    Sizes,
     compare_runs,
     doubtful_runs,
     missing_cells,
@@ -31,7 +32,6 @@ from stepscope.questions.compare.comparison import (
     same_but,
     unlike_environments,
 )
-from stepscope.questions.compared_cells import Sizes
 from stepscope.runs import metrics
 from stepscope.runs import metrics as communication
 from stepscope.runs.answer import bar

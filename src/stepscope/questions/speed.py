@@ -19,7 +19,9 @@ from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,
     Pair,
+    Sizes,
     compare_runs,
+    compared_cells,
     doubtful_runs,
     listed,
     missing_cells,
@@ -29,7 +31,6 @@ from stepscope.questions.compare.comparison import (
     speed_ups_of,
     unlike_environments,
 )
-from stepscope.questions.compared_cells import Sizes, compared_cells
 from stepscope.runs.metrics import launch_bound_share, median_s, memory_of
 
 # A step run in several dtypes: how much faster it is than in fp32, and which part of it made the gain.

@@ -15,8 +15,9 @@ import torch
 
 from stepscope.core.errors import StepscopeError
 from stepscope.core.study_results import CollectiveFits
-from stepscope.questions.collectives import study as collectives
+from stepscope.questions import collectives
 from stepscope.recording.environment import read_environment
+from stepscope.training.parallel import launching
 from stepscope.training.parallel.collective_times import OneTime, RankTimes
 from tests.command import stepscope
 
@@ -70,7 +71,7 @@ def test_what_was_timed_before_a_rank_died_is_shown(monkeypatch: pytest.MonkeyPa
             keep(number, part)
         raise StepscopeError("rank 0 died")
 
-    monkeypatch.setattr(collectives, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     found = collectives.study_collectives(
         lambda _name, _share: None, ranks=(2, 2, 3), sizes=(1024,), backends=("gloo",)
     )

@@ -151,7 +151,7 @@ def _network(said: str, usual: "Network") -> "Network":
         return parse_network(said, usual)
     from stepscope.core.answer import decode_answer
     from stepscope.core.files import read_named
-    from stepscope.questions.collectives.answer import fits_in
+    from stepscope.questions.collectives import fits_in
 
     found = decode_answer(read_named(Path(file)), file)
     joined = parse_network(figures, usual) if figures else usual

@@ -5,7 +5,9 @@ two runs (a subclass of Pair). What must be the same, which of several runs stan
 and what is missing are decided once, in `compare`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import contextlib
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -17,9 +19,12 @@ from stepscope.core.doubts import doubt_mark
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.formulas.spelled import parameters_of
+from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
-from stepscope.core.run import Run
+from stepscope.core.run import Run, Settings
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
+from stepscope.engine.plan import Cell as SweepCell
+from stepscope.engine.plan import grid, order_cells
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
 from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of
@@ -414,3 +419,49 @@ def replaced_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
             "then the newest.",
         )
     yield from disagreeing(study.disagreements)
+
+
+# What a study of runs measures: its usual sizes, and its cells.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is measured where the user says nothing."""
+
+    models: tuple[str, ...]
+    seq_len: int
+    batch_size: int
+    dtypes: tuple[str, ...]
+
+
+def compared_cells(
+    *,
+    models: Sequence[ModelConfig],
+    seq_lens: Sequence[int],
+    batch_size: int,
+    dtypes: Sequence[str],
+    settings: Settings,
+    **choices: Sequence[str | None],
+) -> tuple[SweepCell, ...]:
+    """A cell for each combination, small models first. `choices`: of other fields of the workload."""
+    lists = {field: list(values) for field, values in choices.items()}
+    sizes = {"seq_len": list(seq_lens), "batch_size": [batch_size], "dtype": list(dtypes)}
+    workloads = grid(model=models, **sizes, **lists)
+    return order_cells([SweepCell(workload=workload, settings=settings) for workload in workloads])
+
+
+# Environment variables for the processes that a study starts.
+
+
+@contextlib.contextmanager
+def child_environment(wanted: Mapping[str, str]) -> Generator[None]:
+    """Processes that start in here have these variables; afterwards they are what they were."""
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

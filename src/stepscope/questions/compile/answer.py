@@ -1,15 +1,17 @@
 """The answer to "what does torch.compile give, and what does it cost": tables, curves, and what follows from them."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import tempfile
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
 from stepscope.core.doubts import doubting_kinds
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
@@ -17,12 +19,16 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import COMPILES
+from stepscope.engine.plan import Cell as SweepCell
 from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,
     Pair,
+    Sizes,
     bars_of,
+    child_environment,
     compare_runs,
+    compared_cells,
     doubtful_runs,
     listed,
     missing_cells,
@@ -835,3 +841,43 @@ def _panels(study: CompileStudy) -> tuple[Panel, ...]:
         *over_sizes("steps until compiling is paid for", steps, several_shapes=several, y_log=True),
         *bars_of(study, STEP),
     )
+
+
+# What does torch.compile give? Forward and the full step of some models, eager and in modes of torch.compile.
+
+
+BASELINE = CompileCell.BASELINE
+MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)
+
+
+ON_GPU = Sizes(models=("small", "large", "2.7B"), seq_len=512, batch_size=4, dtypes=("bf16",))
+ON_CPU = Sizes(models=("tiny",), seq_len=32, batch_size=1, dtypes=("fp32",))
+"""Two minutes on two cores, nearly all of it a C++ compiler's."""
+
+
+def check_modes(modes: Sequence[str]) -> tuple[str, ...]:
+    """The modes to set beside eager. Raises InputError for one that there is not."""
+    if BASELINE in modes:
+        raise InputError(f"--compile names what is set beside {BASELINE}, which is always measured: leave it out")
+    for mode in modes:
+        choose(mode, MODES, "compile mode")
+    return tuple(modes)
+
+
+def compile_cells(
+    *, phases: Sequence[str], modes: Sequence[str], attentions: Sequence[str], **sizes: Any
+) -> tuple[SweepCell, ...]:
+    """Each combination of these and the sizes, as `compared_cells` takes them, eager and in every mode."""
+    return compared_cells(phase=phases, attention=attentions, compile=[BASELINE, *modes], **sizes)
+
+
+@contextlib.contextmanager
+def cold_caches() -> Generator[None]:
+    """Processes started in here compile from nothing, and what they leave on disk goes at the end.
+
+    torch.compile finds code that an earlier process generated, on disk: the time of compiling would be that of reading.
+    """
+    with tempfile.TemporaryDirectory(prefix="stepscope-inductor-", ignore_cleanup_errors=True) as folder:
+        wanted = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
+        with child_environment(wanted):
+            yield

@@ -33,8 +33,7 @@ from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Cell, SweepPlan
-    from stepscope.questions.compare.comparison import ComparedRun
-    from stepscope.questions.compared_cells import Sizes
+    from stepscope.questions.compare.comparison import ComparedRun, Sizes
 
 _Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
 

@@ -117,7 +117,7 @@ def why_nothing(matrix: "GateMatrix") -> str:
 
 def show_matrix(matrix: "GateMatrix", shown: Presentation) -> None:
     """Show the matrix of verdicts."""
-    from stepscope.questions.attention.gate_answer import answer_gate
+    from stepscope.questions.attention.answer import answer_gate
     from stepscope.questions.attention.grid import encode_matrix
 
     versions = ", ".join(f"{name} {version}" for name, version in matrix.versions.items())

@@ -95,8 +95,17 @@ def compiled(
     prices: bool,
 ) -> None:
     """What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it fused."""
-    from stepscope.questions.compile.answer import CompileCell, answer_compile, pair_up
-    from stepscope.questions.compile.study import BASELINE, ON_CPU, ON_GPU, check_modes, cold_caches, compile_cells
+    from stepscope.questions.compile.answer import (
+        BASELINE,
+        ON_CPU,
+        ON_GPU,
+        CompileCell,
+        answer_compile,
+        check_modes,
+        cold_caches,
+        compile_cells,
+        pair_up,
+    )
 
     if prices:
         _prices(asked, warmup, phase, attention, compile)
@@ -126,9 +135,8 @@ def compiled(
 def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...] | None) -> None:
     """The price of each graph break and recompilation of the user's own module."""
     from stepscope.core.workloads import FactoryWorkload
-    from stepscope.questions.compile.price_study import compile_prices
-    from stepscope.questions.compile.prices import answer_prices
-    from stepscope.questions.compile.study import ON_CPU, ON_GPU
+    from stepscope.questions.compile.answer import ON_CPU, ON_GPU
+    from stepscope.questions.compile.prices import answer_prices, compile_prices
 
     if not asked.is_own:
         raise InputError("--prices is for a module of your own: add --module FILE:FACTORY")
@@ -198,7 +206,7 @@ def kernels(
     from stepscope.app.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
     from stepscope.engine.plan import Policy, SweepPlan
-    from stepscope.questions.compared_cells import compared_cells
+    from stepscope.questions.compare.comparison import compared_cells
 
     recording = recording_from(record or (tool,), trace_steps)
     plan = SweepPlan(
@@ -391,7 +399,7 @@ def attention_step(*, asked: AskedSteps, attention: tuple[str, ...] | None) -> N
 
         check_only(asked.shown.only, TITLES)
     from stepscope.questions.attention_step import ON_CPU, ON_GPU, usual_attentions
-    from stepscope.questions.compared_cells import compared_cells
+    from stepscope.questions.compare.comparison import compared_cells
 
     attentions = attention or usual_attentions(asked.device_type)
     cells = compared_cells(
@@ -525,7 +533,7 @@ def collectives(
     Inside torchrun or srun the ranks of that job take part.
     """
     place = place_in_job(os.environ)
-    from stepscope.questions.collectives.study import study_collectives
+    from stepscope.questions.collectives import study_collectives
 
     given = given_ones({"ranks": ranks, "backends": backend, "sizes": sizes, "largest": largest, "seconds": seconds})
     with interrupts.raising():
