@@ -28,7 +28,7 @@ import numpy as np
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import CONFIDENCE, Interval, Samples
-from stepscope.runs.checks.timing import not_steady
+from stepscope.runs.checks.measurement import not_steady
 from stored import keep
 
 RHOS = (0.0, 0.5, 0.9)

@@ -29,7 +29,7 @@ _COMMAND = ("-m", "stepscope")
 _IMPORTED = (
     "torch", "polars", "typer._adapters", "stepscope.app.cli.app", "stepscope.engine.step", "stepscope.engine.sweep",
     "stepscope.allocations.prediction.answer", "stepscope.allocations.planning.answer",
-    "stepscope.rendering.pages.named", "stepscope.rendering.page.render",
+    "stepscope.rendering.pages.named", "stepscope.rendering.pages.html",
 )  # fmt: skip
 """What takes long and what most verbs end up with, of both wings."""
 _NO_MATTER = (

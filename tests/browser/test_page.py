@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from stepscope.rendering.page.render import render_page
+from stepscope.rendering.pages.html import render_page
 from stepscope.rendering.pages.named import page_named
 from tests.conftest import at_length
 from tests.rendering.page.test_render import HOSTILE, hostile_page

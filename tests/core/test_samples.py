@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.run_directory import load_run
 from stepscope.core.samples import Interval, Samples, known
-from stepscope.runs.checks.timing import not_steady
+from stepscope.runs.checks.measurement import not_steady
 from tests.conftest import make_run
 
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=10.0), min_size=5, max_size=40)

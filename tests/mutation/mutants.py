@@ -346,7 +346,7 @@ MUTANTS = (
     # Judgement, and what is on disk.
     Mutant(
         name="a timer may stop at half of the work",
-        file="runs/checks/timing.py",
+        file="runs/checks/measurement.py",
         old="total > 1.05 * whole + 50e-6",
         new="total > 2.05 * whole + 50e-6",
         falsifies="a timer that did not wait for the device is believed (row 1)",

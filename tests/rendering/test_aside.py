@@ -1,8 +1,7 @@
 """Plots that another process draws: the same as those drawn here, also where that process is gone."""
 
 from stepscope.core.answer import Answer, Panel, Point
-from stepscope.rendering.aside import Drawer
-from stepscope.rendering.picture import draw_svg
+from stepscope.rendering.picture import Drawer, draw_svg
 
 
 def answer(name: str, points: int = 3) -> Answer:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError, printable
-from stepscope.rendering.perfetto import Rank, lanes, write_perfetto
+from stepscope.rendering.chrome_trace import Rank, lanes, write_perfetto
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.occupation import occupation
 from stepscope.traces.read import read_trace
@@ -175,7 +175,7 @@ def test_what_cannot_be_written_is_said_and_leaves_nothing(tmp_path: Path, monke
         with pytest.raises(InputError, match="cannot write"):
             write_perfetto([rank_of(planted())], out)
     (tmp_path / "out.json").write_text("older")
-    monkeypatch.setattr("stepscope.rendering.perfetto._text", _disk_full)
+    monkeypatch.setattr("stepscope.rendering.chrome_trace._text", _disk_full)
     with pytest.raises(InputError, match="No space left"):
         write_perfetto([rank_of(planted())], tmp_path / "out.json")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.json", "older")]

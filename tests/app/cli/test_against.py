@@ -11,7 +11,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.processes import Change
 from stepscope.core.run_directory import load_runs
 from stepscope.core.samples import Interval
-from stepscope.runs.against_answer import verdict
+from stepscope.runs.run_sets import verdict
 from tests.app.cli.test_repeat import SMALL
 from tests.command import stepscope
 

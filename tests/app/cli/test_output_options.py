@@ -28,7 +28,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.study_results import Tuned
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.rendering import aside
+from stepscope.rendering import picture as aside
 from stepscope.rendering.renderers import STYLES
 from stepscope.traces.captures import digest as captures
 from stepscope.traces.captures.digest import load_capture

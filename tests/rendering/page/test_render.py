@@ -8,7 +8,7 @@ import pytest
 
 from stepscope.core.answer import Answer, Figure, Frame, Line, Node, Page, Panel, Point, Section, Slice, table_of
 from stepscope.core.finding import warning
-from stepscope.rendering.page.render import heat, lanes, render_page, tiles
+from stepscope.rendering.pages.html import heat, lanes, render_page, tiles
 from stepscope.rendering.pages.named import page_named
 
 ROOT = Path(__file__).parents[3]

@@ -13,14 +13,15 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import note
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.rendering.renderers import render
-from stepscope.rendering.writeup.assignments import NAMES, assignment_named
 from stepscope.rendering.writeup.document import (
+    ASSIGNMENTS,
     MOST_ALIKE,
     MOST_ROWS,
     SCALES,
     Found,
     Material,
     Target,
+    assignment_named,
     gather,
     write_up,
 )
@@ -34,7 +35,7 @@ HOSTILE = "<script>alert(1)</script> | `x`"
 
 
 def test_every_question_answers_or_says_why():
-    for name in NAMES:
+    for name in ASSIGNMENTS:
         questions = assignment_named(name).questions
         assert len({question.id for question in questions}) == len(questions)
         for question in questions:

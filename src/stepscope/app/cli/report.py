@@ -13,7 +13,7 @@ from stepscope.core.answer import GENERATOR
 from stepscope.core.errors import InputError, choose
 from stepscope.core.polars_memory import give_pages_back
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
-from stepscope.rendering.aside import Drawer
+from stepscope.rendering.picture import Drawer
 
 if TYPE_CHECKING:
     from stepscope.core.answer import Page
@@ -56,7 +56,7 @@ def report(
             from stepscope.rendering.pages.redaction import redacted
 
             page = redacted(page, what)
-        from stepscope.rendering.page.render import render_page
+        from stepscope.rendering.pages.html import render_page
 
         text = render_page(page, drawer.draw)
     finally:
@@ -81,7 +81,7 @@ def _made(
         return page_of_comparison(what, runs, across, warn)
 
     def begun(page: "Page") -> None:
-        from stepscope.rendering.page.render import pictures_of
+        from stepscope.rendering.pages.html import pictures_of
 
         if drawer is not None:
             for wanted in pictures_of(page):

@@ -138,8 +138,7 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
     from stepscope.engine.plan import Policy
 
     def report(measured: list[Run]) -> None:
-        from stepscope.runs.against_answer import against_as_json, answer_against
-        from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
+        from stepscope.runs.run_sets import against_as_json, answer_against, answer_set, set_as_json, sets_of
 
         if len(measured) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
             _show(measured[0], Path(plan.out) / measured[0].id, shown, save)

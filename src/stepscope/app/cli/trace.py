@@ -87,7 +87,7 @@ def capture_of_rank(captures: list[Path], rank: int) -> Path:
 
 def _export(job: "Job", captures: list[Path], out: Path) -> None:
     """Write all ranks into one file for Perfetto, on the clock of the first."""
-    from stepscope.rendering.perfetto import Rank, write_perfetto
+    from stepscope.rendering.chrome_trace import Rank, write_perfetto
     from stepscope.traces.captures.digest import load_capture
     from stepscope.traces.read import find_capture
 
@@ -185,14 +185,14 @@ def trace(
 
     findings = check_trace(summary)
     if perfetto is not None:
-        from stepscope.rendering.perfetto import Rank, write_perfetto
+        from stepscope.rendering.chrome_trace import Rank, write_perfetto
 
         gaps = summary.occupation.gaps if summary.occupation else None
         written = write_perfetto([Rank("", summary.attribution, gaps)], perfetto, sources=[place])
         warn(f"{written} slices in {perfetto}: open it at https://ui.perfetto.dev")
     view = _view(shown.only, top, sort, graph_capture)
     if cut is not None:
-        from stepscope.rendering.cut import write_cut
+        from stepscope.rendering.chrome_trace import write_cut
 
         warn(f"{write_cut(asked.attribution, cut, source=place)} rows of work in {cut}")
     _show(asked, findings, place, view, save, shown)

@@ -42,8 +42,7 @@ def writeup(
     runs: Path,
 ) -> None:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
-    from stepscope.rendering.writeup.assignments import assignment_named
-    from stepscope.rendering.writeup.document import SCALES, Material, Target, gather, write_up
+    from stepscope.rendering.writeup.document import SCALES, Material, Target, assignment_named, gather, write_up
 
     asked = assignment_named(assignment)
     choose(scale, SCALES, "scale")

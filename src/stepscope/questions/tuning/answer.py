@@ -10,7 +10,7 @@ from stepscope.core.formulas.spelled import cell_name, describe_workload, run_ca
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.core.workloads import Workload
-from stepscope.runs.against_answer import interval_text
+from stepscope.runs.run_sets import interval_text
 
 STUDY = "tune"
 GAVE, SIDES, LOSSES = "What each change gave", "The end, in processes of their own", "Losses"

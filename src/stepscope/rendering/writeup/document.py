@@ -1,5 +1,6 @@
 """A write-up as a document: Markdown with its plots beside it, or one HTML file. Figures are those of the Answers."""
 
+import importlib
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ import msgspec
 from stepscope.core.answer import GENERATOR, Answer, Line, Page, Section, Table, decode_answer, text
 from stepscope.core.attention_timing import decode_timings
 from stepscope.core.doubts import doubting_kinds
-from stepscope.core.errors import InputError, one_line, printable
+from stepscope.core.errors import InputError, choose, one_line, printable
 from stepscope.core.files import read_named
 from stepscope.core.finding import Finding
 from stepscope.core.range_names import FORWARD_BACKWARD, STEP
@@ -27,7 +28,7 @@ from stepscope.questions.attention.answer import answer_attention
 from stepscope.questions.compare.comparison import same_part
 from stepscope.questions.compare.sides import side_named
 from stepscope.rendering.cells import where_of
-from stepscope.rendering.page.render import render_page
+from stepscope.rendering.pages.html import render_page
 from stepscope.rendering.picture import draw_answer
 from stepscope.rendering.plots.save import plot_spec, plot_svg
 from stepscope.rendering.renderers import render
@@ -245,6 +246,16 @@ class Assignment:
     def questions(self) -> tuple[Question, ...]:
         """Those of all parts."""
         return tuple(question for part in self.parts for question in part.questions)
+
+
+ASSIGNMENTS = ("cs336",)
+"""The names of assignments. Each has a file beside this one that ends with `ASSIGNMENT`."""
+
+
+def assignment_named(name: str) -> Assignment:
+    """The assignment of this name. Raises InputError, with the names, for another."""
+    choose(name, ASSIGNMENTS, "assignment")
+    return importlib.import_module(f"stepscope.rendering.writeup.{name}").ASSIGNMENT
 
 
 # The questions of an assignment, each with its Answer or with the reason why there is none.

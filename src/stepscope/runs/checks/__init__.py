@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 from stepscope.core.finding import SEVERITIES, Finding
 from stepscope.core.run import Run
-from stepscope.runs.checks import computation, conditions, execution, loops, timing
+from stepscope.runs.checks import computation, execution, loops, measurement
 
 Check = Callable[[Run], Finding | None]
 
 CHECKS: tuple[Check, ...] = (
-    timing.timer_stopped_early,
-    timing.impossible_rate,
-    timing.compiled_while_measured,
+    measurement.timer_stopped_early,
+    measurement.impossible_rate,
+    measurement.compiled_while_measured,
     computation.precision_mismatch,
     computation.attention_in_fp32,
     computation.compile_not_used,
@@ -43,28 +43,28 @@ CHECKS: tuple[Check, ...] = (
     loops.host_reads,
     loops.fp32_beside_half,
     loops.synchronises_micro_batches,
-    conditions.unvaried_input,
-    timing.beyond_the_ceiling,
-    timing.not_steady,
-    timing.few_samples,
-    timing.correlated_samples,
-    timing.warm_up_unsettled,
-    timing.wide_spread,
-    conditions.cache_given_back,
-    conditions.clocks_held_down,
-    conditions.gpu_shared,
-    conditions.host_busy,
-    conditions.preset_changed,
-    conditions.config_not_followed,
+    measurement.unvaried_input,
+    measurement.beyond_the_ceiling,
+    measurement.not_steady,
+    measurement.few_samples,
+    measurement.correlated_samples,
+    measurement.warm_up_unsettled,
+    measurement.wide_spread,
+    measurement.cache_given_back,
+    measurement.clocks_held_down,
+    measurement.gpu_shared,
+    measurement.host_busy,
+    measurement.preset_changed,
+    measurement.config_not_followed,
     execution.update_after_backward,
-    timing.launch_bound,
-    timing.profiler_overhead,
+    measurement.launch_bound,
+    measurement.profiler_overhead,
     loops.unpinned_batch,
     loops.gradients_zeroed,
     loops.optimizer_loops,
     loops.shapes_change,
-    conditions.cache_resident,
-    conditions.peak_unknown,
+    measurement.cache_resident,
+    measurement.peak_unknown,
 )
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from stepscope.core.errors import InputError
 from stepscope.core.range_names import PHASES
 from stepscope.core.units import Window, parse_window
-from stepscope.rendering.cut import write_cut
+from stepscope.rendering.chrome_trace import write_cut
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.detail_tables import View, detail_tables
 from stepscope.traces.captures.details import (

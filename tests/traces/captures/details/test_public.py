@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 
 from stepscope.core.units import Window
-from stepscope.rendering.cut import write_cut
+from stepscope.rendering.chrome_trace import write_cut
 from stepscope.traces.captures.answer import trace_as_json
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.details import (

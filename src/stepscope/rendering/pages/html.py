@@ -242,7 +242,7 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
 
 
 def _file(name: str) -> str:
-    return (resources.files("stepscope.rendering.page") / name).read_text(encoding="utf-8")
+    return (resources.files("stepscope.rendering.pages") / name).read_text(encoding="utf-8")
 
 
 def _findings(page: Page) -> list[Finding]:
@@ -329,12 +329,12 @@ def _undoubted(cell: object) -> object:
 
 
 def pictures_of(page: Page) -> list[Answer]:
-    """What report/picture is to draw for a page, in order."""
+    """What rendering/picture.py is to draw for a page, in order."""
     return [wanted for one in page.sections if (wanted := _to_draw(one.answer)) is not None]
 
 
 def _to_draw(answer: Answer) -> Answer | None:
-    """The panels that report/picture draws, and nothing else of the answer; None where there are none."""
+    """The panels that rendering/picture.py draws, and nothing else of the answer; None where there are none."""
     panels = tuple(panel for panel in answer.panels if panel.kind not in OWN)
     if not any(panel.points for panel in panels):
         return None

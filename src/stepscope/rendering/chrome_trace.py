@@ -1,16 +1,17 @@
-"""Captures as a trace for Perfetto (ui.perfetto.dev): device work as recorded, and beside it what was made of it.
+"""Captures written in Chrome's trace format: whole for Perfetto (ui.perfetto.dev), or a part as a smaller capture.
 
-The Chrome trace format: one complete event ("X") or counter ("C") a line, microseconds from the first event of all
-captures. Each device is a process with a track of steps, one of idle gaps with their causes, three a stream (work,
-phases, modules), one a family, and counters; each process of the host has a track of ranges a thread. Where there are
-several ranks, the names of processes begin with the rank's. Perfetto draws slices of one track nested: where they
-overlap without nesting, a track goes on in further lanes.
+For Perfetto: device work as recorded, and beside it what was made of it. One complete event ("X") or counter ("C") a
+line, microseconds from the first event of all captures. Each device is a process with a track of steps, one of idle
+gaps with their causes, three a stream (work, phases, modules), one a family, and counters; each process of the host has
+a track of ranges a thread. Where there are several ranks, the names of processes begin with the rank's. Perfetto draws
+slices of one track nested: where they overlap without nesting, a track goes on in further lanes.
 """
 
 import contextlib
 import gzip
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -20,11 +21,13 @@ import polars as pl
 
 from stepscope.core.errors import InputError, printable
 from stepscope.core.evidence import TRACE_TOOLS
-from stepscope.core.run_directory import CAPTURE_FILES, DIGEST_FILE, RUN_FILE
-from stepscope.traces.captures.attribution import ROOT, Attribution
+from stepscope.core.run_directory import CAPTURE_FILES, DIGEST_FILE, RUN_FILE, write_atomically
+from stepscope.traces.captures.attribution import ROOT, Attribution, gather, is_node, tells_phase
 from stepscope.traces.kernels.names import kernel_labels
+from stepscope.traces.launches import is_launch
+from stepscope.traces.nesting import Nest, numbered
 from stepscope.traces.read import find_capture
-from stepscope.traces.table import COPIES, COUNTER_SCHEMA, empty, stepwise
+from stepscope.traces.table import COPIES, COUNTER_SCHEMA, TraceTable, empty, stepwise
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""
@@ -189,15 +192,12 @@ def _origin_ns(ranks: Sequence[Rank]) -> int:
 
 
 def _counter_text(values: pl.DataFrame, title: str, pid: int, origin: int) -> bytes:
-    head = msgspec.json.encode({"ph": "C", "name": title, "pid": pid}).decode()[:-1]
-    ts = _microseconds(pl.col("start_ns") - origin)
-    line = pl.concat_str(pl.lit(f'{head},"ts":'), ts, pl.lit(',"args":{"value":'), "value", pl.lit("}}"))
-    return ",\n".join(values.select(line).to_series().to_list()).encode()
+    fields = {"ts": _microseconds(pl.col("start_ns") - origin), "args": _object({}, {"value": pl.col("value")})}
+    return _lines(values, _object({"ph": "C", "name": title, "pid": pid}, fields)).encode()
 
 
 def _text(slices: pl.DataFrame, category: str, pid: int, tid: int, origin: int) -> bytes:
     """The slices' events, a line each; further columns, where they are not null, become their arguments."""
-    head = msgspec.json.encode({"ph": "X", "cat": category, "pid": pid, "tid": tid}).decode()[:-1]
     further = [name for name in slices.columns if name not in {"start_ns", "duration_ns", "name"}]
     texts = slices.select(
         _microseconds(pl.col("start_ns") - origin).alias("ts"),
@@ -205,16 +205,27 @@ def _text(slices: pl.DataFrame, category: str, pid: int, tid: int, origin: int) 
         _json(slices["name"]),
         *(_json(slices[name]) for name in further),
     )
-    arguments = [pl.lit(f'"{name}":') + pl.col(name) for name in further]
-    joined = pl.concat_str(arguments, separator=",", ignore_nulls=True) if arguments else pl.lit("")
-    line = [pl.lit(f'{head},"ts":'), "ts", pl.lit(',"dur":'), "dur", pl.lit(',"name":'), "name", pl.lit(',"args":{')]
-    return ",\n".join(texts.select(pl.concat_str(*line, joined, pl.lit("}}"))).to_series().to_list()).encode()
+    arguments = _object({}, {name: pl.col(name) for name in further})
+    fields = {"ts": pl.col("ts"), "dur": pl.col("dur"), "name": pl.col("name"), "args": arguments}
+    return _lines(texts, _object({"ph": "X", "cat": category, "pid": pid, "tid": tid}, fields)).encode()
+
+
+def _object(head: Mapping[str, object], fields: Mapping[str, pl.Expr | pl.Series]) -> pl.Expr:
+    """A JSON object as text: what all rows share, and fields that hold JSON already, without those that are null."""
+    shared = msgspec.json.encode(head).decode()[1:-1]
+    own = [pl.concat_str(pl.lit(f'"{name}":'), value) for name, value in fields.items()]
+    parts = [*([pl.lit(shared)] if shared else []), *own]
+    inside = pl.concat_str(parts, separator=",", ignore_nulls=True) if parts else pl.lit("")
+    return pl.concat_str(pl.lit("{"), inside, pl.lit("}"))
+
+
+def _lines(frame: pl.DataFrame, line: pl.Expr) -> str:
+    return ",\n".join(frame.select(line.alias("line"))["line"].to_list())
 
 
 def _microseconds(nanoseconds: pl.Expr) -> pl.Expr:
     """Nanoseconds as microseconds in decimal text, exact to the nanosecond."""
-    thousandths = (nanoseconds % 1_000).cast(pl.String).str.zfill(3)
-    return pl.concat_str((nanoseconds // 1_000).cast(pl.String), pl.lit("."), thousandths)
+    return pl.format("{}.{}", nanoseconds // 1_000, (nanoseconds % 1_000).cast(pl.String).str.zfill(3))
 
 
 def _json(values: pl.Series) -> pl.Series:
@@ -338,18 +349,19 @@ def _device_tracks(group: str, work: pl.DataFrame, gaps: pl.DataFrame | None) ->
             yield _Track(group=group, title=title, category="family", slices=slices)
 
 
-def _host_bits(rank: Rank) -> tuple[int, int]:
+def _host_bits(table: TraceTable) -> tuple[int, int]:
     """Nsight Systems' numbers carry the machine's above those of the system: 24 bits each of process and thread."""
-    return (24, 2**24 - 1) if rank.attribution.table.profiler == "Nsight Systems" else (0, 2**63 - 1)
+    return (24, 2**24 - 1) if table.profiler == "Nsight Systems" else (0, 2**63 - 1)
 
 
 def _process_group(rank: Rank, process: int) -> str:
-    shift, mask = _host_bits(rank)
+    shift, mask = _host_bits(rank.attribution.table)
     return f"process {(process >> shift) & mask}"
 
 
 def _host_tracks(rank: Rank) -> Iterator[_Track]:
-    table, (_, mask) = rank.attribution.table, _host_bits(rank)
+    table = rank.attribution.table
+    _, mask = _host_bits(table)
     kinds = [
         ("ranges", "range", table.ranges.filter("nested")),
         ("ranges across threads", "range", table.ranges.filter(~pl.col("nested"))),
@@ -393,3 +405,205 @@ def _labels(names: pl.Series, alias: str) -> pl.Series:
     labels = kernel_labels(distinct.to_list())
     shown = pl.Series([labels[name] for name in distinct.to_list()], dtype=pl.String)
     return names.cast(pl.String).replace_strict(distinct, shown).alias(alias)
+
+
+# A part of a capture as a smaller trace, in the format of torch.profiler that other tools open too.
+#
+# It holds the part's device work, the calls that launched it, what the host did meanwhile (ranges, operators, calls
+# that launch nothing), and the forward operators of the backward operators in it, so that work keeps its phase and
+# module. Backward work keeps its module where the thread that ran forward launches some work of the part too. Times are
+# microseconds from the first event, exact to the nanosecond.
+
+
+_CATEGORIES = {"kernel": "kernel", "memcpy": "gpu_memcpy", "memset": "gpu_memset", "graph": "kernel"}
+_JSON = "json"
+"""Marks columns of text that is JSON already."""
+_LEAD_NS = 1_000
+"""How long after 0 the first row begins: work at 0 would be taken for work whose time was not collected."""
+
+
+def write_cut(attribution: Attribution, out: Path, *, source: Path | None = None) -> int:
+    """Write the attribution's work as a trace to `out`, compressed if it is named .gz; the number of rows of work.
+
+    `source` is the capture (or its run directory): it is never overwritten. Raises InputError where `out` cannot be
+    written, or the part has CPU operators without those that they call.
+    """
+    if not out.name.endswith((".json", ".json.gz")):
+        raise InputError(f"--cut {out}: name a .json or a .json.gz")
+    in_a_run = (out.parent / RUN_FILE).exists() and out.name in CAPTURE_FILES
+    if in_a_run or (source is not None and _is_part_of(out, source)):
+        raise InputError(f"cannot write {out}: it is a capture; name another file")
+    text = "".join(_document(attribution)).encode()
+    try:
+        write_atomically(gzip.compress(text, 1, mtime=0) if out.name.endswith(".gz") else text, out)
+    except OSError as error:
+        raise InputError(f"cannot write {out}: {error.strerror or error}") from None
+    return attribution.work.height
+
+
+def _document(attribution: Attribution) -> Iterator[str]:
+    table = attribution.table
+    devices = [{"id": index, "name": name} for index, name in sorted(table.devices.items())]
+    parts = dict(_parts(attribution))
+    starts = [frame["start_ns"].min() for frame in parts.values() if frame.height]
+    origin = min((start for start in starts if isinstance(start, int)), default=0) - _LEAD_NS
+    head = {"schemaVersion": 1, "deviceProperties": devices, "displayTimeUnit": "ms", "baseTimeNanoseconds": origin}
+    yield json.dumps(head)[:-1] + ', "traceEvents": [\n'
+    separator = ""
+    for category, frame in parts.items():
+        if frame.height:
+            yield separator + _events(frame, category, origin)
+            separator = ",\n"
+    links = table.links
+    if parts["cpu_op"].height and links.height:
+        own = links.join(
+            parts["cpu_op"].select("process", "thread", "start_ns").unique(),
+            on=["process", "thread", "start_ns"],
+            how="semi",
+        )
+        for phase, ends in (("s", own.filter("begins")), ("f", own.filter(~pl.col("begins")))):
+            if ends.height:
+                yield separator + _arrows(ends, phase, origin)
+    yield "\n]}\n"
+
+
+def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
+    """The rows of each category, with process and thread as the tools number them."""
+    table, work = attribution.table, attribution.work
+    shift, mask = _host_bits(table)
+
+    def host(frame: pl.DataFrame) -> pl.DataFrame:
+        if shift:
+            process = pl.col("process") // 2**shift % (mask + 1)
+            frame = frame.with_columns(process.alias("process"), (pl.col("thread") % (mask + 1)).alias("thread"))
+        return frame
+
+    if table.on_cpu:
+        yield "user_annotation", host(table.ranges)
+        yield "cpu_op", host(_closed(table.operators[work["operator_row"].sort()], attribution.busy_ns))
+        return
+    ids = _ids_of_calls(table)
+    untold = pl.col("launch_row").is_not_null() & (pl.col("correlation").fill_null(0) == 0)
+    if work.select(untold.any()).item():  # arrows or other ids told the launch, and the part has none of them
+        told = pl.when(untold).then(ids.gather(work["launch_row"])).otherwise("correlation")
+        work = work.with_columns(told.alias("correlation"))
+    within = _within_steps(attribution)
+    operators = _operators(attribution, within)
+    times = pl.concat([operators.select("start_ns"), work.select(pl.col("launch_ns").alias("start_ns"))]).drop_nulls()
+    first, last = times.select(pl.col("start_ns").min(), pl.col("start_ns").max().alias("last")).row(0)
+    if first is not None:
+        open_then = (pl.col("start_ns") <= last) & (pl.col("start_ns") + pl.col("duration_ns") >= first)
+        yield "user_annotation", host(table.ranges.filter(open_then | within))
+        yield "cpu_op", host(operators)
+        yield "cuda_runtime", host(_calls(attribution, open_then, ids))
+    for kind, category in _CATEGORIES.items():
+        own = work.filter(pl.col("kind").cast(pl.String) == kind)
+        if own.height:
+            yield f"{category} {kind}", own.select(
+                "start_ns", "duration_ns", "name", pl.col("device").alias("process"), pl.col("stream").alias("thread"),
+                "external", "device", "stream", "correlation", "graph_node", "bytes", "registers", "occupancy",
+                pl.col("grid", "block").name.prefix(_JSON),
+            )  # fmt: skip
+
+
+def _within_steps(attribution: Attribution) -> pl.Expr:
+    """Whether an interval lies between the first and the last moment of the part's steps and phases."""
+    spans = [frame.select("start_ns", "end_ns") for frame in (attribution.instances, attribution.forwards)]
+    first, last = pl.concat(spans).select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    if first is None:
+        return pl.lit(False)
+    return (pl.col("start_ns") >= first) & (pl.col("start_ns") + pl.col("duration_ns") <= last)
+
+
+def _closed(operators: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
+    """The operators of a CPU; raises InputError where their own times are no longer those of the part."""
+    nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+    if not nest.height or int(nest.self_ns(operators["duration_ns"]).sum()) != busy_ns:
+        raise InputError("--cut: an operator of this part calls one outside it: cut a step, a phase or all")
+    return operators
+
+
+def _operators(attribution: Attribution, within: pl.Expr) -> pl.DataFrame:
+    """The operators open at the launches of the work, with all round them, and their forward operators.
+
+    Where no range marks the phases, those that tell them are kept too: all within the steps, and the next backward.
+    """
+    table, work = attribution.table, attribution.work
+    recorded = table.operators
+    if not recorded.height:
+        return recorded
+    rows = work["operator_row"].drop_nulls().unique()
+    nest = Nest(recorded.with_columns(numbered(recorded, ["process", "thread"]).alias("track")), "track")
+    kept = pl.Series([False]).new_from_index(0, recorded.height).scatter(rows, True)
+    if attribution.forwards.height:
+        after = recorded.filter(is_node(recorded) & (pl.col("start_ns") >= (work["launch_ns"].max() or 0)))["start_ns"]
+        near = within | pl.col("start_ns").is_in(after.sort().head(1).implode())
+        kept = kept | (recorded.select(near).to_series() & tells_phase(recorded))
+    kept = _with_ancestors(kept, nest)
+    sequences = recorded.filter(kept & recorded["sequence"].is_not_null()).select("process", "sequence").unique()
+    tied = recorded.with_row_index("row").join(sequences, on=["process", "sequence"], how="semi")["row"]
+    return recorded.filter(_with_ancestors(kept.scatter(tied, True), nest))
+
+
+def _with_ancestors(kept: pl.Series, nest: Nest) -> pl.Series:
+    """The kept rows and all intervals round them."""
+    frontier = kept.gather(nest.order).arg_true()
+    while len(frontier):
+        above = gather(nest.parent, frontier).drop_nulls().unique()
+        rows = nest.rows(above)
+        fresh = ~kept.gather(rows) if len(rows) else pl.Series([], dtype=pl.Boolean)
+        kept = kept.scatter(rows.filter(fresh), True) if len(rows) else kept
+        frontier = above.filter(fresh)
+    return kept
+
+
+def _ids_of_calls(table: TraceTable) -> pl.Series:
+    """The correlation id of each call, with one of its own where it has none."""
+    known = table.calls["correlation"].fill_null(0)
+    largest = known.max()
+    row = pl.int_range(1, len(known) + 1, dtype=pl.Int64, eager=True)
+    return known.zip_with(known != 0, row + (largest if isinstance(largest, int) else 0))
+
+
+def _calls(attribution: Attribution, open_then: pl.Expr, ids: pl.Series) -> pl.DataFrame:
+    """The launches of the work, and the calls meanwhile that launch nothing."""
+    calls = attribution.table.calls.with_columns(ids.alias("correlation")).with_row_index("row")
+    names = calls["name"].unique().cast(pl.String)
+    launching = names.filter(names.to_frame().select(is_launch(pl.col(names.name))).to_series())
+    launches = pl.col("name").is_in(launching.cast(calls["name"].dtype).implode())
+    own = pl.col("row").is_in(attribution.work["launch_row"].drop_nulls().unique().implode())
+    return calls.filter(own | (~launches & open_then)).drop("row")
+
+
+_ARGUMENTS = {
+    "external": "External id", "sequence": "Sequence number", "forward_thread": "Fwd thread id",
+    "correlation": "correlation", "device": "device", "stream": "stream", "graph_node": "graph node id",
+    "bytes": "bytes", "registers": "registers per thread", "occupancy": "est. achieved occupancy %",
+    f"{_JSON}grid": "grid", f"{_JSON}block": "block", "shapes": "Input Dims", "dtypes": "Input type",
+    "values": "Concrete Inputs",
+}  # fmt: skip
+
+
+def _events(frame: pl.DataFrame, category: str, origin: int) -> str:
+    """One complete event a line."""
+    arguments = {label: pl.col(name) for name, label in _ARGUMENTS.items() if name in frame.columns}
+    fields = {"name": _encoded(frame["name"]), "pid": pl.col("process"), "tid": pl.col("thread")}
+    times = {
+        name: _microseconds(at) for name, at in (("ts", pl.col("start_ns") - origin), ("dur", pl.col("duration_ns")))
+    }
+    head = {"ph": "X", "cat": category.partition(" ")[0]}
+    return _lines(frame, _object(head, {**fields, **times, "args": _object({}, arguments)}))
+
+
+def _arrows(ends: pl.DataFrame, phase: str, origin: int) -> str:
+    head = {"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "bp": "e"}
+    fields = {"id": pl.col("id"), "pid": pl.col("process"), "tid": pl.col("thread")}
+    return _lines(ends, _object(head, {**fields, "ts": _microseconds(pl.col("start_ns") - origin)}))
+
+
+def _encoded(names: pl.Series) -> pl.Series:
+    """Each name as JSON text; names are few, so each is encoded once."""
+    texts = names.cast(pl.String).fill_null("")
+    distinct = texts.unique()
+    encoded = pl.Series([json.dumps(name) for name in distinct.to_list()], dtype=pl.String)
+    return texts.replace_strict(distinct, encoded, return_dtype=pl.String).alias("encoded")
