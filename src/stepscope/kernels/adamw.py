@@ -252,7 +252,7 @@ class UpdateOfMany:
 
     def __init__(
         self, updated: Sequence[Updated], *, betas: tuple[float, float], eps: float, weight_decay: float
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._updated = list(updated)
         self._numbers = (1 - betas[0], 1 - betas[1], eps, weight_decay)
         self._device = updated[0].parameter.device
@@ -285,7 +285,7 @@ class UpdateOfMany:
 
     def run(
         self, gradients: Sequence[Tensor], moving: Moving, programs: int | None = None, clip: Tensor | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Update every parameter. gradients: in the parameters' order, of their dtypes and layouts. programs: how many
         do the work; None for one for each chunk. clip: fp32 (2,), the gradients' norm and the coefficient by which they
         are multiplied."""

@@ -167,7 +167,7 @@ def scale_of(x: Tensor, end: float) -> Tensor:
 
 def cast_layouts(
     x: Tensor, scale: Tensor, dtype: torch.dtype, *, along: bool = True, across: bool = False
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """x (R, K) bf16 over its scale, in 8 bits: as (R, K), and as its transpose (K, R), both row-major. What is not
     asked for is an empty tensor (0,).
 

@@ -325,8 +325,9 @@ class Watched:
             return None
         return Pass(
             made=[layout_of(each) for each in self._mode.made],
-            launches=[each for each in launches if each is not None], results=found,
-        )  # fmt: skip
+            launches=[each for each in launches if each is not None],
+            results=found,
+        )
 
     def _launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[object, ...]) -> dict[str, Any] | None:
         placed: list[object] = []
@@ -373,9 +374,12 @@ def forward(  # noqa: PLR0917  (a call by names takes longer, and there is one i
         places = [watched.place_of(tensor) for tensor in saved]
         if ran is not None and all(place is not None and not place.offset for place in places):
             seen = Forward(
-                operation=operation, key=key, inputs=[layout_of(tensor) for tensor in inputs], ran=ran,
+                operation=operation,
+                key=key,
+                inputs=[layout_of(tensor) for tensor in inputs],
+                ran=ran,
                 saved=[place.tensor for place in places if place is not None],
-            )  # fmt: skip
+            )
             ctx.gradients = _Learning(seen, gradients)
             teach(seen, ctx.gradients)
     ctx.save_for_backward(*saved)

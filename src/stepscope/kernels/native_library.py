@@ -137,8 +137,9 @@ def _compiler() -> tuple[list[str], dict[str, str]]:
     if not sys.executable:
         raise InputError("the launcher in C++ cannot be built: this Python does not say where its program is")
     here = os.environ | {  # an environment's own programs, which its Python may run without
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}", "PYTHONSAFEPATH": "1",
-    }  # fmt: skip
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}",
+        "PYTHONSAFEPATH": "1",
+    }
     here.pop("MAKEFLAGS", None)  # of a make that runs us, whose job server ninja would look for
     if not here.get("CXX", "").strip():
         here["CXX"] = "c++"

@@ -94,9 +94,7 @@ def _overlap(events: Sequence[Any], device: torch.device) -> dict[str, float]:
     communication, computation = union_length(communicating), union_length(computing)
     # Rounding must not make more of the part than of the whole.
     exposed = min(union_length([*communicating, *computing]) - computation, communication)
-    return {
-        "communication_s": communication * 1e-6, "exposed_s": exposed * 1e-6, "computation_s": computation * 1e-6
-    }  # fmt: skip
+    return {"communication_s": communication * 1e-6, "exposed_s": exposed * 1e-6, "computation_s": computation * 1e-6}
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:

@@ -21,8 +21,13 @@ from stepscope.recording.scaled_mm import scaled_mm
 from stepscope.recording.timer import LedCall, measure_one
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
-_TORCH_DTYPE = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-                "fp8": torch.float8_e4m3fn}  # fmt: skip
+_TORCH_DTYPE = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 _MATMUL_SIZES = {"cuda": (2048, 4096, 8192), "cpu": (512, 1024, 2048)}
 _COPY_BYTES = {"cuda": 2**32, "cpu": 2**28}
 _TRIAL = Settings(warmup_floor=3, warmup_cap=10, warmup_seconds=0.3, steps_floor=3, steps_cap=200, seconds=0.2)

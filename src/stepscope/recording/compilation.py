@@ -211,9 +211,14 @@ class Pricing:
     """Measures the prices of one step. settings: how each of its variants is timed; None to count alone."""
 
     def __init__(
-        self, make: Make, device: torch.device, *, settings: Settings | None, backend: str = "inductor",
+        self,
+        make: Make,
+        device: torch.device,
+        *,
+        settings: Settings | None,
+        backend: str = "inductor",
         tell: Callable[[str], None] = lambda _: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._make, self._device, self._settings, self._backend, self._tell = make, device, settings, backend, tell
         self.steps = 0
         """Steps in which recompilations were looked for."""
@@ -439,9 +444,12 @@ def _recompilation(step: int, metric: Any) -> Recompilation:
     else:
         place = f"{portable_path(metric.co_filename)}:{metric.co_firstlineno}"
     return Recompilation(
-        function=metric.co_name, place=place, guard=_test_of(guard), step=step,
+        function=metric.co_name,
+        place=place,
+        guard=_test_of(guard),
+        step=step,
         seconds=metric.entire_frame_compile_time_s or 0.0,
-    )  # fmt: skip
+    )
 
 
 @contextlib.contextmanager

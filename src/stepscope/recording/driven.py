@@ -131,9 +131,15 @@ def profile_step(step: Driven, device: torch.device, timing: Device, peers: Peer
 
 
 def capture_kineto(
-    step: Step, device: torch.device, timing: Device, directory: Path, *, steps: int, stacks: bool = False,
+    step: Step,
+    device: torch.device,
+    timing: Device,
+    directory: Path,
+    *,
+    steps: int,
+    stacks: bool = False,
     peers: Peers = ALONE,
-) -> Capture:  # fmt: skip
+) -> Capture:
     """Trace steps with torch.profiler into `trace.kineto.json.gz`, after a session that pays for the profiler's start
     and is thrown away. All `peers` begin each step together."""
     with kineto_session(step, device, stacks=stacks):
@@ -146,7 +152,7 @@ def capture_kineto(
 
 def trace_nvtx(
     step: Step, device: torch.device, timing: Device, steps: int, peers: Peers = ALONE
-) -> dict[str, Samples]:  # fmt: skip
+) -> dict[str, Samples]:
     """Run steps for an NVTX tool that watches, with every range; those of a compiled step are its phases alone. All
     `peers` begin each step together.
 

@@ -367,9 +367,12 @@ class FakeMemoryOfOwn(FakeMemory):
 
 
 def _grouped(
-    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    rows: Tensor,
+    matrices: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The output of a grouped product, in any dtype: PyTorch's own fake implementation takes bf16 alone. Its rows are
     padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h)."""
     shape = [rows.shape[-2], matrices.shape[-1]]

@@ -88,9 +88,12 @@ def _value(given: Any) -> Value:
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
 _NAMES = {
-    torch.int32: "int", torch.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2", torch.complex32: "c10::complex<c10::Half>",
-    torch.complex64: "c10::complex<float>", torch.complex128: "c10::complex<double>",
-}  # fmt: skip
+    torch.int32: "int",
+    torch.float4_e2m1fn_x2: "c10::Float4_e2m1fn_x2",
+    torch.complex32: "c10::complex<c10::Half>",
+    torch.complex64: "c10::complex<float>",
+    torch.complex128: "c10::complex<double>",
+}
 """The names, in traces, of dtypes by which a rule counts: those of offsets, and of two numbers in one element."""
 
 

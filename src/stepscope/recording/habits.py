@@ -129,10 +129,13 @@ class Training:
         at_zero = self._changes.at_rate_zero(self._optimizers)
         dtypes = {str(p.dtype).removeprefix("torch.") for p in judged.values()}
         return Unchanged(
-            parameters=len(self._parameters), count=len(judged), names=tuple(judged)[:named],
-            at_rate_zero=sum(id(p) in at_zero for p in judged.values()), dtypes=tuple(sorted(dtypes)),
+            parameters=len(self._parameters),
+            count=len(judged),
+            names=tuple(judged)[:named],
+            at_rate_zero=sum(id(p) in at_zero for p in judged.values()),
+            dtypes=tuple(sorted(dtypes)),
             held=not self._optimizers or any(id(p) in self._held for p in judged.values()),
-        )  # fmt: skip
+        )
 
     def _has_a_master(self, parameter: torch.Tensor) -> bool:
         """Whether an optimizer updates a copy of this parameter, and writes the copy's rounding into it."""

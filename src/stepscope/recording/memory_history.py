@@ -651,9 +651,14 @@ class MemoryRecorder(Recorder):
     """
 
     def __init__(
-        self, step: Step, device: torch.device, *, stacks: str = "python", held_before_bytes: int = 0,
+        self,
+        step: Step,
+        device: torch.device,
+        *,
+        stacks: str = "python",
+        held_before_bytes: int = 0,
         several: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         gc.collect()
         self._keepers = Keepers(step.model, step.optimizer, device) if several else None
         self._ends_us: list[int] = []
@@ -725,9 +730,14 @@ class MemoryRecorder(Recorder):
         """Write `memory.pickle.gz`; returns the figures of the phases."""
         snapshot, measured = self._history.snapshot(self._notes)
         told = MemoryNotes(
-            workload=workload, device_name=device_name, measured=measured, phases=tuple(self._spans),
-            tensors=self._notes.notes, step_ends_us=tuple(self._ends_us), kept=self._kept,
-        )  # fmt: skip
+            workload=workload,
+            device_name=device_name,
+            measured=measured,
+            phases=tuple(self._spans),
+            tensors=self._notes.notes,
+            step_ends_us=tuple(self._ends_us),
+            kept=self._kept,
+        )
         _write({**snapshot, NOTES_KEY: msgspec.to_builtins(told)}, directory / MEMORY_FILE)
         return measured
 

@@ -432,11 +432,16 @@ class TrafficCounts(Recorder):
         """What was counted, in the order in which the kinds came."""
         return tuple(
             CollectiveCalls(
-                phase=key[0], kind=key[1], ranks=key[2], calls=calls, message_bytes=self._message[key],
-                sent_bytes=self._sent[key], received_bytes=self._received[key],
+                phase=key[0],
+                kind=key[1],
+                ranks=key[2],
+                calls=calls,
+                message_bytes=self._message[key],
+                sent_bytes=self._sent[key],
+                received_bytes=self._received[key],
             )
             for key, calls in self._calls.items()
-        )  # fmt: skip
+        )
 
 
 class _Collectives(TorchDispatchMode):

@@ -174,7 +174,7 @@ def measure(
 
 def measure_one(
     subject: Driven, *, device: Device, settings: Settings, recorders: Sequence[Recorder] = (), peers: Peers = ALONE
-) -> dict[str, Samples]:  # fmt: skip
+) -> dict[str, Samples]:
     """Time the steps of one subject. Raises the exception of its phases, and KeyboardInterrupt."""
     try:
         subjects = {"step": subject}
@@ -188,7 +188,7 @@ def measure_one(
 
 def timed_steps(
     subject: Driven, device: Device, steps: int, *recorders: Recorder, peers: Peers = ALONE
-) -> dict[str, Samples]:  # fmt: skip
+) -> dict[str, Samples]:
     """Time exactly `steps` steps, without warm-up. peers: the other processes that take part in each."""
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=steps, steps_cap=steps, seconds=0)
     return measure_one(subject, device=device, settings=settings, recorders=recorders, peers=peers)

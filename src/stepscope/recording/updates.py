@@ -57,9 +57,13 @@ def most_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
 
 
 def read_updates(
-    optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, *, steps: int, before: int,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    steps: int,
+    before: int,
     gradient_norm: Tensor | None = None,
-) -> Updates | None:  # fmt: skip
+) -> Updates | None:
     """The updates of `steps` steps to parameters that had `before` of them; None where the optimizer has no count.
     gradient_norm: that of the last step, on its device, where gradients are clipped."""
     after = applied_updates(optimizer)

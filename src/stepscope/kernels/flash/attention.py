@@ -110,7 +110,7 @@ def _forward(
     elif recorded_launches.native.extension() is not None and not (window or packed) and _as_given(tensors, q, k, v):
         recorded_launches.teach_native(
             q, k, v, out, logsumexp, causal=causal, scale=scale, configuration=tuning.configuration_number(), key=key
-        )  # fmt: skip
+        )
     return out, logsumexp
 
 

@@ -69,9 +69,8 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         flags = [
-            name.replace("_", "-") for name in ("v_in_registers", "spread", "share", "ahead")
-            if getattr(self, name)
-        ]  # fmt: skip
+            name.replace("_", "-") for name in ("v_in_registers", "spread", "share", "ahead") if getattr(self, name)
+        ]
         return " ".join([f"hopper 64x{HOPPER_BLOCK_N}", *flags])
 
 
@@ -165,8 +164,11 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         parts = [self.way, f"keys {self.keys}"]
         if self.queries is not None:
             parts.append(f"queries {self.queries}")
-        parts += [name for name, on in (("tma", self.tma), ("tma-reduce", self.tma_reduce),
-                                        ("heads-first", not self.rows_first)) if on]  # fmt: skip
+        parts += [
+            name
+            for name, on in (("tma", self.tma), ("tma-reduce", self.tma_reduce), ("heads-first", not self.rows_first))
+            if on
+        ]
         return " ".join(parts)
 
 
@@ -298,9 +300,11 @@ def _hopper_backward(problem: Problem) -> BackwardConfiguration:
     # share a multiprocessor's 65536. With 168, three do.
     if short or in_turns:
         return BackwardConfiguration(
-            way="joint" if in_turns else "apart", keys=tiles(64, 64, 4, 3, 168), queries=tiles(64, 64, 4, 3),
+            way="joint" if in_turns else "apart",
+            keys=tiles(64, 64, 4, 3, 168),
+            queries=tiles(64, 64, 4, 3),
             rows_first=not in_turns,
-        )  # fmt: skip
+        )
     keys = tiles(64, 64, 4, 2, 168) if problem.causal else tiles(64, 64, 4, 3)
     hopper = HopperBackward(v_in_registers=True, spread=full, share=full, ahead=True) if in_gluon else None
     return BackwardConfiguration(keys=keys, queries=tiles(128, 64, 8, 3), hopper=hopper)

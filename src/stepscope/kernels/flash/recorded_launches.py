@@ -43,9 +43,12 @@ class _Direct:
     """One recorded launch by the compiled launcher that Triton's own launcher ends with."""
 
     def __init__(
-        self, launch: Callable[..., object], arguments: list[object], addresses: list[tuple[int, int]],
+        self,
+        launch: Callable[..., object],
+        arguments: list[object],
+        addresses: list[tuple[int, int]],
         descriptors: list[tuple[int, int, Callable[[Tensor], object]]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """addresses: where an argument is the address of which tensor. descriptors: the same of descriptors, and what
         makes one of the tensor."""
         self._launch, self._arguments, self._addresses = launch, arguments, addresses
@@ -284,13 +287,19 @@ def teach_native(
     if ran is None or (backward is not None and of_backward is None):
         return
     forward = Forward(
-        operation=ATTENTION, key=of_call, inputs=[layout_of(each) for each in (q, k, v)], ran=ran,
+        operation=ATTENTION,
+        key=of_call,
+        inputs=[layout_of(each) for each in (q, k, v)],
+        ran=ran,
         saved=[0, 1, 2, _OUT, _LOGSUMEXP],
-    )  # fmt: skip
+    )
     native.teach(
-        forward, by_python, backward=of_backward, any_order=backward is not None and backward.sums is not None,
+        forward,
+        by_python,
+        backward=of_backward,
+        any_order=backward is not None and backward.sums is not None,
         gradients=[] if backward is None else [layout_of(backward.gradient)],
-    )  # fmt: skip
+    )
 
 
 def _pass(key: Hashable, made: list[native.Layout], results: list[tuple[int, native.Layout]]) -> Pass | None:
@@ -305,9 +314,10 @@ def _pass(key: Hashable, made: list[native.Layout], results: list[tuple[int, nat
     if any(each is None for each in launches):
         return None
     return Pass(
-        made=made, launches=[each for each in launches if each is not None],
+        made=made,
+        launches=[each for each in launches if each is not None],
         results=[(number, 0, layout) for number, layout in results],
-    )  # fmt: skip
+    )
 
 
 def _placed(template: list[object], operands: list[Operand]) -> list[Any]:

@@ -226,8 +226,10 @@ class _Loss(torch.autograd.Function):
         return (
             run(gradients[0], count, dx, divisor, dx.dtype) if of_x else None,
             run(gradients[0], count, dweight, divisor, ctx.dtype) if of_weight else None,
-            None, None, None,
-        )  # fmt: skip
+            None,
+            None,
+            None,
+        )
 
 
 def linear_cross_entropy(

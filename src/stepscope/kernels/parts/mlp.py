@@ -39,9 +39,7 @@ _BLOCK = 2048
 
 
 @triton.jit
-def silu_product_forward(
-    gate, up, out, gate_stride, up_stride, width, tiles, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def silu_product_forward(gate, up, out, gate_stride, up_stride, width, tiles, WIDE: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     row = program // tiles
     column = program % tiles * BLOCK + tl.arange(0, BLOCK)

@@ -90,9 +90,7 @@ def rms_norm_backward(
 
 
 @triton.jit
-def rms_norm_shares(
-    shares, out, programs, width, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+def rms_norm_shares(shares, out, programs, width, WIDE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
     total = tl.zeros((COLUMNS,), WIDE)
@@ -242,7 +240,7 @@ class _Norm(torch.autograd.Function):
 
 def _add_norm_gradients(
     dtypes: tuple[torch.dtype, torch.dtype], dtotal: Tensor, dy: Tensor, total: Tensor, weight: Tensor, roots: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     refuse_second_derivative(_NAME)
     run = torch.ops.stepscope.rms_norm_backward if watched(dy, total, weight) else _backward
     dx, dbranch, dweight = run(dy, dtotal, total, weight, roots, *dtypes)

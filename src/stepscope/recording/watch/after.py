@@ -142,9 +142,15 @@ class LookedAtSteps:
     name = "what the loop does"
 
     def __init__(
-        self, step: WatchedStep, phases: Phases, device: torch.device, *, keep: Callable[[Habits], None],
-        keep_work: Callable[[dict[str, Work], dict[str, int]], None], changes: Callable[[], Changes | None],
-    ) -> None:  # fmt: skip
+        self,
+        step: WatchedStep,
+        phases: Phases,
+        device: torch.device,
+        *,
+        keep: Callable[[Habits], None],
+        keep_work: Callable[[dict[str, Work], dict[str, int]], None],
+        changes: Callable[[], Changes | None],
+    ) -> None:
         """changes: gives the parameters as they were before the timed steps."""
         self._step, self._phases, self._device = step, phases, device
         self._keep, self._keep_work, self._changes = keep, keep_work, changes
@@ -158,9 +164,15 @@ class LookedAtSteps:
         phases.keeps_roots = phases.keeps_inputs = True
         self._compiled = watched.compiled or _compiles()
         self._habits = HabitsRecorder(
-            watched.model, watched.forward_module, watched.optimizers, self._device,
-            roots=lambda: phases.roots, inputs=lambda: phases.inputs, compiled=self._compiled, changes=self._changes(),
-        )  # fmt: skip
+            watched.model,
+            watched.forward_module,
+            watched.optimizers,
+            self._device,
+            roots=lambda: phases.roots,
+            inputs=lambda: phases.inputs,
+            compiled=self._compiled,
+            changes=self._changes(),
+        )
         self.recorders = (self._habits, self._work)
 
     def is_over(self, step: int) -> bool:

@@ -256,9 +256,7 @@ class Finder(Recorder):
         return call
 
     def _note(self, seen: LoopSeen, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallSeen:
-        call = CallSeen(
-            module=module, training=module.training, in_closure=self._stepping, autocast=_autocast(module)
-        )  # fmt: skip
+        call = CallSeen(module=module, training=module.training, in_closure=self._stepping, autocast=_autocast(module))
         for name, value in (*enumerate(args), *kwargs.items()):
             for inner, tensor in _tensors(str(name), value):
                 call.inputs[inner] = TensorSeen(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

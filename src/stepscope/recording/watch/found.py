@@ -287,9 +287,15 @@ def _of_optimizer(
         return Unclear(f"{len(mine)} modules with parameters of {class_name(optimizer)} are called ({names})")
     roots = _outermost([*mine, *(each for each in _owned(modules, others) if each not in mine)])
     return Found(
-        roots=tuple(roots), optimizers=(optimizer, *others), backwards=seen.backwards, why=why,
-        update=seen.update_by(optimizer), given=whole, quiet=_quiet(seen, roots), turns=seen.turns,
-    )  # fmt: skip
+        roots=tuple(roots),
+        optimizers=(optimizer, *others),
+        backwards=seen.backwards,
+        why=why,
+        update=seen.update_by(optimizer),
+        given=whole,
+        quiet=_quiet(seen, roots),
+        turns=seen.turns,
+    )
 
 
 def _without_forward(
@@ -304,9 +310,15 @@ def _without_forward(
     given = model or _smallest_with(tensors) or Loose(tensors)
     update = seen.update_by(optimizers[0]) if optimizers else None
     return Found(
-        roots=(), optimizers=tuple(optimizers), backwards=seen.backwards, why=why, update=update, given=given,
-        quiet=_quiet(seen, ()), turns=seen.turns,
-    )  # fmt: skip
+        roots=(),
+        optimizers=tuple(optimizers),
+        backwards=seen.backwards,
+        why=why,
+        update=update,
+        given=given,
+        quiet=_quiet(seen, ()),
+        turns=seen.turns,
+    )
 
 
 def _quiet(seen: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]:
@@ -351,10 +363,12 @@ def _inside(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]
 def _together(roots: Sequence[ModuleSeen]) -> nn.Module:
     """A module that holds all of these: one of the loop's own, or else one made here."""
     modules = [root.module for root in roots]
-    return _smallest_that_holds(modules) or Several({
-        f"{class_name(module)}{i if i and class_name(module) in map(class_name, modules[:i]) else ''}": bare(module)
-        for i, module in enumerate(modules)
-    })  # fmt: skip
+    return _smallest_that_holds(modules) or Several(
+        {
+            f"{class_name(module)}{i if i and class_name(module) in map(class_name, modules[:i]) else ''}": bare(module)
+            for i, module in enumerate(modules)
+        }
+    )
 
 
 def _smallest_that_holds(modules: Sequence[nn.Module]) -> nn.Module | None:
