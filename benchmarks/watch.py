@@ -37,7 +37,7 @@ from stepscope.core.samples import Samples
 from stepscope.core.units import format_count, format_seconds
 from stepscope.recording.device import resolve_device, timing_device
 from stepscope.recording.environment import read_environment
-from stepscope.recording.watch.found import Found
+from stepscope.recording.watch.loop import Found
 from stepscope.recording.watch.stopwatch import Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, Watch
 from stored import bounds_of, keep, ratios_of

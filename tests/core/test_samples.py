@@ -85,7 +85,7 @@ def test_interval_holds_the_median_and_is_of_times(values: list[float]):
 
 
 def test_interval_of_independent_samples_is_that_of_order_statistics():
-    # Neighbours are unlike each other, so 100 samples are 100: ranks 50.5 +- 1.96 * sqrt(100) / 2.
+    # ScriptProfilers are unlike each other, so 100 samples are 100: ranks 50.5 +- 1.96 * sqrt(100) / 2.
     values = [(37 * i) % 101 for i in range(1, 101)]
     samples = of(*map(float, values))
     assert samples.autocorrelation == 0.0 and samples.effective_count == 100
@@ -170,7 +170,7 @@ def test_equal_processes_of_noise_with_a_long_memory_seldom_seem_to_differ(n: in
 
 
 def test_slow_waves_widen_a_ratio_and_independent_steps_do_not():
-    # Neighbours are unlike each other: nothing is widened.
+    # ScriptProfilers are unlike each other: nothing is widened.
     unlike = of(*(1 + 0.001 * ((37 * i) % 101) for i in range(1, 101)))
     assert unlike.wandering == 1.0 and of(*[1.0] * 40).wandering == 1.0 and of(1.0, 2.0).wandering == 1.0
     generator = random.Random(7)

@@ -18,7 +18,7 @@ from torch import Tensor
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError
 from stepscope.kernels import native, native_library
-from stepscope.recording import launcher
+from stepscope.recording import environment
 
 KNOWN = pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="another Triton")
 
@@ -27,7 +27,7 @@ KNOWN = pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), 
 def _as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "caches"))
     monkeypatch.delenv(NATIVE_LAUNCHER, raising=False)
-    monkeypatch.setattr(launcher, "_from_python", [])
+    monkeypatch.setattr(environment, "_from_python", [])
     monkeypatch.setattr(native_library, "interpreted", lambda: False)
 
 
@@ -49,7 +49,7 @@ def test_without_a_compiler_python_launches_and_the_run_says_so(
         "stepscope: kernels are launched from Python: the launcher in C++ cannot be built (/no/compiler is not found)"
     )
     assert capsys.readouterr().err == f"{said}: install g++ and ninja\n"
-    assert launcher.launcher() == {"launcher": "Python"}
+    assert environment.launcher() == {"launcher": "Python"}
 
 
 @pytest.mark.parametrize(("value", "said"), [(" off", ""), ("no", ""), ("2", "STEPSCOPE_NATIVE is '2': write 0 or 1")])
@@ -66,14 +66,14 @@ def test_its_variable_is_read_as_it_is_meant(
 def test_where_it_is_not_wanted_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv(NATIVE_LAUNCHER, "0")
     assert native_library.extension.__wrapped__() is None
-    assert launcher.launcher() == {"launcher": "Python"} and not (tmp_path / "caches").exists()
+    assert environment.launcher() == {"launcher": "Python"} and not (tmp_path / "caches").exists()
 
 
 def test_the_interpreter_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """It launches nothing, so the run says nothing of launches."""
     monkeypatch.setattr(native_library, "interpreted", lambda: True)
     assert native_library.extension.__wrapped__() is None
-    assert launcher.launcher() == {} and not (tmp_path / "caches").exists()
+    assert environment.launcher() == {} and not (tmp_path / "caches").exists()
 
 
 BUILDS = pytest.mark.skipif(

@@ -14,8 +14,8 @@ from stepscope.core.run_directory import load_run
 from stepscope.engine import stages as timed
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.recording import energy
-from stepscope.recording.energy import EnergyMeter
+from stepscope.recording import nvml
+from stepscope.recording.nvml import EnergyMeter
 from tests.conftest import mini, workload
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(energy, "time", SimpleNamespace(monotonic=lambda: self.now_s))
+        monkeypatch.setattr(nvml, "time", SimpleNamespace(monotonic=lambda: self.now_s))
 
 
 def zone(
@@ -87,7 +87,7 @@ def test_less_than_two_seconds_no_steps_or_no_counter_is_no_energy(tmp_path: Pat
 
 def test_a_gpus_counter_that_was_reset_is_no_energy(monkeypatch: pytest.MonkeyPatch):
     counts = iter([500.0, 1700.0, 20.0])
-    monkeypatch.setattr(energy, "total_energy_j", lambda _: next(counts))
+    monkeypatch.setattr(nvml, "total_energy_j", lambda _: next(counts))
     clock, meter = Clock(monkeypatch), EnergyMeter(torch.device("cuda", 0))
     assert meter.start()
     clock.now_s += 4
@@ -102,14 +102,14 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read = iter(range(1_000))
 
     def packages(_: Path) -> dict[str, object]:
-        return {"intel-rapl:0": energy._Counter(float(next(read)), 262_000.0)}
+        return {"intel-rapl:0": nvml._Counter(float(next(read)), 262_000.0)}
 
-    monkeypatch.setattr(energy, "_packages", packages)
+    monkeypatch.setattr(nvml, "_packages", packages)
     _ask_for(0.05, monkeypatch)
 
 
 def _ask_for(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (energy, timed):
+    for module in (nvml, timed):
         monkeypatch.setattr(module, "LEAST_S", seconds)
 
 

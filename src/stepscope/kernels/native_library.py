@@ -29,7 +29,7 @@ from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError, one_line, printable, warn
 from stepscope.core.files import cache_directory, replace_file
 from stepscope.kernels.launching import interpreted
-from stepscope.recording.launcher import launched_from_python
+from stepscope.recording.environment import launched_from_python
 
 SOURCE = Path(__file__).with_name("native.cpp")
 NAME = "stepscope_launcher"

@@ -1,6 +1,7 @@
 """The device a step runs on, as far as timing needs it: marks in its stream of work, and waiting for it."""
 
 import re
+import time
 from typing import Any, Protocol
 
 import torch
@@ -8,7 +9,24 @@ import torch
 from stepscope.core.errors import DeviceError, InputError, message_of, one_line
 from stepscope.core.ranks import RankPlace
 from stepscope.core.units import format_bytes
-from stepscope.recording.clock import Clock, HostClock
+
+
+class Clock(Protocol):
+    """A monotonic clock in integer nanoseconds, injected so that the timing logic is tested exactly."""
+
+    name: str
+
+    def now_ns(self) -> int: ...
+
+
+class HostClock:
+    """time.perf_counter_ns: monotonic, and the finest the system has."""
+
+    name = "perf_counter_ns"
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns()
+
 
 Mark = Any
 """A point in the device's stream of work; only the device that made it can read it."""

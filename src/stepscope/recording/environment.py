@@ -151,3 +151,16 @@ def _host_memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError, AttributeError):
         return None
+
+
+_from_python: list[bool] = []
+
+
+def launched_from_python() -> None:
+    """Note that this process launches our kernels from Python, and not C++ (kernels/native_library.py)."""
+    _from_python.append(True)
+
+
+def launcher() -> dict[str, str]:
+    """What a run says of it beside its versions: nothing where kernels are launched from C++, or none of ours are."""
+    return {"launcher": "Python"} if _from_python else {}

@@ -24,8 +24,7 @@ import torch
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
-from stepscope.recording.clock import Clock, HostClock
-from stepscope.recording.device import Device, Mark, timing_device
+from stepscope.recording.device import Clock, Device, HostClock, Mark, timing_device
 from stepscope.recording.ranges import named_range
 from stepscope.recording.step import Driven, Phase, Recorder, drive
 

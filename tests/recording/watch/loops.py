@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.recording.step import Recorder
-from stepscope.recording.watch.found import Found
+from stepscope.recording.watch.loop import Found
 from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
 from stepscope.recording.watch.watch import Stage, Watch
 

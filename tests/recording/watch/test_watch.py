@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.core.range_names import TIMED
 from stepscope.core.run import Settings
-from stepscope.recording.watch.found import class_name
+from stepscope.recording.watch.loop import class_name
 from stepscope.recording.watch.phases import Phases
 from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
 from tests.recording.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch

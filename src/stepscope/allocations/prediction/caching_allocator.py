@@ -3,7 +3,7 @@
 The rules are those of c10/cuda/CUDACachingAllocator.cpp with its default settings. A request is rounded to 512 bytes
 and takes the smallest cached block that is large enough. What is left of the block is split off, unless it is 1 MiB or
 less of a large block: then the request keeps it. Where no block fits, a segment comes from the device: 2 MiB for
-requests up to 1 MiB, 20 MiB for those below 10 MiB, else the request rounded up to 2 MiB. Neighbours that are free
+requests up to 1 MiB, 20 MiB for those below 10 MiB, else the request rounded up to 2 MiB. ScriptProfilers that are free
 merge. Where the device refuses, the segments that hold nothing are given back, and the device is asked once more.
 """
 

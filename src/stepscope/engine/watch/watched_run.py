@@ -44,21 +44,25 @@ from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watch.script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
-from stepscope.recording.environment import HostLoad, read_environment
+from stepscope.recording.environment import HostLoad, launcher, read_environment
 from stepscope.recording.gpu_samples import sampler_of
-from stepscope.recording.launcher import launcher
 from stepscope.recording.nvml import read_gpu
 from stepscope.recording.updates import Changes, most_updates
-from stepscope.recording.watch.after import LookedAtSteps, ObservedStep, RangedSteps, RecordedMemory, TracedSteps
-from stepscope.recording.watch.entry_points import keep_out_of_graphs
 from stepscope.recording.watch.finder import backward_has_run
-from stepscope.recording.watch.found import Found, class_name, models_of
-from stepscope.recording.watch.neighbours import Neighbours
-from stepscope.recording.watch.seen import CallSeen, Loose, ModuleSeen
+from stepscope.recording.watch.loop import CallSeen, Found, Loose, ModuleSeen, class_name, models_of
+from stepscope.recording.watch.phases import keep_out_of_graphs
+from stepscope.recording.watch.script_profilers import ScriptProfilers
+from stepscope.recording.watch.stages import (
+    LookedAtSteps,
+    ObservedStep,
+    RangedSteps,
+    RecordedMemory,
+    TracedSteps,
+    WatchedStep,
+)
 from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSteps, marks_for
-from stepscope.recording.watch.subject import WatchedStep
 from stepscope.recording.watch.watch import Stage, Watch, watching
-from stepscope.recording.weakly import weakly, weakly_each
+from stepscope.recording.weak_references import weakly, weakly_each
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
 from stepscope.training.user_module.user_code import source_digest, structure_digest
@@ -277,8 +281,8 @@ class WatchedRun:
         self.was_told = False
         """Whether the user was told the reason at once."""
         records = bool(request.trace.tools or request.memory)
-        self._neighbours = Neighbours() if records else None
-        self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer, neighbours=self._neighbours)
+        self._profilers = ScriptProfilers() if records else None
+        self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer, profilers=self._profilers)
         self._say = say
         self._draft: WatchedDraft | None = None
         self._timed: TimedSteps | None = None
@@ -333,20 +337,20 @@ class WatchedRun:
 
     def _asked(self, step: WatchedStep, draft: WatchedDraft, device: torch.device) -> list[Stage]:
         """The stages that record what was asked for."""
-        trace, memory, phases, neighbours = self.request.trace, self.request.memory, self.watch.phases, self._neighbours
+        trace, memory, phases, profilers = self.request.trace, self.request.memory, self.watch.phases, self._profilers
         stages: list[Stage] = []
-        if "kineto" in trace.tools and neighbours is not None:
+        if "kineto" in trace.tools and profilers is not None:
             traced = TracedSteps(
-                step, device, draft.directory, neighbours,
+                step, device, draft.directory, profilers,
                 steps=trace.steps, stacks=trace.stacks, keep=draft.keep_trace,
             )  # fmt: skip
             stages.append(traced)
         if ranges.watched():
             stages.append(RangedSteps(step, phases, device, steps=trace.steps, keep=draft.keep_capture))
-        if memory is not None and neighbours is not None:
+        if memory is not None and profilers is not None:
             workload, name, keep = draft.run.workload, draft.device_name, draft.keep_recorded_memory
             recorded = RecordedMemory(
-                step, phases, device, draft.directory, neighbours,
+                step, phases, device, draft.directory, profilers,
                 stacks=memory.stacks, steps=memory.steps, workload=workload, device_name=name, keep=keep,
             )  # fmt: skip
             stages.append(recorded)
@@ -376,7 +380,7 @@ class WatchedRun:
         watched."""
         if self.end() is None and not self.was_told:
             self._draft = self._timed = self._readings = self.why_not = None
-            self.watch = Watch(self, step_of=self.request.step_of, neighbours=self._neighbours)
+            self.watch = Watch(self, step_of=self.request.step_of, profilers=self._profilers)
             self.watch.start()
 
     def end(self, error: BaseException | None = None) -> Run | None:

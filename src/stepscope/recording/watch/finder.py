@@ -18,19 +18,22 @@ from torch.utils._pytree import tree_leaves
 
 from stepscope.core.range_names import BACKWARD
 from stepscope.recording.step import Recorder
-from stepscope.recording.watch.entry_points import Undo, end_with_backward, replace, uncompiled, watch_backward
-from stepscope.recording.watch.found import (
+from stepscope.recording.watch.loop import (
+    BackwardSeen,
+    CallSeen,
     Found,
+    LoopSeen,
+    TensorSeen,
     Unclear,
+    UpdateSeen,
     bare_optimizer,
     decide,
     is_compiled,
     others_to_come,
     whole_round,
 )
-from stepscope.recording.watch.phases import Phases
-from stepscope.recording.watch.seen import BackwardSeen, CallSeen, LoopSeen, TensorSeen, UpdateSeen
-from stepscope.recording.weakly import weakly
+from stepscope.recording.watch.phases import Phases, Undo, end_with_backward, replace, uncompiled, watch_backward
+from stepscope.recording.weak_references import weakly
 
 _ORIGINAL_CALL = nn.Module.__call__
 _MOST_OF_ONE = 12

@@ -1,11 +1,25 @@
 """Knows which part of a watched step is open, from what the loop enters and leaves, and tells recorders."""
 
+import contextlib
+import functools
+import sys
 import threading
-from collections.abc import Callable
+import types
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from threading import get_ident
 from typing import Any
 
+import torch
+from torch import nn
+from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.amp.grad_scaler import GradScaler
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
 from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER, REST
+from stepscope.recording.habits import users_line
 from stepscope.recording.step import Recorder
+from stepscope.recording.watch.loop import bare_optimizer, class_name
 
 _OPENS_INSIDE: dict[str, frozenset[str]] = {
     REST: frozenset((DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION)),
@@ -131,3 +145,276 @@ class Phases:
                 recorder.evaluation_begins()
             elif after is not REST:
                 recorder.phase_begins(after)
+
+
+# ---- the places where a loop enters a part of its step, watched from outside: each function returns what undoes it
+#
+# Nothing is registered on a module, and nothing is hooked inside one. A hook on the instance would be copied and
+# pickled with the model, and would run inside what `model.compile()` compiled. `torch.compile` warns of global hooks.
+# The `__call__` of the instance's class is watched instead: no copy, no pickle and no compiled region holds it.
+
+
+Undo = Callable[[], None]
+_MISSING = object()
+
+
+def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
+    """Replace an attribute by a wrapper, if the attribute exists. Returns what puts the original back.
+
+    If somebody else has wrapped it again since then, that wrapper stays, and ours below it does nothing more. Two of
+    ours on one attribute are undone in reverse order, or the first would stay.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        return lambda: None
+    own = vars(owner).get(name, _MISSING)
+    wrapper = make(original)
+    setattr(owner, name, wrapper)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not wrapper:
+            return
+        if own is _MISSING:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, own)
+
+    return undo
+
+
+def keep_out_of_graphs() -> None:
+    """Let Dynamo break its graph at what is wrapped here, where it compiles a whole step, and go on behind it."""
+    sys.modules["torch._dynamo.trace_rules"].add("stepscope.recording")
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """A context in which Dynamo compiles nothing, though a compiled function of the loop may have called."""
+    before = set_eval_frame(None)
+    try:
+        yield
+    finally:
+        set_eval_frame(before)
+
+
+def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
+    """Open forward while this module is called with gradients on, in the mode in which it trains, and evaluation while
+    it is called with gradients off."""
+    watched = weakref.ref(module)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not watched() or get_ident() != phases.thread:
+                return original(self, *args, **kwargs)
+            if not torch.is_grad_enabled():
+                return _evaluated(phases, original, self, *args, **kwargs)
+            if self.training is not training:
+                return original(self, *args, **kwargs)
+            if not phases.keeps_inputs:
+                return phases.inside(FORWARD, original, self, *args, **kwargs)
+            phases.inputs = args, kwargs
+            try:
+                return phases.inside(FORWARD, original, self, *args, **kwargs)
+            finally:
+                phases.inputs = None
+
+        return call
+
+    return replace(type(module), "__call__", make)
+
+
+def watch_quiet(module: nn.Module, phases: Phases) -> Undo:
+    """Open evaluation while this module, which does not train, is called with gradients off."""
+
+    watched = weakref.ref(module)
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self is not watched() or get_ident() != phases.thread or torch.is_grad_enabled():
+                return original(self, *args, **kwargs)
+            return _evaluated(phases, original, self, *args, **kwargs)
+
+        return call
+
+    return replace(type(module), "__call__", make)
+
+
+def watch_backward(phases: Phases) -> Undo:
+    """Open backward while autograd's engine runs, which `torch.autograd.backward` and `grad` call."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if get_ident() != phases.thread:
+                return original(*args, **kwargs)
+            if phases.keeps_roots and args:
+                phases.roots = args[0]
+            phases.adds = kwargs.get("accumulate_grad", True)
+            try:
+                return phases.inside(BACKWARD, original, *args, **kwargs)
+            finally:
+                phases.roots = None
+
+        return run
+
+    return replace(torch.autograd, "_engine_run_backward", make)
+
+
+def end_with_backward(ended: Callable[[], None]) -> Undo:
+    """Call this whenever autograd's engine has run."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            ended()
+            return result
+
+        return run
+
+    return replace(torch.autograd, "_engine_run_backward", make)
+
+
+def watch_data(phases: Phases) -> Undo:
+    """Open data while a DataLoader is asked for its next batch."""
+
+    def make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def next_batch(self: Any) -> Any:
+            if get_ident() != phases.thread:
+                return original(self)
+            return phases.inside(DATA, original, self)
+
+        return next_batch
+
+    return replace(_BaseDataLoaderIter, "__next__", make)
+
+
+class OptimizerWatch:
+    """Opens optimizer while one of these optimizers steps, or a GradScaler decides whether it steps.
+
+    `ended` is called when a step of the first optimizer ends, also where the scaler has left the update out. PyTorch's
+    range round the step may then still be open.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer], phases: Phases, ended: Callable[[], None]) -> None:
+        self._optimizers = [weakref.ref(each) for each in optimizers]
+        self._phases, self._ended = phases, ended
+        self._around = 0
+        """The number of our wrappers, round a step or a scaler's step, that are entered."""
+
+    def install(self) -> Undo:
+        undo: list[Undo] = [replace(GradScaler, "step", self._around_scaler)]
+        for optimizer in filter(None, (each() for each in self._optimizers)):
+            # The hooks see every step, however it is called. Only the wrapper ends outside of PyTorch's range. A
+            # learning rate's scheduler may wrap the step too, and Accelerate may throw the wrapper away.
+            undo.append(optimizer.register_step_pre_hook(self._begin_hook()).remove)
+            undo.append(optimizer.register_step_post_hook(self._end_hook()).remove)
+            undo.append(self._wrap_step(optimizer))
+
+        def take_off() -> None:
+            for each in reversed(undo):
+                each()
+
+        return take_off
+
+    # Plain functions: a copy of a bound method would copy this object with it. A wrapper that is entered knows already.
+    def _begin_hook(self) -> Callable[..., None]:
+        def begins(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+            phases = self._phases
+            if self._around:
+                return _with_watched_closure(phases, args, kwargs) if kwargs or len(args) > 1 else None
+            if get_ident() != phases.thread:
+                return None
+            phases.forget_what_is_open()
+            phases.enter(OPTIMIZER)
+            return _with_watched_closure(phases, args, kwargs)
+
+        return begins
+
+    def _end_hook(self) -> Callable[..., None]:
+        def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            phases = self._phases
+            if self._around or get_ident() != phases.thread or phases.at_rest:
+                return
+            phases.leave()
+            if optimizer is self._optimizers[0]():
+                self._ended()
+
+        return ends
+
+    def _wrap_step(self, optimizer: torch.optim.Optimizer) -> Undo:
+        """Wrap the step of this optimizer, by a method of it, as a scheduler that is made meanwhile expects. Nothing
+        here keeps the optimizer alive, not even a circle."""
+        watched, phases, own = weakref.ref(optimizer), self._phases, vars(optimizer).get("step", _MISSING)
+        step_of: Any = optimizer.step
+        bound = getattr(step_of, "__self__", None) is optimizer
+        original: Any = step_of.__func__ if bound else step_of
+
+        def step(_: Any, *args: Any, **kwargs: Any) -> Any:
+            this = watched()
+            assert this is not None  # it is the one that is called
+            run = original.__get__(this) if bound else original
+            if get_ident() != phases.thread:
+                return run(*args, **kwargs)
+            return self._call(this, run, *args, **kwargs)
+
+        wrapper: Any = types.MethodType(functools.update_wrapper(step, original), weakref.proxy(optimizer))
+        optimizer.step = wrapper
+
+        def undo() -> None:
+            this = watched()
+            if this is None or vars(this).get("step") is not wrapper:
+                return
+            if own is _MISSING:
+                del this.step
+            else:
+                this.step = own
+
+        return undo
+
+    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            ours = any(bare_optimizer(optimizer) is each() for each in self._optimizers)
+            if not ours or get_ident() != self._phases.thread:
+                return original(scaler, optimizer, *args, **kwargs)
+            return self._call(bare_optimizer(optimizer), original, scaler, optimizer, *args, **kwargs)
+
+        return step
+
+    def _call(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not (self._around or self._phases.at_rest):
+            self._phases.forget_what_is_open()
+        self._around += 1
+        try:
+            result = self._phases.inside(OPTIMIZER, original, *args, **kwargs)
+        finally:
+            self._around -= 1
+        if not self._around and optimizer is self._optimizers[0]():
+            self._ended()
+        return result
+
+
+def _with_watched_closure(phases: Phases, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The arguments of an optimizer's step, in whose closure the rest of the step is open; None without a closure."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if not callable(closure):
+        return None
+
+    @functools.wraps(closure)
+    def watched(*given: Any, **named: Any) -> Any:
+        return phases.inside(REST, closure, *given, **named)
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": watched}
+    return (args[0], watched, *args[2:]), kwargs
+
+
+def _evaluated(phases: Phases, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if type(module) not in phases.evaluated:
+        line = users_line()
+        phases.evaluated[type(module)] = class_name(module), line.where if line is not None else ""
+    return phases.inside(EVALUATION, original, module, *args, **kwargs)

@@ -17,8 +17,11 @@ from torch._C._dynamo.eval_frame import set_eval_frame
 from stepscope.core.evidence import Saved
 from stepscope.recording.habits import users_line
 from stepscope.recording.step import Recorder
-from stepscope.recording.watch.entry_points import (
+from stepscope.recording.watch.finder import Finder
+from stepscope.recording.watch.loop import Found, Unclear
+from stepscope.recording.watch.phases import (
     OptimizerWatch,
+    Phases,
     Undo,
     end_with_backward,
     replace,
@@ -28,10 +31,7 @@ from stepscope.recording.watch.entry_points import (
     watch_forward,
     watch_quiet,
 )
-from stepscope.recording.watch.finder import Finder
-from stepscope.recording.watch.found import Found, Unclear
-from stepscope.recording.watch.neighbours import Neighbours
-from stepscope.recording.watch.phases import Phases
+from stepscope.recording.watch.script_profilers import ScriptProfilers
 
 # Notes what a watched loop saves, so that a step which writes a checkpoint has a name.
 
@@ -157,16 +157,16 @@ class Watch:
         step_of: str | None = None,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
-        neighbours: Neighbours | None = None,
+        profilers: ScriptProfilers | None = None,
     ) -> None:
-        """neighbours: what the script itself profiles; needed where a stage records."""
+        """profilers: what the script itself profiles; needed where a stage records."""
         self.phases = Phases()
         self.saves = Saves()
         self.steps = 0
         """Steps that have ended."""
         self.left_out: dict[str, str | None] = {}
         """The names of the stages that are not over, and why they could not begin; None where the loop had ended."""
-        self._told, self._neighbours = told, neighbours
+        self._told, self._profilers = told, profilers
         self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
         self._stages: list[Stage] = []
         self._stage: Stage | None = None
@@ -194,8 +194,8 @@ class Watch:
     def start(self) -> None:
         self.running = True
         _watches.add(self)
-        if self._neighbours is not None:
-            self._neighbours.start()
+        if self._profilers is not None:
+            self._profilers.start()
         self._finder.start()
 
     def stop(self) -> None:
@@ -227,8 +227,8 @@ class Watch:
         self.phases.pause()
         self._stages.clear()
         self._stage = None
-        if self._neighbours is not None:
-            self._neighbours.stop()
+        if self._profilers is not None:
+            self._profilers.stop()
 
     def _take_off(self) -> None:
         self.phases.recorders = ()
@@ -237,8 +237,8 @@ class Watch:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
-        if self._neighbours is not None:
-            self._neighbours.stop()
+        if self._profilers is not None:
+            self._profilers.stop()
 
     def _looked(self, answer: Found | Unclear | None) -> None:
         """Take the finder's answer at the end of a step that it looked at."""
@@ -306,8 +306,8 @@ class Watch:
     def _once_closed(self, call: Callable[[], None], otherwise: Callable[[], None]) -> bool:
         """Make a call as soon as the script has no range open, or the other where the loop enters something before.
         Returns whether a range is open."""
-        neighbours, phases = self._neighbours, self.phases
-        if neighbours is None or neighbours.open_range() is None:
+        profilers, phases = self._profilers, self.phases
+        if profilers is None or profilers.open_range() is None:
             return False
 
         def closed() -> None:
@@ -315,10 +315,10 @@ class Watch:
             call()
 
         def entered() -> None:
-            neighbours.when_closed = None
+            profilers.when_closed = None
             otherwise()
 
-        neighbours.when_closed, phases.before_the_next = closed, entered
+        profilers.when_closed, phases.before_the_next = closed, entered
         return True
 
     def _step_is_held(self) -> None:

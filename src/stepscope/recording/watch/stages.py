@@ -5,11 +5,13 @@ Each takes the instruments of a driven step and puts them round the next steps o
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
+from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from stepscope.core.evidence import Capture, Habits, PhaseMemory
@@ -23,12 +25,47 @@ from stepscope.recording.flops import FlopCounts
 from stepscope.recording.habits import STEPS, HabitsRecorder
 from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.observe import PhasePeaks, parameter_bytes
-from stepscope.recording.step import Recorder, Step
+from stepscope.recording.step import Phase, Recorder, Step
 from stepscope.recording.updates import Changes
-from stepscope.recording.watch.neighbours import Neighbours
+from stepscope.recording.watch.loop import Found
 from stepscope.recording.watch.phases import Phases
+from stepscope.recording.watch.script_profilers import ScriptProfilers
 from stepscope.recording.watch.stopwatch import Stopwatch, marks_for
-from stepscope.recording.watch.subject import WatchedStep
+from stepscope.recording.weak_references import weakly, weakly_each
+
+
+class WatchedStep:
+    """A Step (`recording/step.py`) that nobody drives: it has no phases that could be run. It keeps nothing of the
+    loop alive."""
+
+    phases: Sequence[Phase] = ()
+    blocks: Sequence[nn.Module] = ()
+    batches: Sequence[Any] = ()
+    batch: Any = None
+    scaler: torch.amp.GradScaler | None = None
+    compiles_parts = False
+    cuda_graphs = False
+    loss: torch.Tensor | None = None
+
+    forward_module: nn.Module = weakly()
+    model: nn.Module = weakly()
+    optimizer: torch.optim.Optimizer | None = weakly()
+    optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
+    """All optimizers that step in a step, the one that ends it first."""
+
+    def __init__(self, found: Found) -> None:
+        self.forward_module = found.forward_module
+        self.model = found.model
+        self.optimizer = found.optimizer
+        self.optimizers = found.optimizers
+        self.compiled = found.compiled
+
+    def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
+        return ()  # The batch of a watched step is not known before the step runs.
+
+    def prepare(self) -> None:
+        pass
+
 
 _MOST_TRIES = 3
 """How often a recording begins anew after it has given way."""
@@ -254,8 +291,8 @@ def _compiles() -> bool:
 class _Recording:
     """What the stages that record have in common: they give way to what the script itself starts."""
 
-    def __init__(self, neighbours: Neighbours) -> None:
-        self._neighbours = neighbours
+    def __init__(self, profilers: ScriptProfilers) -> None:
+        self._profilers = profilers
         self._open = contextlib.ExitStack()
         self._tries = _MOST_TRIES
         self.gave_way = False
@@ -267,11 +304,11 @@ class _Recording:
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
-        with self._neighbours.ours(self.give_way):
+        with self._profilers.ours(self.give_way):
             yield
 
     def _stop(self) -> None:
-        with self._neighbours.ours(None):
+        with self._profilers.ours(None):
             self._open.close()
 
     def _left_off(self) -> bool:
@@ -289,10 +326,10 @@ class TracedSteps(_Recording):
     name = "trace kineto"
 
     def __init__(
-        self, step: Step, device: torch.device, directory: Path, neighbours: Neighbours, *, steps: int, stacks: bool,
-        keep: Callable[[Capture], None],
+        self, step: Step, device: torch.device, directory: Path, profilers: ScriptProfilers,
+        *, steps: int, stacks: bool, keep: Callable[[Capture], None],
     ) -> None:  # fmt: skip
-        super().__init__(neighbours)
+        super().__init__(profilers)
         self._step, self._device, self._directory, self._keep = step, device, directory, keep
         self._steps, self._stacks = steps, stacks
         self._profiler: torch.profiler.profile | None = None
@@ -303,7 +340,7 @@ class TracedSteps(_Recording):
     def blocked(self) -> str | None:
         if self._stacks and sys.getprofile() is not None:
             return "a profiler of Python is on, which one with stacks would end"
-        return self._neighbours.profiling()
+        return self._profilers.profiling()
 
     def begins(self, step: int) -> None:
         self.gave_way, self._first = False, True
@@ -379,10 +416,10 @@ class RecordedMemory(_Recording):
     name = "memory"
 
     def __init__(
-        self, step: Step, phases: Phases, device: torch.device, directory: Path, neighbours: Neighbours, *, stacks: str,
-        steps: int, workload: Workload, device_name: str, keep: Callable[[PhaseMemory], None],
+        self, step: Step, phases: Phases, device: torch.device, directory: Path, profilers: ScriptProfilers,
+        *, stacks: str, steps: int, workload: Workload, device_name: str, keep: Callable[[PhaseMemory], None],
     ) -> None:  # fmt: skip
-        super().__init__(neighbours)
+        super().__init__(profilers)
         self._step, self._phases, self._device, self._directory = step, phases, device, directory
         self._stacks, self._workload, self._device_name, self._keep = stacks, workload, device_name, keep
         self._steps, self._done = steps, 0
@@ -390,7 +427,7 @@ class RecordedMemory(_Recording):
         self.recorders: tuple[Recorder, ...] = ()
 
     def blocked(self) -> str | None:
-        return self._neighbours.recording_memory() if self._device.type == "cuda" else self._neighbours.profiling()
+        return self._profilers.recording_memory() if self._device.type == "cuda" else self._profilers.profiling()
 
     def begins(self, step: int) -> None:
         self.gave_way, self._done = False, 0

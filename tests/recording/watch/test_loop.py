@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.recording.watch.seen import TensorSeen
+from stepscope.recording.watch.loop import TensorSeen
 from tests.recording.watch.loops import DiaryStage, Net, Told, nothing_is_left, train_step, watch
 
 PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]

@@ -17,7 +17,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerAction
 
 from stepscope.recording.ranges import OwnRange
-from stepscope.recording.watch.entry_points import Undo, replace
+from stepscope.recording.watch.phases import Undo, replace
 
 _AHEAD = 32
 """Steps of a script's profiler, by its schedule, in which it must do nothing for ours to begin."""
@@ -27,7 +27,7 @@ _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 Range = torch.profiler.record_function
 
 
-class Neighbours:
+class ScriptProfilers:
     """The script's open ranges and its profilers, from `start` to `stop`."""
 
     def __init__(self) -> None:
