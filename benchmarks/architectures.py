@@ -27,9 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepscope.allocations.prediction.fit import budget_of_memory
+from stepscope.allocations.prediction.fit import Unseen, budget_of_memory
+from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.questions.fit_of_own import fit_of_own
+from stepscope.questions.fit_apart import fit_apart
 
 _DECODER = {
     "vocab_size": 4096, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
@@ -237,20 +238,19 @@ def _compared(name: str, folder: Path, device: str) -> dict[str, Any]:
     measured = _measured({"options": options}, device, folder / "runs")
     environment = measured.pop("environment", None)
     peak = measured.get("measured_peak")
-    found = fit_of_own(
-        workload, [budget_of_memory(int(peak * share)) for share in VERDICTS] if peak else [], kind, search=False
-    )
-    predicted = found.estimate.peak_bytes
+    budgets = [budget_of_memory(int(peak * share)) for share in VERDICTS] if peak else []
+    fits = fit_apart(workload, budgets, kind, search=False)
+    predicted, unseen = fits[0].estimate, fits[0].estimate.unseen or Unseen()
     return {
         "name": name,
-        "predicted_peak": predicted,
+        "predicted_peak": predicted.peak_bytes,
         **measured,
-        "error": predicted / peak - 1 if peak else None,
-        "is_bound": bool(found.estimate.unseen.at_most),
-        "unseen": [*found.estimate.unseen.custom, *found.estimate.unseen.at_most],
-        "predicted_phases": {key: getattr(found.estimate.memory, key) for key in PHASES},
-        "verdicts": {str(share): v.fits for share, v in zip(VERDICTS, found.verdicts, strict=False)},
-        "parameters": found.workload.model.parameters,
+        "error": predicted.peak_bytes / peak - 1 if peak else None,
+        "is_bound": fits[0].is_bound,
+        "unseen": [*unseen.custom, *unseen.at_most],
+        "predicted_phases": {key: getattr(predicted.memory, key) for key in PHASES},
+        "verdicts": {str(share): fit.fits for share, fit in zip(VERDICTS, fits, strict=False) if budgets},
+        "parameters": parameters_of(fits[0].workload),
         "autocast": _under_autocast(options, device),
         "environment": environment,
     }

@@ -3,7 +3,7 @@
     python benchmarks/convolutions.py results/h200/convolutions/workspaces.json
     python benchmarks/convolutions.py results/h200/convolutions/workspaces.json --show
 
-`fit` leaves so much memory free where a model of the user's own has convolutions (allocations/prediction/own_fit.py).
+`fit` leaves so much memory free where a model of the user's own has convolutions (allocations/prediction/fit.py).
 """
 
 import argparse

@@ -15,7 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, StepOperators
 from stepscope.core.parts import PartFound
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.engine.own_fit import watch_own_step
+from stepscope.engine.fake_module import watch_module_step
 from stepscope.recording.device import timing_device
 from stepscope.recording.driven import step_flops
 from stepscope.recording.step import drive
@@ -197,7 +197,7 @@ def test_where_nothing_is_replaced_one_line_says_why(file: Path, factory: str, c
 def test_fake_tensors_cannot_tell_whether_kernels_compute_the_same(file: Path):
     workload = FactoryWorkload(model=UserModel(name=""), factory=f"{file}:make", norm="fused")
     with pytest.raises(InputError, match="other kernels in a model of your own cannot be run on fake tensors: leave"):
-        watch_own_step(workload, "cuda")
+        watch_module_step(workload, "cuda")
 
 
 def test_the_command_measures_them_and_says_what_was_replaced(file: Path):

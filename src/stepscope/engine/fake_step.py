@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stepscope.allocations.prediction.caching_allocator import CachingAllocator, OutOfMemory
 from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES
+from stepscope.allocations.prediction.fit import FakeEstimate
 from stepscope.allocations.prediction.symbolic_tensors import Allocator
 from stepscope.core.attention_support import predicted_attention
 from stepscope.core.attentions import ATTENTIONS, Memory
@@ -50,19 +51,6 @@ _BACKENDS: dict[Memory, AttentionBackend] = {
 }  # fmt: skip
 """The backend of scaled_dot_product_attention that stands in for an attention: our own fused kernels keep and allocate
 the same as PyTorch's kernels of the same algorithm."""
-
-
-class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """The memory of one step in the steady state, as the allocator would count it."""
-
-    memory: PhaseMemory
-    peak_phase: str
-    categories: dict[MemoryCategory, int]
-    """Bytes at the peak, by category; they add up to the peak."""
-
-    @property
-    def peak_bytes(self) -> int:
-        return sum(self.categories.values())
 
 
 def estimate_by_running(workload: TextbookWorkload, *, workspace_bytes: int = WORKSPACE_BYTES) -> FakeEstimate:
@@ -258,8 +246,9 @@ def replayed(watched: WatchedStep, allocator: Allocator | None = None) -> FakeEs
         reserved_peak=max(reserved[start:]),
     )
     peak_phase = max(peaks, key=lambda name: peaks[name].allocated)
+    categories = _categories(watch, blocks, peaks[peak_phase].event)
     return FakeEstimate(
-        memory=memory, peak_phase=peak_phase, categories=_categories(watch, blocks, peaks[peak_phase].event)
+        peak_bytes=sum(categories.values()), peak_phase=peak_phase, categories=categories, memory=memory
     )
 
 

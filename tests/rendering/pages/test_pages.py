@@ -8,10 +8,9 @@ import msgspec
 import polars as pl
 import pytest
 
-from stepscope.allocations.prediction.answer import answer_fit
+from stepscope.allocations.prediction.answer import answer_fit, fit_document
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.allocations.prediction.fit import fit as predict
-from stepscope.app.cli.fit import fit_as_json
 from stepscope.core.answer import Answer, Line, Page, table_of, text
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Precision, Updates
@@ -363,12 +362,12 @@ def test_a_prediction_has_a_page_of_what_was_said(tmp_path: Path):
     found, step = budget_of_memory(2**30), workload(batch_size=4, seq_len=64)
     told = predict(step, found)
     file = tmp_path / "fit.json"
-    document = {**fit_as_json(told, step), "answer": msgspec.to_builtins(answer_fit(told, step))}
+    document = fit_document(told, answer_fit(told))
     file.write_bytes(msgspec.json.encode(document))
     page = page_named([str(file)], Path("runs"), quiet)
     shown = {figure.name: figure.value for figure in page.figures}
     assert page.kind == "prediction" and shown["peak"] == format_bytes(told.estimate.peak_bytes)
-    assert shown["fits"] == "yes" and shown["left"] == format_bytes(told.margin_bytes) and "fits" in page.sentence
+    assert shown["fits"] == "yes" and shown["left"] == format_bytes(told.margin_bytes or 0) and "fits" in page.sentence
     file.write_bytes(msgspec.json.encode([document, document]))
     with pytest.raises(InputError, match="holds 2 predictions: predict for one --memory"):
         page_named([str(file)], Path("runs"), quiet)

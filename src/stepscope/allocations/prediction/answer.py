@@ -1,136 +1,190 @@
 """Predictions of memory as Answers: whether a step fits, what its peak is made of, and what would make it fit."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
 from stepscope.allocations.prediction.accuracy import Accuracy, Comparison, accuracy_panels
 from stepscope.allocations.prediction.estimate import MemoryEstimate
-from stepscope.allocations.prediction.fit import MOST_GPUS, SAFETY, Fit, Largest
-from stepscope.allocations.prediction.kept_tensors import KeptTensor, kept_by_block
-from stepscope.allocations.prediction.own_fit import (
+from stepscope.allocations.prediction.fit import (
     CONVOLUTION_WORKSPACE_BYTES,
+    MOST_GPUS,
     MOST_SEARCHED,
-    OwnEstimate,
-    OwnFit,
-    OwnVerdict,
-    Unseen,
+    SAFETY,
+    FakeEstimate,
+    Fit,
+    Largest,
 )
+from stepscope.allocations.prediction.kept_tensors import KeptTensor, kept_by_block
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import moment_bytes, parameter_count
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.units import format_bytes, format_share
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, Workload
 
 _SYMBOLS = {
     "batch_size": "B", "seq_len": "S", "d_model": "M", "d_ff": "F", "heads": "H", "head_dim": "D",
     "key_width": "K", "bytes": "bytes",
 }  # fmt: skip
 
-_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+AnyFit = Fit[MemoryEstimate] | Fit[FakeEstimate]
+
 _OF_CUDA_GRAPHS = (
     "CUDA graphs hold memory in a pool of their own, which is not predicted: these figures are those of the "
     "same step without them. Leave some per cent more free."
 )
 
 
-def answer_fit(found: Fit, workload: TextbookWorkload) -> Answer:
-    """The Answer on whether a step fits: verdict, the peak and its parts, the peaks of the phases, and the plans."""
-    plans = [] if found.fits else [_plans(found)]
-    return _answer(
-        f"Does it fit into {found.budget.said}?", workload, _make_up(found.estimate, workload, _verdict(found)), plans
-    )
+def answer_fit(fit: AnyFit) -> Answer:
+    """The Answer on whether a step fits, with its peak's parts, the peaks of the phases and plans; without a budget, on
+    its peak alone."""
+    tables = [text(_verdict(fit), *_doubts(fit), *_sizes(fit)), _category_table(fit), _phase_table(fit.estimate)]
+    if fit.workload.sizes is not None:
+        tables += _reasons(fit.workload)
+    if fit.workload.compile in ("reduce-overhead", "max-autotune") or fit.workload.graph == "step":
+        tables.append(text(Line(_OF_CUDA_GRAPHS, "care")))
+    if fit.fits is False:
+        tables.append(_plans(fit))
+    return _answer(f"Does it fit into {fit.budget.said}?" if fit.budget else "What is the peak?", fit.workload, tables)
 
 
-def answer_peak(estimate: MemoryEstimate, workload: TextbookWorkload) -> Answer:
-    """The Answer with the peak and its parts, where the memory of the device is not known."""
-    how = "Say --memory, as in --memory 80GiB, or --device, as in --device H100, to hear whether it fits."
-    verdict = Line(f"{_peak(estimate)}. {how}", "strong")
-    return _answer("What is the peak?", workload, _make_up(estimate, workload, verdict))
+def fit_document(fit: AnyFit, answer: Answer | None = None) -> dict[str, object]:
+    """The contract of `stepscope fit --json`, in which the textbook's step has no keys of what is predicted of a user's
+    module alone."""
+    document = msgspec.to_builtins(fit)
+    apart = ["longest_is_the_models"]
+    if fit.workload.sizes is not None:
+        apart += ["kept_free_bytes", "largest_batch", "longest_sequence", "is_bound"]
+    for key in apart:
+        del document[key]
+    return document if answer is None else {**document, "answer": msgspec.to_builtins(answer)}
 
 
-def _answer(question: str, workload: TextbookWorkload, *tables: Sequence[Table]) -> Answer:
-    return Answer(
-        study="fit", question=question,
-        lead=(Line(describe_model(workload), "strong"), Line(describe_workload(workload))),
-        tables=tuple(table for group in tables for table in group),
-    )  # fmt: skip
+def _answer(question: str, workload: Workload, tables: Sequence[Table]) -> Answer:
+    lead = (Line(describe_model(workload), "strong"), Line(describe_workload(workload)))
+    return Answer(study="fit", question=question, lead=lead, tables=tuple(tables))
 
 
-def _make_up(estimate: MemoryEstimate, workload: TextbookWorkload, verdict: Line) -> list[Table]:
-    parts = [text(verdict), _category_table(estimate), _phase_table(estimate), text(state_formula(workload))]
-    reason = _reason(estimate, workload)
-    if reason:
-        parts.append(text(reason))
-    if workload.compile in _WITH_CUDA_GRAPHS or workload.graph == "step":
-        parts.append(text(Line(_OF_CUDA_GRAPHS, "care")))
-    return parts
+def _verdict(fit: AnyFit) -> Line:
+    most = "is at most" if fit.is_bound else "is"
+    peak = f"The peak {most} {format_bytes(fit.peak_bytes)}, in the {fit.estimate.peak_phase} phase"
+    if fit.budget is None or fit.margin_bytes is None:
+        how = "Say --memory, as in --memory 80GiB, or --device, as in --device H100, to hear whether it fits."
+        return Line(f"{peak}. {how}", "strong")
+    into = fit.budget.said
+    of_user = isinstance(fit.estimate, FakeEstimate)
+    kept = format_bytes(fit.kept_free_bytes or 0)
+    if fit.fits:
+        left = f"{format_bytes(fit.margin_bytes)} are left{f', {kept} kept free' if of_user else ''}"
+        return Line(f"It fits into {into}. {peak}: {left}.", "good")
+    where = f"it would run out of memory in the {fit.fails_in} phase"
+    if fit.margin_bytes < 0:
+        missing = f"{format_bytes(-fit.margin_bytes)} are missing"
+        return Line(f"It does not fit into {into}: {where}. {peak}: {missing}.", "bad")
+    free = f"{kept} are" if of_user else f"{100 * SAFETY:g} % is"
+    reserved = _phases(fit.estimate).reserved_peak
+    cache = f", but not what the allocator caches ({format_bytes(reserved)} in all)" if reserved else ""
+    alone = f"{peak}: that alone would fit{cache}"
+    return Line(f"It does not safely fit into {into}: {where}, when {free} kept free. {alone}.", "bad")
 
 
-def _peak(estimate: MemoryEstimate) -> str:
-    return f"The peak is {format_bytes(estimate.peak_bytes)}, in the {estimate.peak_phase} phase"
+def _doubts(fit: AnyFit) -> Iterator[Line]:
+    """Sentences on what fake tensors do not show of a user's module."""
+    unseen = fit.estimate.unseen if isinstance(fit.estimate, FakeEstimate) else None
+    if unseen is None:
+        return
+    if unseen.at_most:
+        yield Line(
+            f"The shapes of {', '.join(unseen.at_most)} depend on data: each was counted as if every element were "
+            "chosen, so that the peak is a bound, and the truth may be far lower.",
+            "care",
+        )
+    if unseen.convolutions:
+        yield Line(
+            f"The step has convolutions, for which cuDNN takes workspaces: {format_bytes(unseen.workspace_bytes)} are "
+            "kept free beside the peak, the bytes of the largest one's operands and "
+            f"{format_bytes(CONVOLUTION_WORKSPACE_BYTES)}.",
+            "care",
+        )
+    if unseen.custom:
+        yield Line(
+            f"{', '.join(unseen.custom)} are not PyTorch's: what their kernels take for themselves is not known, and "
+            "more memory is kept free.",
+            "care",
+        )
 
 
-def answer_second(first: MemoryEstimate, memory: PhaseMemory, peak_bytes: int) -> Answer:
-    """The Answer with the prediction by the symbolic model beside the one by fake tensors."""
-    predicted = (
-        ("before the step", first.after_parameters, memory.after_parameters),
-        ("forward peak", first.forward_peak, memory.forward_peak),
-        ("saved for backward", first.saved_for_backward, memory.saved_for_backward),
-        ("backward peak", first.backward_peak, memory.backward_peak),
-        ("optimizer peak", first.optimizer_peak, memory.optimizer_peak),
-        ("peak", first.peak_bytes, peak_bytes),
-    )
-    table = table_of(
-        "two predictions", ("symbolic model", "B"), ("fake tensors", "B"), ("difference", "{:+.3f} %"),
-        rows=[
-            (name, one, other, (one / other - 1) * 100)
-            for name, one, other in predicted
-            if one is not None and other is not None
-        ],
-    )  # fmt: skip
-    return Answer(study="fit", question="", tables=(table,))
+def _sizes(fit: AnyFit) -> list[Line]:
+    """The largest sizes that fit, where they were looked for."""
+    sizes = {"the largest batch": fit.largest_batch, "the longest sequence": fit.longest_sequence}
+    decides = fit.largest_batch if fit.largest_batch is not None else fit.longest_sequence
+    if decides == 0:
+        return [Line("Not even the smallest batch fits.", "bad")]
+    known = [
+        f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 else ''}{size:,}"
+        for name, size in sizes.items()
+        if size
+    ]
+    bound = ", and the model takes no longer one" if fit.longest_is_the_models else ""
+    return [Line(f"{', '.join(known).capitalize()}{bound}.")] if known else []
 
 
-def _verdict(answer: Fit) -> Line:
-    estimate, budget = answer.estimate, answer.budget
-    peak = _peak(estimate)
-    if answer.fits:
-        left = f"{format_bytes(answer.margin_bytes)} are left"
-        return Line(f"It fits into {budget.said}. {peak}: {left}.", "good")
-    where = f"it would run out of memory in the {answer.fails_in} phase"
-    if answer.margin_bytes < 0:
-        missing = f"{format_bytes(-answer.margin_bytes)} are missing"
-        return Line(f"It does not fit into {budget.said}: {where}. {peak}: {missing}.", "bad")
-    cache = f", but not what the allocator caches ({format_bytes(estimate.reserved_peak or 0)} in all)"
-    return Line(
-        f"It does not safely fit into {budget.said}: {where}, when {100 * SAFETY:g} % is kept free. {peak}: that "
-        f"alone would fit{cache}.",
-        "bad",
-    )
-
-
-def _category_table(estimate: MemoryEstimate) -> Table:
-    parts = sorted(estimate.categories.items(), key=lambda item: -item[1])
-    rows: list[tuple[Cell, ...]] = [(category, count, count / estimate.peak_bytes) for category, count in parts]
-    rows.append(("together", estimate.peak_bytes, None))
-    columns = (f"at the peak ({estimate.peak_phase})", ("memory", "B"), ("share", "%"))
+def _category_table(fit: AnyFit) -> Table:
+    parts = sorted(fit.categories.items(), key=lambda item: -item[1])
+    rows: list[tuple[Cell, ...]] = [(category, count, count / fit.peak_bytes) for category, count in parts if count]
+    rows.append(("together", fit.peak_bytes, None))
+    columns = (f"at the peak ({fit.estimate.peak_phase})", ("memory", "B"), ("share", "%"))
     return table_of(*columns, rows=rows, rules=(len(rows) - 1,))
 
 
-def _phase_table(estimate: MemoryEstimate) -> Table:
+def _phases(estimate: MemoryEstimate | FakeEstimate) -> MemoryEstimate | PhaseMemory:
+    return estimate.memory if isinstance(estimate, FakeEstimate) else estimate
+
+
+def _by_phase(estimate: MemoryEstimate | FakeEstimate) -> dict[str, int | None]:
+    """The figures of the phases by their names in tables."""
+    phases = _phases(estimate)
+    return {
+        "before the step": phases.after_parameters,
+        "forward peak": phases.forward_peak,
+        "saved for backward": phases.saved_for_backward,
+        "backward peak": phases.backward_peak,
+        "optimizer peak": phases.optimizer_peak,
+    }
+
+
+def _phase_table(estimate: MemoryEstimate | FakeEstimate) -> Table:
     figures = {
-        "before the step": estimate.after_parameters,
-        "forward peak": estimate.forward_peak,
-        "saved for backward": estimate.saved_for_backward,
-        "backward peak": estimate.backward_peak,
-        "optimizer peak": estimate.optimizer_peak,
-        "reserved by the allocator": estimate.reserved_peak,
-        "in the host's memory": estimate.host_bytes or None,
+        **_by_phase(estimate),
+        "reserved by the allocator": _phases(estimate).reserved_peak or None,
+        "in the host's memory": (estimate.host_bytes or None) if isinstance(estimate, MemoryEstimate) else None,
     }
     return table_of("phase by phase", ("memory", "B"), rows=[row for row in figures.items() if row[1] is not None])
+
+
+def answer_second(first: MemoryEstimate | FakeEstimate, second: FakeEstimate) -> Answer:
+    """The Answer with the prediction by the symbolic model beside the one by fake tensors."""
+    others = {**_by_phase(second), "peak": second.peak_bytes}
+    table = table_of(
+        "two predictions",
+        ("symbolic model", "B"),
+        ("fake tensors", "B"),
+        ("difference", "{:+.3f} %"),
+        rows=[
+            (name, one, other, (one / other - 1) * 100)
+            for name, one in {**_by_phase(first), "peak": first.peak_bytes}.items()
+            if one is not None and (other := others[name]) is not None
+        ],
+    )
+    return Answer(study="fit", question="", tables=(table,))
+
+
+def _reasons(workload: TextbookWorkload) -> list[Table]:
+    """The bytes of a step that formulas know, multiplied out, and the largest part of its peak."""
+    reason = _largest_part(workload)
+    return [text(state_formula(workload)), *([text(reason)] if reason else [])]
 
 
 def state_formula(workload: TextbookWorkload) -> str:
@@ -150,9 +204,9 @@ def state_formula(workload: TextbookWorkload) -> str:
     return f"At any batch size: {' + '.join(terms)}{together}."
 
 
-def _reason(estimate: MemoryEstimate, workload: TextbookWorkload) -> str:
+def _largest_part(workload: TextbookWorkload) -> str:
     """A sentence that names the largest part of the peak."""
-    if not estimate.saved_for_backward or workload.checkpointing != "none":
+    if workload.phase == "forward" or workload.checkpointing != "none":
         return ""
     kept = kept_by_block(workload)
     block = sum(tensor.total_bytes for tensor in kept)
@@ -185,23 +239,34 @@ def _product(tensor: KeptTensor) -> str:
     return f"{symbols} = {' x '.join(map(str, tensor.sizes))}"
 
 
-def _plans(answer: Fit) -> Table:
-    if not answer.plans:
-        return text(Line(
-            "No change that stepscope knows makes it fit: not all of them together, and not with its state sharded "
-            f"over {MOST_GPUS} GPUs. A smaller model, a shorter sequence or more memory is needed.",
-            "care",
-        ))  # fmt: skip
+def _plans(fit: AnyFit) -> Table:
+    plans = fit.plans
+    if not plans:
+        sharded = f", and not with its state sharded over {MOST_GPUS} GPUs"
+        return text(
+            Line(
+                "No change that stepscope knows makes it fit: not all of them together"
+                f"{sharded if fit.workload.sizes is not None else ''}. A smaller model, a shorter sequence "
+                "or more memory is needed.",
+                "care",
+            )
+        )
+    costs = any(plan.extra_flops_fraction is not None for plan in plans)
     return table_of(
-        "change that makes it fit", ("peak", TEXT), ("FLOPs more", "%"), "option",
+        "change that makes it fit",
+        ("peak", TEXT),
+        *([("FLOPs more", "%")] if costs else []),
+        "option",
         rows=[
             (
-                plan.change, format_bytes(plan.peak_bytes) + (" each" if plan.gpus > 1 else ""),
-                plan.extra_flops_fraction, plan.options,
+                plan.change,
+                format_bytes(plan.peak_bytes) + (" each" if (plan.gpus or 1) > 1 else ""),
+                *([plan.extra_flops_fraction] if costs else []),
+                plan.options,
             )
-            for plan in answer.plans
+            for plan in plans
         ],
-    )  # fmt: skip
+    )
 
 
 def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> Answer:
@@ -299,109 +364,3 @@ def accuracy_sentences(accuracy: Accuracy) -> list[str]:
             + (f"{wrong} said to fit ran out of memory." if wrong else "none that was said to fit ran out of memory.")
         )
     return sentences
-
-
-# The Answer on the memory of a step of a user's own module.
-
-
-def answer_own_fit(found: OwnFit) -> list[Answer]:
-    """An Answer for each budget; one on the peak alone where there is none."""
-    estimate = found.estimate
-    what = Line(_described(found.workload))
-    doubts = [Line(sentence, "care") for sentence in _doubts(estimate.unseen)]
-    tables = [_categories(estimate), _phases(estimate)]
-    if not found.verdicts:
-        lead = (what, Line(f"{_own_peak(estimate)}."), *doubts)
-        return [Answer(study="fit", question="What does this step need?", lead=lead, tables=tuple(tables))]
-    return [
-        Answer(
-            study="fit", question="Does this step fit?",
-            lead=(what, _said(verdict, estimate), *doubts, *_sizes(verdict)),
-            tables=(*tables, *([_own_plans(verdict)] if verdict.plans else [])),
-        )
-        for verdict in found.verdicts
-    ]  # fmt: skip
-
-
-def _described(workload: FactoryWorkload) -> str:
-    model = workload.model
-    inputs = ", ".join(f"{name} {tensor}" for name, tensor in model.inputs.items())
-    return f"{model.name}: {model.parameters or 0:,} parameters; {inputs}; {', '.join(workload.words('model'))}"
-
-
-def _own_peak(estimate: OwnEstimate) -> str:
-    most = "is at most" if estimate.unseen.at_most else "is"
-    return f"The peak {most} {format_bytes(estimate.peak_bytes)}, in the {estimate.peak_phase} phase"
-
-
-def _doubts(unseen: Unseen) -> list[str]:
-    found: list[str] = []
-    if unseen.at_most:
-        found.append(
-            f"The shapes of {', '.join(unseen.at_most)} depend on data: each was counted as if every element were "
-            "chosen, so that the peak is a bound, and the truth may be far lower."
-        )
-    if unseen.convolutions:
-        found.append(
-            f"The step has convolutions, for which cuDNN takes workspaces: {format_bytes(unseen.workspace_bytes)} are "
-            "kept free beside the peak, the bytes of the largest one's operands and "
-            f"{format_bytes(CONVOLUTION_WORKSPACE_BYTES)}."
-        )
-    if unseen.custom:
-        found.append(
-            f"{', '.join(unseen.custom)} are not PyTorch's: what their kernels take for themselves is not known, and "
-            "more memory is kept free."
-        )
-    return found
-
-
-def _said(verdict: OwnVerdict, estimate: OwnEstimate) -> Line:
-    budget, left = verdict.budget, verdict.budget.usable_bytes - estimate.peak_bytes
-    kept = f"{format_bytes(verdict.kept_free_bytes)} kept free"
-    if verdict.fits:
-        return Line(
-            f"It fits into {budget.said}. {_own_peak(estimate)}: {format_bytes(left)} are left, {kept}.", "good"
-        )
-    where = f"it would run out of memory in the {verdict.fails_in} phase"
-    if left < 0:
-        said = f"{_own_peak(estimate)}: {format_bytes(-left)} are missing."
-        return Line(f"It does not fit into {budget.said}: {where}. {said}", "bad")
-    return Line(f"It does not safely fit into {budget.said}: with {kept}, {where}. {_own_peak(estimate)}.", "bad")
-
-
-def _sizes(verdict: OwnVerdict) -> list[Line]:
-    sizes = {"the largest batch": verdict.largest_batch, "the longest sequence": verdict.longest_sequence}
-    decides = verdict.largest_batch if verdict.largest_batch is not None else verdict.longest_sequence
-    if decides == 0:
-        return [Line("Not even the smallest batch fits.", "bad")]
-    known = [
-        f"{name} that fits is {'at least ' if size >= MOST_SEARCHED - 1 else ''}{size:,}"
-        for name, size in sizes.items() if size
-    ]  # fmt: skip
-    bound = ", and the model takes no longer one" if verdict.longest_is_the_models else ""
-    return [Line(f"{', '.join(known).capitalize()}{bound}.")] if known else []
-
-
-def _categories(estimate: OwnEstimate) -> Table:
-    parts = sorted(estimate.categories.items(), key=lambda item: -item[1])
-    rows = [(name, count, count / estimate.peak_bytes) for name, count in parts if count]
-    columns = (f"at the peak ({estimate.peak_phase})", ("memory", "B"), ("share", "%"))
-    return table_of(*columns, rows=[*rows, ("together", estimate.peak_bytes, None)], rules=(len(rows),))
-
-
-def _phases(estimate: OwnEstimate) -> Table:
-    memory = estimate.memory
-    figures = {
-        "before the step": memory.after_parameters,
-        "forward peak": memory.forward_peak,
-        "saved for backward": memory.saved_for_backward,
-        "backward peak": memory.backward_peak,
-        "optimizer peak": memory.optimizer_peak,
-        "reserved by the allocator": memory.reserved_peak or None,
-    }
-    return table_of("phase by phase", ("memory", "B"), rows=[row for row in figures.items() if row[1] is not None])
-
-
-def _own_plans(verdict: OwnVerdict) -> Table:
-    rows = [(plan.change, format_bytes(plan.peak_bytes), plan.options) for plan in verdict.plans]
-    return table_of("change that makes it fit", ("peak", TEXT), "option", rows=rows)

@@ -1,112 +1,40 @@
-"""Whether a step fits into so much memory, and the cheapest changes that would make it fit."""
+"""Whether a step fits into so much memory, and the cheapest changes that would make it fit.
+
+There is one search, over what a Predictor says of a step: `SymbolicPredictor` where formulas know the model's sizes,
+and `engine/fake_module.py` for a user's module, whose code runs on fake tensors.
+"""
 
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from stepscope.allocations.prediction.estimate import MemoryEstimate, estimate, estimate_quickly, runs_within
+from stepscope.allocations.prediction.estimate import (
+    DeviceType,
+    MemoryEstimate,
+    estimate,
+    estimate_quickly,
+    runs_within,
+)
 from stepscope.allocations.prediction.layouts import sharded_peak
 from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.transformer import recomputed_flops, step_flops
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import OPTIMIZERS, FactoryWorkload, TextbookWorkload, Workload, by_sizes
 
-# Changes to a step that may make it fit: the words and the option of each, and plans of several.
-
-
-class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A change to a step: its words, the options that ask for it, and the fields of the workload that it sets."""
-
-    change: str
-    options: str
-    fields: dict[str, str | int]
-
-
-Lever = tuple[Change, ...]
-"""Settings of one option, the mildest first."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """Changes to a step that make it fit, as predicted."""
-
-    change: str
-    options: str
-    """For the command line."""
-    peak_bytes: int
-
-
-def setting(words: str, option: str, value: str | int) -> Change:
-    """The change that one option makes."""
-    return Change(
-        change=words, options=f"{option} {value}", fields={option.removeprefix("--").replace("-", "_"): value}
-    )
-
-
-FUSED_ADAMW = setting("fused AdamW", "--optimizer", "adamw-fused")
-STATE_IN_BF16 = setting("optimizer state in bf16", "--optimizer", "adamw-bf16-state")
-AUTOCAST = setting("bf16 autocast", "--dtype", "bf16")
-SELECTIVE = setting("checkpointing that keeps matrix products", "--checkpointing", "selective")
-KEEP_ATTENTION = setting("checkpointing that keeps attention's outputs", "--checkpointing", "attention")
-
-
-def mixed(checkpointing: str) -> Change:
-    """The checkpointing `selective-K`."""
-    last = selective_of(checkpointing)
-    words = "1 block" if last == 1 else f"{last} blocks"
-    return setting(f"checkpointing that keeps matrix products of the last {words}", "--checkpointing", checkpointing)
-
-
-def checkpointed_blocks(k: int) -> Change:
-    """Checkpointing of whole blocks, k together."""
-    words = "checkpointing of every block" if k == 1 else f"checkpointing of every {k} blocks together"
-    return setting(words, "--checkpointing", f"every-{k}")
-
-
-def micro_batches(batch: int, accumulation: int, most: int | None = None) -> Lever:
-    """The batch in more equal micro-batches than it has."""
-    small = [d for d in range(1, math.isqrt(batch) + 1) if batch % d == 0]
-    divisors = sorted({*small, *(batch // d for d in small)})
-    return tuple(
-        setting(f"{n} micro-batches of {batch // n}", "--accumulation", n)
-        for n in divisors
-        if accumulation < n <= (most or batch)
-    )
-
-
-def together(changes: Iterable[Change]) -> Change:
-    """Several changes as one."""
-    parts = tuple(changes)
-    return Change(
-        change=", ".join(part.change for part in parts),
-        options=" ".join(part.options for part in parts if part.options),
-        fields={name: value for part in parts for name, value in part.fields.items()},
-    )
-
+# The memory that there is.
 
 OUTSIDE_BYTES = 768 * MIB
 """What a process holds on a GPU beyond PyTorch's allocator: the CUDA context, and the libraries' code. 0.70 to 0.72 GiB
 on an H200 under CUDA 13 (the out-of-memory messages in results/h200/limit-80GiB)."""
-
-SAFETY = 0.01
-"""Share of the memory that is left free: a cache that is fragmented otherwise than predicted needs a little more."""
-
-QUICK_SAFETY = 0.04
-"""Share of the memory that a plan leaves free; larger, as its peak is predicted without the cache's remainders."""
-
-AMPLE, AMPLE_BYTES = 0.4, 256 * MIB
-"""Room beyond a plan's peak, as a share of it and in bytes, with which a training step fits however the cache is
-fragmented: of 2524 random steps none needed as much, and 36 needed more than 0.3. Inference of long sequences may need
-more than 0.75."""
-
-MOST_PLANS = 6
-MOST_GPUS = 1024
 
 
 class Budget(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,33 +45,6 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes of it that PyTorch's allocator may take."""
     said: str
     """Where the figure comes from, in words."""
-
-
-class TextbookPlan(Plan, frozen=True, kw_only=True):
-    """A plan for the textbook's step, with what it costs."""
-
-    extra_flops_fraction: float
-    """FLOPs that it runs again beyond what the workload does already, as a share of the step's model FLOPs; below zero
-    where it runs fewer again."""
-    gpus: int = 1
-
-
-class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """Whether a step fits, and what would make it fit."""
-
-    fits: bool
-    budget: Budget
-    estimate: MemoryEstimate
-    margin_bytes: int
-    """What the budget leaves beyond the peak; below zero: what is missing."""
-    fails_in: str | None = None
-    """The phase in which the first request would be refused."""
-    plans: tuple[TextbookPlan, ...] = ()
-    """The cheapest changes that would make it fit, the cheapest first; empty where it fits, or nothing helps."""
-
-    @property
-    def categories(self) -> dict[MemoryCategory, int]:
-        return self.estimate.categories
 
 
 def budget_of_memory(memory_bytes: int) -> Budget:
@@ -171,25 +72,238 @@ def budget_of_total(total_bytes: int, device_name: str) -> Budget:
     )
 
 
-def fit(workload: TextbookWorkload, budget: Budget) -> Fit:
-    """Predict the step's peak and say whether it fits; where it does not, what would make it fit."""
-    predicted = estimate(workload)
-    fails_in = _fails_in(workload, predicted, budget)
-    return Fit(
-        fits=fails_in is None,
-        budget=budget,
+_PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
+"""The device that a plain name means, where its variants differ in memory: the one that most have."""
+
+
+def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memory 80GiB") -> DeviceSpec:
+    """The device of the datasheets that a name means. Raises InputError where it is none of them, or several that
+    differ in memory."""
+    if name.lower() in _PLAIN:
+        return DATASHEET[_PLAIN[name.lower()]]
+    wanted = name.lower().replace("-", " ").split()
+    matching = [spec for spec in DATASHEET.values() if _is_meant(spec, wanted)]
+    matching = [spec for spec in matching if spec.name.lower() == name.lower()] or matching
+    if wanted and len({spec.memory_bytes for spec in matching}) == 1:
+        return matching[0]  # or another of the same memory: nothing else is asked of it
+    several = bool(wanted and matching)
+    known = ", ".join(spec.name for spec in (matching if several else DATASHEET.values()))
+    what = "matches several devices" if several else "is in no datasheet that stepscope has"
+    raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")
+
+
+def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
+    """Whether each word begins a word of the device's name: h200 is no GH200."""
+    words = spec.name.lower().replace("-", " ").split()
+    return all(any(word.startswith(begin) for word in words) for begin in wanted)
+
+
+# What is predicted of a step.
+
+KEPT_FREE = 0.04
+"""Share of the memory that is left free beside a step on fake tensors. The prediction does not see memory that an
+operator's kernel takes and gives back."""
+
+KEPT_FREE_FOR_CUSTOM = 0.1
+"""Share of the memory that is left free in addition, if the step calls operators that are not PyTorch's."""
+
+CONVOLUTION_WORKSPACE_BYTES = 72 * MIB
+"""For cuDNN's workspaces, the bytes of the largest convolution's operands and so many more are kept free: copies in
+another layout, and partial sums. No convolution took more on an H200 (results/h200/convolutions/workspaces.json)."""
+
+
+class Unseen(msgspec.Struct, frozen=True, kw_only=True):
+    """What fake tensors do not show of a step, or count at its largest."""
+
+    convolutions: int = 0
+    """Calls of convolutions in three steps; on a GPU, cuDNN takes workspaces for them."""
+    convolution_bytes: int = 0
+    """Bytes of the operands and outputs of the largest convolution."""
+    custom: tuple[str, ...] = ()
+    """Operators that are not PyTorch's."""
+    at_most: tuple[str, ...] = ()
+    """Operators whose output was counted at its largest, since its shape depends on data: the peak is a bound."""
+
+    def kept_free(self, budget: Budget) -> int:
+        """Bytes of the memory that a step must leave free to fit."""
+        share = KEPT_FREE + (KEPT_FREE_FOR_CUSTOM if self.custom else 0)
+        return int(budget.usable_bytes * share) + self.workspace_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The most that cuDNN takes for a convolution; 0 where there is none."""
+        return self.convolution_bytes + CONVOLUTION_WORKSPACE_BYTES if self.convolutions else 0
+
+
+class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The memory of one steady step that ran on fake tensors, as the allocator would count it."""
+
+    peak_bytes: int
+    peak_phase: str
+    categories: dict[MemoryCategory, int]
+    """Bytes that are alive at the peak, by category; they add up to `peak_bytes` exactly."""
+    memory: PhaseMemory
+    unseen: Unseen | None = None
+    """Of a user's module."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Changes to a step that make it fit, as predicted."""
+
+    change: str
+    options: str
+    """For the command line."""
+    peak_bytes: int
+    extra_flops_fraction: float | None = None
+    """FLOPs that it runs again beyond what the workload does already, as a share of the step's model FLOPs; below zero
+    where it runs fewer again. None where no formula counts them."""
+    gpus: int | None = None
+    """The GPUs that it needs; None for a user's module, of which plans keep to one."""
+
+
+W = TypeVar("W", TextbookWorkload, FactoryWorkload)
+E = TypeVar("E", MemoryEstimate, FakeEstimate)
+
+
+class Fit(msgspec.Struct, Generic[E], frozen=True, kw_only=True):
+    """What a step needs, and whether it fits where a budget was named; with what would make it fit."""
+
+    fits: bool | None = None
+    """None without a budget, as all that depends on one."""
+    peak_bytes: int
+    categories: dict[MemoryCategory, int]
+    """Bytes that are alive at the peak, by category."""
+    plans: tuple[Plan, ...] = ()
+    """The cheapest changes that would make it fit, the cheapest first; empty where it fits, or nothing helps."""
+    margin_bytes: int | None = None
+    """What the budget leaves beyond the peak; below zero: what is missing."""
+    kept_free_bytes: int | None = None
+    """Bytes of the budget that must stay free."""
+    fails_in: str | None = None
+    """The phase in which the first request would be refused."""
+    largest_batch: int | None = None
+    """The largest batch that fits, in samples; 0 if not even one fits, None where it is not looked for."""
+    longest_sequence: int | None = None
+    """The longest sequence that fits, in tokens; 0 if none fits, None where it is not looked for."""
+    longest_is_the_models: bool = False
+    """Whether the model takes no longer sequence than that, whatever the memory."""
+    is_bound: bool = False
+    """Whether the peak is the highest that it can be, and the truth may be lower."""
+    budget: Budget | None = None
+    estimate: E
+    workload: Workload
+    """The workload; of a user's module, with the model as it was found."""
+
+
+class Predictor(Protocol[W, E]):
+    """Predicts the memory of one workload and of its variants."""
+
+    workload: W
+    estimate: E
+    """All figures of the workload."""
+
+    def peak(self, workload: W) -> int | None:
+        """The peak of a variant in bytes, to compare choices; None where its step cannot run."""
+        ...
+
+    def fits(self, workload: W, budget: Budget, *, quickly: bool = False) -> bool:
+        """Whether a variant fits. Quickly: without a closer look where it is a near thing."""
+        ...
+
+    def fails_in(self, budget: Budget) -> str | None:
+        """None if the workload's step runs; else the phase in which the first request is refused."""
+        ...
+
+    def kept_free(self, budget: Budget) -> int:
+        """Bytes of the budget that the workload's step must leave free."""
+        ...
+
+    def extra_flops(self, workload: W) -> float | None:
+        """FLOPs that a variant runs again beyond the workload's, as in a Plan."""
+        ...
+
+
+def judge(predictor: Predictor[W, E], budget: Budget | None, *, search: bool = True) -> Fit[E]:
+    """Whether the predictor's workload fits; with `search` also what would make it fit, where it does not."""
+    predicted = predictor.estimate
+    unseen = predicted.unseen if isinstance(predicted, FakeEstimate) else None
+    peak = Fit(
+        peak_bytes=predicted.peak_bytes,
+        categories=predicted.categories,
+        is_bound=unseen is not None and bool(unseen.at_most),
         estimate=predicted,
-        margin_bytes=budget.usable_bytes - predicted.peak_bytes,
-        fails_in=fails_in,
-        plans=() if fails_in is None else tuple(_plans(workload, budget)),
+        workload=predictor.workload,
     )
+    if budget is None:
+        return peak
+    fails_in = predictor.fails_in(budget)
+    return msgspec.structs.replace(
+        peak,
+        fits=fails_in is None,
+        plans=tuple(_Search(predictor, budget).plans()) if search and fails_in is not None else (),
+        margin_bytes=budget.usable_bytes - predicted.peak_bytes,
+        kept_free_bytes=predictor.kept_free(budget),
+        fails_in=fails_in,
+        budget=budget,
+    )
+
+
+# Where formulas know the model's sizes.
+
+SAFETY = 0.01
+"""Share of the memory that is left free: a cache that is fragmented otherwise than predicted needs a little more."""
+
+QUICK_SAFETY = 0.04
+"""Share of the memory that a plan leaves free; larger, as its peak is predicted without the cache's remainders."""
+
+AMPLE, AMPLE_BYTES = 0.4, 256 * MIB
+"""Room beyond a plan's peak, as a share of it and in bytes, with which a training step fits however the cache is
+fragmented: of 2524 random steps none needed as much, and 36 needed more than 0.3. Inference of long sequences may need
+more than 0.75."""
+
+
+class SymbolicPredictor:
+    """Predicts a workload of which formulas know the sizes, without torch."""
+
+    def __init__(self, workload: TextbookWorkload, device_type: DeviceType = "cuda") -> None:
+        self.workload, self.estimate = workload, estimate(workload, device_type)
+        self._peaks: dict[TextbookWorkload, int | None] = {}
+
+    def peak(self, workload: TextbookWorkload) -> int | None:
+        if workload not in self._peaks:
+            try:
+                self._peaks[workload] = estimate_quickly(workload).peak_bytes
+            except InputError:
+                self._peaks[workload] = None  # as products of 8 bits that take no such number of rows
+        return self._peaks[workload]
+
+    def fits(self, workload: TextbookWorkload, budget: Budget, *, quickly: bool = False) -> bool:
+        peak = self.peak(workload)
+        if peak is None or quickly:
+            return peak is not None and _fits_quickly(peak, budget)
+        ample = workload.phase == "train" and peak * (1 + AMPLE) + AMPLE_BYTES <= budget.usable_bytes
+        return ample or (_fits_quickly(peak, budget) and will_fit(workload, budget))
+
+    def fails_in(self, budget: Budget) -> str | None:
+        return _fails_in(self.workload, budget, self.estimate)
+
+    def kept_free(self, budget: Budget) -> int:
+        return budget.usable_bytes - _safe_bytes(budget)
+
+    def extra_flops(self, workload: TextbookWorkload) -> float:
+        return (recomputed_flops(workload) - recomputed_flops(self.workload)) / step_flops(self.workload)
+
+
+def fit(
+    workload: TextbookWorkload, budget: Budget | None = None, device_type: DeviceType = "cuda"
+) -> Fit[MemoryEstimate]:
+    """Predict the step's peak, and say whether it fits a budget; where it does not, what would make it fit."""
+    return judge(SymbolicPredictor(workload, device_type), budget)
 
 
 def will_fit(workload: TextbookWorkload, budget: Budget, predicted: MemoryEstimate | None = None) -> bool:
     """Whether the step fits, without plans. Where its estimate is `predicted` already, most need no further step."""
-    if predicted is not None:
-        return _fails_in(workload, predicted, budget) is None
-    return runs_within(workload, _safe_bytes(budget)) is None
+    return _fails_in(workload, budget, predicted) is None
 
 
 def will_surely_fit(workload: TextbookWorkload, budget: Budget) -> bool:
@@ -197,9 +311,9 @@ def will_surely_fit(workload: TextbookWorkload, budget: Budget) -> bool:
     return _fits_quickly(estimate_quickly(workload).peak_bytes, budget)
 
 
-def _fails_in(workload: TextbookWorkload, predicted: MemoryEstimate, budget: Budget) -> str | None:
+def _fails_in(workload: TextbookWorkload, budget: Budget, predicted: MemoryEstimate | None) -> str | None:
     safe = _safe_bytes(budget)
-    if predicted.reserved_peak is not None and predicted.reserved_peak <= safe:
+    if predicted is not None and predicted.reserved_peak is not None and predicted.reserved_peak <= safe:
         return None
     # The cache holds more than is alive, and gives it back when memory runs out: whether that is enough, the allocator
     # says when it is played through with this limit.
@@ -214,113 +328,176 @@ def _fits_quickly(peak_bytes: int, budget: Budget) -> bool:
     return peak_bytes * (1 + QUICK_SAFETY) <= budget.usable_bytes
 
 
-def _levers(workload: TextbookWorkload) -> list[Lever]:
+# Changes to a step that may make it fit: the words and the option of each.
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A change to a step: its words, the options that ask for it, and the fields of the workload that it sets."""
+
+    change: str
+    options: str
+    fields: dict[str, str | int]
+
+
+Lever = tuple[Change, ...]
+"""Settings of one option, the mildest first."""
+
+
+def setting(words: str, option: str, value: str | int) -> Change:
+    """The change that one option makes."""
+    return Change(
+        change=words, options=f"{option} {value}", fields={option.removeprefix("--").replace("-", "_"): value}
+    )
+
+
+SELECTIVE = setting("checkpointing that keeps matrix products", "--checkpointing", "selective")
+KEEP_ATTENTION = setting("checkpointing that keeps attention's outputs", "--checkpointing", "attention")
+
+MOST_MICRO_BATCHES = 64
+"""The most that are proposed for a user's module: with more, its GPU would wait for launches."""
+
+
+def mixed(checkpointing: str) -> Change:
+    """The checkpointing `selective-K`."""
+    last = selective_of(checkpointing)
+    words = "1 block" if last == 1 else f"{last} blocks"
+    return setting(f"checkpointing that keeps matrix products of the last {words}", "--checkpointing", checkpointing)
+
+
+def micro_batches(batch: int, accumulation: int, most: int) -> Lever:
+    """The batch in more equal micro-batches than it has, up to the most."""
+    small = [d for d in range(1, math.isqrt(batch) + 1) if batch % d == 0]
+    divisors = sorted({*small, *(batch // d for d in small)})
+    return tuple(
+        setting(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in divisors if accumulation < n <= most
+    )
+
+
+def together(changes: Iterable[Change]) -> Change:
+    """Several changes as one."""
+    parts = tuple(changes)
+    return Change(
+        change=", ".join(part.change for part in parts),
+        options=" ".join(part.options for part in parts if part.options),
+        fields={name: value for part in parts for name, value in part.fields.items()},
+    )
+
+
+def _levers(workload: Workload) -> Iterator[Lever]:
     """The levers that this workload has left, those that cost nothing first. Groups of
     checkpointed blocks are not among them (`_groups`): of those the search takes the best."""
-    levers: list[Lever] = []
-    if scores_of(workload.attention) == "whole":
-        levers.append((setting("fused attention", "--attention", "sdpa"),))
+    if workload.attention is not None and scores_of(workload.attention) == "whole":
+        yield (setting("fused attention", "--attention", "sdpa"),)
     if workload.optimizer in ("adamw-foreach", "adamw-loop"):
-        levers.append((FUSED_ADAMW,))
+        yield (setting("fused AdamW", "--optimizer", "adamw-fused"),)
     if workload.dtype in ("fp32", "tf32"):
-        levers.append((AUTOCAST,))
-    if workload.optimizer not in (None, "adamw-bf16-state") and PRECISIONS[workload.dtype].weights == 4:
-        levers.append((STATE_IN_BF16,))
+        yield (setting("bf16 autocast", "--dtype", "bf16"),)
+    chosen = workload.optimizer in OPTIMIZERS  # and is no optimizer of the user's
+    if chosen and workload.optimizer != "adamw-bf16-state" and PRECISIONS[workload.dtype].weights == 4:
+        yield (setting("optimizer state in bf16", "--optimizer", "adamw-bf16-state"),)
     if workload.phase == "forward":
-        return levers
-    splits = _that_run(workload, micro_batches(workload.batch_size, workload.accumulation))
-    if splits:
-        levers.append(splits)
+        return
+    batch = workload.batch_size or 1
+    yield micro_batches(batch, workload.accumulation, batch if workload.sizes is not None else MOST_MICRO_BATCHES)
     if workload.checkpointing == "none":
-        smaller = (*map(mixed, mixtures(workload.model.layers)), KEEP_ATTENTION) if is_kept(workload.attention) else ()
-        levers.append((SELECTIVE, *smaller))
-    return levers
+        kept = workload.attention is not None and is_kept(workload.attention)
+        yield (SELECTIVE, *map(mixed, mixtures(workload.layers)), KEEP_ATTENTION) if kept else (SELECTIVE,)
 
 
-def _that_run(workload: TextbookWorkload, splits: Lever) -> Lever:
-    """The splits into micro-batches whose products have as many rows as they take."""
-
-    def rows(split: Change) -> int:
-        return msgspec.structs.replace(workload, **split.fields).micro_batch_size * workload.seq_len
-
-    return tuple(split for split in splits if rows(split) % multiple_of_rows(workload.dtype) == 0)
-
-
-def _groups(workload: TextbookWorkload) -> Lever:
-    """Checkpointing of whole blocks, in groups that this workload does not have yet."""
+def _groups(workload: Workload) -> Lever:
+    """Checkpointing of whole blocks, in groups that this workload does not have yet. Worth a try are groups from one
+    block to about the square root of them, beyond which the groups outweigh what they save (Chen et al. 2016)."""
     if workload.phase == "forward":
         return ()
-    sizes = [k for k in _group_sizes(workload.model.layers) if k != group_of(workload.checkpointing)]
-    return tuple(map(checkpointed_blocks, sizes))
+    if workload.sizes is not None:
+        sizes = [k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k * k <= 2 * workload.layers]
+    else:
+        sizes = [1] if workload.checkpointing == "none" else []
+    return tuple(
+        setting(
+            "checkpointing of every block" if k == 1 else f"checkpointing of every {k} blocks together",
+            "--checkpointing",
+            f"every-{k}",
+        )
+        for k in sizes
+        if k != group_of(workload.checkpointing)
+    )
 
 
-def _group_sizes(layers: int) -> list[int]:
-    """Groups worth a try: from one block to about the square root of them, beyond which the groups outweigh what they
-    save (Chen et al. 2016)."""
-    return [k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k * k <= 2 * layers]
+MOST_PLANS = 6
+MOST_GPUS = 1024
 
 
-def _plans(workload: TextbookWorkload, budget: Budget) -> Iterator[TextbookPlan]:
-    """The cheapest changes first: by FLOPs, then by how many they are; what needs more GPUs comes last."""
-    search = _Search(workload, budget)
-    yield from search.plans()
-    plan = search.sharded()
-    if plan is not None:
-        yield plan
+class _Search(Generic[W]):
+    """Tries levers alone, then together. The predictor remembers what it predicted."""
 
-
-class _Search:
-    """Tries levers alone, then together, and remembers every prediction."""
-
-    def __init__(self, workload: TextbookWorkload, budget: Budget) -> None:
-        self._workload, self._budget = workload, budget
-        self._flops = step_flops(workload)
-        self._known: dict[TextbookWorkload, int] = {}
-        self._levers = _levers(workload)
-        best = self._best_group(_groups(workload))
+    def __init__(self, predictor: Predictor[W, Any], budget: Budget) -> None:
+        self._predictor, self._budget = predictor, budget
+        self._levers = [runs for lever in _levers(predictor.workload) if (runs := self._runnable(lever))]
+        best = self._best_group(self._runnable(_groups(predictor.workload)))
         if best is not None:
             self._levers.append((best,))
 
-    def plans(self) -> list[TextbookPlan]:
-        """Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice."""
-        found: list[TextbookPlan] = []
-        if not self._everything_helps():
-            return found
-        for count in range(1, len(self._levers) + 1):
+    def plans(self) -> list[Plan]:
+        """The cheapest changes first: by FLOPs, then by how many they are; what needs more GPUs comes last.
+
+        Single changes that suffice; where fewer than two do, pairs, triples and so on too, until some suffice.
+        """
+        found: list[tuple[Change, ...]] = []
+        # If the strongest settings together do not fit, no choice among them does.
+        most = len(self._levers) if self._fits(self._strongest()) else 0
+        for count in range(1, most + 1):
             for levers in itertools.combinations(self._levers, count):
-                plan = self._try(levers, found)
-                if plan is not None:
-                    found.append(plan)
+                changes = self._mildest(levers, found)
+                if changes is not None:
+                    found.append(changes)
             if len(found) >= 2:
                 break
-        return sorted(found, key=lambda plan: (plan.extra_flops_fraction, plan.options.count("--")))[:MOST_PLANS]
+        plans = [self._plan(self._with_most_blocks(changes)) for changes in found]
+        plans.sort(key=lambda plan: (plan.extra_flops_fraction or 0, plan.options.count("--")))
+        return plans[:MOST_PLANS] + self._sharded()
 
-    def sharded(self) -> TextbookPlan | None:
-        """The fewest GPUs, by doubling, that hold the step with its state sharded; alone, or beside other changes."""
+    def _sharded(self) -> list[Plan]:
+        """The fewest GPUs that hold the step with its state sharded; alone, or beside other changes. No formula says it
+        of a user's module."""
+        if self._predictor.workload.sizes is None:
+            return []
         for changes in ((), *((settings[-1],) for settings in self._levers), self._strongest()):
-            if self._fits_quickly(changes):
+            if self._fits(changes):
                 continue  # this one works without more GPUs
-            workload = self._with(changes)
-            gpus = 2
-            while gpus <= MOST_GPUS and not _fits_quickly(sharded_peak(workload, gpus), self._budget):
-                gpus *= 2
-            if gpus <= MOST_GPUS:
+            plan = by_sizes(self._with(changes), lambda workload, changes=changes: self._over_gpus(workload, changes))
+            if plan is not None:
+                return [plan]
+        return []
+
+    def _over_gpus(self, workload: TextbookWorkload, changes: tuple[Change, ...]) -> Plan | None:
+        """The plan with the fewest GPUs, by doubling; None where not even the most hold the step."""
+        for gpus in (2**n for n in range(1, MOST_GPUS.bit_length())):
+            peak = sharded_peak(workload, gpus)
+            if _fits_quickly(peak, self._budget):
                 words = f"parameters, gradients and optimizer state sharded over {gpus} GPUs"
                 # Each has this batch, and --batch-size is that of all ranks together.
                 options = f"--parallel fsdp2 --ranks {gpus} --batch-size {gpus * workload.batch_size}"
-                plan = together((*changes, Change(change=words, options=options, fields={})))
-                return TextbookPlan(
-                    change=plan.change,
-                    options=plan.options,
-                    peak_bytes=sharded_peak(workload, gpus),
-                    extra_flops_fraction=self._extra(workload),
-                    gpus=gpus,
-                )
+                plan = self._plan((*changes, Change(change=words, options=options, fields={})))
+                return msgspec.structs.replace(plan, peak_bytes=peak, gpus=gpus)
         return None
 
-    def _everything_helps(self) -> bool:
-        """Whether the strongest settings together fit: if not, no choice among them does."""
-        return self._fits_quickly(self._strongest())
+    def _runnable(self, lever: Lever) -> Lever:
+        """The settings up to the strongest with which the step runs: a micro-batch may have too few rows."""
+        count = len(lever)
+        while count and self._peak(lever[count - 1 : count]) is None:
+            count -= 1
+        return lever[:count]
+
+    def _best_group(self, groups: Lever) -> Change | None:
+        """The group of the lowest peak. Larger ones keep fewer inputs and hold more at once, so that the peak falls and
+        then rises: the first that does not lower it ends the search."""
+        best = None
+        for change in groups:
+            if best is not None and not self._lowers((change,), (best,)):
+                break
+            best = change
+        return best
 
     def _strongest(self) -> tuple[Change, ...]:
         """The last setting of each lever; of two levers that set one option, the one that leaves less alive. Where they
@@ -331,123 +508,85 @@ class _Search:
             change = settings[-1]
             for field in change.fields:
                 before = chosen.get(field)
-                if before is None or self._peak(self._with((change,))) <= self._peak(self._with((before,))):
+                if before is None or not self._lowers((before,), (change,)):
                     chosen[field] = change
         strongest = tuple(chosen.values())
         for change in chosen.values():
-            if self._fits_quickly(strongest):
+            if self._fits(strongest):
                 break
             without = tuple(other for other in strongest if other is not change)
-            if self._peak(self._with(without)) < self._peak(self._with(strongest)):
+            if self._lowers(without, strongest):
                 strongest = without
         return strongest
 
-    def _fits_quickly(self, changes: tuple[Change, ...]) -> bool:
-        return _fits_quickly(self._peak(self._with(changes)), self._budget)
-
-    def _best_group(self, groups: Lever) -> Change | None:
-        """The group of the lowest peak. Larger ones keep fewer inputs and hold more at once, so that the peak falls and
-        then rises: the first that does not lower it ends the search."""
-        best = None
-        for change in groups:
-            if best is not None and self._peak(self._with((change,))) >= self._peak(self._with((best,))):
-                break
-            best = change
-        return best
-
-    def _try(self, levers: tuple[Lever, ...], found: list[TextbookPlan]) -> TextbookPlan | None:
-        """The mildest settings of these levers that fit; None where not even the strongest do, or an earlier plan does
-        with some of them."""
+    def _mildest(self, levers: tuple[Lever, ...], earlier: list[tuple[Change, ...]]) -> tuple[Change, ...] | None:
+        """The mildest settings of these levers that fit; None where not even the strongest do, or some of them are what
+        was found earlier, or go further."""
         fields = [field for settings in levers for field in settings[0].fields]
         if len(set(fields)) < len(fields):
             return None  # two settings of one option
-        if not self._fits_quickly(tuple(settings[-1] for settings in levers)):
+        if not self._fits(tuple(settings[-1] for settings in levers)):
             return None
         for chosen in itertools.product(*levers):
-            plan = self._plan(chosen)
-            if not any(_within(earlier, plan) for earlier in found) and self._fits(self._with(chosen)):
-                return self._plan(self._with_most_blocks(chosen))
+            if any(self._goes_further(chosen, changes) for changes in earlier):
+                continue
+            if self._fits(chosen, quickly=False):
+                return chosen
         return None
 
-    def _plan(self, chosen: tuple[Change, ...]) -> TextbookPlan:
-        workload, changes = self._with(chosen), together(chosen)
-        return TextbookPlan(
-            change=changes.change, options=changes.options, peak_bytes=self._peak(workload),
-            extra_flops_fraction=self._extra(workload),
-        )  # fmt: skip
+    def _goes_further(self, chosen: tuple[Change, ...], changes: tuple[Change, ...]) -> bool:
+        """Whether each of some changes is among those that are chosen, or a stronger setting of its lever is."""
+        stronger = [lever[lever.index(change) :] for change in changes for lever in self._levers if change in lever]
+        return all(any(change in settings for change in chosen) for settings in stronger)
 
     def _with_most_blocks(self, chosen: tuple[Change, ...]) -> tuple[Change, ...]:
         """The changes with as many blocks that keep their products as fit: more than the quarters that were tried."""
-        layers = self._workload.model.layers
+        layers = self._predictor.workload.layers
         for place, change in enumerate(chosen):
-            kept = change.fields.get("checkpointing")
-            last = 0 if change is KEEP_ATTENTION else selective_of(kept)
+            last = 0 if change is KEEP_ATTENTION else selective_of(change.fields.get("checkpointing"))
             if last is None:
                 continue
 
             def of(blocks: int, place: int = place) -> tuple[Change, ...]:
                 return (*chosen[:place], mixed(keeping(blocks, layers)), *chosen[place + 1 :])
 
-            most = most_that_fit(last, layers, lambda blocks: self._fits(self._with(of(blocks))))
+            most = most_that_fit(last, layers, lambda blocks: self._fits(of(blocks), quickly=False))
             return of(most) if most > last else chosen
         return chosen
 
-    def _fits(self, workload: TextbookWorkload) -> bool:
-        """The quick verdict, and where it is a near thing the whole one: no plan is offered that would not run."""
-        peak, budget = self._peak(workload), self._budget
-        ample = workload.phase == "train" and peak * (1 + AMPLE) + AMPLE_BYTES <= budget.usable_bytes
-        return ample or (_fits_quickly(peak, budget) and will_fit(workload, budget))
+    def _plan(self, chosen: tuple[Change, ...]) -> Plan:
+        changes, peak = together(chosen), self._peak(chosen)
+        assert peak is not None
+        return Plan(
+            change=changes.change,
+            options=changes.options,
+            peak_bytes=peak,
+            extra_flops_fraction=self._predictor.extra_flops(self._with(chosen)),
+            gpus=1 if self._predictor.workload.sizes is not None else None,
+        )
 
-    def _extra(self, workload: TextbookWorkload) -> float:
-        return (recomputed_flops(workload) - recomputed_flops(self._workload)) / self._flops
+    def _lowers(self, changes: tuple[Change, ...], others: tuple[Change, ...]) -> bool:
+        """Whether the peak with some changes is below that with others."""
+        peak, other = self._peak(changes), self._peak(others)
+        return peak is not None and (other is None or peak < other)
 
-    def _with(self, changes: tuple[Change, ...]) -> TextbookWorkload:
-        return msgspec.structs.replace(self._workload, **together(changes).fields)
+    def _peak(self, changes: tuple[Change, ...]) -> int | None:
+        return self._predictor.peak(self._with(changes))
 
-    def _peak(self, workload: TextbookWorkload) -> int:
-        if workload not in self._known:
-            self._known[workload] = estimate_quickly(workload).peak_bytes
-        return self._known[workload]
+    def _fits(self, changes: tuple[Change, ...], *, quickly: bool = True) -> bool:
+        return self._predictor.fits(self._with(changes), self._budget, quickly=quickly)
 
-
-def _within(plan: Plan, other: Plan) -> bool:
-    """Whether another plan does all that this one does, and more."""
-    return set(plan.change.split(", ")) < set(other.change.split(", "))
-
-
-def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
-    """Whether each word begins a word of the device's name: h200 is no GH200."""
-    words = spec.name.lower().replace("-", " ").split()
-    return all(any(word.startswith(begin) for word in words) for begin in wanted)
+    def _with(self, changes: tuple[Change, ...]) -> W:
+        return msgspec.structs.replace(self._predictor.workload, **together(changes).fields)
 
 
-_OR_MEMORY = "; or say --memory, as in --memory 80GiB"
-_PLAIN = {"h100": "NVIDIA H100 80GB HBM3"}
-"""The device that a plain name means, where its variants differ in memory: the one that most have."""
-
-
-def device_named(name: str, *, otherwise: str = _OR_MEMORY) -> DeviceSpec:
-    """The device of the datasheets that a name means. Raises InputError where it is none of them, or several that
-    differ in memory."""
-    if name.lower() in _PLAIN:
-        return DATASHEET[_PLAIN[name.lower()]]
-    wanted = name.lower().replace("-", " ").split()
-    found = [spec for spec in DATASHEET.values() if _is_meant(spec, wanted)]
-    found = [spec for spec in found if spec.name.lower() == name.lower()] or found
-    if wanted and len({spec.memory_bytes for spec in found}) == 1:
-        return found[0]  # or another of the same memory: nothing else is asked of it
-    known = ", ".join(spec.name for spec in (found if wanted and found else DATASHEET.values()))
-    what = "matches several devices" if wanted and found else "is in no datasheet that stepscope has"
-    raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")
-
-
-# Searches the largest batch, and the longest sequence, that fits.
-
+# The largest batch, and the longest sequence, that fits.
 
 SEQUENCE_STEP = 64
 """Sequences are tried in multiples of this."""
 
-_MOST = 2**20
+MOST_SEARCHED = 2**20
+"""Where the search for the largest number ends: one so large is a bound."""
 
 
 class Largest(msgspec.Struct, frozen=True, kw_only=True):
@@ -465,36 +604,30 @@ def largest_that_fits(workload: TextbookWorkload, budget: Budget) -> Largest:
     micro = workload.accumulation * multiple // math.gcd(multiple, workload.seq_len)
     """The batch grows by so much at a time."""
 
-    def with_batch(n: int) -> TextbookWorkload:
-        return msgspec.structs.replace(workload, batch_size=n * micro)
+    def with_size(field: str, step: int) -> int:
+        def sized(n: int) -> TextbookWorkload:
+            return msgspec.structs.replace(workload, **{field: n * step})
 
-    def with_length(n: int) -> TextbookWorkload:
-        return msgspec.structs.replace(workload, seq_len=n * SEQUENCE_STEP)
+        guess = largest(1, lambda n: will_surely_fit(sized(n), budget))
+        return step * largest(guess, lambda n: will_fit(sized(n), budget))
 
     return Largest(
         workload=workload,
-        batch_size=_largest(with_batch, budget) * micro,
-        seq_len=_largest(with_length, budget) * SEQUENCE_STEP,
+        batch_size=with_size("batch_size", micro),
+        seq_len=with_size("seq_len", SEQUENCE_STEP),
     )
 
 
-def _largest(sized: Callable[[int], TextbookWorkload], budget: Budget) -> int:
-    """The largest n whose workload fits: found with the quick prediction, and moved by the whole one."""
-    found = _climb(0, lambda n: will_surely_fit(sized(n), budget))
-    # Near the limit the cache may be cut up for one size and not for a larger one, so no step down is a long one.
-    stride = max(1, found // 256)
-    while found > 0 and not will_fit(sized(found), budget):
-        found = max(0, found - stride)
-    return _climb(found, lambda n: will_fit(sized(n), budget))
-
-
-def _climb(low: int, fits: Callable[[int], bool]) -> int:
-    """The last n from `low` on that fits, in strides that double and then halve; `low` itself is not asked."""
-    stride = 1
-    while low + stride <= _MOST and fits(low + stride):
-        low, stride = low + stride, 2 * stride
-    while stride > 1:
-        stride //= 2
-        if low + stride <= _MOST and fits(low + stride):
-            low += stride
+def largest(guess: int, fits: Callable[[int], bool]) -> int:
+    """The largest number that fits, or 0 if none does. The search begins at a guess, in strides that double."""
+    low, high, stride = 0, MOST_SEARCHED, 1
+    number = min(max(1, guess), MOST_SEARCHED - 1)
+    while high - low > 1:
+        if fits(number):
+            low = number
+        else:
+            high = number
+        reached = low + stride if low else high - stride
+        number = reached if low < reached < high else (low + high) // 2
+        stride *= 2
     return low

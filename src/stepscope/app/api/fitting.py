@@ -10,15 +10,14 @@ from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
-from stepscope.core.workloads import Compile, Optimizer, Phase, TextbookWorkload, Workload
+from stepscope.core.workloads import Compile, Optimizer, Phase, Workload
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from stepscope.allocations.prediction.estimate import MemoryEstimate
-    from stepscope.allocations.prediction.fit import Budget, Fit, Plan
-    from stepscope.allocations.prediction.own_fit import OwnEstimate, OwnFit, OwnVerdict
+    from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, Plan
     from stepscope.training.user_module.loading import Loaded
     from stepscope.training.user_module.module_step import UserModule
 
@@ -29,9 +28,9 @@ class Fitted(Shown):
 
     workload: Workload
     """What is predicted: the model and how it runs."""
-    estimate: "MemoryEstimate | OwnEstimate"
+    estimate: "MemoryEstimate | FakeEstimate"
     """The peak, its parts by category, and the peaks of the phases, in bytes."""
-    verdict: "Fit | OwnVerdict | None"
+    verdict: "Fit[MemoryEstimate] | Fit[FakeEstimate] | None"
     """Whether it fits, by how much, and what would make it fit; None where no memory was named."""
     answer: ShownAnswer
     """The peak by category, the verdict, and the plans."""
@@ -55,13 +54,13 @@ class Fitted(Shown):
     def largest_batch(self) -> int | None:
         """The largest batch that fits, in samples, 0 if none does; None where it is not looked for, as for the
         textbook's model."""
-        return getattr(self.verdict, "largest_batch", None)
+        return self.verdict.largest_batch if self.verdict is not None else None
 
     @property
     def longest_sequence(self) -> int | None:
         """The longest sequence that fits, in tokens, 0 if none does; None where it is not looked for, as for the
         textbook's model."""
-        return getattr(self.verdict, "longest_sequence", None)
+        return self.verdict.longest_sequence if self.verdict is not None else None
 
 
 def fit(
@@ -134,41 +133,31 @@ def fit(
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
     budget = _budget(memory, device)
     if module is not None:
-        from stepscope.questions.fit_of_own import fit_of_own
+        from stepscope.questions.fit_apart import fit_apart
 
-        return _of_ones_own(fit_of_own(of_factory(module, arguments, said), [budget] if budget else []))
+        return _fitted(fit_apart(of_factory(module, arguments, said), [budget] if budget else [])[0])
     if model is None or isinstance(model, str):
-        return _of_the_textbook(textbook(model or "small", {"seq_len": 512, **said}), budget)
+        from stepscope.allocations.prediction.fit import fit as predict
+
+        return _fitted(predict(textbook(model or "small", {"seq_len": 512, **said}), budget))
     workload, copied = of_object(model, batch, loss, said)
-    from stepscope.engine.own_fit import fit_own
+    from stepscope.engine.fake_module import fit_module
 
     with gradients_kept(model):
-        return _of_ones_own(fit_own(workload, [budget] if budget else [], given=lambda: _module_of(copied())))
+        budgets = [budget] if budget else []
+        return _fitted(fit_module(workload, budgets, module=lambda: _module_of(copied()))[0])
 
 
-def _of_ones_own(found: "OwnFit") -> Fitted:
-    from stepscope.allocations.prediction.answer import answer_own_fit
+def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
+    from stepscope.allocations.prediction.answer import answer_fit
 
-    verdict = found.verdicts[0] if found.verdicts else None
-    return Fitted(found.workload, found.estimate, verdict, shown(answer_own_fit(found)[0]))
+    return Fitted(fit.workload, fit.estimate, fit if fit.budget else None, shown(answer_fit(fit)))
 
 
 def _module_of(loaded: "Loaded") -> "UserModule":
     if loaded.made is None:
         raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
     return loaded.made
-
-
-def _of_the_textbook(workload: TextbookWorkload, budget: "Budget | None") -> Fitted:
-    from stepscope.allocations.prediction.answer import answer_fit, answer_peak
-    from stepscope.allocations.prediction.estimate import estimate
-    from stepscope.allocations.prediction.fit import fit as predict
-
-    if budget is None:
-        predicted = estimate(workload)
-        return Fitted(workload, predicted, None, shown(answer_peak(predicted, workload)))
-    verdict = predict(workload, budget)
-    return Fitted(workload, verdict.estimate, verdict, shown(answer_fit(verdict, workload)))
 
 
 def _budget(memory: int | str | None, device: str | None) -> "Budget | None":

@@ -13,15 +13,13 @@ from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import PRESETS
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, Workload
+from stepscope.core.workloads import TextbookWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.prediction.accuracy import Accuracy
     from stepscope.allocations.prediction.estimate import MemoryEstimate
-    from stepscope.allocations.prediction.fit import Budget, Fit
-    from stepscope.allocations.prediction.own_fit import OwnFit, OwnVerdict
+    from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit
     from stepscope.core.answer import Answer
-    from stepscope.engine.fake_step import FakeEstimate
 
 
 @verb(
@@ -60,7 +58,9 @@ def fit(
         asked = [mode for mode, given in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if given]
         if asked:
             raise InputError(f"{asked[0]} is for the textbook's model: leave it out; a step of your own runs on fakes")
-        _answer_own(own, _budgets(memory, device), runs, shown)
+        from stepscope.questions.fit_apart import fit_apart
+
+        _show(fit_apart(own, _budgets(memory, device)), None, runs, shown)
         return
     if sweep:
         names = words(said.said["model"], "--model") if "model" in said.said else list(PRESETS)
@@ -127,36 +127,29 @@ def _answer(workload: TextbookWorkload, budgets: "list[Budget]", fake: bool, run
 
     # A symbolic step makes a million objects, none of them in a cycle: looking for cycles is a tenth of the time.
     gc.disable()
-    from stepscope.allocations.prediction.estimate import estimate
     from stepscope.allocations.prediction.fit import fit as predict
 
-    answers = [predict(workload, budget) for budget in budgets]
-    predicted = answers[0].estimate if answers else estimate(workload)
+    fits = [predict(workload, budget) for budget in budgets or [None]]
     gc.enable()
-    second = _by_running(workload) if fake else None
-    from stepscope.allocations.prediction.answer import answer_fit, answer_peak, answer_second
+    _show(fits, _by_running(workload) if fake else None, runs, shown)
 
-    said = [answer_fit(answer, workload) for answer in answers] or [answer_peak(predicted, workload)]
+
+def _show(
+    fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]", second: "FakeEstimate | None", runs: Path,
+    shown: Presentation,
+) -> None:  # fmt: skip
+    """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors."""
+    from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
+
+    answers = [answer_fit(fit) for fit in fits]
+    documents = [fit_document(fit, answer) for fit, answer in zip(fits, answers, strict=True)]
     if second is not None:
-        said.append(answer_second(predicted, second.memory, second.peak_bytes))
-
-    def document() -> str:
-        found = [fit_as_json(answer, workload) for answer in answers] or [_peak_as_json(predicted, workload)]
-        if second is not None:
-            for fields in found:
-                fields["fake"] = {"peak_bytes": second.peak_bytes, **msgspec.to_builtins(second)}
-        return _as_document(found, said)
-
-    said[-1] = _with_error_bars(said[-1], runs)
-    verdicts = [(answer.budget, answer.fits) for answer in answers]
-    _keep(runs, workload, predicted.peak_bytes, verdicts)
-    shown.show(*said, document=document)
-
-
-def _as_document(found: "Sequence[dict[str, object]]", answers: "Iterable[Answer]") -> str:
-    """The predictions as JSON, each with its answer, which its page shows."""
-    both = [{**one, "answer": msgspec.to_builtins(answer)} for one, answer in zip(found, answers, strict=False)]
-    return json_document(both[0] if len(both) == 1 else both)
+        answers.append(answer_second(fits[0].estimate, second))
+        for document in documents:
+            document["fake"] = msgspec.to_builtins(second)
+    answers[-1] = _with_error_bars(answers[-1], runs)
+    _keep(runs, fits)
+    shown.show(*answers, document=lambda: json_document(documents[0] if len(documents) == 1 else documents))
 
 
 def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
@@ -171,22 +164,17 @@ def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
     return msgspec.structs.replace(answer, asides=(*answer.asides, said)) if said else answer
 
 
-def _keep(
-    runs: Path,
-    workload: Workload,
-    peak_bytes: int,
-    verdicts: "Sequence[tuple[Budget, bool]]",
-    *,
-    is_bound: bool = False,
-) -> None:
+def _keep(runs: Path, fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]") -> None:
     """Keep the forecast beside the runs that will show whether it came true."""
     from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
 
-    said = [(budget.usable_bytes, fits) for budget, fits in verdicts] or [(None, None)]
     forecasts = [
-        forecast_of_peak("fit", workload.key, peak_bytes, budget_bytes=budget, fits=fits, is_bound=is_bound)
-        for budget, fits in said
-    ]
+        forecast_of_peak(
+            "fit", fit.workload.key, fit.peak_bytes, budget_bytes=fit.budget.usable_bytes if fit.budget else None,
+            fits=fit.fits, is_bound=fit.is_bound,
+        )
+        for fit in fits
+    ]  # fmt: skip
     if fault := keep_forecasts(runs, forecasts):
         warn(fault)
 
@@ -196,73 +184,6 @@ def _by_running(workload: TextbookWorkload) -> "FakeEstimate":
 
     with stdout_kept_clean():
         return estimate_by_running(workload)
-
-
-def _answer_own(workload: FactoryWorkload, budgets: "list[Budget]", runs: Path, shown: Presentation) -> None:
-    from stepscope.allocations.prediction.answer import answer_own_fit
-    from stepscope.questions.fit_of_own import fit_of_own
-
-    found = fit_of_own(workload, budgets)
-    answers = answer_own_fit(found)
-
-    def document() -> str:
-        said = [own_fit_as_json(found, verdict) for verdict in found.verdicts] or [own_fit_as_json(found, None)]
-        return _as_document(said, answers)
-
-    verdicts = [(verdict.budget, verdict.fits) for verdict in found.verdicts]
-    _keep(runs, found.workload, found.estimate.peak_bytes, verdicts, is_bound=bool(found.estimate.unseen.at_most))
-    *others, last = answers
-    shown.show(*others, _with_error_bars(last, runs), document=document)
-
-
-def own_fit_as_json(found: "OwnFit", verdict: "OwnVerdict | None") -> dict[str, object]:
-    """The contract of `stepscope fit --module --json`: the keys of `fit_as_json`, and what only such a step has."""
-    peak, unseen = found.estimate.peak_bytes, found.estimate.unseen
-    return {
-        "fits": verdict.fits if verdict else None,
-        "peak_bytes": peak,
-        "categories": found.estimate.categories,
-        "plans": msgspec.to_builtins(verdict.plans) if verdict else [],
-        "margin_bytes": verdict.budget.usable_bytes - peak if verdict else None,
-        "kept_free_bytes": verdict.kept_free_bytes if verdict else None,
-        "fails_in": verdict.fails_in if verdict else None,
-        "largest_batch": verdict.largest_batch if verdict else None,
-        "longest_sequence": verdict.longest_sequence if verdict else None,
-        "is_bound": bool(unseen.at_most),
-        "budget": msgspec.to_builtins(verdict.budget) if verdict else None,
-        "estimate": msgspec.to_builtins(found.estimate),
-        "workload": msgspec.to_builtins(found.workload),
-    }
-
-
-def fit_as_json(answer: "Fit", workload: TextbookWorkload) -> dict[str, object]:
-    """The contract of `stepscope fit --json`."""
-    return {
-        "fits": answer.fits,
-        "peak_bytes": answer.estimate.peak_bytes,
-        "categories": answer.categories,
-        "plans": msgspec.to_builtins(answer.plans),
-        "margin_bytes": answer.margin_bytes,
-        "fails_in": answer.fails_in,
-        "budget": msgspec.to_builtins(answer.budget),
-        "estimate": msgspec.to_builtins(answer.estimate),
-        "workload": msgspec.to_builtins(workload),
-    }
-
-
-def _peak_as_json(predicted: "MemoryEstimate", workload: TextbookWorkload) -> dict[str, object]:
-    """The answer as plain data where no memory was given: it has the keys of `fit_as_json`, and no verdict."""
-    return {
-        "fits": None,
-        "peak_bytes": predicted.peak_bytes,
-        "categories": predicted.categories,
-        "plans": [],
-        "margin_bytes": None,
-        "fails_in": None,
-        "budget": None,
-        "estimate": msgspec.to_builtins(predicted),
-        "workload": msgspec.to_builtins(workload),
-    }
 
 
 def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:

@@ -12,8 +12,8 @@ import msgspec
 from stepscope.allocations.answer import answer_memory
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
-from stepscope.allocations.prediction.answer import answer_peak, answer_tensors
-from stepscope.allocations.prediction.estimate import estimate
+from stepscope.allocations.prediction.answer import answer_fit, answer_tensors
+from stepscope.allocations.prediction.fit import fit
 from stepscope.allocations.prediction.kept_tensors import kept_by_block
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import Answer, Line, Panel, as_lines
@@ -231,7 +231,7 @@ def arithmetic_of_peak(material: Material) -> Answer | None:
         return None
     run, workload = largest
     on_cpu = run.environment is not None and run.environment.device_type == "cpu"
-    return _predicted(answer_peak(estimate(workload, "cpu" if on_cpu else "cuda"), workload), run)
+    return _predicted(answer_fit(fit(workload, device_type="cpu" if on_cpu else "cuda")), run)
 
 
 def _predicted(answer: Answer, run: Run) -> Answer:

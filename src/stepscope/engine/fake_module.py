@@ -1,13 +1,15 @@
-"""Says whether a step of a user's own module fits, and what would make it fit. Each answer is a step on fake
-tensors.
+"""Predicts the memory of a step of a user's module, by running it on fake tensors.
+
+The factory really runs, since it may read files or ask for values. Only large parameters are not filled with random
+numbers, so that they take addresses but no memory. Parameters, buffers and floating inputs then become fake. As for
+the textbook (`engine/fake_step.py`), the step then runs, and a simulated allocator plays what it allocates.
 """
 
 import contextlib
 import dataclasses
 import gc
 import inspect
-import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -17,16 +19,21 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from stepscope.allocations.prediction import fit as plans
 from stepscope.allocations.prediction.caching_allocator import CachingAllocator
 from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceType
-from stepscope.allocations.prediction.fit import Budget, Change, Lever, Plan, together
-from stepscope.allocations.prediction.own_fit import MOST_SEARCHED, OwnEstimate, OwnFit, OwnVerdict, Unseen
-from stepscope.allocations.prediction.symbolic_tensors import RoundingAllocator
+from stepscope.allocations.prediction.fit import (
+    SEQUENCE_STEP,
+    Budget,
+    FakeEstimate,
+    Fit,
+    Unseen,
+    judge,
+    largest,
+)
+from stepscope.allocations.prediction.symbolic_tensors import Allocator, RoundingAllocator
 from stepscope.core.errors import InputError, named_line
 from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.parts import REFERENCE
-from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import MIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
@@ -45,13 +52,6 @@ from stepscope.training.user_module.loading import BATCH_SIZE, SEQ_LEN, find_fac
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import describe_module
 
-# Predicts the memory of a step of a user's own module, by running it on fake tensors.
-#
-# The factory really runs, since it may read files or ask for values. Only large parameters are not filled with random
-# numbers, so that they take addresses but no memory. Parameters, buffers and floating inputs then become fake. As for
-# the textbook (`engine/fake_step.py`), the step then runs, and a simulated allocator plays what it allocates.
-
-
 LARGE = 4 * MIB
 """Bytes from which a tensor is not filled with random numbers."""
 
@@ -61,7 +61,7 @@ _FILLS = (_aten.normal_, _aten.uniform_, _aten.erfinv_)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OwnWatchedStep(WatchedStep):
+class WatchedModule(WatchedStep):
     """The allocations of a step of a user's module, and the workload that it turned out to be."""
 
     watch: FakeMemoryOfOwn
@@ -69,15 +69,15 @@ class OwnWatchedStep(WatchedStep):
     """With the model and the optimizer as they were found."""
 
 
-def watch_own_step(
+def watch_module_step(
     workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1,
-    given: Callable[[], UserModule] | None = None,
-) -> OwnWatchedStep:  # fmt: skip
+    module: Callable[[], UserModule] | None = None,
+) -> WatchedModule:  # fmt: skip
     """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
     and for operators that depend on data.
 
     batch_size: samples in a step, in place of the factory's. It is given as the argument of this name, or the batch is
-    repeated. given: returns a copy of a module that exists already, in place of what the workload's factory would make.
+    repeated. module: returns a copy of a module that exists already, in place of what the factory would make.
     """
     if workload.compile != "eager":
         raise InputError(f"compile {workload.compile} cannot be run on fake tensors: leave it out")
@@ -87,8 +87,8 @@ def watch_own_step(
             "other kernels in a model of your own cannot be run on fake tensors: leave out --kernels, --norm, --mlp "
             "and --loss"
         )
-    if given is not None:
-        return watch_module(given().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)
+    if module is not None:
+        return watch_module(module().on(_CPU), workload, device_type, batch_size=batch_size, steps=steps)
     arguments, by_argument = (
         workload.arguments,
         batch_size is not None and default_of(workload.factory, "batch_size") is not None,
@@ -104,7 +104,7 @@ def watch_own_step(
 def watch_module(
     own: UserModule, workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
-) -> OwnWatchedStep:  # fmt: skip
+) -> WatchedModule:  # fmt: skip
     """Run the step of a real module. Afterwards the module has fake parameters."""
     watch = FakeMemoryOfOwn(name=own.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
     with contextlib.ExitStack() as modes:
@@ -140,7 +140,7 @@ def watch_module(
     watch.end()
     del step
     gc.collect()  # A step and its phases refer to each other.
-    return OwnWatchedStep(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
+    return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
 
 
 @contextlib.contextmanager
@@ -296,44 +296,153 @@ def _attention_backend(query: Tensor) -> AttentionBackend:
     return "efficient" if query.dtype == torch.float32 else "cudnn"
 
 
-MOST_PLANS = 6
-SEQUENCE_UNIT = 64
-"""Sequences are looked for in multiples of so many tokens, if the one that is asked about is such a multiple."""
 MOST_TIMES = 8
 """A search begins at no more than so many times the size that is asked about."""
-MOST_MICRO_BATCHES = 64
-"""A plan of more would have its GPU wait for launches."""
 
 
-def fit_own(
+def fit_module(
     workload: FactoryWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True,
-    given: Callable[[], UserModule] | None = None,
-) -> OwnFit:  # fmt: skip
+    module: Callable[[], UserModule] | None = None,
+) -> list[Fit[FakeEstimate]]:  # fmt: skip
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
-    the largest batch and the longest sequence.
+    the largest batch and the longest sequence. Without a budget the peak alone.
 
-    given: returns a copy of a module that exists already, in place of what the workload's factory would make. Its
+    module: returns a copy of a module that exists already, in place of what the workload's factory would make. Its
     sequences have one length.
     """
-    watched = watch_own_step(workload, device_type, given=given)
-    variants = _Search(watched.workload, device_type, given)
-    return OwnFit(
-        workload=watched.workload,
-        estimate=_estimate(watched, device_type),
-        verdicts=tuple(variants.verdict(watched, budget, search=search) for budget in budgets),
-    )
+    predictor = FakePredictor(workload, device_type, module)
+    if not budgets:
+        return [judge(predictor, None)]
+    fits = [judge(predictor, budget, search=search) for budget in budgets]
+    if not search:
+        return fits
+    return [msgspec.structs.replace(fit, **predictor.sizes(budget)) for fit, budget in zip(fits, budgets, strict=True)]
 
 
-def _estimate(watched: OwnWatchedStep, device_type: DeviceType) -> OwnEstimate:
-    # On a CPU each request gets exactly the bytes that it asks for.
-    found = replayed(watched, CachingAllocator() if device_type == "cuda" else RoundingAllocator(1))
-    return OwnEstimate(
-        peak_bytes=found.peak_bytes, peak_phase=found.peak_phase, categories=found.categories, memory=found.memory,
-        unseen=_unseen(watched),
-    )  # fmt: skip
+class FakePredictor:
+    """Predicts a user's module and its variants, each by a step on fake tensors."""
+
+    def __init__(
+        self,
+        workload: FactoryWorkload,
+        device_type: DeviceType,
+        module: Callable[[], UserModule] | None,
+    ) -> None:
+        self._module = module
+        self._device_type: DeviceType = device_type
+        self._watched: dict[tuple[bytes, int | None], WatchedModule | None] = {}
+        self._first = watch_module_step(workload, device_type, module=module)
+        self.workload = self._first.workload
+        self.estimate = self._estimate(self._first)
+        assert self.estimate.unseen is not None
+        self._unseen = self.estimate.unseen
+
+    def peak(self, workload: FactoryWorkload) -> int | None:
+        return self._peak(self._variant(workload))
+
+    def fits(self, workload: FactoryWorkload, budget: Budget, *, quickly: bool = False) -> bool:
+        return self._runs(self._variant(workload), budget)
+
+    def fails_in(self, budget: Budget) -> str | None:
+        return self._fails_in(self._first, budget)
+
+    def kept_free(self, budget: Budget) -> int:
+        return self._unseen.kept_free(budget)
+
+    def extra_flops(self, workload: FactoryWorkload) -> None:
+        """No formula counts them."""
+
+    def sizes(self, budget: Budget) -> dict[str, int | bool | None]:
+        """The fields of a Fit with the largest sizes that fit."""
+        longest, is_models = self._longest_sequence(budget)
+        return {
+            "largest_batch": self._largest_batch(budget),
+            "longest_sequence": longest,
+            "longest_is_the_models": is_models,
+        }
+
+    def _allocator(self, limit: int | None = None) -> Allocator:
+        # On a CPU each request gets exactly the bytes that it asks for.
+        return CachingAllocator(limit) if self._device_type == "cuda" else RoundingAllocator(1)
+
+    def _estimate(self, watched: WatchedModule) -> FakeEstimate:
+        return msgspec.structs.replace(replayed(watched, self._allocator()), unseen=_unseen(watched))
+
+    def _fails_in(self, watched: WatchedModule, budget: Budget) -> str | None:
+        """None if the step runs within the budget; else the phase of the first request that is refused."""
+        limit = budget.usable_bytes - _unseen(watched).kept_free(budget)
+        try:
+            replay = replayed(watched, self._allocator(limit))
+        except RefusedInPhase as refused:
+            return str(refused)
+        return replay.peak_phase if self._device_type == "cpu" and replay.peak_bytes > limit else None
+
+    def _variant(self, workload: FactoryWorkload, batch: int | None = None) -> WatchedModule | None:
+        """The step of a variant; None if it cannot be made."""
+        workload = msgspec.structs.replace(workload, model=UserModel(name=""))
+        key = (msgspec.json.encode(workload), batch)
+        if key not in self._watched:
+            try:
+                self._watched[key] = watch_module_step(
+                    workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE, module=self._module
+                )
+            except InputError:
+                self._watched[key] = None
+        return self._watched[key]
+
+    def _peak(self, watched: WatchedModule | None) -> int | None:
+        return None if watched is None else self._estimate(watched).peak_bytes
+
+    def _runs(self, watched: WatchedModule | None, budget: Budget) -> bool:
+        return watched is not None and self._fails_in(watched, budget) is None
+
+    def _largest_batch(self, budget: Budget) -> int | None:
+        """The largest batch that fits. A batch with one sample more in each micro-batch does not fit."""
+        start, unit = self.workload.batch_size, self.workload.accumulation
+        if not start:
+            return None
+        return self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
+
+    def _longest_sequence(self, budget: Budget) -> tuple[int | None, bool]:
+        """The longest sequence that fits, where `seq_len` is an argument that changes the batch, and whether the model
+        takes no longer one."""
+        if self._module is not None:
+            return None, False
+        workload = self.workload
+        start = workload.arguments.get("seq_len", default_of(workload.factory, "seq_len"))
+        if not isinstance(start, int) or start < 1:
+            return None, False
+
+        def variant(length: int) -> WatchedModule | None:
+            arguments = {**workload.arguments, "seq_len": length}
+            return self._variant(msgspec.structs.replace(workload, arguments=arguments))
+
+        unit = SEQUENCE_STEP if start % SEQUENCE_STEP == 0 else 1
+        shorter = variant(max(1, start // 2))
+        if shorter is None or shorter.workload.model.inputs == workload.model.inputs:
+            return None, False  # an image model takes the argument and does not read it
+        longest = self._largest(start, unit, variant, budget)
+        return longest, bool(longest) and variant(longest + unit) is None
+
+    def _largest(
+        self, start: int, unit: int, variant: Callable[[int], WatchedModule | None], budget: Budget
+    ) -> int | None:
+        """The largest multiple of `unit` whose variant fits, looked for from `start` on; the next one does not fit."""
+        first = max(1, start // unit)
+        half = self._peak(variant(max(1, first // 2) * unit))
+        if half is None:
+            return None
+        peak = self.estimate.peak_bytes
+        by_unit = max(1, (peak - half) // max(1, first - first // 2))
+        # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
+        room = budget.usable_bytes - self.kept_free(budget) - peak
+        guess = min(first + room // by_unit, MOST_TIMES * first)
+        found = largest(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
+        # Beyond the end of the search nothing is known but that the size that was asked about fits.
+        return max(found, start) if self.fails_in(budget) is None else found
 
 
-def _unseen(watched: OwnWatchedStep) -> Unseen:
+def _unseen(watched: WatchedModule) -> Unseen:
     watch = watched.watch
     return Unseen(
         convolutions=watch.convolutions,
@@ -341,188 +450,3 @@ def _unseen(watched: OwnWatchedStep) -> Unseen:
         custom=tuple(sorted(watch.custom)),
         at_most=tuple(sorted(watch.at_most)),
     )
-
-
-class _Search:
-    """Predicts variants of one step, and remembers the predictions."""
-
-    def __init__(
-        self, workload: FactoryWorkload, device_type: DeviceType, given: Callable[[], UserModule] | None = None
-    ) -> None:
-        self._workload, self._given = workload, given
-        self._device_type: DeviceType = device_type
-        self._watched: dict[tuple[bytes, int | None], OwnWatchedStep | None] = {}
-
-    def verdict(self, watched: OwnWatchedStep, budget: Budget, *, search: bool) -> OwnVerdict:
-        kept_free = _unseen(watched).kept_free(budget)
-        fails_in = self._fails_in(watched, budget)
-        longest, is_models = self._longest_sequence(watched, budget) if search else (None, False)
-        return OwnVerdict(
-            budget=budget, fits=fails_in is None, kept_free_bytes=kept_free, fails_in=fails_in,
-            plans=tuple(self._plans(budget)) if search and fails_in is not None else (),
-            largest_batch=self._largest_batch(watched, budget) if search else None,
-            longest_sequence=longest, longest_is_the_models=is_models,
-        )  # fmt: skip
-
-    def _fails_in(self, watched: OwnWatchedStep, budget: Budget) -> str | None:
-        """None if the step runs within the budget; else the phase of the first request that is refused."""
-        limit = budget.usable_bytes - _unseen(watched).kept_free(budget)
-        if self._device_type == "cpu":
-            found = replayed(watched, RoundingAllocator(1))
-            return None if found.peak_bytes <= limit else found.peak_phase
-        try:
-            replayed(watched, CachingAllocator(limit))
-        except RefusedInPhase as refused:
-            return str(refused)
-        return None
-
-    def _variant(self, workload: FactoryWorkload, batch: int | None = None) -> OwnWatchedStep | None:
-        """The step of a variant; None if it cannot be made."""
-        key = (msgspec.json.encode(workload), batch)
-        if key not in self._watched:
-            try:
-                self._watched[key] = watch_own_step(
-                    workload, self._device_type, batch_size=batch, steps=STEPS_BEFORE, given=self._given
-                )
-            except InputError:
-                self._watched[key] = None
-        return self._watched[key]
-
-    def _fits(self, workload: FactoryWorkload, budget: Budget) -> bool:
-        return self._runs(self._variant(workload), budget)
-
-    def _runs(self, watched: OwnWatchedStep | None, budget: Budget) -> bool:
-        return watched is not None and self._fails_in(watched, budget) is None
-
-    def _runnable(self, lever: Lever) -> Lever:
-        """The settings up to the strongest with which the step runs: a micro-batch may have too few rows."""
-        count = len(lever)
-        while count and self._variant(_with(self._workload, lever[count - 1 : count])) is None:
-            count -= 1
-        return lever[:count]
-
-    def _plans(self, budget: Budget) -> Iterator[Plan]:
-        """The single changes that suffice. If fewer than two do, pairs, triples and so on as well."""
-        # A model without blocks cannot be checkpointed, and its other levers are tried all the same.
-        levers = [runs for lever in _levers(self._workload) if (runs := self._runnable(lever))]
-        found: list[tuple[Change, ...]] = []
-        # Two levers may set one option; the later of them saves more, and overrides the other.
-        strongest = [settings[-1] for settings in levers]
-        if not levers or not self._fits(_with(self._workload, strongest), budget):
-            return
-        for count in range(1, len(levers) + 1):
-            for several in itertools.combinations(levers, count):
-                fields = {field for settings in several for field in settings[-1].fields}
-                chosen = None
-                if len(fields) == count and not any(_part_of(one, several) for one in found):
-                    chosen = self._mildest(several, budget)
-                if chosen is not None:
-                    found.append(chosen)
-                    peak = self._variant(_with(self._workload, chosen))
-                    assert peak is not None
-                    changes, peak_bytes = together(chosen), _estimate(peak, self._device_type).peak_bytes
-                    yield Plan(change=changes.change, options=changes.options, peak_bytes=peak_bytes)
-                if len(found) == MOST_PLANS:
-                    return
-            if len(found) >= 2:
-                return
-
-    def _mildest(self, levers: Sequence[Lever], budget: Budget) -> tuple[Change, ...] | None:
-        if not self._fits(_with(self._workload, [settings[-1] for settings in levers]), budget):
-            return None
-        for chosen in itertools.product(*levers):
-            if self._fits(_with(self._workload, chosen), budget):
-                return chosen
-        return None
-
-    def _largest_batch(self, watched: OwnWatchedStep, budget: Budget) -> int | None:
-        """The largest batch that fits. A batch with one sample more in each micro-batch does not fit."""
-        start, unit = self._workload.model.batch_size, self._workload.accumulation
-        if not start:
-            return None
-        return self._largest(start, unit, lambda size: self._variant(self._workload, size), watched, budget)
-
-    def _longest_sequence(self, watched: OwnWatchedStep, budget: Budget) -> tuple[int | None, bool]:
-        """The longest sequence that fits, where `seq_len` is an argument that changes the batch, and whether the model
-        takes no longer one."""
-        workload = self._workload
-        if self._given is not None:
-            return None, False
-        start = workload.arguments.get("seq_len", default_of(workload.factory, "seq_len"))
-        if not isinstance(start, int) or start < 1:
-            return None, False
-
-        def variant(length: int) -> OwnWatchedStep | None:
-            return self._variant(
-                msgspec.structs.replace(
-                    workload, model=UserModel(name=""), arguments={**workload.arguments, "seq_len": length}
-                )
-            )
-
-        unit = SEQUENCE_UNIT if start % SEQUENCE_UNIT == 0 else 1
-        shorter = variant(max(1, start // 2))
-        if shorter is None or shorter.workload.model.inputs == watched.workload.model.inputs:
-            return None, False  # an image model takes the argument and does not read it
-        longest = self._largest(start, unit, variant, watched, budget)
-        return longest, bool(longest) and variant(longest + unit) is None
-
-    def _largest(
-        self, start: int, unit: int, variant: Callable[[int], OwnWatchedStep | None], watched: OwnWatchedStep,
-        budget: Budget,
-    ) -> int | None:  # fmt: skip
-        """The largest multiple of `unit` whose variant fits, looked for from `start` on; the next one does not fit."""
-        limit = budget.usable_bytes - _unseen(watched).kept_free(budget)
-        first = max(1, start // unit)
-        half = variant(max(1, first // 2) * unit)
-        if half is None:
-            return None
-        one, part = (_estimate(each, self._device_type).peak_bytes for each in (watched, half))
-        by_unit = max(1, (one - part) // max(1, first - first // 2))
-        # Peaks that barely differ foretell nothing, and a factory makes its batch in truth.
-        guess = min(first + (limit - one) // by_unit, MOST_TIMES * first)
-        found = _edge(guess, lambda units: self._runs(variant(units * unit), budget)) * unit
-        # Beyond the end of the search nothing is known but that the size that was asked about fits.
-        return max(found, start) if self._runs(watched, budget) else found
-
-
-def _edge(guess: int, fits: Callable[[int], bool]) -> int:
-    """The largest number that fits, or 0 if none does. The search begins at a guess, in strides that double."""
-    low, high, stride = 0, MOST_SEARCHED, 1
-    number = min(max(1, guess), MOST_SEARCHED - 1)
-    while high - low > 1:
-        if fits(number):
-            low = number
-        else:
-            high = number
-        reached = low + stride if low else high - stride
-        number = reached if low < reached < high else (low + high) // 2
-        stride *= 2
-    return low
-
-
-def _levers(workload: FactoryWorkload) -> Iterator[Lever]:
-    """The levers of this workload, first those that cost nothing. The settings of each begin with the mildest."""
-    if "optimizer" not in workload.by_factory and workload.phase == "train":
-        if workload.optimizer in ("adamw-foreach", "adamw-loop"):
-            yield (plans.FUSED_ADAMW,)
-        if workload.optimizer != "adamw-bf16-state" and not PRECISIONS[workload.dtype].masters:
-            yield (plans.STATE_IN_BF16,)
-    if workload.dtype in ("fp32", "tf32"):
-        yield (plans.AUTOCAST,)
-    if workload.phase == "forward":
-        return
-    splits = plans.micro_batches(workload.model.batch_size or 1, workload.accumulation, MOST_MICRO_BATCHES)
-    if splits:
-        yield splits
-    if workload.checkpointing == "none":
-        yield (plans.SELECTIVE,)
-        yield (plans.checkpointed_blocks(1),)
-
-
-def _with(workload: FactoryWorkload, changes: Sequence[Change]) -> FactoryWorkload:
-    return msgspec.structs.replace(workload, model=UserModel(name=""), **together(changes).fields)
-
-
-def _part_of(found: Sequence[Change], levers: Sequence[Lever]) -> bool:
-    """Whether these levers include all changes of a plan that was found."""
-    return all(any(change in settings for settings in levers) for change in found)

@@ -9,15 +9,14 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from stepscope.allocations.prediction.fit import budget_of_memory
-from stepscope.allocations.prediction.own_fit import KEPT_FREE, Unseen
+from stepscope.allocations.prediction.estimate import DeviceType
+from stepscope.allocations.prediction.fit import KEPT_FREE, Budget, FakeEstimate, Fit, Unseen, budget_of_memory
 from stepscope.core.errors import InputError
 from stepscope.core.units import GIB, MIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.engine import own_fit
-from stepscope.engine import own_fit as own_fake_step
+from stepscope.engine import fake_module
+from stepscope.engine.fake_module import fit_module, resized, watch_module_step
 from stepscope.engine.fake_step import estimate_by_running, replayed
-from stepscope.engine.own_fit import fit_own, resized, watch_own_step
 from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
 from tests.conftest import mini
@@ -129,9 +128,23 @@ def own(file: Path, factory: str, *, arguments: dict[str, Any] | None = None, **
     return FactoryWorkload(factory=f"{file}:{factory}", arguments=arguments or {}, model=UserModel(name=""), **choices)
 
 
+def fitted(
+    workload: FactoryWorkload, budget: Budget | None = None, *, device: DeviceType = "cuda", search: bool = True
+) -> Fit[FakeEstimate]:
+    """What is predicted for one budget, or without one."""
+    (found,) = fit_module(workload, [budget] if budget else [], device, search=search)
+    return found
+
+
+def unseen_of(workload: FactoryWorkload, device: DeviceType = "cuda") -> Unseen:
+    unseen = fitted(workload, device=device).estimate.unseen
+    assert unseen is not None
+    return unseen
+
+
 def test_the_peak_of_an_mlp_by_hand(file: Path):
     """On a CPU, in bytes of fp32: B = 16, M = 64, F = 4 M = 256; no optimizer, so that nothing but the step counts."""
-    found = fit_own(own(file, "mlp", phase="forward-backward"), [], "cpu").estimate
+    found = fitted(own(file, "mlp", phase="forward-backward"), device="cpu").estimate
     x, inner = 4 * 16 * 64, 4 * 16 * 256
     parameters = 4 * (64 * 256 + 256)
     loss = 4  # the number that the last step left
@@ -150,7 +163,7 @@ def test_the_peak_of_an_mlp_by_hand(file: Path):
 def test_the_textbook_as_a_users_module_has_the_textbooks_peak(file: Path, dtype: Any):
     known = mini(dtype=dtype, d_model=32, d_ff=64, layers=2, heads=2, vocabulary=64, batch_size=2, seq_len=8)
     by_name = estimate_by_running(known)
-    as_module = fit_own(own(file, "textbook", dtype=dtype), []).estimate
+    as_module = fitted(own(file, "textbook", dtype=dtype)).estimate
     assert as_module.memory.parameter_bytes == by_name.memory.parameter_bytes
     assert as_module.memory.saved_for_backward == by_name.memory.saved_for_backward
     assert as_module.peak_bytes == by_name.peak_bytes
@@ -160,7 +173,7 @@ def test_the_textbook_as_a_users_module_has_the_textbooks_peak(file: Path, dtype
 def test_layers_of_8_bits_keep_their_input_in_16_and_make_what_their_products_take(file: Path, dtype: Any):
     """Of two layers 64 -> 256 -> 64 and one that no product of 8 bits takes, 64 -> 1. The peak of forward is where the
     second layer's input is cast: a copy in fp32 becomes one of 8 bits."""
-    found = fit_own(own(file, "eight", dtype=dtype, phase="forward-backward"), [], "cpu").estimate
+    found = fitted(own(file, "eight", dtype=dtype, phase="forward-backward"), device="cpu").estimate
     rows, weights = 512, 64 * 256 + 256 * 64 + 64
     inputs, loss = 4 * rows * 64, 2
     # The input in 16 bits, which the first layer casts to 8; ReLU's output, which the second does; the second's own.
@@ -169,21 +182,21 @@ def test_layers_of_8_bits_keep_their_input_in_16_and_make_what_their_products_ta
     assert found.memory.saved_for_backward == first + inner + second
     scales = {"fp8": 2 + 4, "fp8-row": (2 + 4) * rows}[dtype]
     assert found.memory.forward_peak == inputs + 2 * weights + loss + first + inner + 5 * rows * 256 + scales
-    assert not found.unseen.custom
+    assert found.unseen is not None and not found.unseen.custom
 
 
 @pytest.fixture
 def _plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for the largest batch has a test of its own, and takes as long as all plans."""
-    monkeypatch.setattr(own_fit._Search, "_largest_batch", lambda *_: None)
+    monkeypatch.setattr(fake_module.FakePredictor, "_largest_batch", lambda *_: None)
 
 
 @pytest.mark.usefixtures("_plans_alone")
 def test_plans_of_8_bits_keep_as_many_rows_as_products_take(file: Path):
     """And never propose an optimizer without master weights."""
     whole = own(file, "deep", dtype="fp8", arguments={"batch_size": 4096})
-    peak = fit_own(whole, []).estimate.peak_bytes
-    (verdict,) = fit_own(whole, [budget_of_memory(peak - 2 * MIB)]).verdicts
+    peak = fitted(whole).estimate.peak_bytes
+    verdict = fitted(whole, budget_of_memory(peak - 2 * MIB))
     assert not verdict.fits and any("micro-batches" in plan.change for plan in verdict.plans)
     assert not any("bf16-state" in plan.options for plan in verdict.plans)
 
@@ -197,19 +210,19 @@ def test_plans_of_8_bits_keep_as_many_rows_as_products_take(file: Path):
 )  # fmt: skip
 def test_an_operator_that_depends_on_data_is_named_and_refused(file: Path, reads: str, said: str):
     with pytest.raises(InputError, match=f"cannot be predicted: {said} .fits.py:[0-9]+.") as refused:
-        fit_own(own(file, "routed", arguments={"reads": reads}), [])
+        fitted(own(file, "routed", arguments={"reads": reads}))
     assert "\n" not in str(refused.value)
 
 
 def test_routing_is_counted_at_its_largest_and_integers_as_they_are(file: Path):
-    routed = fit_own(own(file, "routed", arguments={"reads": "rows"}), [], "cpu").estimate
-    assert routed.unseen.at_most == ("aten.nonzero.default",)
-    assert fit_own(own(file, "routed", arguments={"reads": "integers"}), []).estimate.unseen == Unseen()
+    routed = unseen_of(own(file, "routed", arguments={"reads": "rows"}), "cpu")
+    assert routed.at_most == ("aten.nonzero.default",)
+    assert unseen_of(own(file, "routed", arguments={"reads": "integers"})) == Unseen()
 
 
 def test_an_operator_without_a_fake_is_refused_and_a_custom_one_widens_the_margin(file: Path):
     with pytest.raises(InputError, match=r"no fake impl.*stepscope_tests::twice"):
-        fit_own(own(file, "unknown"), [])
+        fitted(own(file, "unknown"))
     budget = budget_of_memory(GIB)
     assert Unseen(custom=("mine",)).kept_free(budget) > Unseen().kept_free(budget) == int(GIB * KEPT_FREE)
 
@@ -217,13 +230,13 @@ def test_an_operator_without_a_fake_is_refused_and_a_custom_one_widens_the_margi
 def test_what_a_gpu_alone_computes_is_said_to_be_so(file: Path):
     """FlexAttention has no backward on a CPU, where the step is run on fake tensors: no fault of the step."""
     with pytest.raises(InputError, match=r"cannot be predicted: .* what a GPU alone has \(NotImplementedError: Flex"):
-        watch_own_step(own(file, "flexible"), "cuda")
+        watch_module_step(own(file, "flexible"), "cuda")
     with pytest.raises(InputError, match="flexible fails in forward: NotImplementedError: FlexAttention"):
-        watch_own_step(own(file, "flexible"), "cpu")
+        watch_module_step(own(file, "flexible"), "cpu")
 
 
 def test_convolutions_keep_their_operands_free_once_more(file: Path):
-    unseen = fit_own(own(file, "convolution"), []).estimate.unseen
+    unseen = unseen_of(own(file, "convolution"))
     image, weight, out = 4 * 2 * 3 * 16 * 16, 4 * (8 * 3 * 9), 4 * 2 * 8 * 16 * 16
     assert unseen.convolutions > 0
     assert unseen.convolution_bytes >= image + weight + out
@@ -239,59 +252,60 @@ def test_no_convolution_that_was_measured_took_more_than_is_kept_free():
 
 def test_a_verdict_never_says_fits_above_the_budget(file: Path):
     workload = own(file, "deep", phase="train")
-    peak = fit_own(workload, []).estimate.peak_bytes
+    peak = fitted(workload).estimate.peak_bytes
     for share in (0.5, 0.9, 1.0, 1.02, 1.5, 4.0):
         budget = budget_of_memory(int(peak * share))
-        verdict = fit_own(workload, [budget], search=False).verdicts[0]
-        assert not (verdict.fits and peak > budget.usable_bytes - verdict.kept_free_bytes)
+        verdict = fitted(workload, budget, search=False)
+        assert not (verdict.fits and peak > budget.usable_bytes - (verdict.kept_free_bytes or 0))
         assert verdict.fits or verdict.fails_in
     assert verdict.fits
 
 
 def test_the_largest_batch_fits_and_one_more_does_not(file: Path):
     budget = budget_of_memory(160 * MIB)
-    verdict = fit_own(own(file, "deep"), [budget]).verdicts[0]
+    verdict = fitted(own(file, "deep"), budget)
     largest = verdict.largest_batch
     assert largest is not None and largest > 64
     assert verdict.longest_sequence is None, "the factory has no seq_len"
     for size, fits in ((largest, True), (largest + 1, False)):
-        found = fit_own(own(file, "deep", arguments={"batch_size": size}), [budget], search=False).verdicts[0]
+        found = fitted(own(file, "deep", arguments={"batch_size": size}), budget, search=False)
         assert found.fits == fits
 
 
 @pytest.mark.long
 def test_the_longest_sequence_fits_and_a_longer_one_does_not(file: Path):
     budget = budget_of_memory(160 * MIB)
-    verdict = fit_own(own(file, "text"), [budget]).verdicts[0]
+    verdict = fitted(own(file, "text"), budget)
     longest = verdict.longest_sequence
     assert longest is not None and longest > 64 and longest % 64 == 0 and not verdict.longest_is_the_models
     for length, fits in ((longest, True), (longest + 64, False)):
         longer = own(file, "text", arguments={"seq_len": length})
-        assert fit_own(longer, [budget], search=False).verdicts[0].fits == fits
-    short = fit_own(own(file, "text", arguments={"positions": 200}), [budget]).verdicts[0]
+        assert fitted(longer, budget, search=False).fits == fits
+    short = fitted(own(file, "text", arguments={"positions": 200}), budget)
     assert (short.longest_sequence, short.longest_is_the_models) == (192, True)
 
 
 @pytest.mark.usefixtures("_plans_alone")
 def test_plans_are_judged_by_the_same_prediction(file: Path):
     workload = own(file, "deep", arguments={"batch_size": 8192})  # more than segments of 20 MiB round
-    budget = budget_of_memory(fit_own(workload, []).estimate.peak_bytes * 4 // 5)
-    verdict = fit_own(workload, [budget]).verdicts[0]
+    budget = budget_of_memory(fitted(workload).estimate.peak_bytes * 4 // 5)
+    verdict = fitted(workload, budget)
     assert not verdict.fits and verdict.plans
-    assert all(plan.peak_bytes <= budget.usable_bytes - verdict.kept_free_bytes for plan in verdict.plans)
+    assert all(plan.peak_bytes <= budget.usable_bytes - (verdict.kept_free_bytes or 0) for plan in verdict.plans)
     assert any("--checkpointing" in plan.options or "--accumulation" in plan.options for plan in verdict.plans)
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "every-1"])
 def test_micro_batches_after_the_second_change_nothing(file: Path, checkpointing: Any, monkeypatch: pytest.MonkeyPatch):
     workload = own(file, "deep", arguments={"batch_size": 4096}, accumulation=8, checkpointing=checkpointing)
-    short = fit_own(workload, []).estimate
-    monkeypatch.setattr(own_fake_step, "_without_repeats", lambda phases: phases)
-    assert fit_own(workload, []).estimate == short
+    short = fitted(workload).estimate
+    monkeypatch.setattr(fake_module, "_without_repeats", lambda phases: phases)
+    assert fitted(workload).estimate == short
 
 
 def test_an_optimizer_of_the_users_own_is_kept(file: Path):
-    found = fit_own(own(file, "deep", arguments={"optimizer": True}), [])
+    found = fitted(own(file, "deep", arguments={"optimizer": True}))
+    assert isinstance(found.workload, FactoryWorkload)
     assert (found.workload.optimizer, found.workload.by_factory) == ("SGD", ("optimizer",))
     assert not found.estimate.categories.get("optimizer state")
 
@@ -311,18 +325,18 @@ def test_no_batch_is_taken_for_a_parameter_that_was_freed():
     del layers
     workload = FactoryWorkload(model=UserModel(name="m"), factory="")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        batches = own_fake_step._on_fake_tensors(own, workload, mode, 3).batches  # pyright: ignore[reportPrivateUsage]
+        batches = fake_module._on_fake_tensors(own, workload, mode, 3).batches  # pyright: ignore[reportPrivateUsage]
     assert [tuple(batch.shape) for batch in batches] == [(3, length, 4) for length in lengths]
 
 
 def test_large_parameters_take_no_memory_and_keep_their_values_out_of_it(file: Path):
-    watched = watch_own_step(own(file, "deep", arguments={"width": 1024}, phase="forward"), "cpu")
+    watched = watch_module_step(own(file, "deep", arguments={"width": 1024}, phase="forward"), "cpu")
     assert replayed(watched).memory.parameter_bytes == 2 * 4 * (2 * 1024 * 4 * 1024 + 5 * 1024)
 
 
 def test_compiled_steps_are_refused(file: Path):
     with pytest.raises(InputError, match="compile default cannot be run on fake tensors"):
-        fit_own(own(file, "mlp", compile="default"), [])
+        fitted(own(file, "mlp", compile="default"))
 
 
 @pytest.mark.long
