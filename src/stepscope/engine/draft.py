@@ -3,7 +3,6 @@
 import contextlib
 import traceback
 from collections.abc import Callable
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from stepscope.core.ranks import CollectiveCalls, Correctness
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
 from stepscope.engine.device_failure import failing_module
-from stepscope.engine.request import Stage, StepRequest, Tell
+from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.nsys import Nsys
 from stepscope.recording.step import Step
@@ -145,16 +144,8 @@ class Draft(RunDraft):
         self.held_before_bytes = 0
         """Bytes that the process had allocated on the device before the step was made."""
         self._display = tell
-        run = Run(
-            id=directory.name,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            tag=request.tag,
-            sweep=request.sweep,
-            repeat=request.repeat,
-            status="unfinished",
-            workload=request.workload,
-            settings=request.settings,
-            evidence=Evidence(process_start=request.process_start),
+        run = msgspec.structs.replace(
+            begun_run(request, directory, "unfinished"), evidence=Evidence(process_start=request.process_start)
         )
         super().__init__(run, directory)
         self.saves = self.ranks.is_first

@@ -8,7 +8,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
 
@@ -23,7 +22,7 @@ from stepscope.core.run_directory import create_run_directory, load_run, save_ru
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.engine.cell_process import CellEvent, CellProcess, Fork
 from stepscope.engine.forks import Forks
-from stepscope.engine.request import Stage, StepRequest, Tell
+from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
 
@@ -180,17 +179,7 @@ def record(request: StepRequest, directory: Path | None, status: Status, failure
     if directory is None or run is None:
         if directory is None or not directory.is_dir():
             directory = create_run_directory(Path(request.out), request.workload)
-        run = Run(
-            id=directory.name,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            tag=request.tag,
-            sweep=request.sweep,
-            repeat=request.repeat,
-            status=status,
-            workload=request.workload,
-            settings=request.settings,
-            work=known_work(request.workload),
-        )
+        run = msgspec.structs.replace(begun_run(request, directory, status), work=known_work(request.workload))
     artifacts = dict(run.artifacts)
     if log:
         with contextlib.suppress(OSError):  # the run matters more than its log

@@ -1,6 +1,8 @@
 """The request to measure a step, and the progress that it reports. Neither needs torch."""
 
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Literal, get_args
 
 import msgspec
@@ -8,7 +10,7 @@ import msgspec
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, ProcessStart, TraceTool
 from stepscope.core.ranks import RankPlace
-from stepscope.core.run import Repeat, Settings
+from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.workloads import Workload
 
 MemoryStacks = Literal["python", "all"]
@@ -87,3 +89,12 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Tell = Callable[[Stage], None]
+
+
+def begun_run(request: StepRequest, directory: Path, status: Status) -> Run:
+    """The run of a request that begins now, or that never began, in its directory."""
+    return Run(
+        id=directory.name, created=datetime.now(UTC).isoformat(timespec="milliseconds"), tag=request.tag,
+        sweep=request.sweep, repeat=request.repeat, status=status, workload=request.workload,
+        settings=request.settings,
+    )  # fmt: skip

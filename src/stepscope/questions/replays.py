@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from stepscope.core.precisions import Dtype
 from stepscope.core.range_names import FORWARD
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload, by_sizes
 from stepscope.questions.answers import check_room
 from stepscope.recording.step import Recorder, drive
 from stepscope.training.training_step import TrainingStep
@@ -171,8 +171,7 @@ class Subject:
         self.name = workload.factory or workload.name
         self.takes_attention = workload.attention is not None
         """Whether its step takes an attention by name. Another's attention is a backend of PyTorch's."""
-        check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
-        self._make = _textbook_module(workload, device) if workload.sizes is not None else _user_module(workload)
+        self._make = by_sizes(workload, lambda sized: _textbook_module(sized, device)) or _user_module(workload)
 
     def step(
         self, *, dtype: Dtype = "fp32", accumulation: int = 1, compile: str = "eager", checkpointing: str = "none",
@@ -198,6 +197,7 @@ _MakeModule = Callable[[str | None, str], UserModule]
 
 
 def _textbook_module(workload: TextbookWorkload, device: torch.device) -> _MakeModule:
+    check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     plain = msgspec.structs.replace(workload, phase="forward-backward", dtype="fp32")
 
     def make(attention: str | None, checkpointing: str) -> UserModule:

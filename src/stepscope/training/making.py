@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import Workload, by_sizes
 from stepscope.recording.step import Step
 from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.training_step import StepParts, TrainingStep, textbook_parts
@@ -30,8 +30,9 @@ def make_step(
         from stepscope.training.parallel.step import shared_by  # noqa: PLC0415  (only where ranks share the step)
 
         share = shared_by(workload.parallel, ranks or Ranks())
-    if workload.sizes is not None:
-        return TrainingStep(workload, device, share), workload
+    step = by_sizes(workload, lambda sized: TrainingStep(sized, device, share))
+    if step is not None:
+        return step, workload
     from stepscope.training.user_module.loading import make_user_step  # noqa: PLC0415  (only for a user's module)
 
     return make_user_step(workload, device, given, share)
@@ -39,8 +40,9 @@ def make_step(
 
 def make_parts(workload: Workload, device: torch.device, given: Given | None = None) -> StepParts:
     """What the step is assembled of, made anew. Raises InputError for a step of the user's own."""
-    if workload.sizes is not None:
-        return textbook_parts(workload, device)
+    parts = by_sizes(workload, lambda sized: textbook_parts(sized, device))
+    if parts is not None:
+        return parts
     from stepscope.training.user_module.loading import user_parts  # noqa: PLC0415  (only for a user's module)
 
     return user_parts(workload, device, given)

@@ -12,6 +12,7 @@ from stepscope.core.workloads import (
     FactoryWorkload,
     TextbookWorkload,
     Workload,
+    by_sizes,
 )
 
 _Sized = TextbookWorkload | FactoryWorkload | ModelConfig
@@ -100,7 +101,7 @@ def describe_model(workload: Workload, trainable: int | None = None) -> str:
 
 def parameters_of(workload: Workload) -> int | None:
     """Number of parameters of a workload's model; None where they were not counted."""
-    return parameter_count(workload.sizes) if workload.sizes is not None else workload.counted_parameters
+    return by_sizes(workload, lambda sized: parameter_count(sized.model)) or workload.counted_parameters
 
 
 def cell_name(workload: Workload, settings: Settings | None = None) -> str:

@@ -26,7 +26,7 @@ from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
 from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import Workload, by_sizes
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, settings_of, step_of
 from stepscope.recording.device import resolve_device
@@ -99,7 +99,7 @@ def study_underflow(
     choose(format_name, COMPARED, "format")
     chosen, on = float_format(format_name), resolve_device(device)
     workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
-    check_room(workload, on, bytes_per_parameter=_STEP_BYTES)
+    by_sizes(workload, lambda sized: check_room(sized, on, bytes_per_parameter=_STEP_BYTES))
     found = gradients_of(workload, on)
     everything = [each.magnitudes for each in found if each.magnitudes.numel()]
     largest = max(float(values[-1]) for values in everything)
