@@ -28,7 +28,6 @@ from stepscope.questions.attention_step import (
     StepPair,
     answer_steps,
     compare_steps,
-    step_groups,
     usual_attentions,
 )
 from stepscope.questions.compare.comparison import compared_cells
@@ -104,8 +103,8 @@ CELLS = [
 
 def group_cells(cells: list[StepCell]) -> tuple[list[StepGroup], tuple[StepCell, ...]]:
     """The groups, and the cells without a time."""
-    study = compare_steps(cells)
-    return step_groups(study), study.unmeasured
+    study, groups = compare_steps(cells)
+    return groups, study.unmeasured
 
 
 def test_the_reference_is_the_base_whatever_the_order():

@@ -1,7 +1,7 @@
 """What a setting of PyTorch's caching allocator gives: cells and answer."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from stepscope.core.answer import TEXT, Answer, Cell, table_of
@@ -10,25 +10,30 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
-from stepscope.core.samples import Ratio
 from stepscope.core.units import format_bytes, format_share
-from stepscope.questions.compare.comparison import child_environment
+from stepscope.questions.compare.comparison import child_environment, times_as_fast
 from stepscope.runs.answer import heading, status_word
 from stepscope.runs.metrics import memory_of, peak_bytes
 
 
 def answer_allocator(runs: Sequence[Run], setting: str) -> Answer:
     """What was reserved and in use at the peak, and the step's time. runs: without the setting, and with it."""
-    named = dict(zip(("as it is", setting), runs, strict=True))
-    rows = [_row(name, run) for name, run in named.items()]
     table = table_of(
-        ("setting", TEXT), ("reserved at the peak", "B"), ("allocated at the peak", "B"), ("unused", "B"),
-        ("step (ms)", "ms of s"), title="What the allocator's setting gives", rows=rows,
-    )  # fmt: skip
+        ("setting", TEXT),
+        ("reserved at the peak", "B"),
+        ("allocated at the peak", "B"),
+        ("unused", "B"),
+        ("step (ms)", "ms of s"),
+        title="What the allocator's setting gives",
+        rows=[_row(name, run) for name, run in zip(("as it is", setting), runs, strict=True)],
+    )
     return Answer(
-        study="allocator", question=f"What would {setting} give?", lead=heading(runs[0]), tables=(table,),
+        study="allocator",
+        question=f"What would {setting} give?",
+        lead=heading(runs[0]),
+        tables=(table,),
         findings=tuple(_findings(runs[0], runs[1], setting)),
-    )  # fmt: skip
+    )
 
 
 def _row(name: str, run: Run) -> tuple[Cell, ...]:
@@ -38,37 +43,29 @@ def _row(name: str, run: Run) -> tuple[Cell, ...]:
     return (name, reserved, allocated, reserved - allocated, figure(run.samples[STEP].median_s, run))
 
 
-def _findings(base: Run, other: Run, setting: str) -> list[Finding]:
+def _findings(base: Run, other: Run, setting: str) -> Iterator[Finding]:
     before, after = memory_of(base, "reserved_peak"), memory_of(other, "reserved_peak")
     if base.status != "done" or other.status != "done" or before is None or after is None:
         lost = base if base.status != "done" else other
-        return [warning("not-compared", f"Nothing can be said of {setting}: a run ended as {status_word(lost)}.")]
+        yield warning("not-compared", f"Nothing can be said of {setting}: a run ended as {status_word(lost)}.")
+        return
     change = (after - before) / before
     reserves = f"reserves {format_bytes(after)} at the peak, without it {format_bytes(before)}"
-    said = f"With {setting} the step {reserves} ({change * 100:+.1f} %)"
     ratio = other.samples[STEP].speedup_over(base.samples[STEP])
-    sentence = f"{said}; {_time_words(ratio)}."
+    told = ratio is not None and not ratio.undecided
+    time = f"it runs {times_as_fast(ratio, '.3f', '[]')}" if told else "whether its time changes cannot be told"
+    sentence = f"With {setting} the step {reserves} ({change * 100:+.1f} %); {time}."
     evidence = {"before": before, "after": after, "speed_up": ratio.value if ratio else None}
     unused = before - (peak_bytes(base) or before)
     remedy = f"export PYTORCH_ALLOC_CONF={setting}" if after < before else ""
-    found = [note("allocator-setting", sentence, evidence, remedy)]
+    yield note("allocator-setting", sentence, evidence, remedy)
     if after >= before:
-        found.append(
-            note(
-                "no-gain",
-                f"The setting gives nothing here: {format_bytes(unused)} of what is reserved at the peak, "
-                f"{format_share(unused / before)}, is unused without it.",
-                {"unused": unused},
-            )
+        yield note(
+            "no-gain",
+            f"The setting gives nothing here: {format_bytes(unused)} of what is reserved at the peak, "
+            f"{format_share(unused / before)}, is unused without it.",
+            {"unused": unused},
         )
-    return found
-
-
-def _time_words(ratio: Ratio | None) -> str:
-    if ratio is None or ratio.undecided:
-        return "whether its time changes cannot be told"
-    within = f" [{ratio.interval.low:.3f} to {ratio.interval.high:.3f}]" if ratio.interval else ""
-    return f"it runs {ratio.value:.3f}{within} times as fast"
 
 
 # What would a setting of PyTorch's caching allocator give? The same step without it and with it, each in a process of
@@ -85,7 +82,8 @@ def check_setting(setting: str) -> str:
     name, colon, value = setting.partition(":")
     if not (name.strip() and colon and value.strip()) or not setting.isprintable():
         raise InputError(f"cannot read --setting {setting[:40]!r}: write name:value, as in {EXPANDABLE}")
-    if any(name in _names(os.environ.get(variable, "")) for variable in VARIABLES):
+    settings = ",".join(os.environ.get(variable, "") for variable in VARIABLES).split(",")
+    if name in [setting.partition(":")[0].strip() for setting in settings]:
         raise InputError(f"{name} is set in this environment already: unset {' and '.join(VARIABLES)} to compare")
     return setting
 
@@ -94,7 +92,3 @@ def allocator_setting(setting: str) -> AbstractContextManager[None]:
     """A context in which processes start with this setting beside those of the environment."""
     there = next(filter(None, map(os.environ.get, VARIABLES)), "")
     return child_environment(dict.fromkeys(VARIABLES, ",".join(filter(None, [there, setting]))))
-
-
-def _names(settings: str) -> list[str]:
-    return [setting.partition(":")[0].strip() for setting in settings.split(",")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
+from stepscope.core.answer import Answer, Cell, Table, known_columns
 from stepscope.core.doubts import doubting_kinds
 from stepscope.core.errors import InputError
 from stepscope.core.figures import gibibytes, milliseconds, times_within, within_ms
@@ -20,8 +20,10 @@ from stepscope.questions.compare.comparison import (
     Sizes,
     bars_of,
     compare_runs,
+    compared_answer,
     missing_cells,
     replaced_runs,
+    times_as_fast,
     unlike_environments,
 )
 from stepscope.runs.metrics import median_s, memory_of, peak_bytes
@@ -149,14 +151,10 @@ class StepGroup:
 StepStudy = Comparison[StepCell, StepPair]
 
 
-def compare_steps(found: Iterable[StepCell]) -> StepStudy:
-    """The steps in the order of measuring."""
-    return compare_runs(found, StepPair, order=lambda cell: (cell.run.instant, cell.run.id))
-
-
-def step_groups(study: StepStudy) -> list[StepGroup]:
-    """Groups with a time, `reference` first in each."""
-    return [StepGroup(cells=cells) for cells in study.groups]
+def compare_steps(cells: Iterable[StepCell]) -> tuple[StepStudy, list[StepGroup]]:
+    """The steps in the order of measuring, and the groups of those with a time, `reference` first in each."""
+    study = compare_runs(cells, StepPair, order=lambda cell: (cell.run.instant, cell.run.id))
+    return study, [StepGroup(cells=group) for group in study.groups]
 
 
 # What follows from a model's steps with each attention, in sentences made of the figures.
@@ -202,7 +200,6 @@ def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
             evidence,
         )
         return
-    bounds = f" ({ratio.interval.low:.3g} to {ratio.interval.high:.3g})" if ratio.interval else ""
     phases = [
         f"{phase} {_signed(after - before)}"
         for phase in PHASES
@@ -214,7 +211,7 @@ def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
         named += f"; no attention runs in the {OUTSIDE_PHASE}, so that much is noise"
     yield note(
         "faster" if ratio.value > 1 else "slower",
-        f"{cell.name}: with {cell.value} the step is {ratio.value:.3g}{bounds} times as fast as with {base.value}, "
+        f"{cell.name}: with {cell.value} the step is {times_as_fast(ratio)} as with {base.value}, "
         f"{format_milliseconds(base_s)} to {format_milliseconds(step_s)} ms{named}.",
         evidence,
     )
@@ -366,22 +363,20 @@ TIMES, MEMORY, FAMILIES, MOVED, MISSING = (
 TITLES = (TIMES, MEMORY, FAMILIES, MOVED, MISSING)
 
 
-def answer_steps(found: Iterable[StepCell], *, unread: int = 0) -> Answer:
+def answer_steps(cells: Iterable[StepCell], *, unread: int = 0) -> Answer:
     """The whole answer. `unread`: captures that nothing here reads. Raises InputError where nothing was measured."""
-    study = compare_steps(found)
-    groups = step_groups(study)
+    study, groups = compare_steps(cells)
     if not groups:
         why = "".join(f": {cell.label} {cell.why_missing}" for cell in study.unmeasured[:1])
         raise InputError(f"no step was measured{why}")
     left_out = missing_cells(MISSING, StepCell.FIELD, study.unmeasured)
-    return measured_answer(
-        groups[0].base.run.environment,
+    return compared_answer(
+        study,
+        groups[0].base,
         study=STUDY,
         question=QUESTION,
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
         panels=bars_of(study, STEP),
-        date=max(cell.run.day for cell in study.cells),
-        intervals=study.intervals,
         findings=steps_findings(study, groups, unread),
     )
 

@@ -13,7 +13,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
-from stepscope.core.run import Run, Settings
+from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named, strategy_word
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
 from stepscope.core.workloads import TextbookWorkload
@@ -30,6 +30,7 @@ from stepscope.questions.compare.comparison import (
     nothing_to_compare,
     replaced_runs,
     same_but,
+    times_as_fast,
     unlike_environments,
 )
 from stepscope.runs import metrics
@@ -65,8 +66,8 @@ class SharedCell(ComparedRun):
     WITH_BACKWARD = True
 
     @property
-    def asked(self) -> bool:
-        return self.run.workload.sizes is not None and super().asked
+    def relevant(self) -> bool:
+        return self.run.workload.sizes is not None and super().relevant
 
     @property
     def ranks(self) -> int:
@@ -114,8 +115,8 @@ class WeakCell(SharedCell):
     """The same, beside those whose ranks have a batch as large each."""
 
     @property
-    def asked(self) -> bool:
-        return self.batch % (self.ranks * self.run.workload.accumulation) == 0 and super().asked
+    def relevant(self) -> bool:
+        return self.batch % (self.ranks * self.run.workload.accumulation) == 0 and super().relevant
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -143,15 +144,17 @@ def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Se
     del unread  # no capture is asked
     cells = list(found)
     strong = compare_runs(cells, SharedPair, order=lambda cell: cell.order)
-    weak = compare_runs([_as_weak(cell) for cell in cells], SharedPair, order=lambda cell: cell.order)
+    weak_cells = [WeakCell(run=cell.run, digest=cell.digest) for cell in cells]
+    weak = compare_runs(weak_cells, SharedPair, order=lambda cell: cell.order)
     pairs = [pair for pair in (*strong.pairs, *weak.pairs) if pair.other.ranks > 1]
     if not pairs:
         raise InputError(
             nothing_to_compare(
-                strong, verb=STUDY, asked="is a training step that ranks share", sides="by ranks and by one process"
+                strong, verb=STUDY, needs="is a training step that ranks share", measured="by ranks and by one process"
             )
         )
     runs = [pair.other.run for pair in pairs]
+    backends = dict.fromkeys(run.shared.backend for run in runs if run.shared is not None)
     shown, of_batch = (strong, "") if _shared(strong) else (weak, " for each rank")
     sent = _communication(strong, COMMUNICATION)  # of replayed steps no collective is known
     more = [(cell, "", why) for cell, why in refused]
@@ -167,18 +170,9 @@ def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Se
         panels=_panels(strong, weak),
         date=max(run.day for run in runs),
         intervals=strong.intervals,
-        settings=_settings(runs),
+        settings={"backend": ", ".join(backends)} if backends else None,
         findings=tuple(_findings(strong, weak, shown)),
     )  # fmt: skip
-
-
-def _as_weak(cell: SharedCell) -> WeakCell:
-    return WeakCell(run=cell.run, digest=cell.digest)
-
-
-def _settings(runs: Sequence[Run]) -> dict[str, Cell]:
-    shared = [run.shared for run in runs if run.shared is not None]
-    return {"backend": ", ".join(dict.fromkeys(one.backend for one in shared))} if shared else {}
 
 
 def _named(cell: SharedCell) -> tuple[Cell, ...]:
@@ -379,8 +373,7 @@ def _from_to(asked: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
         if ratio.undecided:
             step = f"the steps cannot be told apart, {times}"
         else:
-            bounds = f" ({ratio.interval.low:.3g} to {ratio.interval.high:.3g})" if ratio.interval else ""
-            step = f"the step is {ratio.value:.3g}{bounds} times as fast, {times}"
+            step = f"the step is {times_as_fast(ratio)}, {times}"
         yield note(
             asked.kind,
             f"{cell.name}, {counted(ranks, 'rank')}, from {asked.before} to {asked.after} ({asked.words}): "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.doubts import doubting_kinds
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms
@@ -21,6 +21,7 @@ from stepscope.questions.compare.comparison import (
     Pair,
     Sizes,
     compare_runs,
+    compared_answer,
     compared_cells,
     doubtful_runs,
     listed,
@@ -443,15 +444,14 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
     Raises InputError where no cell was measured both in fp32 and in another dtype.
     """
     if not study.pairs:
-        sides = f"in {TimedCell.BASELINE} and in another dtype"
-        raise InputError(nothing_to_compare(study, verb=STUDY, asked="has a backward", sides=sides))
+        measured = f"in {BASELINE} and in another dtype"
+        raise InputError(nothing_to_compare(study, verb=STUDY, needs="has a backward", measured=measured))
     missing = missing_cells(MISSING, TimedCell.FIELD, study.unmeasured)
-    return measured_answer(
-        study.pairs[0].base.run.environment,
+    return compared_answer(
+        study,
+        study.pairs[0].base,
         study=STUDY,
         question=QUESTION,
-        date=max(cell.run.day for cell in study.cells),
-        intervals=study.intervals,
         tables=(_times(study), _memory(study), _parts(study), _law(study), missing),
         panels=_panels(study),
         findings=speed_findings(study, lacking, unread),

@@ -42,6 +42,7 @@ from stepscope.core.formulas.attention import (
 )
 from stepscope.core.samples import Ratio
 from stepscope.core.units import MIB, format_bytes, format_rate, format_share
+from stepscope.questions.compare.comparison import times_as_fast
 
 # Timings of attention, ordered and set beside one another: powers of the sequence, ratios, crossovers.
 
@@ -294,14 +295,9 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
         longest = max(max(contest.ratios) for contest in of_line)
         at = {c.other.head_dim: c.ratios[longest] for c in of_line if longest in c.ratios}
         low, high = min(at, key=lambda d: at[d].value), max(at, key=lambda d: at[d].value)
-        interval = at[low].interval
-        if low == high:
-            bounds = f" ({interval.low:.3g} to {interval.high:.3g})" if interval else ""
-            factor = f"{at[low].value:.3g}{bounds} times as fast as {BASELINE}"
-        else:
-            factor = (
-                f"{at[low].value:.3g} (head_dim {low}) to {at[high].value:.3g} ({high}) times as fast as {BASELINE}"
-            )
+        factor = times_as_fast(at[low])
+        if low != high:
+            factor = f"{at[low].value:.3g} (head_dim {low}) to {at[high].value:.3g} ({high}) times as fast"
         # As fast, by their intervals: another head_dim may differ.
         alike = [d for d, ratio in at.items() if ratio.undecided]
         which = f" with head_dim {', '.join(map(str, alike))}" if 0 < len(alike) < len(at) else ""
@@ -309,7 +305,7 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
         kind = "faster" if at[low].value > 1 else "slower"
         yield note(
             "not distinguishable" if len(alike) == len(at) else kind,
-            f"{line} is {factor} at sequence {longest:,} ({dtype}){doubt}{_crossing(of_line)}.",
+            f"{line} is {factor} as {BASELINE} at sequence {longest:,} ({dtype}){doubt}{_crossing(of_line)}.",
             {"sequence": longest, "least": at[low].value, "most": at[high].value},
         )
 

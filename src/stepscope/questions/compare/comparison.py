@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from stepscope.core.answer import Cell, Panel, Point, Table
+from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer
 from stepscope.core.doubts import doubt_mark
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note, warning
@@ -57,8 +57,8 @@ class ComparedRun:
     """Where the cell was measured in several processes: the runs of all, of which `run` is the one in the middle."""
 
     @property
-    def asked(self) -> bool:
-        """Whether the study asks about runs of this kind."""
+    def relevant(self) -> bool:
+        """Whether the study compares runs of this kind."""
         workload = self.run.workload
         return hasattr(workload, self.FIELD) and not (self.WITH_BACKWARD and workload.phase == "forward")
 
@@ -173,7 +173,9 @@ class Pair(Generic[C]):
         Where both were measured in several processes, it is of their typical times, and so is its interval.
         """
         if self.base.processes and self.other.processes:
-            return _over_processes(self.base.processes, self.other.processes, part)
+            slower = RunSet(runs=self.base.processes).processes(part)
+            change = slower.change_from(RunSet(runs=self.other.processes).processes(part))
+            return Ratio(value=change.ratio, interval=change.interval) if change is not None else None
         base, other = self.base.samples(part), self.other.samples(part)
         return other.speedup_over(base) if base and other else None
 
@@ -215,11 +217,6 @@ class Pair(Generic[C]):
         return after / before - 1 if before and after is not None else None
 
 
-def _over_processes(base: tuple[Run, ...], other: tuple[Run, ...], part: str) -> Ratio | None:
-    slower = RunSet(runs=base).processes(part).change_from(RunSet(runs=other).processes(part))
-    return Ratio(value=slower.ratio, interval=slower.interval) if slower is not None else None
-
-
 P = TypeVar("P", bound=Pair[Any])
 
 
@@ -242,10 +239,10 @@ class Comparison(Generic[C, P]):
     @property
     def groups(self) -> list[tuple[C, ...]]:
         """Runs that differ in the field alone; the base is the first of them, if there is one."""
-        found: dict[tuple[object, ...], list[C]] = {}
+        groups: dict[tuple[object, ...], list[C]] = {}
         for cell in self.cells:
-            found.setdefault(cell.group, []).append(cell)
-        return [tuple(sorted(cells, key=lambda cell: not cell.is_base)) for cells in found.values()]
+            groups.setdefault(cell.group, []).append(cell)
+        return [tuple(sorted(cells, key=lambda cell: not cell.is_base)) for cells in groups.values()]
 
     @property
     def alone(self) -> tuple[C, ...]:
@@ -260,13 +257,13 @@ class Comparison(Generic[C, P]):
     @property
     def lines(self) -> dict[tuple[str, str], list[P]]:
         """The pairs of one value and shape, over the models, by (value, shape)."""
-        found: dict[tuple[str, str], list[P]] = {}
+        lines: dict[tuple[str, str], list[P]] = {}
         for pair in self.pairs:
-            found.setdefault((pair.other.value, pair.other.shape), []).append(pair)
-        return found
+            lines.setdefault((pair.other.value, pair.other.shape), []).append(pair)
+        return lines
 
 
-def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[[C], Any]) -> Comparison[C, P]:
+def compare_runs(cells: Iterable[C], pair: Callable[..., P], *, order: Callable[[C], Any]) -> Comparison[C, P]:
     """The runs in `order`, and a `pair` of each with the base of its group, if there is one.
 
     Of several runs of one cell, one with a capture goes before one without, then the newest. Runs of a cell that was
@@ -275,45 +272,60 @@ def compare_runs(found: Iterable[C], pair: Callable[..., P], *, order: Callable[
     best: dict[tuple[object, ...], C] = {}
     every: dict[tuple[object, ...], list[Run]] = {}
     replaced = 0
-    asked = [cell for cell in found if cell.asked]
-    for cell in sorted(asked, key=lambda c: (c.measured, c.captured, c.run.instant, c.run.id)):
+    relevant = [cell for cell in cells if cell.relevant]
+    for cell in sorted(relevant, key=lambda c: (c.measured, c.captured, c.run.instant, c.run.id)):
         key = (*cell.group, cell.value)
         replaced += key in best
         best[key] = cell
         every.setdefault(key, []).append(cell.run)
     sets: dict[tuple[object, ...], list[C]] = {}
-    for cell in asked:
+    for cell in relevant:
         if cell.run.repeat is not None:
             sets.setdefault((*cell.group, cell.value, cell.run.repeat.set), []).append(cell)
     for key, cell in best.items():
         together = sets.get((*key, cell.run.repeat.set), []) if cell.run.repeat is not None else []
         if len(together) > 1:
-            (found_set,) = sets_of(other.run for other in together)
-            middle = next(other for other in together if other.run is found_set.representative)
-            best[key] = replace(middle, processes=found_set.measured)
+            (processes,) = sets_of(other.run for other in together)
+            middle = next(other for other in together if other.run is processes.representative)
+            best[key] = replace(middle, processes=processes.measured)
             replaced -= len(together) - 1
-    cells = sorted(best.values(), key=order)
-    measured = [cell for cell in cells if cell.measured]
+    ordered = sorted(best.values(), key=order)
+    measured = [cell for cell in ordered if cell.measured]
     alike: dict[tuple[object, ...], list[Run]] = {}
     for cell in measured:
         alike.setdefault(same_part(cell.run, cell.PART), []).append(cell.run)
     disagreements = [
-        *(disagreement(cell.run, [run for run in every[key] if run not in (cell.processes or (cell.run,))], cell.PART)
-          for key, cell in best.items() if len(every[key]) > 1),
-        *(disagreement(runs[0], runs[1:], measured[0].PART) for runs in alike.values() if len(runs) > 1),
-    ]  # fmt: skip
+        disagreement(cell.run, [run for run in every[key] if run not in (cell.processes or (cell.run,))], cell.PART)
+        for key, cell in best.items()
+        if len(every[key]) > 1
+    ]
+    disagreements += [disagreement(runs[0], runs[1:], measured[0].PART) for runs in alike.values() if len(runs) > 1]
     bases = {cell.group: cell for cell in measured if cell.is_base}
     pairs = [pair(base=bases[cell.group], other=cell) for cell in measured if cell.group in bases and not cell.is_base]
     return Comparison(
         cells=tuple(measured),
         pairs=tuple(pairs),
-        unmeasured=tuple(cell for cell in cells if not cell.measured),
+        unmeasured=tuple(cell for cell in ordered if not cell.measured),
         replaced=replaced,
         disagreements=tuple(one for one in disagreements if one is not None),
     )
 
 
 # What the answers of all comparisons have: cells without a result, figures over sizes of models, words for nothing.
+
+
+def compared_answer(comparison: Comparison[Any, Any], base: ComparedRun, **parts: Any) -> Answer:
+    """The answer from compared runs, in the environment of `base`. parts: what `measured_answer` takes besides."""
+    date = max(cell.run.day for cell in comparison.cells)
+    return measured_answer(base.run.environment, date=date, intervals=comparison.intervals, **parts)
+
+
+def times_as_fast(ratio: Ratio, form: str = ".3g", brackets: str = "()") -> str:
+    """How many times as fast, with the interval: `1.23 (1.2 to 1.26) times as fast`."""
+    within = ""
+    if ratio.interval:
+        within = f" {brackets[0]}{ratio.interval.low:{form}} to {ratio.interval.high:{form}}{brackets[1]}"
+    return f"{ratio.value:{form}}{within} times as fast"
 
 
 def missing_cells(
@@ -324,16 +336,16 @@ def missing_cells(
     return Table(title=title, columns=("cell", field, "why"), rows=(*rows, *more))
 
 
-def nothing_to_compare(study: Comparison[Any, Any], *, verb: str, asked: str, sides: str) -> str:
-    """Why there is no pair. `asked`: what a run must be or have; `sides`: what a cell must be measured in."""
+def nothing_to_compare(study: Comparison[Any, Any], *, verb: str, needs: str, measured: str) -> str:
+    """Why there is no pair. `needs`: what a run must be or have; `measured`: in what a cell must be measured."""
     if study.unmeasured:
         cell = study.unmeasured[0]
         return f"nothing to compare: {cell.label} {cell.why_missing}"
     if not study.cells:
-        return f"no run here (of those asked for) {asked}: measure with `stepscope study {verb}`"
+        return f"no run here (of those asked for) {needs}: measure with `stepscope study {verb}`"
     there = ", ".join(dict.fromkeys(cell.value for cell in study.cells))
     return (
-        f"nothing to compare: no cell here was measured both {sides} (there is {there}); "
+        f"nothing to compare: no cell here was measured both {measured} (there is {there}); "
         "give the folder of the others too, by a second --from"
     )
 
@@ -374,9 +386,9 @@ _NAMED = 4
 """Cells that a sentence names; the others are counted."""
 
 
-def listed(found: Iterable[str]) -> str:
+def listed(labels: Iterable[str]) -> str:
     """The first names, and how many more there are."""
-    names = list(found)
+    names = list(labels)
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from stepscope.core.answer import Answer, Cell, Panel, Table, measured_answer
+from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.doubts import doubting_kinds
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within
@@ -28,6 +28,7 @@ from stepscope.questions.compare.comparison import (
     bars_of,
     child_environment,
     compare_runs,
+    compared_answer,
     compared_cells,
     doubtful_runs,
     listed,
@@ -689,14 +690,13 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
     """
     if not study.pairs:
         raise InputError(
-            nothing_to_compare(study, verb=STUDY, asked="was measured", sides=f"{CompileCell.BASELINE} and compiled")
+            nothing_to_compare(study, verb=STUDY, needs="was measured", measured=f"{BASELINE} and compiled")
         )
-    return measured_answer(
-        study.pairs[0].base.run.environment,
+    return compared_answer(
+        study,
+        study.pairs[0].base,
         study=STUDY,
         question=QUESTION,
-        date=max(cell.run.day for cell in study.cells),
-        intervals=study.intervals,
         tables=(_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study)),
         panels=_panels(study),
         findings=compile_findings(study, unread),

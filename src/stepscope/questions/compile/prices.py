@@ -21,6 +21,7 @@ from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak
 from stepscope.core.units import counted, format_bytes, format_seconds
 from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.user_code import answer_apart, ask_apart
+from stepscope.questions.compare.comparison import times_as_fast
 
 BREAKS, AGAIN, SHAPES = (
     "What each graph break costs a step in which no other could be avoided, the dearest first",
@@ -128,7 +129,8 @@ def _findings(prices: CompilePrices) -> Iterator[Finding]:
     for each in prices.breaks:
         if each.why_not:
             eagerly = speed_up(prices.clean, each.eagerly)
-            alone = f" Left to run eagerly, its function makes the step {_times(eagerly)}." if eagerly else ""
+            faster = times_as_fast(eagerly, ".2f", "[]") if eagerly else ""
+            alone = f" Left to run eagerly, its function makes the step {faster}." if faster else ""
             yield note(
                 "break-without-price",
                 f"What the graph break at {each.breaks[0].place} costs is not measurable: {each.why_not} "
@@ -143,14 +145,15 @@ def _price(each: PricedBreak) -> Finding:
     assert each.with_them is not None and each.without is not None
     places = ", ".join(dict.fromkeys(one.place for one in each.breaks))
     ratio = speed_up(each.with_them, each.without)
+    faster = times_as_fast(ratio, ".2f", "[]") if ratio else ""
     if ratio is None:
         cost = "was not timed"
     elif not each.decided_s:
         cost = f"costs no time that can be told ({ratio.why_undecided})"
     elif each.decided_s > 0:
-        cost = f"costs {format_seconds(each.decided_s)} a step: without it the step is {_times(ratio)}"
+        cost = f"costs {format_seconds(each.decided_s)} a step: without it the step is {faster}"
     else:
-        cost = f"wins {format_seconds(-each.decided_s)} a step: without it the step is {_times(ratio)}"
+        cost = f"wins {format_seconds(-each.decided_s)} a step: without it the step is {faster}"
     saved = each.saved_bytes
     memory = f" It keeps {format_bytes(abs(saved))} {'more' if saved > 0 else 'less'} for backward." if saved else ""
     return (warning if each.decided_s > 0 else note)(
@@ -189,7 +192,7 @@ def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
     if dynamic is None:
         return
     ratio = speed_up(prices.as_it_is, dynamic)
-    times = "" if ratio is None else f"; the step is {_times(ratio)}"
+    times = "" if ratio is None else f"; the step is {times_as_fast(ratio, '.2f', '[]')}"
     if ratio is not None and ratio.undecided:
         times = f"; whether the step is faster cannot be told ({ratio.why_undecided})"
     yield note(
@@ -199,11 +202,6 @@ def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
         f"{format_seconds(prices.as_it_is.compile_s)}{times}.",
         {"graphs": dynamic.graphs, "compile_s": dynamic.compile_s},
     )
-
-
-def _times(ratio: Ratio) -> str:
-    within = f" [{ratio.interval.low:.2f} to {ratio.interval.high:.2f}]" if ratio.interval else ""
-    return f"{ratio.value:.2f}{within} times as fast"
 
 
 class _Request(msgspec.Struct, frozen=True):
