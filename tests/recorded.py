@@ -101,7 +101,7 @@ def main() -> int:
 
 
 def table(paths: list[Path]) -> str:
-    """What suites said, a row each, as docs/measuring.md shows it."""
+    """What suites said, a row each, as docs/results/tests.md shows it."""
     rows = ["| suite | machine | versions | passed | failed | skipped |", "|---|---|---|---|---|---|"]
     for path in sorted(paths):
         kept = json.loads(path.read_text())
@@ -109,7 +109,7 @@ def table(paths: list[Path]) -> str:
         named = ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton") if name in versions)
         suite = Path(*path.parts[-3:])
         counts = (kept[kind] for kind in ("passed", "failed", "skipped"))
-        cells = (f"[{suite}](../results/{suite})", kept["environment"]["device_name"], named, *map(str, counts))
+        cells = (f"[{suite}](../../results/{suite})", kept["environment"]["device_name"], named, *map(str, counts))
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
