@@ -180,7 +180,9 @@ def page() -> str:
             flag = option.flag.partition("/")[0]
             verbs = [verb for verb in VERBS if option in OPTIONS_OF[verb]]
             values = sorted({value_of(flag, verb) for verb in verbs}, key=len)
-            named = "every verb" if len(verbs) == len(VERBS) else ", ".join(verbs)
+            others = [verb for verb in VERBS if verb not in verbs]
+            named = f"every verb but {', '.join(others)}" if 3 * len(others) < len(verbs) else ", ".join(verbs)
+            named = named if others else "every verb"
             spelled = f"{option.flag} {values[-1]}".strip().replace("|", "\\|")
             words = option.words.replace("|", "\\|")
             parts.append(f"| `{spelled}` | {words} | {named} |")
