@@ -85,7 +85,7 @@ def ceilings_for(
     fresh = measure_ceilings(device, missing, tell, copy=copy is None)
     fresh = msgspec.structs.replace(fresh, matmul={**matmul, **fresh.matmul}, copy=copy or fresh.copy)
     if keep:
-        store_ceilings(fresh)
+        replace_file(_store_path(fresh.device_name), msgspec.json.encode(fresh))
     return fresh
 
 
@@ -102,12 +102,6 @@ def load_ceilings(device: torch.device) -> Ceilings | None:
     return stored if all(0 < entry.rate < float("inf") for entry in entries) else None
 
 
-def store_ceilings(ceilings: Ceilings) -> Path | None:
-    """Keep the ceilings for later runs; None where there is no place to keep them."""
-    path = _store_path(ceilings.device_name)
-    return path if replace_file(path, msgspec.json.encode(ceilings)) else None
-
-
 def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: _Tell) -> Ceiling:
     """The ceiling of matrix products: every size is tried, and the best is measured for longer."""
     rates: dict[int, float] = {}
@@ -122,7 +116,8 @@ def _matmul_ceiling(device: torch.device, dtype: Dtype, tell: _Tell) -> Ceiling:
     median_s, samples = _time_matmul(device, dtype, best, _SUSTAINED[device.type])
     element = torch.empty(0, dtype=_TORCH_DTYPE[dtype]).element_size()
     work = matmul_work(best, best, best, element)
-    cached = device.type == "cuda" and (work.bytes_moved or 0) < _l2_bytes(device)
+    l2_bytes = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) if device.type == "cuda" else 0
+    cached = (work.bytes_moved or 0) < l2_bytes
     return Ceiling(
         rate=work.flops / median_s,
         operation=f"{best} x {best} x {best} {dtype}{', operands in L2' if cached else ''}",
@@ -141,10 +136,6 @@ def _time_matmul(device: torch.device, dtype: Dtype, n: int, settings: Settings)
     out = torch.empty(n, n, device=device, dtype=torch_dtype)
     with matmul_precision(dtype):
         return _time(device, lambda: torch.mm(a, b, out=out), settings)
-
-
-def _l2_bytes(device: torch.device) -> int:
-    return getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0)
 
 
 def _copy_ceiling(device: torch.device) -> Ceiling | None:

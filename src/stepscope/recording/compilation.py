@@ -77,7 +77,7 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
         cached_graphs=cached,
         options=_options(compiled),
         parts_compiled=len(_compiled_by_themselves(compiled)) if compiled is not None else None,
-        graphs_recorded=_entered(_RECORDING),
+        graphs_recorded=len(_times(_RECORDING)),
     )
 
 
@@ -125,19 +125,15 @@ def _counts() -> MeasuredCompilation:
     return MeasuredCompilation(
         frames=counters["frames"]["total"],
         # A backward is compiled when it first runs, long after its frame; a cached one comes with its frame.
-        graphs=counters["stats"]["unique_graphs"] + _entered(_LATE_BACKWARD),
-        recordings=_entered(_RECORDING),
-        tunings=_entered(_TUNING),
+        graphs=counters["stats"]["unique_graphs"] + len(_times(_LATE_BACKWARD)),
+        recordings=len(_times(_RECORDING)),
+        tunings=len(_times(_TUNING)),
         compile_s=sum(sum(_times(region)) for region in (_FRAME, _LATE_BACKWARD)),
     )
 
 
-def _entered(region: str) -> int:
-    """How often PyTorch entered a region that it times."""
-    return len(_times(region))
-
-
 def _times(region: str) -> Sequence[float]:
+    """The seconds of each time that PyTorch entered a region."""
     return getattr(dynamo_utils, "compilation_time_metrics", {}).get(region, ())
 
 
@@ -225,14 +221,12 @@ class Pricing:
         self.recompilations: tuple[Recompilation, ...] = ()
         """The recompilations of the step with no break avoided."""
         if settings is not None:
-            self._start_the_compiler()
+            # The backend loads what it needs once, or the first variant would seem to take that long to compile.
+            x = torch.ones(4, device=device, requires_grad=True)
+            torch.compile(lambda x: (2 * x).sum(), backend=backend)(x).backward()
         self._known: dict[str, CompiledStep] = {}
         logging.getLogger("torch._dynamo").setLevel(logging.ERROR)  # it would warn of the breaks of each variant
         self.as_it_is = self._measured("as it is", {})
-
-    def _start_the_compiler(self) -> None:
-        """Let the backend load what it needs once, or the first variant would seem to take that long to compile."""
-        torch.compile(_twice, backend=self._backend)(torch.ones(4, device=self._device, requires_grad=True)).backward()
 
     def breaks(self) -> tuple[CompiledStep, tuple[PricedBreak, ...]]:
         """The step with all breaks avoided that can be, and each break's price."""
@@ -346,10 +340,6 @@ class Pricing:
             samples=samples,
             breaks=breaks,
         )
-
-
-def _twice(x: torch.Tensor) -> torch.Tensor:
-    return (2 * x).sum()
 
 
 class _SavedBytes(Recorder):

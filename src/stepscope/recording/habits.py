@@ -208,7 +208,7 @@ def users_line() -> Line | None:
     while frame is not None:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         owner = _owner(file)
-        here = f"{_named_line(file)}:{frame.f_lineno}"
+        here = f"{_portable_path(file)}:{frame.f_lineno}"
         if owner == "user":
             return Line(f"{package} (from {here})" if package else here, function)
         if owner == "torch" and not package and not any(part in name for part in _WRAPPERS):
@@ -233,9 +233,7 @@ def _owner(file: str) -> str:
     return "package" if "-packages/" in file else "python"
 
 
-@functools.cache
-def _named_line(file: str) -> str:
-    return portable_path(file)
+_portable_path = functools.cache(portable_path)
 
 
 # Finds the lines at which the host waits for the device, or on a CPU, at which it would wait for a GPU.
@@ -588,7 +586,8 @@ class HabitsRecorder(Recorder):
         if self.failure is not None or self._steps < STEPS:
             return None
         gc.collect()  # The loop no longer holds a graph that only a circle of objects keeps alive.
-        sharded = _is_sharded(self._model)
+        # A rank holds only parts of the parameters then. Some of them never have a gradient on it.
+        sharded = any(type(m).__name__.startswith(("FullyShardedDataParallel", "FSDP")) for m in self._model.modules())
         without = [] if sharded else self._trains.without_gradient()
         in_eval = [name for name in self._in_eval if self._trains.is_called(name)]
         unchanged = None if sharded else self._trains.unchanged(NAMED)
@@ -754,11 +753,6 @@ def _in_eval_mode(model: nn.Module) -> Iterator[str]:
                 yield name
         elif isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats and name in trains:
             yield name
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether a rank holds only parts of the parameters. Some of them then never have a gradient on it."""
-    return any(type(module).__name__.startswith(("FullyShardedDataParallel", "FSDP")) for module in model.modules())
 
 
 def _named(path: Sequence[Any]) -> str:

@@ -54,7 +54,7 @@ def saved_tensors(root: Node) -> Iterator[SavedTensor]:
                 if tensor is not None:
                     yield SavedTensor(
                         tensor=tensor,
-                        operator=operator_name(node),
+                        operator=_NODE_SUFFIX.sub("", node.name().rpartition("::")[2]),
                         name=f"{'saved' if attribute == '_raw_saved_tensors' else name}[{i}]" if several else name,
                         sequence_nr=node._sequence_nr(),
                     )
@@ -68,11 +68,6 @@ def nodes_below(root: Node) -> set[Node]:
         waiting += fresh
         seen |= fresh
     return seen
-
-
-def operator_name(node: Node) -> str:
-    """Name of the operator whose backward the node is."""
-    return _NODE_SUFFIX.sub("", node.name().rpartition("::")[2])
 
 
 @cache

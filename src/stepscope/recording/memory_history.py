@@ -210,6 +210,9 @@ def joined_ranges(names: Sequence[str]) -> str:
     return "|".join(name for name, inner in pairs if not inner.startswith(f"{name}."))
 
 
+_portable_path = functools.cache(portable_path)
+
+
 class StackTable:
     """Makes equal stacks and frames the same object, since pickle writes an object only once."""
 
@@ -220,7 +223,8 @@ class StackTable:
     def stack(self, frames: Iterable[Frame]) -> list[dict[str, Any]]:
         """The frames (function, file, line), innermost first, as PyTorch writes them: up to our own, which ran the
         step, and with files named from their package on."""
-        named = (frame for frame in map(_portable_frame, frames) if not frame[1].startswith(_WATCHING))
+        portable = ((name, _portable_path(file), line) for name, file, line in frames)
+        named = (frame for frame in portable if not frame[1].startswith(_WATCHING))
         key = tuple(itertools.takewhile(lambda frame: not frame[1].startswith(_OUR_FILES), named))
         if key not in self._stacks:
             self._stacks[key] = [self._frame(frame) for frame in key]
@@ -231,16 +235,6 @@ class StackTable:
             name, file, line = frame
             self._frames[frame] = {"name": name, "filename": file, "line": line}
         return self._frames[frame]
-
-
-@functools.cache
-def _portable_file(file: str) -> str:
-    return portable_path(file)
-
-
-def _portable_frame(frame: Frame) -> Frame:
-    name, file, line = frame
-    return name, _portable_file(file), line
 
 
 # The history of allocations on a CPU, from the allocator events of torch.profiler, in the form that a GPU's has.
@@ -506,8 +500,9 @@ class AllocatorRecording:
 
     def __init__(self, step: Step, device: torch.device, stacks: str, held_before_bytes: int) -> None:
         self._step, self._device, self._stacks, self._held = step, device, stacks, held_before_bytes
-        tellable = hasattr(torch._C, "_cuda_setMemoryMetadata") and not step.compiled
-        self.emitters: tuple[ranges.Emitter, ...] = (MetadataEmitter(_set_metadata),) if tellable else ()
+        self.emitters: tuple[ranges.Emitter, ...] = ()
+        if hasattr(torch._C, "_cuda_setMemoryMetadata") and not step.compiled:
+            self.emitters = (MetadataEmitter(torch._C._cuda_setMemoryMetadata),)
         self.node_emitters = self.emitters
         self._before: list[dict[str, Any]] = []
         self._after: dict[str, Any] = {}
@@ -605,10 +600,6 @@ def _portable_segments(segments: list[dict[str, Any]], index: int | None, stacks
 
 def _snapshot(device: torch.device) -> dict[str, Any]:
     return dict(torch.cuda.memory._snapshot(device))
-
-
-def _set_metadata(text: str) -> None:
-    torch._C._cuda_setMemoryMetadata(text)
 
 
 # Steps whose every allocation is recorded with its stack: a snapshot in PyTorch's own form, with our notes.

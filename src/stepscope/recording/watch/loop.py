@@ -445,7 +445,7 @@ def decide(
         return found if isinstance(found, Unclear) else replace(found, in_backward=in_backward, why=why)
     if model is None:
         return _decide(seen, seen.modules, step_of, optimizer, said=said, apart=False)
-    whole = _holding(seen.modules, model)
+    whole = [each for each in seen.modules if any(part is model for part in each.module.modules())]
     modules = whole or _inside(seen.modules, model)
     if not modules and not said and optimizer is None and not seen.optimizers:
         return Unclear(f"the loop never called {class_name(model)}, which was given, with gradients on")
@@ -473,16 +473,12 @@ def _decide(
         return _named(step_of, seen, modules)
     if not seen.optimizers:
         return Unclear("no optimizer stepped")
-    return _of_round(seen, modules, apart=apart)
-
-
-def _of_round(seen: LoopSeen, modules: Sequence[ModuleSeen], *, apart: bool) -> Found | Unclear:
-    """The step of a loop whose optimizers step in turn. The last one ends it."""
     if len(seen.optimizers) == 1:
         return _of_optimizer(seen.optimizers[0], seen, modules, "the only one that steps", alone=not apart)
+    # They step in turn. The last one ends the step.
     found = _of_optimizer(seen.optimizers[-1], seen, modules, f"a round of {len(seen.optimizers)} optimizers")
     if isinstance(found, Found) and len(found.roots) > 1:
-        return replace(found, given=_together(found.roots))
+        found = replace(found, given=_together(found.roots))
     return found
 
 
@@ -557,7 +553,8 @@ def _without_forward(
     tensors = tensors or list(seen.leaves.values())
     if model is None and not tensors:
         return Unclear("no module was called and no backward ran")
-    given = model or _smallest_with(tensors) or Loose(tensors)
+    wanted = {id(tensor) for tensor in tensors}
+    given = model or _smallest(lambda module: wanted <= set(map(id, module.parameters()))) or Loose(tensors)
     update = seen.update_by(optimizers[0]) if optimizers else None
     return Found(
         roots=(),
@@ -599,11 +596,6 @@ def _outermost(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
     return [each for each in modules if id(each.module) not in inside]
 
 
-def _holding(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]:
-    """The modules that are the model, or hold all of it."""
-    return [each for each in modules if any(part is model for part in each.module.modules())]
-
-
 def _inside(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]:
     """The modules that are parts of the model and have parameters."""
     parts = {id(part) for part in model.modules()}
@@ -628,13 +620,8 @@ def _smallest_that_holds(modules: Sequence[nn.Module]) -> nn.Module | None:
     return _smallest(lambda module: wanted < {id(part) for part in module.modules()})
 
 
-def _smallest_with(tensors: Sequence[torch.Tensor]) -> nn.Module | None:
-    """The smallest module of this process that holds all of these as parameters; None without one."""
-    wanted = {id(tensor) for tensor in tensors}
-    return _smallest(lambda module: wanted <= {id(parameter) for parameter in module.parameters()})
-
-
 def _smallest(holds: Callable[[nn.Module], bool]) -> nn.Module | None:
+    """The smallest module of this process of which this is true; None without one."""
     found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and holds(thing)]
     return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
 

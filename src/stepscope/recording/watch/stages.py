@@ -5,7 +5,7 @@ Each takes the instruments of a driven step and puts them round the next steps o
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,8 @@ class LookedAtSteps:
     def begins(self, step: int) -> None:
         watched, phases = self._step, self._phases
         phases.keeps_roots = phases.keeps_inputs = True
-        self._compiled = watched.compiled or _compiles()
+        dynamo = sys.modules.get("torch._dynamo.utils")
+        self._compiled = watched.compiled or (dynamo is not None and dynamo.counters["frames"]["total"] > 0)
         self._habits = HabitsRecorder(
             watched.model,
             watched.forward_module,
@@ -282,12 +283,6 @@ class _CountedWork(Recorder):
         self._whole = self._counts is not None
 
 
-def _compiles() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    return dynamo is not None and dynamo.counters["frames"]["total"] > 0
-
-
 class _Recording:
     """What the stages that record have in common: they give way to what the script itself starts."""
 
@@ -301,11 +296,6 @@ class _Recording:
         self.gave_way = True
         with contextlib.suppress(Exception):  # This runs inside the loop, which an error of ours must not end.
             self._stop()
-
-    @contextlib.contextmanager
-    def _starting(self) -> Iterator[None]:
-        with self._profilers.ours(self.give_way):
-            yield
 
     def _stop(self) -> None:
         with self._profilers.ours(None):
@@ -373,7 +363,7 @@ class TracedSteps(_Recording):
         self._keep(Capture(tool="kineto", tool_version=version, samples=samples, artifact="kineto"))
 
     def _open_session(self) -> None:
-        with self._starting():
+        with self._profilers.ours(self.give_way):
             session = kineto_session(self._step, self._device, stacks=self._stacks)
             self._profiler = self._open.enter_context(session)
         self._stopwatch.drop_all_but(0)
@@ -432,7 +422,7 @@ class RecordedMemory(_Recording):
     def begins(self, step: int) -> None:
         self.gave_way, self._done = False, 0
         recorder = MemoryRecorder(self._step, self._device, stacks=self._stacks, several=self._steps > 1)
-        with self._starting():
+        with self._profilers.ours(self.give_way):
             self._recorder = self._open.enter_context(recorder.running())
         self.recorders = (ForwardUntilBackward(self._step, self._phases, recorder, EmittedRanges(step=False)),)
 

@@ -205,14 +205,16 @@ class Stopwatch(Recorder):
 
     def samples(self, warmups: int) -> dict[str, Samples]:
         """The samples of the step and its parts; the first `warmups` steps are warm-up. Steps that evaluate now and
-        then count without their evaluations; where most steps do, that is a part like the others.
+        then count without their evaluations; where at least half do, that is a part like the others, as a teacher's
+        forward is.
 
         If the device has failed, they are those of the steps that it had finished at the last look.
         """
         with contextlib.suppress(RuntimeError):
             self.read(wait=True)
         rows = self._times
-        if not evaluates_in_most(self.evaluations(len(rows) - warmups)):
+        evaluations = self.evaluations(len(rows) - warmups)
+        if 2 * sum(each > 0 for each in evaluations) < max(1, len(evaluations)):
             rows = [{**row, STEP: row[STEP] - row[EVALUATION], EVALUATION: 0.0} for row in rows]
         return {
             name: Samples(
@@ -227,11 +229,6 @@ class Stopwatch(Recorder):
     def evaluations(self, last: int) -> list[float]:
         """Seconds of the evaluation in each of the last steps that were read."""
         return [row[EVALUATION] for row in (self._times[-last:] if last else [])]
-
-
-def evaluates_in_most(seconds: Sequence[float]) -> bool:
-    """Whether at least half of the steps evaluate, so that it is a part of a step, as a teacher's forward is."""
-    return 2 * sum(each > 0 for each in seconds) >= max(1, len(seconds))
 
 
 def _whole_evaluations(names: Sequence[str]) -> list[str]:
@@ -286,6 +283,7 @@ class TimedSteps:
         `before_measuring` delays the loop, so one more step passes before the first step that counts.
         """
         self._stopwatch, self._settings, self._between = stopwatch, settings, between
+        self.recorders: tuple[Recorder, ...] = (stopwatch,)
         self._before, self._after = before_measuring, after_measuring
         self._began_s = self._measuring_since_s = 0.0
         self._last_step = 0
@@ -298,10 +296,6 @@ class TimedSteps:
         self.steady: bool | None = None
         self.spans: list[tuple[int, int]] = []
         """The numbers of the steps that count: the first and the last of each part that is over."""
-
-    @property
-    def recorders(self) -> tuple[Recorder, ...]:
-        return (self._stopwatch,)
 
     @property
     def measuring(self) -> bool:

@@ -85,11 +85,8 @@ class Stage(Protocol):
     either."""
 
     name: str
-
-    @property
-    def recorders(self) -> tuple[Recorder, ...]:
-        """The recorders that are told of the stage's steps."""
-        ...
+    recorders: tuple[Recorder, ...]
+    """The recorders that are told of the stage's steps."""
 
     def begins(self, step: int) -> None:
         """Begin the stage, whose first step has this number."""
@@ -246,14 +243,11 @@ class Watch:
             return
         self.steps = self._finder.steps(answer if isinstance(answer, Found) else None)
         if isinstance(answer, Unclear):
-            self._give_up(answer.reason)
+            self.running = False
+            self._take_off()
+            self._told.unclear_step(answer.reason)
         elif answer is not None:
             self._guarded("start", lambda: self._begin(answer))
-
-    def _give_up(self, reason: str) -> None:
-        self.running = False
-        self._take_off()
-        self._told.unclear_step(reason)
 
     def _begin(self, found: Found) -> None:
         """Begin the stages. From here on nothing of the loop is kept alive."""
