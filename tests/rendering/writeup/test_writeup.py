@@ -34,16 +34,14 @@ CS336 = assignment_named("cs336")
 HOSTILE = "<script>alert(1)</script> | `x`"
 
 
-def test_every_question_answers_or_says_why():
+def test_every_question_has_its_own_id_and_asks():
     for name in ASSIGNMENTS:
         questions = assignment_named(name).questions
         assert len({question.id for question in questions}) == len(questions)
-        for question in questions:
-            assert bool(question.later) != (question.source is not None), question.id
-            assert question.later or question.measure is not None, question.id
+        assert all(question.asks.endswith("?") for question in questions)
 
 
-MEASURES = {question.measure.name: question.measure for question in CS336.questions if question.measure is not None}
+MEASURES = {question.measure.name: question.measure for question in CS336.questions}
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -202,7 +200,7 @@ def test_a_table_without_a_figure_is_no_answer(tmp_path: Path):
         folder.mkdir(parents=True)
         save_run(make_run(workload(phase=phase), forward=[0.1] * 5), folder)  # of a CPU: no peak was counted
     found = {one.question.id: one for one in write_up(CS336, gather([str(tmp_path / "in")], tmp_path)).answered}
-    assert found["memory-b"].answer is None and found["memory-b"].question.measure is not None
+    assert found["memory-b"].answer is None
 
 
 def test_questions_on_ranks_take_their_part_of_one_study(tmp_path: Path):

@@ -6,7 +6,7 @@ import re
 import shlex
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -124,7 +124,7 @@ def gather(names: Iterable[str], out: Path) -> Material:
         files = [place] if place.is_file() and place.name != RUN_FILE else []
         if not files:
             _read_runs(place, runs, faults)
-            files = sorted(file for file in place.rglob("*.json") if place.is_dir() and _may_answer(file))
+            files = sorted(file for file in place.rglob("*.json") if not (file.parent / RUN_FILE).exists())
         for file in files:
             answer = _answer_in(file, named=file == place)
             if answer is not None:
@@ -132,10 +132,8 @@ def gather(names: Iterable[str], out: Path) -> Material:
     if not runs and not answers:
         reason = f": {faults[0]}" if faults else ": name a folder of runs, a sweep, or answers that --json wrote"
         raise InputError(f"no run and no answer in {', '.join(asked)}{reason}")
-    return Material(
-        runs=tuple(runs.values()), answers=tuple((answer, file) for file, answer in answers.items()),
-        faults=tuple(faults),
-    )  # fmt: skip
+    found = tuple((answer, file) for file, answer in answers.items())
+    return Material(runs=tuple(runs.values()), answers=found, faults=tuple(faults))
 
 
 def _read_runs(place: Path, runs: dict[Path, Found], faults: list[str]) -> None:
@@ -144,10 +142,6 @@ def _read_runs(place: Path, runs: dict[Path, Found], faults: list[str]) -> None:
             runs[file.parent.resolve()] = (load_run(file), file.parent)
         except InputError as error:
             faults.append(str(error))
-
-
-def _may_answer(file: Path) -> bool:
-    return not (file.parent / RUN_FILE).exists()
 
 
 def _answer_in(file: Path, *, named: bool) -> Answer | None:
@@ -178,19 +172,19 @@ Scale = Literal["full", "small"]
 SCALES: tuple[Scale, ...] = ("full", "small")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measure:
     """A command that measures what questions lack. Several questions may name one: it runs once."""
 
     name: str
     """The name of the folder or file that the command leaves in the store."""
+    cost: int
+    """Its place in the order of measuring: the cheapest first."""
     full: str
     """The words after `stepscope`, at the sizes that the question asks about."""
     small: str
     """The same with models that a CPU measures in a minute."""
     leaves: Literal["runs", "answer"] = "runs"
-    cost: int
-    """Its place in the order of measuring: the cheapest first."""
 
     def words(self, scale: Scale) -> tuple[str, ...]:
         """The words after `stepscope`, but for where the result goes."""
@@ -213,39 +207,28 @@ class Measure:
         return f"{make}{shlex.join(('stepscope', *self.words(scale), '--json'))} > {place}"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Question:
-    """One question."""
+    """One question: what measures it, and where its Answer comes from."""
 
     id: str
     asks: str
-    source: Source | None = None
-    measure: Measure | None = None
-    """None where nothing is to be measured: the source computes, or the question waits."""
-    later: str = ""
-    """What will answer it, where stepscope does not measure that yet."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Part:
-    """The questions on one subject."""
-
-    title: str
-    questions: tuple[Question, ...]
+    measure: Measure
+    source: Source
 
 
 @dataclass(frozen=True, kw_only=True)
 class Assignment:
     """All questions, in the order in which they are asked."""
 
-    name: str
     title: str
-    parts: tuple[Part, ...]
+    parts: Mapping[str, tuple[Question, ...]]
+    """The questions on each subject."""
 
     @property
     def questions(self) -> tuple[Question, ...]:
         """Those of all parts."""
-        return tuple(question for part in self.parts for question in part.questions)
+        return tuple(question for questions in self.parts.values() for question in questions)
 
 
 ASSIGNMENTS = ("cs336",)
@@ -295,7 +278,7 @@ class WriteUp:
     def missing(self, store: Path) -> tuple[Measure, ...]:
         """What is to be measured, the cheapest first, each once: for questions without an answer, and what was
         interrupted in this store."""
-        measures = [(one, one.question.measure) for one in self.answered if one.question.measure is not None]
+        measures = [(one, one.question.measure) for one in self.answered]
         wanted = {
             measure.name: measure for one, measure in measures if one.answer is None or measure.mark(store).exists()
         }
@@ -314,12 +297,11 @@ def write_up(assignment: Assignment, material: Material) -> WriteUp:
 
 def _answered(question: Question, material: Material) -> Answered:
     try:
-        answer = question.source(material) if question.source is not None else None
+        answer = question.source(material)
     except InputError as error:
         return Answered(question=question, why=str(error))
-    if answer is not None and not any(table.rows for table in answer.tables):
-        answer = None
-    return Answered(question=question, answer=answer, why=question.later)
+    has_rows = answer is not None and any(table.rows for table in answer.tables)
+    return Answered(question=question, answer=answer if has_rows else None)
 
 
 SUFFIXES = (".md", ".html")
@@ -380,21 +362,28 @@ class Target:
 
 def as_markdown(found: WriteUp, scale: Scale, store: Path, images: dict[str, str]) -> str:
     """The write-up in Markdown. images: the path of each question's plot, by the question's id."""
-
-    def body(one: Answered) -> list[str]:
-        if one.answer is None:
-            return [*_lacking(one), *(f"```\n{command}\n```" for command in _commands(one, scale, store))]
-        image = [f"![{one.question.asks}]({_link(images[one.question.id])})"] if one.question.id in images else []
-        where = [f"*{printable(where)}*"] if (where := where_of(one.answer)) else []
-        return [*where, render(_shown(one.answer), "markdown").strip(), *image]
-
-    parts = _parts(found, lambda level, text: f"{'#' * level} {text}", lambda text: text, body)
-    return "\n\n".join([MARK, *parts]) + "\n"
-
-
-def _link(path: str) -> str:
-    """A path as the target of a link in Markdown, where a space ends a bare one."""
-    return f"<{path}>" if re.search(r"[\s()]", path) else path
+    answered = f"{found.count} of {counted(len(found.answered), 'question')} answered"
+    devices = ", ".join(map(printable, found.devices))
+    parts = [MARK, f"# {found.assignment.title}", f"{answered}{f', measured on {devices}' if devices else ''}."]
+    if found.faults:
+        parts.append(f"{counted(len(found.faults), 'run')} could not be read: {printable(found.faults[0])}")
+    parts += map(printable, found.doubts)
+    for title, questions in found.assignment.parts.items():
+        parts.append(f"## {title}")
+        for question in questions:
+            one = found.of(question)
+            parts.append(f"### {question.asks}")
+            if one.answer is None:
+                parts += [_lacking(one), f"```\n{question.measure.command(scale, store)}\n```"]
+                continue
+            where = where_of(one.answer)
+            parts += [f"*{printable(where)}*"] if where else []
+            parts.append(render(_shown(one.answer), "markdown").strip())
+            if path := images.get(question.id):
+                # A space ends a bare path in a link.
+                target = f"<{path}>" if re.search(r"[\s()]", path) else path
+                parts.append(f"![{question.asks}]({target})")
+    return "\n\n".join(parts) + "\n"
 
 
 def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
@@ -402,9 +391,9 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
 
     def section(part: str, one: Answered) -> Section:
         if one.answer is None:
-            lacking = Answer(study="writeup", question="", tables=(text(*_lacking(one)),))
-            commands = tuple(_commands(one, scale, store))
-            return Section(title=one.question.asks, answer=lacking, part=part, commands=commands)
+            lacking = Answer(study="writeup", question="", tables=(text(_lacking(one)),))
+            command = one.question.measure.command(scale, store)
+            return Section(title=one.question.asks, answer=lacking, part=part, commands=(command,))
         where = msgspec.structs.replace(
             _shown(one.answer, cut=False), device=one.answer.device, date=one.answer.date, versions=one.answer.versions,
             settings=one.answer.settings, panels=one.answer.panels,
@@ -419,39 +408,15 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
         sentence=f"{found.count} of {counted(len(found.answered), 'question')} answered"
         f"{f', measured on {devices}' if devices else ''}.{faults}{''.join(f' {doubt}' for doubt in found.doubts)}",
         sections=tuple(
-            section(part.title, found.of(question)) for part in found.assignment.parts for question in part.questions
+            section(title, found.of(question))
+            for title, questions in found.assignment.parts.items()
+            for question in questions
         ),
     )
 
 
-def _parts(
-    found: WriteUp, heading: Callable[[int, str], str], paragraph: Callable[[str], str],
-    body: Callable[[Answered], list[str]],
-) -> list[str]:  # fmt: skip
-    devices = ", ".join(map(printable, found.devices))
-    answered = f"{found.count} of {counted(len(found.answered), 'question')} answered"
-    parts = [
-        heading(1, found.assignment.title),
-        paragraph(f"{answered}{f', measured on {devices}' if devices else ''}."),
-    ]
-    if found.faults:
-        parts.append(paragraph(f"{counted(len(found.faults), 'run')} could not be read: {printable(found.faults[0])}"))
-    parts += map(paragraph, map(printable, found.doubts))
-    for part in found.assignment.parts:
-        parts.append(heading(2, part.title))
-        for question in part.questions:
-            parts += [heading(3, question.asks), *body(found.of(question))]
-    return parts
-
-
-def _lacking(one: Answered) -> list[str]:
-    if one.question.measure is None:
-        return [f"Not answered: {one.why}."]
-    return [f"Not measured{f': {printable(one.why)}' if one.why else ' yet'}. This command measures it:"]
-
-
-def _commands(one: Answered, scale: Scale, store: Path) -> list[str]:
-    return [one.question.measure.command(scale, store)] if one.question.measure is not None else []
+def _lacking(one: Answered) -> str:
+    return f"Not measured{f': {printable(one.why)}' if one.why else ' yet'}. This command measures it:"
 
 
 def _shown(answer: Answer, *, cut: bool = True) -> Answer:
@@ -489,19 +454,15 @@ def _cut(table: Table) -> Table:
 
 def _plot(answer: Answer | None) -> str:
     """The plot of an answer; empty where it has none."""
-    if answer is None or not _has_points(answer) or _why_undrawn(answer):
+    if answer is None or not any(panel.points for panel in answer.panels) or _why_undrawn(answer):
         return ""
     return plot_svg(plot_spec(draw_answer(answer)))
-
-
-def _has_points(answer: Answer) -> bool:
-    return any(panel.points for panel in answer.panels)
 
 
 def _why_undrawn(answer: Answer) -> str:
     """Why figures that a plot would show are in tables alone, as where they have too many lines; else empty."""
     try:
-        if _has_points(answer):
+        if any(panel.points for panel in answer.panels):
             draw_answer(answer)
     except InputError as error:
         return str(error).partition(": ")[0]  # the remedy is one of the command line
