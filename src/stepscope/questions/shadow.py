@@ -95,11 +95,13 @@ def find_parts(step: ModuleStep, seed: int) -> Parts:
     several = Counter(names.values())
     found = tuple(
         Part(
-            name=f"{names[key]} ({key[1]})" if several[names[key]] > 1 else names[key], kind=key[1],
-            paths=tuple(paths), widest=max(seeing.widest[path] for path in paths or (None,)),
+            name=f"{names[key]} ({key[1]})" if several[names[key]] > 1 else names[key],
+            kind=key[1],
+            paths=tuple(paths),
+            widest=max(seeing.widest[path] for path in paths or (None,)),
         )
         for key, paths in grouped.items()
-    )  # fmt: skip
+    )
     inside = {path for path in seeing.called if any(_is_inside(other, path) for other in seeing.called)}
     idle = {folded(path): None for path in seeing.called if path not in seeing.widest and path not in inside}
     return Parts(computing=found, called=frozenset(seeing.called), idle=tuple(idle))
@@ -450,9 +452,11 @@ def _headline(ranking: Ranking, ran: list[Ranked], above: list[Ranked]) -> Findi
         said += f"; the next, `{second.part.name}`, by {share(second.error)}{times if first.finite else ''}"
     if ranking.at_once is not None:
         evidence["all_at_once"] = ranking.at_once.error
-        said += f". All at once move them by {share(ranking.at_once.error)}" if ranking.at_once.finite else (
-            ". All at once make them not finite"
-        )  # fmt: skip
+        said += (
+            f". All at once move them by {share(ranking.at_once.error)}"
+            if ranking.at_once.finite
+            else (". All at once make them not finite")
+        )
     return note("shadow", f"{said}; {_noise(ranking)}.", evidence)
 
 
@@ -468,9 +472,11 @@ def _layers(ranking: Ranking) -> Finding:
 
 
 def _noise(ranking: Ranking) -> str:
-    return f"the step again moves them by {share(ranking.noise)}" if ranking.noise else (
-        "the step again gives the same bits"
-    )  # fmt: skip
+    return (
+        f"the step again moves them by {share(ranking.noise)}"
+        if ranking.noise
+        else ("the step again gives the same bits")
+    )
 
 
 def _names(ranked: list[Ranked]) -> str:
@@ -606,10 +612,8 @@ def _worst(off: Distance, given: StepResult) -> tuple[str, float]:
     norms = {name: float(each.double().norm()) for name, each in given.gradients.items()}
     whole = sum(each**2 for each in norms.values()) ** 0.5
     found = {
-        name: each * whole / norms[name]
-        for name, each in off.parameters.items()
-        if norms.get(name, 0.0) > 1e-6 * whole
-    }  # fmt: skip
+        name: each * whole / norms[name] for name, each in off.parameters.items() if norms.get(name, 0.0) > 1e-6 * whole
+    }
     worst = max(found, key=found.__getitem__, default="")
     return worst, found.get(worst, 0.0)
 

@@ -355,10 +355,12 @@ def _many_rows(table: Table) -> str | None:
         if len(texts) < len(cells) or limited or column.width or any(_BREAKS & set(text) for text in texts):
             return None
         most, right = max(widths), column.justify == "right"
-        columns.append([
-            " " * (most - width) + text if right else text + " " * (most - width)
-            for text, width in zip(texts, widths, strict=True)
-        ])  # fmt: skip
+        columns.append(
+            [
+                " " * (most - width) + text if right else text + " " * (most - width)
+                for text, width in zip(texts, widths, strict=True)
+            ]
+        )
     head, *rows = ((" " + "   ".join(row)).rstrip() for row in zip(*columns, strict=True))
     rule = " " + "─" * (sum(cell_len(column[0]) for column in columns) + 3 * (len(columns) - 1))
     ends = [row.end_section for row in table.rows]

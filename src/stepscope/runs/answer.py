@@ -596,9 +596,7 @@ def _by_other_kernels(found: Sequence[PartFound]) -> str:
     """Which modules of a user's model other kernels compute, and which parts it has not. Modules that were left are a
     finding."""
     taken = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in found if one.replaced]
-    absent = [
-        f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in found if not one.modules
-    ]  # fmt: skip
+    absent = [f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in found if not one.modules]
     stays = f" Left as the model has it: {'; '.join(absent)}." if absent else ""
     return printable(f"Computed by other kernels, each held against its own code first: {', '.join(taken)}.{stays}")
 
@@ -618,9 +616,10 @@ def _energy_and_clocks(run: Run) -> list[str]:
     during = run.environment.during if run.environment else None
     if during is not None:
         named = (
-            ("SM clock", during.sm_clock_mhz, "MHz"), ("power", during.power_w, "W"),
+            ("SM clock", during.sm_clock_mhz, "MHz"),
+            ("power", during.power_w, "W"),
             ("temperature", during.temperature_c, "°C"),
-        )  # fmt: skip
+        )
         states = [
             f"{name} {extent.median:,.0f} {unit} ({extent.lowest:,.0f} to {extent.highest:,.0f})"
             for name, extent, unit in named

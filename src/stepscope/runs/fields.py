@@ -305,9 +305,10 @@ def meeting(runs: Sequence[Run], conditions: Iterable[Condition]) -> tuple[list[
     kept = [run for run in runs if all(matches(run, *condition) for condition in conditions)]
     nowhere = [
         f"None of {counted(len(runs), 'run')} has {field}={value}."
-        for field, values in conditions for value in values
+        for field, values in conditions
+        for value in values
         if not any(matches(run, field, (value,)) for run in runs)
-    ]  # fmt: skip
+    ]
     return kept, nowhere
 
 

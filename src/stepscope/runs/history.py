@@ -305,9 +305,11 @@ def answer_history(trends: Sequence[Trend]) -> Answer:
         title="trends", rows=rows, notes=as_lines(_HOW, *_not_measured(trends)),
     )  # fmt: skip
     return Answer(
-        study="history", question="How did the step's time change?", tables=(table, *_changes(trends)),
+        study="history",
+        question="How did the step's time change?",
+        tables=(table, *_changes(trends)),
         findings=tuple(_finding(trend, change) for trend in trends for change in trend.changes),
-    )  # fmt: skip
+    )
 
 
 def answer_trend(trend: Trend) -> Answer:

@@ -123,14 +123,17 @@ def figures_of(run: Run) -> dict[str, float | None]:
 def compared_ranks(before: Run, after: Run, title: str) -> Table:
     """What ranks send, wait for and keep in two runs; empty where one has no ranks."""
     figures = (
-        ("sent by a rank", sent_bytes, format_bytes), ("communication", communication_s, format_seconds),
-        ("exposed communication", exposed_s, format_seconds), ("kept by a rank", kept_bytes, format_bytes),
-    )  # fmt: skip
+        ("sent by a rank", sent_bytes, format_bytes),
+        ("communication", communication_s, format_seconds),
+        ("exposed communication", exposed_s, format_seconds),
+        ("kept by a rank", kept_bytes, format_bytes),
+    )
     found = [(name, read(before), read(after), shown) for name, read, shown in figures]
     rows: list[tuple[Cell, ...]] = [
         (name, shown(was), shown(now), now / was - 1 if was else None)
-        for name, was, now, shown in found if was is not None and now is not None
-    ]  # fmt: skip
+        for name, was, now, shown in found
+        if was is not None and now is not None
+    ]
     return table_of(title, ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=rows)
 
 

@@ -321,10 +321,11 @@ def disagreeing(found: Iterable[Disagreement | None]) -> Iterator[Finding]:
     worst, cells = max(known, key=lambda one: one.size), len({one.shown.workload.key for one in known})
     more = f" {counted(cells - 1, 'more cell')} {'does' if cells == 2 else 'do'} so, too." if cells > 1 else ""
     yield warning(
-        "runs-disagree", f"{worst.sentence}{more}",
+        "runs-disagree",
+        f"{worst.sentence}{more}",
         {"cells": cells, "times": worst.ratio.value, "shown": worst.shown.id, "other": worst.other.id},
         "name one folder, or the runs of one condition; and measure again what is to be compared, in turns",
-    )  # fmt: skip
+    )
 
 
 def conditions_apart(one: Run, other: Run) -> Iterator[str]:
@@ -410,14 +411,15 @@ def answer_against(before: RunSet, after: RunSet, folder: str | None = None) -> 
         lead=(
             *(Line(f"First: {line.text}", line.tone) for line in heading(first)[:2]),
             *(Line(f"Second: {line.text}", line.tone) for line in heading(second)[:2]),
-            *heading(first)[2:], Line(verdict(change), "strong"),
+            *heading(first)[2:],
+            Line(verdict(change), "strong"),
         ),
         date=first.day,
         tables=(table,),
         findings=tuple({finding.kind: finding for finding in findings}.values()),
         checked=bool(before.measured and after.measured),
         origin=(f"Sets {before.name} and {after.name}", *([f"Runs in {folder}"] if folder else [])),
-    )  # fmt: skip
+    )
 
 
 def verdict(change: Change | None) -> str:

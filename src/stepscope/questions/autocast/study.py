@@ -382,9 +382,11 @@ def squares_found(device: torch.device, low: torch.dtype) -> Finding:
         {
             "fp16_square_overflows_above": fp16.square_overflows_above,
             "bf16_square_overflows_above": bf16.square_overflows_above,
-            "variance": str(square), "written_out": str(written), "operator": str(operator),
+            "variance": str(square),
+            "written_out": str(written),
+            "operator": str(operator),
         },
-    )  # fmt: skip
+    )
 
 
 def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype: str) -> Finding:

@@ -171,7 +171,7 @@ def study_swallowed(
         ),
         panels=_panels(runs),
         findings=(*(_swallowed(rate, run) for rate, run in nearest.items()), *_compared(outcomes, remedies_at)),
-    )  # fmt: skip
+    )
 
 
 _FIGURES: dict[str, Callable[[Tally], float]] = {

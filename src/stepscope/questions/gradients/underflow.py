@@ -347,10 +347,12 @@ def _spans() -> str:
 def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
     plain, fitted = by_scale[0], by_scale[best]
     evidence: dict[str, float | int | str | None] = {
-        "becomes_zero": plain.becomes_zero, "below_normal": plain.below_normal, "largest_scale_exponent": best,
+        "becomes_zero": plain.becomes_zero,
+        "below_normal": plain.below_normal,
+        "largest_scale_exponent": best,
         "becomes_zero_at_largest_scale": fitted.becomes_zero,
         "below_normal_at_largest_scale": fitted.below_normal,
-    }  # fmt: skip
+    }
     if plain.below_normal == 0 and plain.overflows == 0:
         said = f"{name} holds every gradient of this step as a normal number: no loss scale is needed."
     else:

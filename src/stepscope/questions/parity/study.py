@@ -163,9 +163,7 @@ class _Compared:
 
     def off(self) -> dict[Event, float]:
         """How far each tensor is from the plain step's, relative, in the order in which they came: forward first."""
-        found = {
-            event: _root(off, size) for event, (off, size) in self._sums.items() if event not in self._unlike
-        }  # fmt: skip
+        found = {event: _root(off, size) for event, (off, size) in self._sums.items() if event not in self._unlike}
         return {
             **{event: each for event, each in found.items() if event.what != "gradient"},
             **{event: each for event, each in found.items() if event.what == "gradient"},

@@ -180,10 +180,12 @@ def _yardstick(outcomes: RunsJudged) -> Finding:
         f"{outcomes.reach} steps of there, for {outcomes.reach} steps or more and to the end; or from which on its "
         "loss is not finite.",
         {
-            "training": outcomes.apart[-1], outcomes.final.evidence: outcomes.starts_final, "window": outcomes.window,
+            "training": outcomes.apart[-1],
+            outcomes.final.evidence: outcomes.starts_final,
+            "window": outcomes.window,
             "reach": outcomes.reach,
         },
-    )  # fmt: skip
+    )
 
 
 def _beside(each: RunJudged, outcomes: RunsJudged) -> Finding:

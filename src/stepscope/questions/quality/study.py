@@ -345,9 +345,10 @@ class _Training:
         parameters = trained_parameters(step.model).values()
         embeddings = {
             id(parameter)
-            for module in step.model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            for module in step.model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
             for parameter in module.parameters()
-        }  # fmt: skip
+        }
         own = step.user_module.optimizer
         return Trainee(
             loss=loss,

@@ -100,8 +100,9 @@ def _sides(found: Tuned) -> Table:
     rows: list[tuple[Cell, ...]] = []
     if found.confirmed is not None:
         rows = [
-            ("baseline", found.baseline_s, found.baseline_peak_bytes), ("fastest", found.best_s, found.best_peak_bytes)
-        ]  # fmt: skip
+            ("baseline", found.baseline_s, found.baseline_peak_bytes),
+            ("fastest", found.best_s, found.best_peak_bytes),
+        ]
     return table_of("step", ("typical time", "s"), ("peak of tensors", "B"), title=SIDES, rows=rows)
 
 
@@ -117,11 +118,12 @@ def _losses(found: Tuned) -> Table:
     elif found.why_no_losses:
         said = ""
     return table_of(
-        "step", *((curve.name, "{:.4f}") for curve in found.curves), title=LOSSES, rows=rows,
-        notes=as_lines(
-            f"Before each step's update, in {counted(length, 'step')} of training{said}."
-        ),
-    )  # fmt: skip
+        "step",
+        *((curve.name, "{:.4f}") for curve in found.curves),
+        title=LOSSES,
+        rows=rows,
+        notes=as_lines(f"Before each step's update, in {counted(length, 'step')} of training{said}."),
+    )
 
 
 def _panels(found: Tuned) -> Iterator[Panel]:
@@ -137,54 +139,67 @@ def _panels(found: Tuned) -> Iterator[Panel]:
 def _findings(found: Tuned) -> Iterator[Finding]:
     if found.interrupted:
         yield warning(
-            "interrupted", "The search was interrupted: what it had not reached is not in it.",
-            remedy="the same command goes on where this one stopped", evidence={},
-        )  # fmt: skip
+            "interrupted",
+            "The search was interrupted: what it had not reached is not in it.",
+            remedy="the same command goes on where this one stopped",
+            evidence={},
+        )
     if found.doubt:
         yield error(
-            "baseline-doubted", f"In the run of the step by itself a check found an error: {found.doubt}",
-            remedy="mend it first: a race in which it shows again is not taken", evidence={},
-        )  # fmt: skip
+            "baseline-doubted",
+            f"In the run of the step by itself a check found an error: {found.doubt}",
+            remedy="mend it first: a race in which it shows again is not taken",
+            evidence={},
+        )
     late = sum(1 for tried in found.tried if tried.verdict == "not reached")
     if late:
         yield note(
-            "not-reached", f"{counted(late, 'change')} had to be left out: of {format_seconds(found.budget_s)}, the "
+            "not-reached",
+            f"{counted(late, 'change')} had to be left out: of {format_seconds(found.budget_s)}, the "
             "end in processes of its own needs a part.",
             remedy=f"a --budget of over {format_seconds(found.needed_s)} has time for one more; what is measured "
             "already is not measured again",
             evidence={"not_reached": late, "needed_s": found.needed_s},
-        )  # fmt: skip
+        )
     wrong = [tried for tried in found.tried if tried.verdict == "not right"]
     if wrong:
         yield warning(
-            "losses-depart", f"{counted(len(wrong), 'change')} made the step faster and its losses wrong: "
+            "losses-depart",
+            f"{counted(len(wrong), 'change')} made the step faster and its losses wrong: "
             f"{wrong[0].why}. It was taken back.",
             remedy="study quality and study parity say where the precision is lost",
             evidence={"taken_back": len(wrong)},
-        )  # fmt: skip
+        )
     if found.best != found.baseline and found.why_no_losses:
         yield warning(
-            "losses-not-compared", f"Losses could not be compared: {found.why_no_losses}.",
-            remedy="train both, and compare their losses", evidence={},
-        )  # fmt: skip
+            "losses-not-compared",
+            f"Losses could not be compared: {found.why_no_losses}.",
+            remedy="train both, and compare their losses",
+            evidence={},
+        )
     change = found.confirmed
     if change is not None and change.decided and change.share > 0:
         yield error(
-            "slower-when-confirmed", f"In processes of their own the fastest step was {format_share(change.share)} "
-            "slower than the baseline.",
-            remedy="keep the step that you asked for; tune again on a quiet machine", evidence={"ratio": change.ratio},
-        )  # fmt: skip
+            "slower-when-confirmed",
+            f"In processes of their own the fastest step was {format_share(change.share)} slower than the baseline.",
+            remedy="keep the step that you asked for; tune again on a quiet machine",
+            evidence={"ratio": change.ratio},
+        )
     if change is not None and not change.decided:
         yield warning(
-            "undecided-when-confirmed", "In processes of their own neither step was surely faster.",
-            remedy="the same command with --fresh, on a quiet machine", evidence={"ratio": change.ratio},
-        )  # fmt: skip
+            "undecided-when-confirmed",
+            "In processes of their own neither step was surely faster.",
+            remedy="the same command with --fresh, on a quiet machine",
+            evidence={"ratio": change.ratio},
+        )
     more = (found.best_peak_bytes or 0) - (found.baseline_peak_bytes or 0)
     if found.best_peak_bytes and found.baseline_peak_bytes and more > found.baseline_peak_bytes // 50:
         yield note(
-            "more-memory", f"The fastest step takes {format_bytes(more)} more memory.",
-            remedy="--memory SIZE leaves out what needs more", evidence={"more_bytes": more},
-        )  # fmt: skip
+            "more-memory",
+            f"The fastest step takes {format_bytes(more)} more memory.",
+            remedy="--memory SIZE leaves out what needs more",
+            evidence={"more_bytes": more},
+        )
 
 
 def _words(found: Tuned) -> Iterator[str]:

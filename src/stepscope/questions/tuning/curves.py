@@ -100,9 +100,11 @@ def trained(training: Training) -> list[float] | None:
 
 
 def _trained(
-    training: Training, device: torch.device, ranks: Ranks | None = None,
+    training: Training,
+    device: torch.device,
+    ranks: Ranks | None = None,
     tell: Callable[[int], object] = lambda _step: None,
-) -> list[float] | None:  # fmt: skip
+) -> list[float] | None:
     limit_memory(device, training.memory_limit_bytes)
     with matmul_precision(training.workload.dtype):
         step, _ = make_step(training.workload, device, None, ranks)

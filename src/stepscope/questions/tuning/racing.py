@@ -197,9 +197,7 @@ class Racing:
         finally:
             self.note_time(began, best, other, processes=processes, turns=self._turns)
 
-    def note_time(
-        self, began: float, *workloads: Workload, processes: int = 1, turns: Turns | None = None
-    ) -> None:  # fmt: skip
+    def note_time(self, began: float, *workloads: Workload, processes: int = 1, turns: Turns | None = None) -> None:
         """Note how long so many processes took that measured these since then, one after another, less what was
         imported and compiled for the first time. turns: where one process measured both, the parts of its time."""
         whole_s = self._clock() - began - self._imported_s
@@ -251,7 +249,7 @@ class Racing:
                 for one, run in sides
                 if STEP in run.samples and (found := run.samples[STEP].median_s) is not None
             },
-        )  # fmt: skip
+        )
         if first.status != "done" or second.status != "done":
             return _without_result(second if second.failure is not None else first, runs)
         ratios = paired_ratios(first, second, STEP)
@@ -355,7 +353,7 @@ def p_value_of(ratio: float, interval: Interval | None) -> float | None:
 
 def _timed(
     run: Run, runs: tuple[Run, ...], ratio: float, interval: Interval | None, peak_bytes: int | None = None
-) -> Tried:  # fmt: skip
+) -> Tried:
     return _tried(
         "doubted" if worst(run.findings) == "error" else "undecided", runs, step_s=run.samples[STEP].median_s,
         ratio=ratio, interval=interval, p_value=p_value_of(ratio, interval), peak_bytes=peak_bytes,

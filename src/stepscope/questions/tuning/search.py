@@ -195,7 +195,7 @@ def lighter(best: Workload) -> list[Change]:
     parts = [n for n in (1, 2, 4, 8, MOST_MICRO_BATCHES) if batch % n == 0]
     return [
         {"checkpointing": kept, "accumulation": micro_batches} for kept in recomputed(best) for micro_batches in parts
-    ]  # fmt: skip
+    ]
 
 
 def lighter_ways(best: Workload) -> list[Change]:
@@ -522,9 +522,7 @@ def tune(
     )  # fmt: skip
 
 
-def one_that_fits(
-    asked: Workload, racing: Racing, kept: frozenset[str] = frozenset()
-) -> Workload:  # fmt: skip
+def one_that_fits(asked: Workload, racing: Racing, kept: frozenset[str] = frozenset()) -> Workload:
     """The step, or the one that computes least again of those that fit and run. kept: fields that stay as they are."""
     why = racing.fits(asked) or racing.runs_alone(asked)
     if why is None:
@@ -551,7 +549,7 @@ def _with_losses(found: Tuned, racing: Racing, device: str, memory_limit_bytes: 
     try:
         losses = curves(
             found.baseline, found.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
-        )  # fmt: skip
+        )
     except StepscopeError as error:
         return msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
     return msgspec.structs.replace(
@@ -581,18 +579,18 @@ def without_numeric_changes(found: Tuned) -> Tuned:
             tried.append(one if not wrong else alone)
             with contextlib.suppress(InputError):  # it was for what is taken back
                 best = changed(best, stays)
-    return msgspec.structs.replace(
-        found, best=best, tried=tuple(tried), curves=(), departs_at=None, why_no_losses=""
-    )  # fmt: skip
+    return msgspec.structs.replace(found, best=best, tried=tuple(tried), curves=(), departs_at=None, why_no_losses="")
 
 
 def _confirmed(found: Tuned, racing: Racing) -> Tuned:
     before, after, change = racing.confirm(found.baseline, found.best)
     memory = [side.representative.evidence.memory for side in (before, after)]
     return msgspec.structs.replace(
-        found, confirmed=change,
-        baseline_s=before.processes("step").typical_s, best_s=after.processes("step").typical_s,
+        found,
+        confirmed=change,
+        baseline_s=before.processes("step").typical_s,
+        best_s=after.processes("step").typical_s,
         baseline_peak_bytes=memory[0].allocated_peak if memory[0] else None,
         best_peak_bytes=memory[1].allocated_peak if memory[1] else None,
         confirmed_by=tuple(run.id for side in (before, after) for run in side.runs),
-    )  # fmt: skip
+    )

@@ -97,9 +97,11 @@ def lanes(panel: Panel) -> tuple[list[Lane], dict[str, int]]:
         bars.setdefault(one.lane, []).append(
             Bar(
                 left=round((one.begin - begin) / span * 1000, 3),
-                width=round(max((one.end - one.begin) / span * 1000, _NARROWEST), 3), hue=hues[one.kind], said=said,
+                width=round(max((one.end - one.begin) / span * 1000, _NARROWEST), 3),
+                hue=hues[one.kind],
+                said=said,
             )
-        )  # fmt: skip
+        )
     return [Lane(name=name, bars=tuple(found)) for name, found in bars.items()], hues
 
 
@@ -311,7 +313,7 @@ def _table(table: Table, *, alone: bool) -> _Table:
         notes=list(table.notes),
         filtered=len(rows) >= _FILTERED_FROM,
         left_out=max(0, len(rows) - _MOST_ROWS),
-    )  # fmt: skip
+    )
 
 
 def _first_sum(table: Table) -> int:

@@ -276,10 +276,12 @@ def _heat(
         value = read(newest) if newest.status == "done" else None
         points.append(
             Point(
-                line=str(row), name=str(column), y=value if value is not None else 0.0,
+                line=str(row),
+                name=str(column),
+                y=value if value is not None else 0.0,
                 missing="" if value is not None else status_word(newest),
             )
-        )  # fmt: skip
+        )
     if any(not point.missing for point in points):
         yield Panel(
             x_title=across,
@@ -307,8 +309,10 @@ def _gib(run: Run) -> float | None:
 
 
 _MAPPED: tuple[tuple[str, Callable[[Run], float | None]], ...] = (
-    ("a step, ms", _ms), ("tokens per second", metrics.tokens_per_s), ("peak memory, GiB", _gib),
-)  # fmt: skip
+    ("a step, ms", _ms),
+    ("tokens per second", metrics.tokens_per_s),
+    ("peak memory, GiB", _gib),
+)
 
 
 def _missing(runs: Sequence[Run]) -> Answer:
@@ -392,12 +396,13 @@ def page_of_set(found: RunSet) -> Page:
     sure = f", with 95 % confidence {between}" if between and enough else ""
     figures = (
         Figure(
-            name="a step, between processes", value=format_seconds(step_s) if step_s else _UNKNOWN,
+            name="a step, between processes",
+            value=format_seconds(step_s) if step_s else _UNKNOWN,
             note=between or f"fewer than {FEWEST_PROCESSES} processes: no interval",
         ),
         *_run_figures(run)[1:-1],
         gravest(answer.findings),
-    )  # fmt: skip
+    )
     return Page(
         title=f"{run.workload.name}: a training step in {counted(len(found.runs), 'process')}",
         kind="set",
@@ -450,11 +455,12 @@ def _run_figures(run: Run) -> tuple[Figure, ...]:
         Figure(name="tokens per second", value=f"{tokens:,.0f}" if tokens else _UNKNOWN),
         Figure(name="MFU", value=format_share(held) if held else _UNKNOWN, note=of_peak if held else ""),
         Figure(
-            name="peak memory", value=format_bytes(peak) if peak is not None else _UNKNOWN,
+            name="peak memory",
+            value=format_bytes(peak) if peak is not None else _UNKNOWN,
             note=f"of {format_bytes(capacity)}" if capacity and peak is not None else "",
         ),
         _gravest_of_run(run),
-    )  # fmt: skip
+    )
 
 
 def _gravest_of_run(run: Run) -> Figure:
@@ -617,7 +623,8 @@ def _figures_of_comparison(found: SideComparison, answer: Answer) -> tuple[Figur
     return (
         *((Figure(name="pairs", value=f"{len(found.pairs)}"),) if several else ()),
         Figure(
-            name="largest change" if several else "change", value=f"{change.share * 100:+.1f} %",
+            name="largest change" if several else "change",
+            value=f"{change.share * 100:+.1f} %",
             note=short_names(found)[place],
         ),
         Figure(
@@ -627,7 +634,7 @@ def _figures_of_comparison(found: SideComparison, answer: Answer) -> tuple[Figur
         ),
         Figure(name="processes", value=" / ".join(map(str, change.processes)), note="before / after"),
         gravest(answer.findings, note="" if answer.checked else "nothing to doubt was found"),
-    )  # fmt: skip
+    )
 
 
 def _place(name: str, runs: Path) -> Path | None:
@@ -728,13 +735,14 @@ def _of_snapshot(place: Path) -> Page:
     figures = (
         Figure(name="peak", value=format_bytes(explained.peak_bytes), note="allocated"),
         Figure(
-            name="most of it", value=largest[0] if largest else "nothing",
+            name="most of it",
+            value=largest[0] if largest else "nothing",
             note=format_bytes(largest[1]) if largest else "",
         ),
         Figure(name="allocations alive then", value=f"{moment.alive.height:,}"),
         Figure(name="events", value=f"{len(explained.snapshot.events):,}"),
         gravest(answer.findings, note="of the checks on memory" if answer.checked else "no step to compare with"),
-    )  # fmt: skip
+    )
     sentence = next(line.text for table in answer.tables for line in table.notes)
     return page_of_answer(
         answer, "snapshot", title=f"What takes the memory of {place.name}?", sentence=sentence, figures=figures,

@@ -97,11 +97,12 @@ def _figures(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figu
         Figure(name=f"{noun} a step", value=format_count(round(summary.kernel_count / steps)), note=per),
         Figure(name="matrix products", value=format_share(summary.gemm_fraction), note="of the time in phases"),
         Figure(
-            name="device idle", value=format_share(idle) if idle is not None else "not known",
+            name="device idle",
+            value=format_share(idle) if idle is not None else "not known",
             note="under the profiler" if idle is not None else "a CPU, or part of a capture",
         ),
         gravest(findings, note=f"{format_share(covered)} of the time has a place"),
-    )  # fmt: skip
+    )
 
 
 def page_of_job(

@@ -80,10 +80,10 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     tooltip = ["name:N", "line:N", alt.Tooltip("y:Q", format=",.4~g")]
     opacity = alt.condition("datum.doubted", alt.value(0.35), alt.value(1.0))
     layers: list[alt.Chart] = [
-        _chart(known, lines).mark_bar().encode(
-            x=length, y=rows, color=colour, opacity=opacity, tooltip=tooltip, **beside, **order
-        )
-    ]  # fmt: skip
+        _chart(known, lines)
+        .mark_bar()
+        .encode(x=length, y=rows, color=colour, opacity=opacity, tooltip=tooltip, **beside, **order)
+    ]
     between = [point for point in known if point.low is not None and point.high is not None]
     if between and not stacked:
         low = alt.X("low:Q", title=panel.y_title, scale=scale, axis=axis)
@@ -93,9 +93,10 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     missing = [point for point in panel.points if point.missing]
     if missing:
         layers.append(
-            _chart(missing, lines).mark_text(align="left", dx=4, fontStyle="italic", color=INK)
+            _chart(missing, lines)
+            .mark_text(align="left", dx=4, fontStyle="italic", color=INK)
             .encode(x=alt.value(0), y=rows, text="missing:N", **beside)
-        )  # fmt: skip
+        )
     height = max(120, _ROW_PX * len(names) * (len(lines) if beside else 1))
     heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
     return alt.layer(*layers).properties(width=640, height=height, title=heading)

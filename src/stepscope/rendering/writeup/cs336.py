@@ -92,10 +92,12 @@ def how_much_they_vary(runs: list[Run]) -> str:
     """The largest deviation of a phase over its cells, in a sentence."""
     shares = [
         (samples.stdev_s / samples.mean_s, name, run)
-        for run in runs if run.status == "done"
-        for name in PHASES if (samples := samples_of(run, name)) is not None
+        for run in runs
+        if run.status == "done"
+        for name in PHASES
+        if (samples := samples_of(run, name)) is not None
         if samples.stdev_s is not None and samples.mean_s
-    ]  # fmt: skip
+    ]
     if not shares:
         return "Too few steps were measured to say how much they vary."
     share, name, run = max(shares, key=lambda one: one[0])
@@ -246,9 +248,11 @@ def _largest(material: Material) -> tuple[Run, TextbookWorkload] | None:
         return workload.sizes.d_model * workload.layers, workload.seq_len, workload.dtype
 
     steps = [
-        (run, run.workload) for found in material.folders(phase="train", **PLAIN) for run, _ in found
+        (run, run.workload)
+        for found in material.folders(phase="train", **PLAIN)
+        for run, _ in found
         if run.status == "done" and run.workload.sizes is not None
-    ]  # fmt: skip
+    ]
     return max(steps, key=size, default=None)
 
 
