@@ -50,7 +50,9 @@ def brief_lines(answer: Answer) -> list[dict[str, Any]]:
     findings = [_finding(finding, named=answer.checked) for finding in by_severity]
     if answer.checked and not findings:
         findings = [_line("finding", "No finding: every check passed.")]
-    tables = [_newest_first(table) for table in answer.tables] if answer.study == "ls" else answer.tables
+    tables = answer.tables
+    if answer.study == "ls":  # the last row is the newest
+        tables = [msgspec.structs.replace(table, rows=table.rows[::-1], rules=(), tones={}) for table in tables]
     rows = [[_line("figures", text) for text in _rows(table)] for table in tables]
     place, first = next(((i, one) for i, one in enumerate(rows) if one), (0, []))
     chief = [first[i] for i in _chief(tables[place])] if first else []
@@ -89,11 +91,6 @@ def _where_time_went(answer: Answer) -> list[dict[str, Any]]:
     longest = [_line("figures", text) for text in _rows(families)[:_MOST_FAMILIES]]
     copies = [_line("sentence", line.text) for line in answer.lead if line.text.startswith("Beside them")]
     return [*copies, *longest] if copies and "of the span" in copies[0]["text"] else [*longest, *copies]
-
-
-def _newest_first(table: Table) -> Table:
-    """A table of runs, whose last row is the newest."""
-    return msgspec.structs.replace(table, rows=table.rows[::-1], rules=(), tones={})
 
 
 def _peak(answer: Answer) -> str:

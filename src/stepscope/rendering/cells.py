@@ -2,8 +2,9 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Table, Tone
+from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Table, Tone
 from stepscope.core.errors import name_shown, printable
 from stepscope.core.finding import Severity
 from stepscope.core.units import bare_figure, bare_head, figure_text
@@ -122,3 +123,14 @@ def sentences_of(answer: Answer) -> list[Line]:
         for finding in answer.findings
     ]
     return said or [Line("No finding: every check passed.", "good")]
+
+
+def icicle_places(nodes: Sequence[Node]) -> list[tuple[float, int]]:
+    """Where each node of an icicle begins, and how deep it lies: children stand side by side under their parent."""
+    places: list[tuple[float, int]] = []
+    taken: defaultdict[int, float] = defaultdict(float)
+    for node in nodes:
+        left, depth = places[node.parent] if node.parent >= 0 else (0.0, -1)
+        places.append((left + taken[node.parent], depth + 1))
+        taken[node.parent] += node.value
+    return places

@@ -177,6 +177,15 @@ class Value:
     samples: Callable[[Run], Samples | None] | None = None
     number: Callable[[Run], float | int | None] | None = None
 
+    def shown(self, run: Run) -> float | None:
+        """The figure, of samples their median, in the unit; None where the run has none."""
+        if self.samples is None:
+            stored = self.number(run) if self.number is not None else None
+        else:
+            found = self.samples(run)
+            stored = found.median_s if found is not None else None
+        return stored * self.scale if stored is not None else None
+
 
 def _time(name: str) -> Value:
     return Value(unit="ms", scale=1e3, samples=lambda run: metrics.samples_of(run, name))

@@ -1,6 +1,7 @@
 """The template filled in: tables with their figures as text and as numbers to sort by, plots as inline SVG."""
 
 import base64
+import contextlib
 import hashlib
 import html
 import re
@@ -13,9 +14,10 @@ import msgspec
 
 from stepscope.core.answer import GENERATOR, Answer, Line, Page, Panel, Section, Table, name_of
 from stepscope.core.errors import middle_cut, printable
-from stepscope.core.finding import Finding
+from stepscope.core.finding import SEVERITIES
 from stepscope.core.units import figure_text
-from stepscope.rendering.cells import bare_row, is_figures, row_texts, sentences_of, where_of
+from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
+from stepscope.rendering.picture import draw_svg
 from stepscope.traces.captures.answer import IDLE
 
 # Icicles, timelines and heat maps as what the template places: shares of the width, and classes for colours.
@@ -69,19 +71,17 @@ def tiles(panel: Panel) -> list[Tile]:
     if whole <= 0:
         return []
     hues = _hues([(node.name, node.value) for node in nodes if node.level == "family"])
-    taken: dict[int, float] = {}
-    placed: list[Tile] = []
-    for place, node in enumerate(nodes):
-        above = placed[node.parent] if node.parent >= 0 else None
-        left = (above.left if above else 0.0) + taken.get(node.parent, 0.0)
-        width = node.value / whole
-        taken[node.parent] = taken.get(node.parent, 0.0) + width
-        said = f"{figure_text(node.value * 1e-3, 's')}, {figure_text(width, '%')}"
-        hue = hues[node.name] if node.level == "family" else -1
-        depth = above.depth + 1 if above else 0
-        placed.append(Tile(name=node.name, said=said, left=left, width=width, depth=depth, hue=hue))
-        assert place + 1 == len(placed)
-    return placed
+    return [
+        Tile(
+            name=node.name,
+            said=f"{figure_text(node.value * 1e-3, 's')}, {figure_text(node.value / whole, '%')}",
+            left=left / whole,
+            width=node.value / whole,
+            depth=depth,
+            hue=hues[node.name] if node.level == "family" else -1,
+        )
+        for node, (left, depth) in zip(nodes, icicle_places(nodes), strict=True)
+    ]
 
 
 def lanes(panel: Panel) -> tuple[list[Lane], dict[str, int]]:
@@ -129,6 +129,8 @@ class Heat:
 def heat(panel: Panel) -> Heat:
     """The cells of a heat map. Strength is by rank on the scale of values; a missing cell has none, and its reason."""
     columns = tuple(dict.fromkeys(point.name for point in panel.points))
+    with contextlib.suppress(ValueError):  # names that are all numbers stand by their size
+        columns = tuple(sorted(columns, key=float))
     lines = tuple(dict.fromkeys(point.line for point in panel.points))
     at = {(point.line, point.name): point for point in panel.points}
     values = [point.y for point in panel.points if not point.missing]
@@ -144,27 +146,7 @@ def heat(panel: Panel) -> Heat:
         return f"{point.y:,.0f}" if abs(point.y) >= _WHOLE else f"{point.y:.4g}", (point.y - low) / span
 
     rows = tuple((line, tuple(cell(line, column) for column in columns)) for line in lines)
-    return Heat(columns=_by_number(columns), rows=tuple((name, _reordered(cells, columns)) for name, cells in rows))
-
-
-def _by_number(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Names that are all numbers by their size, and others as they come."""
-    return tuple(sorted(names, key=float)) if all(_is_number(name) for name in names) else names
-
-
-def _reordered(
-    cells: tuple[tuple[str, float | None], ...], columns: tuple[str, ...]
-) -> tuple[tuple[str, float | None], ...]:
-    at = dict(zip(columns, cells, strict=True))
-    return tuple(at[name] for name in _by_number(columns))
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return Heat(columns=columns, rows=rows)
 
 
 OWN = ("icicle", "timeline", "heat")
@@ -225,7 +207,7 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
     )  # fmt: skip
     environment.filters["cut"] = lambda text: middle_cut(printable(text), _LONGEST_SENTENCE)
     asked = [_to_draw(one.answer) for one in page.sections]
-    drawn = iter((draw or _draw_here)(pictures_of(page)))
+    drawn = iter(draw(pictures_of(page)) if draw is not None else map(draw_svg, pictures_of(page)))
     pictures = ["" if one is None else next(drawn) for one in asked]
     script = _file("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -235,7 +217,7 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
         sections=[
             _section(one, place, svg) for place, (one, svg) in enumerate(zip(page.sections, pictures, strict=True))
         ],
-        findings=_findings(page),
+        findings=sorted(page.findings, key=lambda one: SEVERITIES.index(one.severity)),
         symbols=_SYMBOLS,
         css=_file("page.css"),
         script=script,
@@ -245,11 +227,6 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
 
 def _file(name: str) -> str:
     return (resources.files("stepscope.rendering.pages") / name).read_text(encoding="utf-8")
-
-
-def _findings(page: Page) -> list[Finding]:
-    """The gravest first; those of one severity as they come."""
-    return sorted(page.findings, key=lambda one: ("error", "warning", "note").index(one.severity))
 
 
 def _section(section: Section, place: int, svg: str) -> dict[str, object]:
@@ -292,7 +269,9 @@ def _table(table: Table, *, alone: bool) -> _Table:
     """A table with a title over it, where the section has others or the table names itself."""
     texts = row_texts(table)
     numbers = [is_figures(table, column) for column in range(len(table.columns))]
-    plain = msgspec.structs.replace(table, rows=tuple(tuple(_undoubted(cell) for cell in row) for row in table.rows))
+    # Bare figures carry no mark of doubt.
+    undoubted = (tuple(getattr(cell, "value", cell) for cell in row) for row in table.rows)
+    plain = msgspec.structs.replace(table, rows=tuple(undoubted))
     sums = _first_sum(table)
     rows = [
         _Row(
@@ -326,10 +305,6 @@ def _first_sum(table: Table) -> int:
     return place
 
 
-def _undoubted(cell: object) -> object:
-    return getattr(cell, "value", cell)
-
-
 def pictures_of(page: Page) -> list[Answer]:
     """What rendering/picture.py is to draw for a page, in order."""
     return [wanted for one in page.sections if (wanted := _to_draw(one.answer)) is not None]
@@ -344,12 +319,6 @@ def _to_draw(answer: Answer) -> Answer | None:
         answer, panels=panels, question="", device="", date="", versions={}, settings={}, tables=(), lead=(),
         findings=(),
     )  # fmt: skip
-
-
-def _draw_here(answers: Sequence[Answer]) -> list[str]:
-    from stepscope.rendering.picture import draw_svg  # noqa: PLC0415
-
-    return [draw_svg(answer) for answer in answers]
 
 
 def _pictures(svg: str, place: int, title: str) -> list[str]:

@@ -4,7 +4,7 @@ import gzip
 import json
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -34,13 +34,13 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.files import read_document
-from stepscope.core.finding import Finding, warning
+from stepscope.core.finding import SEVERITIES, Finding, warning
 from stepscope.core.formulas.spelled import cell_name, run_command
 from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
-from stepscope.core.units import GIB, counted, format_bytes, format_milliseconds, format_seconds, format_share
+from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.questions.compare.sides import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare.sides_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.rendering.pages.of_answer import (
@@ -55,7 +55,7 @@ from stepscope.rendering.pages.of_answer import (
 from stepscope.rendering.pages.of_capture import page_of_capture, page_of_job, sections_of_capture, sections_of_digest
 from stepscope.runs import metrics
 from stepscope.runs.answer import answer_cells, answer_run, identify, status_in_short, status_sentence, status_word
-from stepscope.runs.fields import FIELDS, Scalar
+from stepscope.runs.fields import FIELDS, VALUES, Scalar
 from stepscope.runs.run_sets import RunSet, answer_set, sets_of
 from stepscope.runs.tables import TableQuery, select_runs, table_panels
 from stepscope.traces.captures.answer import answer_trace
@@ -71,7 +71,8 @@ from stepscope.traces.ranks.job import captures_in, load_job
 _NUMBERS = ("seq_len", "batch_size", "layers", "d_model", "heads", "accumulation", "head_dim")
 """Axes of numbers, the one that is most often swept first."""
 _CHOICES = ("model", "dtype", "attention", "compile", "phase", "optimizer", "checkpointing", "device", "factory")
-_SHOWN = (("step", "a step, ms"), ("tokens_per_s", "tokens per second"), ("peak_memory", "peak memory, GiB"))
+_SHOWN = {"step": "a step, ms", "tokens_per_s": "tokens per second", "peak_memory": "peak memory, GiB"}
+"""Figures over the axes, by their titles."""
 _MOST_CELLS = 60
 """The most rows or columns of a heat map."""
 _MOST_LINES, _MOST_LINE_AXES = 8, 2
@@ -126,11 +127,15 @@ def _sentence(runs: Sequence[Run], done: Sequence[Run], devices: Sequence[str]) 
     by_time = sorted(done, key=lambda run: metrics.median_s(run, STEP) or 0.0)
     first, last = by_time[0], by_time[-1]
     lost = Counter(status_word(run) for run in runs if run not in done)
-    others = f"; {', '.join(f'{count} {word}' for word, count in lost.items())}" if lost else ""
+    others = f"; {_in_short(lost)}" if lost else ""
     span = f"from {_step(first)} ({cell_name(first.workload)}) to {_step(last)} ({cell_name(last.workload)})"
     if len(done) == 1:
         span = f"{_step(first)} ({cell_name(first.workload)})"
     return f"{counted(len(done), 'run')} measured{where}, {span}{others}."
+
+
+def _in_short(lost: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {word}" for word, count in lost.items())
 
 
 def _step(run: Run) -> str:
@@ -157,20 +162,14 @@ def _gravest(runs: Sequence[Run], findings: tuple[Finding, ...]) -> Figure:
     lost = Counter(status_word(run) for run in runs if run.status != "done")
     if not lost or any(finding.severity == "error" for finding in findings):
         return gravest(findings)
-    said = ", ".join(f"{count} {word}" for word, count in lost.items())
-    return Figure(name="gravest finding", value=said, note="not measured to the end")
+    return Figure(name="gravest finding", value=_in_short(lost), note="not measured to the end")
 
 
 def _not_measured(runs: Sequence[Run]) -> Iterator[Finding]:
     """What became of the runs that did not end, which no check sees."""
-    lost = Counter(status_word(run) for run in runs if run.status != "done")
-    if lost:
-        said = ", ".join(f"{count} {word}" for word, count in lost.items())
-        yield warning(
-            "not-measured",
-            f"{said} of {counted(len(runs), 'run')}: what is missing stands below, with why.",
-            dict(lost),
-        )
+    if lost := Counter(status_word(run) for run in runs if run.status != "done"):
+        sentence = f"{_in_short(lost)} of {counted(len(runs), 'run')}: what is missing stands below, with why."
+        yield warning("not-measured", sentence, dict(lost))
 
 
 def _most(done: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]) -> Figure:
@@ -189,8 +188,7 @@ def _findings(runs: Sequence[Run]) -> tuple[Finding, ...]:
     for run in runs:
         for finding in run.findings:
             first.setdefault(finding.kind, finding)
-    grave = ("error", "warning", "note")
-    ordered = sorted(first.values(), key=lambda one: (grave.index(one.severity), -counts[one.kind], one.kind))
+    ordered = sorted(first.values(), key=lambda one: (SEVERITIES.index(one.severity), -counts[one.kind], one.kind))
     return tuple(
         msgspec.structs.replace(one, sentence=_in_how_many(one.sentence, counts[one.kind], len(runs)))
         for one in ordered
@@ -228,7 +226,7 @@ def _curves(done: Sequence[Run]) -> tuple[Panel, ...]:
     lines = tuple(name for name in axes if name != x)
     if len(lines) > _MOST_LINE_AXES:
         return ()
-    query = TableQuery(rows=(*lines[:1], x), columns=lines[1:], values=tuple(name for name, _ in _SHOWN))
+    query = TableQuery(rows=(*lines[:1], x), columns=lines[1:], values=tuple(_SHOWN))
     try:
         chosen, _ = select_runs(done, query)  # one run stands for a cell, as in a table of the same runs
         panels = table_panels(chosen, query)
@@ -254,17 +252,15 @@ def _heats(runs: Sequence[Run]) -> tuple[Panel, ...]:
     if len(groups) > _MOST_MAPS:
         return ()
     panels: list[Panel] = []
-    for title, read in _MAPPED:
+    for figure, title in _SHOWN.items():
         for values, members in groups.items():
             known = [(name, value) for name, value in zip(rest, values, strict=True) if value is not None]
             where = ", ".join(f"{name} {value}" for name, value in known)
-            panels += _heat(members, across, down, f"{title}{f', {where}' if where else ''}", read)
+            panels += _heat(members, across, down, f"{title}{f', {where}' if where else ''}", figure)
     return tuple(panels)
 
 
-def _heat(
-    runs: Sequence[Run], across: str, down: str, title: str, read: Callable[[Run], float | None]
-) -> Iterator[Panel]:
+def _heat(runs: Sequence[Run], across: str, down: str, title: str, figure: str) -> Iterator[Panel]:
     cells: dict[tuple[Scalar, Scalar], list[Run]] = {}
     for run in runs:
         cells.setdefault((FIELDS[down].read(run), FIELDS[across].read(run)), []).append(run)
@@ -273,7 +269,7 @@ def _heat(
     points: list[Point] = []
     for row, column in sorted(cells, key=lambda cell: (FIELDS[down].rank(cell[0]), FIELDS[across].rank(cell[1]))):
         newest = max(cells[row, column], key=lambda run: run.instant)
-        value = read(newest) if newest.status == "done" else None
+        value = VALUES[figure].shown(newest) if newest.status == "done" else None
         points.append(
             Point(
                 line=str(row),
@@ -283,36 +279,15 @@ def _heat(
             )
         )
     if any(not point.missing for point in points):
+        again = sum(len(members) > 1 for members in cells.values())
+        note = f"of {counted(again, 'cell')} measured more than once the newest run is shown" if again else ""
         yield Panel(
             x_title=across,
             y_title=title,
             points=tuple(points),
             kind="heat",
-            frame=Frame(heading=title, line_title=down, note=_again(cells.values())),
+            frame=Frame(heading=title, line_title=down, note=note),
         )
-
-
-def _again(cells: Iterable[Sequence[Run]]) -> str:
-    """What a map says where cells were measured more than once."""
-    count = sum(len(runs) > 1 for runs in cells)
-    return f"of {counted(count, 'cell')} measured more than once the newest run is shown" if count else ""
-
-
-def _ms(run: Run) -> float | None:
-    step_s = metrics.median_s(run, STEP)
-    return step_s * 1e3 if step_s is not None else None
-
-
-def _gib(run: Run) -> float | None:
-    peak = metrics.peak_bytes(run)
-    return peak / GIB if peak is not None else None
-
-
-_MAPPED: tuple[tuple[str, Callable[[Run], float | None]], ...] = (
-    ("a step, ms", _ms),
-    ("tokens per second", metrics.tokens_per_s),
-    ("peak memory, GiB", _gib),
-)
 
 
 def _missing(runs: Sequence[Run]) -> Answer:

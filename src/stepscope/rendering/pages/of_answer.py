@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.core.answer import Answer, Figure, Page, Panel, Section, Table, decode_answer, name_of
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
+from stepscope.core.finding import SEVERITIES, Finding
 from stepscope.core.units import format_bytes
 
 PLOTS = "Plots"
@@ -65,7 +65,8 @@ def sections_of(answer: Answer) -> tuple[Section, ...]:
     for table in answer.tables:
         waiting.append(table)
         if table.columns:
-            sections.append(section(titled(table), answer, tables=waiting))
+            name = name_of(table) or "Table"
+            sections.append(section(name[:1].upper() + name[1:], answer, tables=waiting))
             waiting = []
     if waiting:
         sections.append(section("In words", answer, tables=waiting))
@@ -90,15 +91,9 @@ def _for_a_page(table: Table) -> Table:
     return msgspec.structs.replace(table, notes=tuple(said))
 
 
-def titled(table: Table) -> str:
-    """The name of a table as a title."""
-    name = name_of(table) or "Table"
-    return name[:1].upper() + name[1:]
-
-
 def gravest(findings: tuple[Finding, ...], note: str = "") -> Figure:
     """The figure that says what is to be doubted or mended first."""
-    first = next(iter(sorted(findings, key=lambda one: ("error", "warning", "note").index(one.severity))), None)
+    first = min(findings, key=lambda one: SEVERITIES.index(one.severity), default=None)
     if first is None:
         return Figure(name="gravest finding", value="none", note=note or "every check passed")
     return Figure(name="gravest finding", value=first.kind, note=first.severity)

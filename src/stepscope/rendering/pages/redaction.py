@@ -85,11 +85,7 @@ def _mapped(value: Any, clean: Any) -> Any:
     if isinstance(value, str):
         return clean(value)
     if isinstance(value, dict):
-        return {key: item if key in _KEPT else _mapped(item, clean) for key, item in _pairs(value)}
+        return {key: item if key in _KEPT else _mapped(item, clean) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_mapped(item, clean) for item in value]
     return value
-
-
-def _pairs(value: dict[Any, Any]) -> Iterable[tuple[Any, Any]]:
-    return value.items()

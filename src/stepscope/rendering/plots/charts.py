@@ -3,8 +3,8 @@
 import itertools
 import math
 import operator
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import altair as alt
 from stepscope.core.answer import Guide, Panel, Point, Span
 from stepscope.core.errors import InputError, middle_cut, printable
 from stepscope.core.units import GIB, KIB, MIB, format_bytes
+from stepscope.rendering.cells import icicle_places
 from stepscope.rendering.plots.save import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, told_apart
 
 # Axes that plots share: logarithmic ones with few, round ticks.
@@ -98,8 +99,7 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
             .encode(x=alt.value(0), y=rows, text="missing:N", **beside)
         )
     height = max(120, _ROW_PX * len(names) * (len(lines) if beside else 1))
-    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
-    return alt.layer(*layers).properties(width=640, height=height, title=heading)
+    return alt.layer(*layers).properties(width=640, height=height, title=_titled(title, subtitle))
 
 
 def _name(point: Point) -> str:
@@ -142,8 +142,7 @@ def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
         layers = [layer for guide in panel.frame.guides for layer in _guide(guide, x, y)]
         chart = alt.layer(*layers, _points(panel, marks).encode(x=x, y=y))
         charts.append(chart.properties(width=WIDTH, height=LOWER_HEIGHT if i else HEIGHT))
-    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
-    return alt.vconcat(*charts, spacing=26).properties(title=heading)
+    return alt.vconcat(*charts, spacing=26).properties(title=_titled(title, subtitle))
 
 
 def _is_hollow(point: Point) -> bool:
@@ -236,12 +235,7 @@ HOLLOW = "hollow or pale: doubted by the run's own findings"
 """What the subtitle says of points that are doubted."""
 
 
-def draw_series(
-    panels: Sequence[Panel],
-    *,
-    title: str = "",
-    subtitle: str = "",
-) -> alt.ConcatChart:
+def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "") -> alt.ConcatChart:
     """Panels over one axis of x, which is the first one's, at most two abreast.
 
     A scale of None is logarithmic for values that span decades.
@@ -274,8 +268,7 @@ def draw_series(
         ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
         y, low = _y_axes(panel.y_title, ends, log=log)
         charts.append(alt.layer(*_layers(panel, x, y, low, channels)).properties(width=width, height=height))
-    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
-    return alt.concat(*charts, columns=2).properties(title=heading)
+    return alt.concat(*charts, columns=2).properties(title=_titled(title, subtitle))
 
 
 def _has_place(point: Point) -> bool:
@@ -426,21 +419,11 @@ def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Lay
     whole = panel.nodes[0].value if panel.nodes else 0.0
     if whole <= 0:
         raise InputError("there is nothing to plot: no time in any part")
-    lefts: list[float] = []
-    depths: list[int] = []
-    taken: dict[int, float] = {}
     rows: list[dict[str, object]] = []
-    totals: dict[str, float] = {}
-    for node in panel.nodes:
-        if node.level == "family":
-            totals[node.name] = totals.get(node.name, 0.0) + node.value
-    kinds = sorted(totals, key=lambda name: -totals[name])[: len(PALETTE) - 1]
-    for node in panel.nodes:
-        left = (lefts[node.parent] if node.parent >= 0 else 0.0) + taken.get(node.parent, 0.0)
-        depth = depths[node.parent] + 1 if node.parent >= 0 else 0
-        taken[node.parent] = taken.get(node.parent, 0.0) + node.value
-        lefts.append(left)
-        depths.append(depth)
+    kinds = _largest((node.name, node.value) for node in panel.nodes if node.level == "family")
+    places = icicle_places(panel.nodes)
+    depths = [depth for _, depth in places]
+    for node, (left, depth) in zip(panel.nodes, places, strict=True):
         kind = (node.name if node.name in kinds else _MORE) if node.level == "family" else "phases and modules"
         name = middle_cut(printable(node.name), _LONGEST) if node.value / whole >= _LEAST_LABELLED else ""
         rows.append({"left": left, "right": left + node.value, "depth": depth, "kind": printable(kind), "name": name,
@@ -465,10 +448,7 @@ def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.C
     """The slices of each lane over time. Raises InputError where there is nothing to draw."""
     if not panel.slices:
         raise InputError("there is nothing to plot: nothing ran")
-    totals: dict[str, float] = {}
-    for one in panel.slices:
-        totals[one.kind] = totals.get(one.kind, 0.0) + one.end - one.begin
-    kinds = sorted(totals, key=lambda kind: -totals[kind])[: len(PALETTE) - 1]
+    kinds = _largest((one.kind, one.end - one.begin) for one in panel.slices)
     rows = [
         {"lane": printable(one.lane), "begin": one.begin, "end": one.end,
          "kind": printable(one.kind) if one.kind in kinds else _MORE}
@@ -514,8 +494,16 @@ def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     return alt.layer(cells, words).properties(title=_titled(title or panel.frame.heading, subtitle))
 
 
+def _largest(parts: Iterable[tuple[str, float]]) -> list[str]:
+    """The kinds with most in all, as many as have a colour of their own beside that of the others."""
+    totals: defaultdict[str, float] = defaultdict(float)
+    for kind, value in parts:
+        totals[kind] += value
+    return sorted(totals, key=lambda kind: -totals[kind])[: len(PALETTE) - 1]
+
+
 def _titled(title: str, subtitle: str) -> alt.TitleParams:
-    return alt.TitleParams(title, subtitle=[subtitle] if subtitle else [], subtitleColor=FAINT)
+    return alt.TitleParams(printable(title), subtitle=printable(subtitle))
 
 
 # Bytes over time as stacked areas, with what ran meanwhile, the peak, and what they are held against.
@@ -620,8 +608,7 @@ def draw_areas(
     ]
     if interactive:
         layers.append(_pointer(data, list(moments.held), scales))
-    heading = alt.TitleParams(printable(title), subtitle=printable(subtitle))
-    return alt.layer(*layers, width=AREAS_WIDTH, height=AREAS_HEIGHT, title=heading)
+    return alt.layer(*layers, width=AREAS_WIDTH, height=AREAS_HEIGHT, title=_titled(title, subtitle))
 
 
 def _moments(panel: Panel) -> _Moments:
