@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from recording_allocator import RecordingAllocator
-from stepscope.allocations.block_layout import BEFORE
-from stepscope.allocations.replay import replay
+from stepscope.allocations.replay import BEFORE, replay
 from stepscope.allocations.snapshot import Snapshot, read_snapshot
 
 _GAP_US = 100

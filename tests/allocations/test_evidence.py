@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from stepscope.allocations.block_layout import BEFORE
 from stepscope.allocations.explain import CERTAINTIES, Explained, categories_of, explain
+from stepscope.allocations.replay import BEFORE
 from stepscope.allocations.snapshot import snapshot_from
 from tests.allocations.recorded_steps import record, without_notes
 

@@ -9,9 +9,8 @@ from benchmarks.recording_allocator import MIB, RecordingAllocator
 
 from stepscope.allocations.answer import alike, answer_memory, memory_as_json, saved_by_block
 from stepscope.allocations.at_moment import category_timeline, moment_at, phase_peaks
-from stepscope.allocations.block_layout import rounded
 from stepscope.allocations.explain import Explained, Place, explain, place_of, shapes_by_size
-from stepscope.allocations.replay import replay
+from stepscope.allocations.replay import replay, rounded
 from stepscope.allocations.snapshot import Settings, snapshot_from
 from stepscope.core.errors import InputError
 from tests.conftest import workload

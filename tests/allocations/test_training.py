@@ -8,8 +8,7 @@ import pytest
 from stepscope.allocations.answer import memory_as_json, saved_by_block
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import Explained, explain
-from stepscope.allocations.prediction.estimate import estimate
-from stepscope.allocations.prediction.kept_tensors import kept_by_block
+from stepscope.allocations.prediction.estimate import estimate, kept_by_block
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.memory_notes import TensorNote
 from stepscope.core.units import MIB

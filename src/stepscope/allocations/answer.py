@@ -22,9 +22,9 @@ from stepscope.allocations.at_moment import (
     pool_table,
     timeline_panel,
 )
-from stepscope.allocations.block_layout import BEFORE
 from stepscope.allocations.explain import Certainty, Explained, certainty_of
 from stepscope.allocations.left_behind import growth_finding, growth_tables
+from stepscope.allocations.replay import BEFORE
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
 from stepscope.core.evidence import LeftBehind, MemoryGrowth

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import polars as pl
 
-from stepscope.allocations.block_layout import BEFORE, Contradiction
 from stepscope.allocations.explain import OF_TENSORS, ROUNDING, Explained, allocated_curve, categories_of
 from stepscope.allocations.prediction.caching_allocator import SMALL_SEGMENT
-from stepscope.allocations.replay import Replay, replay, segments_after
+from stepscope.allocations.replay import BEFORE, Contradiction, Replay, replay, segments_after
 from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment, Snapshot
 from stepscope.core.answer import Frame, Guide, Panel, Point, Span, Table, as_lines, table_of
 from stepscope.core.errors import InputError

@@ -16,9 +16,8 @@ from typing import Literal, get_args
 import msgspec
 import polars as pl
 
-from stepscope.allocations.block_layout import BEFORE, Allocation
 from stepscope.allocations.plain_pickle import without_collector
-from stepscope.allocations.replay import Replay, replay
+from stepscope.allocations.replay import BEFORE, Allocation, Replay, replay
 from stepscope.allocations.snapshot import AUTOGRAD, NO_STACK, Annotation, Sign, Snapshot, Stacks
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes, PhaseSpan, TensorNote

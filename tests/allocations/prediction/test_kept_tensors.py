@@ -1,6 +1,6 @@
 """What a block keeps, by its shapes: sizes that are equal by chance must not change what a tensor is called."""
 
-from stepscope.allocations.prediction.kept_tensors import kept_by_block
+from stepscope.allocations.prediction.estimate import kept_by_block
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import TextbookWorkload
 

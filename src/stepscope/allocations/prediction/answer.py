@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from stepscope.allocations.prediction.accuracy import Accuracy, Comparison, accuracy_panels
-from stepscope.allocations.prediction.estimate import MemoryEstimate
+from stepscope.allocations.prediction.estimate import KeptTensor, MemoryEstimate, kept_by_block
 from stepscope.allocations.prediction.fit import (
     CONVOLUTION_WORKSPACE_BYTES,
     MOST_GPUS,
@@ -15,7 +15,6 @@ from stepscope.allocations.prediction.fit import (
     Fit,
     Largest,
 )
-from stepscope.allocations.prediction.kept_tensors import KeptTensor, kept_by_block
 from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload

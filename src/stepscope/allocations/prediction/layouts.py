@@ -24,8 +24,12 @@ from typing import Any, Literal
 import msgspec
 
 from stepscope.allocations.prediction.estimate import DISTINCT_BATCHES, WORKSPACE_BYTES
-from stepscope.allocations.prediction.symbolic_compiled import CompiledSymbolicModel
-from stepscope.allocations.prediction.symbolic_model import BlockParameters, FusedSymbolicModel, SymbolicModel
+from stepscope.allocations.prediction.symbolic_model import (
+    BlockParameters,
+    CompiledSymbolicModel,
+    FusedSymbolicModel,
+    SymbolicModel,
+)
 from stepscope.allocations.prediction.symbolic_tensors import (
     ATTENTION,
     PRODUCTS,

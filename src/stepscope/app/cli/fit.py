@@ -190,7 +190,7 @@ def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:
     if workload.phase == "forward":
         raise InputError("inference keeps nothing for backward: --tensors needs --phase train or forward-backward")
     from stepscope.allocations.prediction.answer import answer_tensors
-    from stepscope.allocations.prediction.kept_tensors import kept_by_block
+    from stepscope.allocations.prediction.estimate import kept_by_block
 
     kept = kept_by_block(workload)
     rows = [

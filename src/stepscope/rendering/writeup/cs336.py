@@ -13,8 +13,8 @@ from stepscope.allocations.answer import answer_memory
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.prediction.answer import answer_fit, answer_tensors
+from stepscope.allocations.prediction.estimate import kept_by_block
 from stepscope.allocations.prediction.fit import fit
-from stepscope.allocations.prediction.kept_tensors import kept_by_block
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import Answer, Line, Panel, as_lines
 from stepscope.core.doubts import doubting_kinds
