@@ -57,40 +57,45 @@ class _Sum:
         """Whether addends of the accumulator's own format are added in turn."""
         return self.method == "in turn" and self.addend == self.accumulator
 
+    @property
+    def stops(self) -> bool:
+        """Whether it ends before its last addend, or overflows."""
+        return self.stopped_after is not None or not math.isfinite(self.result)
+
 
 def study_accumulation(*, addend: float | None = None, count: int | None = None) -> Answer:
     """Add up in every pair of accumulator and addend, and by each remedy: each of SUMS, or the sum that is asked for.
 
     Raises InputError for an addend that is not a positive number, and for a count below 1 or above LARGEST_COUNT.
     """
-    asked = SUMS
+    requested = SUMS
     if addend is not None or count is not None:
-        asked = ((SUMS[0][0] if count is None else count, SUMS[0][1] if addend is None else addend),)
-    for number, each in asked:
+        requested = ((SUMS[0][0] if count is None else count, SUMS[0][1] if addend is None else addend),)
+    for number, each in requested:
         whole_number(number, "--count", 1, LARGEST_COUNT)
         if not (math.isfinite(each) and each > 0):
             raise InputError(f"--addend is {each:g}: give a finite number above zero, as in 0.01")
-    sums = {(number, each): _sums(number, each) for number, each in asked}
+    sums = {(number, each): _sums(number, each) for number, each in requested}
     return computed_answer(
         torch.device("cpu"),
         study="accumulation",
         question="Where does a sum of many small numbers stop growing?",
-        settings={} if asked is SUMS else {"addend": asked[0][1], "count": asked[0][0]},
+        settings={} if requested is SUMS else {"addend": requested[0][1], "count": requested[0][0]},
         tables=(
-            *(_results(f"{number:,} x {each}", found) for (number, each), found in sums.items()),
-            *(_running(each, found) for (_, each), found in sums.items()),
+            *(_results(f"{number:,} x {each}", cases) for (number, each), cases in sums.items()),
+            *(_running(each, cases) for (_, each), cases in sums.items()),
         ),
-        panels=tuple(_panel(f"sum of {number:,} x {each}", found) for (number, each), found in sums.items()),
+        panels=tuple(_panel(f"sum of {number:,} x {each}", cases) for (number, each), cases in sums.items()),
         findings=(
-            *(_stop(found) for found in itertools.chain(*sums.values()) if found.plain and _stops(found)),
-            *(finding for found in sums.values() for finding in _remedies(found)),
+            *(_stop(case) for case in itertools.chain(*sums.values()) if case.plain and case.stops),
+            *(finding for cases in sums.values() for finding in _remedies(cases)),
         ),
     )
 
 
 def _sums(count: int, each: float) -> list[_Sum]:
-    found = [_in_turn(accumulator, addend, count, each) for accumulator in DTYPES for addend in ADDENDS]
-    return found + [remedy(dtype, count, each) for dtype in DTYPES for remedy in (_kahan, _pairwise)]
+    cases = [_in_turn(accumulator, addend, count, each) for accumulator in DTYPES for addend in ADDENDS]
+    return cases + [remedy(dtype, count, each) for dtype in DTYPES for remedy in (_kahan, _pairwise)]
 
 
 def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
@@ -103,9 +108,8 @@ def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
         running.append(total.item())
         if running[-1] != last:
             last, stopped = running[-1], i
-    return _Sum(
-        accumulator, addend, "in turn", count, each, last, stopped if stopped < count else None, tuple(running)
-    )  # fmt: skip
+    stopped_after = stopped if stopped < count else None
+    return _Sum(accumulator, addend, "in turn", count, each, last, stopped_after, tuple(running))
 
 
 def _kahan(dtype: str, count: int, each: float) -> _Sum:
@@ -131,24 +135,24 @@ def _pairwise(dtype: str, count: int, each: float) -> _Sum:
 
 def _results(title: str, sums: list[_Sum]) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for found in sums:
-        stops = found.stopped_after is not None and math.isfinite(found.result)
-        unit = FORMATS[found.accumulator].spacing(found.result) if stops else None
-        error = found.result - found.exact
-        rows.append((found.accumulator, found.addend, found.method, found.result, error, found.stopped_after, unit))
+    for case in sums:
+        stops = case.stopped_after is not None and math.isfinite(case.result)
+        unit = FORMATS[case.accumulator].spacing(case.result) if stops else None
+        error = case.result - case.exact
+        rows.append((case.accumulator, case.addend, case.method, case.result, error, case.stopped_after, unit))
     columns = ("accumulator", "addend", "method", "result", "error", "stopped after", "unit in the last place there")
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
 def _running(each: float, sums: list[_Sum]) -> Table:
     """The sums in turn after 1, 2, 5, 10, 20 ... addends, and how far each is off."""
-    plain = [found for found in sums if found.plain]
+    plain = [case for case in sums if case.plain]
     rows: list[tuple[Cell, ...]] = []
     for number in _places(plain[0].count):
         exact = number * each
-        reached = [found.running[number - 1] for found in plain]
+        reached = [case.running[number - 1] for case in plain]
         rows.append((number, exact, *reached, *(float(f"{100 * (value / exact - 1):.3g}") for value in reached)))
-    names = [found.accumulator for found in plain]
+    names = [case.accumulator for case in plain]
     columns = ("addends", "exact sum", *(f"in {name}" for name in names), *(f"{name} off by, %" for name in names))
     return Table(title=f"Running sum, addend {each}", columns=columns, rows=tuple(rows))
 
@@ -161,34 +165,30 @@ def _places(count: int) -> list[int]:
 
 def _panel(y_title: str, sums: list[_Sum]) -> Panel:
     points = (
-        (f"{found.accumulator} + {found.addend}", float(i), found.running[i - 1])
-        for found in sums
-        if found.plain
-        for every in [max(1, found.count // _CURVE_POINTS)]
-        for i in range(every, found.count + 1, every)
+        (f"{case.accumulator} + {case.addend}", float(i), case.running[i - 1])
+        for case in sums
+        if case.plain
+        for every in [max(1, case.count // _CURVE_POINTS)]
+        for i in range(every, case.count + 1, every)
     )
     return curves(points, x_title="addends", y_title=y_title)
 
 
-def _stops(found: _Sum) -> bool:
-    return found.stopped_after is not None or not math.isfinite(found.result)
-
-
-def _stop(found: _Sum) -> Finding:
+def _stop(case: _Sum) -> Finding:
     """A finding that says why a sum does not reach its end: it stops, overflows, or never begins."""
-    small = FORMATS[found.addend].round(found.each)
-    evidence = {"result": found.result, "stopped_after": found.stopped_after, "addend": small}
-    what = f"In {found.accumulator} the sum of {found.count:,} x {found.each}"
+    small = FORMATS[case.addend].round(case.each)
+    evidence = {"result": case.result, "stopped_after": case.stopped_after, "addend": small}
+    what = f"In {case.accumulator} the sum of {case.count:,} x {case.each}"
     if small == 0:
-        return note("addend-vanishes", f"{what} stays 0: the addend is zero in {found.addend}.", evidence)
-    if not math.isfinite(found.result):
-        after = next(i for i, value in enumerate(found.running, start=1) if not math.isfinite(value))
+        return note("addend-vanishes", f"{what} stays 0: the addend is zero in {case.addend}.", evidence)
+    if not math.isfinite(case.result):
+        after = next(i for i, value in enumerate(case.running, start=1) if not math.isfinite(value))
         return note("sum-overflows", f"{what} overflows after {counted(after, 'addend')}.", evidence)
-    half = FORMATS[found.accumulator].spacing(found.result) / 2
+    half = FORMATS[case.accumulator].spacing(case.result) / 2
     return note(
         "sum-stops",
-        f"{what} stops at {found.result!r} after {found.stopped_after:,} addends: half a unit in the last place "
-        f"there is {half:.6g}, and the addend, {small:.6g} in {found.addend}, is "
+        f"{what} stops at {case.result!r} after {case.stopped_after:,} addends: half a unit in the last place "
+        f"there is {half:.6g}, and the addend, {small:.6g} in {case.addend}, is "
         f"{'exactly that' if small == half else 'less'}.",
         {**evidence, "half_unit": half},
     )
@@ -197,7 +197,7 @@ def _stop(found: _Sum) -> Finding:
 def _remedies(sums: list[_Sum]) -> Iterator[Finding]:
     """A finding for each 16-bit accumulator: what each method of adding comes to."""
     for dtype in ("fp16", "bf16"):
-        of = {found.method: found for found in sums if found.accumulator == dtype and found.addend == dtype}
+        of = {case.method: case for case in sums if case.accumulator == dtype and case.addend == dtype}
         wide = next(s for s in sums if s.accumulator == "fp32" and s.addend == dtype)
         plain, kahan, pairwise = of["in turn"], of["Kahan"], of["pairwise"]
         left = f", what is left of the error being the addend's own rounding to {dtype}"

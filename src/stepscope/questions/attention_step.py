@@ -64,21 +64,21 @@ class StepCell(ComparedRun):
     @cached_property
     def families(self) -> dict[str, float]:
         """Seconds of kernel time a step, by family; empty without a capture."""
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for row in self.digest.families if self.digest else ():
-            found[row.family] = found.get(row.family, 0.0) + row.busy_ns * 1e-9
-        return found
+            seconds[row.family] = seconds.get(row.family, 0.0) + row.busy_ns * 1e-9
+        return seconds
 
     @cached_property
     def inside(self) -> dict[str, float]:
         """The part of it launched by the attention itself, not by its projections; empty where the capture does not
         say (no modules in it, or a compiled step).
         """
-        found: dict[str, float] = {}
+        seconds: dict[str, float] = {}
         for row in self.digest.places if self.digest else ():
             if row.module.rpartition(".")[2] == "attention":
-                found[row.family] = found.get(row.family, 0.0) + row.busy_ns * 1e-9
-        return found
+                seconds[row.family] = seconds.get(row.family, 0.0) + row.busy_ns * 1e-9
+        return seconds
 
     @property
     def outside_s(self) -> float:
@@ -131,8 +131,8 @@ class StepGroup:
         """
         times = [median_s(cell.run, OUTSIDE_PHASE) for cell in self.cells]
         base, *others = times
-        found = [abs(other / base - 1) for other in others if other and base]
-        return max(found, default=None)
+        shares = [abs(other / base - 1) for other in others if other and base]
+        return max(shares, default=None)
 
     def why_alike(self, pair: StepPair) -> str:
         """Why nothing can be said of which is faster of two cells of the group; empty where it can."""
@@ -225,11 +225,11 @@ def _kernels(pair: StepPair) -> Iterator[Finding]:
     if not all_moves:
         return
     if moves:
-        outside_s, own, rest = cell.outside_s - base.outside_s, "in attention itself", "in all else"
+        outside_s, inside, rest = cell.outside_s - base.outside_s, "in attention itself", "in all else"
     else:  # a capture that does not say which kernels are attention's own
         moves = [move for move in all_moves if move[0] not in OUTSIDE_FAMILIES]
         outside_s = sum(s for family, s in all_moves if family in OUTSIDE_FAMILIES)
-        own, rest = "in families that attention has a part in", "in the other families"
+        inside, rest = "in families that attention has a part in", "in the other families"
     named = [(family, s) for family, s in moves if abs(s) >= least_s][:_MOVES]
     change_s = sum(s for _, s in moves)
     start = f"{cell.name}, from {base.value} to {cell.value}, kernel time of a step moves by"
@@ -240,7 +240,7 @@ def _kernels(pair: StepPair) -> Iterator[Finding]:
     if max(largest, abs(change_s)) <= abs(outside_s):
         yield note(
             "not distinguishable",
-            f"{start} {_signed(change_s)} {own}, and by {_signed(outside_s)} {rest}, "
+            f"{start} {_signed(change_s)} {inside}, and by {_signed(outside_s)} {rest}, "
             "where both do the same: what attention moves is not distinguishable from noise.",
             evidence,
         )
@@ -248,7 +248,7 @@ def _kernels(pair: StepPair) -> Iterator[Finding]:
     families = ", ".join(f"{family} {_signed(s)}" for family, s in named)
     yield note(
         "moved",
-        f"{start} {_signed(change_s)} {own}: {families}; {rest}, where both do the same, by {_signed(outside_s)}.",
+        f"{start} {_signed(change_s)} {inside}: {families}; {rest}, where both do the same, by {_signed(outside_s)}.",
         evidence,
     )
 
@@ -445,12 +445,12 @@ def _moved(groups: Sequence[StepGroup]) -> Table:
     for pair in (pair for group in groups for pair in group.pairs):
         inside = dict(pair.moves_inside)
         for family, change in pair.moves:
-            own = inside.get(family, 0.0) if inside else None
-            if max(abs(change), abs(own or 0.0)) >= LEAST * pair.base.time_s:
+            in_attention = inside.get(family, 0.0) if inside else None
+            if max(abs(change), abs(in_attention or 0.0)) >= LEAST * pair.base.time_s:
                 name = f"{pair.base.value} to {pair.other.value}"
                 # To a picosecond: sums of the same kernels in another order differ by 1e-17 ms.
-                rest = None if own is None else round(change - own, 12)
-                rows.append((pair.other.name, name, family, *map(milliseconds, (change, own, rest))))
+                rest = None if in_attention is None else round(change - in_attention, 12)
+                rows.append((pair.other.name, name, family, *map(milliseconds, (change, in_attention, rest))))
     heads = ("cell", "from, to", "family", "change", "in attention itself", "in all else")
     return known_columns(MOVED, heads, rows)
 

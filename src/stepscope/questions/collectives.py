@@ -144,10 +144,10 @@ def _panels(times: Sequence[CollectiveTime]) -> Iterator[Panel]:
 
 def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], peak: float | None) -> Iterator[Finding]:
     for backend, ranks in dict.fromkeys((time.backend, time.ranks) for time in times):
-        own = [(bus, t) for t in times if (t.backend, t.ranks) == (backend, ranks) and (bus := _bus(t)) is not None]
-        if not own:
+        rates = [(bus, t) for t in times if (t.backend, t.ranks) == (backend, ranks) and (bus := _bus(t)) is not None]
+        if not rates:
             continue
-        bus, best = max(own, key=lambda pair: pair[0])
+        bus, best = max(rates, key=lambda pair: pair[0])
         of_peak = f", {format_share(bus / peak)} of the link's peak" if peak and backend == "nccl" else ""
         yield note(
             "fastest-collective",
@@ -155,8 +155,8 @@ def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], pe
             f"{best.kind} of {format_bytes(best.message_bytes)}.",
             {"bytes_per_s": bus, "message_bytes": best.message_bytes},
         )
-        mine = [fit for fit in fits if (fit.backend, fit.ranks) == (backend, ranks)]
-        reduce = next((fit for fit in mine if fit.kind == "all-reduce" and fit.bytes_per_s), None)
+        of_group = [fit for fit in fits if (fit.backend, fit.ranks) == (backend, ranks)]
+        reduce = next((fit for fit in of_group if fit.kind == "all-reduce" and fit.bytes_per_s), None)
         if reduce is not None and reduce.bytes_per_s:
             half = reduce.latency_s * reduce.bytes_per_s
             yield note(
@@ -165,12 +165,12 @@ def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], pe
                 f"{format_bytes(half)}, latency is more than half of its time.",
                 {"latency_s": reduce.latency_s, "half_bytes": half},
             )
-        poor = [fit for fit in mine if fit.residual > _GOOD_FIT]
+        poor = [fit for fit in of_group if fit.residual > _GOOD_FIT]
         if poor:
             worst = max(poor, key=lambda fit: fit.residual)
             yield warning(
                 "poor-fit",
-                f"Latency and bandwidth alone describe {len(poor)} of {len(mine)} collectives over {backend} with "
+                f"Latency and bandwidth alone describe {len(poor)} of {len(of_group)} collectives over {backend} with "
                 f"{ranks} ranks badly: they miss the times of {worst.kind} by {format_share(worst.residual)}.",
                 {"residual": worst.residual, "poor": len(poor)},
                 "take the table of times where a size matters",
@@ -204,7 +204,7 @@ def study_collectives(
     ]  # fmt: skip
     for backend, number in plans:
         check_launch(number, BACKENDS[backend])
-    found: list[CollectiveTime] = []
+    times: list[CollectiveTime] = []
     where: Environment | None = None
     threads: int | None = None
     early: Finding | None = None
@@ -232,18 +232,18 @@ def study_collectives(
             threads = launched.threads
         except (KeyboardInterrupt, StepscopeError) as error:
             of_ranks = _until_then(kept)
-            if not found and not of_ranks:
+            if not times and not of_ranks:
                 raise
             early = _ended_early(backend, number, error)
         if of_ranks:
             where = of_ranks[0].environment
             fresh = times_together(of_ranks, backend)
-            found += fresh
+            times += fresh
             if early is None and (place is None or place.rank == 0):
                 keep_fits(where, datetime.now(UTC).isoformat(timespec="seconds"), fits_of(fresh))
         if early is not None:
             break
-    answer = answer_collectives(found, where, datetime.now(UTC).date().isoformat(), threads)
+    answer = answer_collectives(times, where, datetime.now(UTC).date().isoformat(), threads)
     return answer if early is None else msgspec.structs.replace(answer, findings=(early, *answer.findings))
 
 
@@ -272,7 +272,7 @@ def times_together(of_ranks: "Sequence[RankTimes]", backend: str) -> list[Collec
     GPUs it lasts as long as on the rank that took longest, by the device's own clock.
     """
     one_clock = len({rank.host for rank in of_ranks}) == 1
-    made: list[CollectiveTime] = []
+    together: list[CollectiveTime] = []
     for same in zip(*(rank.times for rank in of_ranks), strict=True):
         first: OneTime = same[0]
         if first.failure:
@@ -283,13 +283,13 @@ def times_together(of_ranks: "Sequence[RankTimes]", backend: str) -> list[Collec
         else:
             steps = steps_together([one.spans_ns for one in same], one_clock=one_clock)
             samples = Samples(values_s=tuple(step / first.calls for step in steps), clock=first.clock)
-        made.append(
+        together.append(
             CollectiveTime(
                 kind=first.kind, backend=backend, ranks=len(of_ranks), message_bytes=first.message_bytes,
                 samples=samples, calls=first.calls, failure=first.failure,
             )
         )  # fmt: skip
-    return made
+    return together
 
 
 def _usual_backend() -> str:
@@ -298,31 +298,31 @@ def _usual_backend() -> str:
     return "nccl" if resolve_device("auto").type == "cuda" else "gloo"
 
 
-def _ranks(asked: Sequence[int] | None, backend: str, place: RankPlace | None) -> Sequence[int]:
+def _ranks(requested: Sequence[int] | None, backend: str, place: RankPlace | None) -> Sequence[int]:
     """How many ranks take part. In a job that runs already, those that it has; else every GPU, or two CPU ranks."""
     if backend not in BACKENDS:
         raise InputError(f"unknown backend {backend!r}: choose one of {', '.join(BACKENDS)}")
-    if asked is None and place is not None:
-        asked = (place.ranks,)
-    if asked is None and backend == "nccl":
+    if requested is None and place is not None:
+        requested = (place.ranks,)
+    if requested is None and backend == "nccl":
         import torch
 
-        asked = (max(2, torch.cuda.device_count()),)
-    if any(number < 2 for number in asked or ()):
+        requested = (max(2, torch.cuda.device_count()),)
+    if any(number < 2 for number in requested or ()):
         raise InputError("--ranks is below 2: a collective has at least two ranks")
-    return tuple(dict.fromkeys(asked or (2,)))
+    return tuple(dict.fromkeys(requested or (2,)))
 
 
-def _sizes(asked: Sequence[int] | None, largest: int | None, device: str) -> tuple[int, ...]:
+def _sizes(requested: Sequence[int] | None, largest: int | None, device: str) -> tuple[int, ...]:
     """The sizes of messages: those asked for, or each fourth power of two from 1 KiB on."""
-    if asked and largest is not None:
+    if requested and largest is not None:
         raise InputError("--sizes and --largest both say which sizes: leave one out")
-    if asked:
-        return tuple(sorted(set(asked)))
+    if requested:
+        return tuple(sorted(set(requested)))
     end = _LARGEST[device] if largest is None else largest
     if end < KIB:
         raise InputError(f"--largest is {format_bytes(end)}: sizes begin at 1 KiB, or name them with --sizes")
-    found = [KIB]
-    while found[-1] * _STEP <= end:
-        found.append(found[-1] * _STEP)
-    return tuple(found)
+    sizes = [KIB]
+    while sizes[-1] * _STEP <= end:
+        sizes.append(sizes[-1] * _STEP)
+    return tuple(sizes)

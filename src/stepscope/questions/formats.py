@@ -213,13 +213,13 @@ def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
         if not math.isfinite(f.round(number))
     ]
     kept = [f.name for f in FORMATS.values() if f.round(number) == exact]
-    said = []
+    clauses = []
     if vanished:
-        said.append(f"vanishes in {', '.join(vanished)}")
+        clauses.append(f"vanishes in {', '.join(vanished)}")
     if overflowed:
-        said.append(f"overflows in {', '.join(overflowed)}")
-    said.append(f"is exact in {', '.join(kept)}" if kept else "is exact in none")
-    return [note("value", f"{value.strip()} {', '.join(said)}.", {"value": number})]
+        clauses.append(f"overflows in {', '.join(overflowed)}")
+    clauses.append(f"is exact in {', '.join(kept)}" if kept else "is exact in none")
+    return [note("value", f"{value.strip()} {', '.join(clauses)}.", {"value": number})]
 
 
 QUESTION = Question(

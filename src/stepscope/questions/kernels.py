@@ -94,8 +94,8 @@ def longest_of_both(digest: TraceDigest) -> KernelRow | None:
     if not all(phases) or not all(kept):
         return None
     unseen = [min(row.busy_ns for row in rows.values()) if len(rows) >= KEPT_ROWS else 0.0 for rows in kept]
-    found = {name: [rows[name] for rows in kept if name in rows] for name in (*kept[0], *kept[1])}
-    known = {name: sum(row.busy_ns for row in rows) for name, rows in found.items()}
+    rows_of = {name: [rows[name] for rows in kept if name in rows] for name in (*kept[0], *kept[1])}
+    known = {name: sum(row.busy_ns for row in rows) for name, rows in rows_of.items()}
     first = max(known, key=lambda name: known[name])
     at_most = [
         known[name] + sum(more for rows, more in zip(kept, unseen, strict=True) if name not in rows) for name in known
@@ -103,9 +103,9 @@ def longest_of_both(digest: TraceDigest) -> KernelRow | None:
     if max(*at_most, sum(unseen)) > known[first]:
         return None
     return msgspec.structs.replace(
-        found[first][0],
+        rows_of[first][0],
         phase=FORWARD_AND_BACKWARD,
-        calls=sum(row.calls for row in found[first]),
+        calls=sum(row.calls for row in rows_of[first]),
         busy_ns=known[first],
         share=known[first] / sum(phase.busy_ns for phase in phases if phase),
     )
@@ -190,8 +190,8 @@ def _with_range(table: Table, ratios: list[tuple[float, str]], kind: str, what: 
     if not ratios:
         return _Part(table=table)
     (least, shortest), (most, longest) = min(ratios), max(ratios)
-    said = f"{what} {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as {base}."
-    return _Part(table=table, findings=(note(kind, said, {"least": least, "most": most}),))
+    sentence = f"{what} {least:.2f} ({shortest}) to {most:.2f} times ({longest}) as long as {base}."
+    return _Part(table=table, findings=(note(kind, sentence, {"least": least, "most": most}),))
 
 
 def _longest(letter: str, cells: list[CapturedCell]) -> _Part:
@@ -213,12 +213,12 @@ def _longest(letter: str, cells: list[CapturedCell]) -> _Part:
     )  # fmt: skip
     if not counted:
         return _Part(table=table)
-    said = (
+    sentence = (
         f"In {right} of {counted} phases the matrix products are as many as the model has: in forward, a layer has "
         "query, key, value, output, gate, up and down, and the two of attention unless they are fused; one more is "
         "the head's. Backward has two for each."
     )
-    return _Part(table=table, findings=(note("product-counts", said, {"phases": counted, "as expected": right}),))
+    return _Part(table=table, findings=(note("product-counts", sentence, {"phases": counted, "as expected": right}),))
 
 
 def _kernel(row: KernelRow) -> tuple[Cell, ...]:
@@ -265,10 +265,10 @@ def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
     if not training:
         return _Part(table=table, panels=panels)
     why = ": the optimizer multiplies no matrices" if falls and _optimizer_without_products(cells) else ""
-    said = (
+    sentence = (
         f"Over a whole training step the share is lower than in forward alone in {falls} of {len(training)} cells{why}."
     )
-    finding = note("product-share-falls", said, {"cells": len(training), "lower": falls})
+    finding = note("product-share-falls", sentence, {"cells": len(training), "lower": falls})
     return _Part(table=table, findings=(finding,), panels=panels)
 
 
@@ -325,7 +325,7 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
     if not costs:
         return _Part(table=table)
     least, most = min(costs.values()), max(costs.values())
-    said = (
+    sentence = (
         "Time ratio and FLOP ratio: both products over softmax. A FLOP of softmax costs "
         f"{least:.0f} to {most:.0f} times as much as one of a product."
     )
@@ -333,7 +333,7 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
     panels = _over_lengths(
         "cost of a FLOP of softmax, in FLOPs of a product", cells, lambda cell: digits(costs_of.get(id(cell)))
     )
-    finding = note("softmax-costs", said, {"least": least, "most": most})
+    finding = note("softmax-costs", sentence, {"least": least, "most": most})
     return _Part(table=table, findings=(finding,), panels=panels)
 
 
@@ -439,11 +439,11 @@ def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
     if not times:
         return _Part(table=table)
     apart, share = max(map(abs, times)) * 100, max(map(abs, points))
-    said = (
+    sentence = (
         f"{first} and the other profiler saw different steps of different processes. Kernel time by phase differs "
         f"by at most {apart:.2f} %, the share of matrix multiplication by {share:.2f} points."
     )
-    return _Part(table=table, findings=(note("profilers-agree", said, {"time %": apart, "points": share}),))
+    return _Part(table=table, findings=(note("profilers-agree", sentence, {"time %": apart, "points": share}),))
 
 
 def _doubts(cells: list[CapturedCell]) -> list[Finding]:

@@ -188,13 +188,13 @@ def norm_findings(
     limits: list[NormLimits], by_scale: list[NormCase], by_width: list[NormCase], by_epsilon: list[NormCase]
 ) -> Iterator[Finding]:
     """Findings on squares and epsilon in each format, where each way breaks, the width, and what upcasting mends."""
-    for found in limits:
-        yield _square_limit(found)
+    for limit in limits:
+        yield _square_limit(limit)
     for norm in NORMS:
         for name in DTYPES:
             cases = [case for case in of_norm(by_scale, norm) if case.format == name]
             yield from _overflow(cases)
-    yield from (_epsilon(found) for found in limits if found.format == "fp16")
+    yield from (_epsilon(limit) for limit in limits if limit.format == "fp16")
     yield from _small(by_epsilon)
     for norm in NORMS:
         for name in DTYPES:
@@ -202,16 +202,16 @@ def norm_findings(
     yield from _safe(by_scale)
 
 
-def _square_limit(found: NormLimits) -> Finding:
-    largest = FORMATS[found.format].largest
+def _square_limit(limit: NormLimits) -> Finding:
+    largest = FORMATS[limit.format].largest
     return note(
         "squares-overflow",
-        f"In {found.format} a square is finite up to {found.largest_square_of:.8g} and infinite from "
-        f"{found.overflows_at:.8g} on (the root of the largest number, {largest:.6g}, is {math.sqrt(largest):.8g}); it "
-        f"is zero up to {found.vanishes_up_to:.4g}.",
+        f"In {limit.format} a square is finite up to {limit.largest_square_of:.8g} and infinite from "
+        f"{limit.overflows_at:.8g} on (the root of the largest number, {largest:.6g}, is {math.sqrt(largest):.8g}); it "
+        f"is zero up to {limit.vanishes_up_to:.4g}.",
         {
-            "largest_square_of": found.largest_square_of, "overflows_at": found.overflows_at,
-            "vanishes_up_to": found.vanishes_up_to,
+            "largest_square_of": limit.largest_square_of, "overflows_at": limit.overflows_at,
+            "vanishes_up_to": limit.vanishes_up_to,
         },
     )  # fmt: skip
 
@@ -219,11 +219,11 @@ def _square_limit(found: NormLimits) -> Finding:
 def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
     """Findings on where each way of one norm in one format first breaks on large inputs."""
     for way in (MEAN, SUM, IN_TURN):
-        own = [case for case in cases if case.way == way]
-        broken = next((case for case in own if case.spread.word in ("inf", "nan")), None)
+        of_way = [case for case in cases if case.way == way]
+        broken = next((case for case in of_way if case.spread.word in ("inf", "nan")), None)
         if broken is None:
             continue
-        held = [case.scale for case in own if case.scale < broken.scale and not case.spread.broken]
+        held = [case.scale for case in of_way if case.scale < broken.scale and not case.spread.broken]
         last = f"; at {max(held):g} it was finite" if held else ""
         became = {"zero": "a row of zeros, without a NaN", "nan": "NaN"}.get(
             broken.output.word, f"off by {broken.output.error:.3g}"
@@ -240,27 +240,27 @@ def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _epsilon(found: NormLimits) -> Finding:
-    kind = kind_of_number(found.epsilon, found.format)
+def _epsilon(limit: NormLimits) -> Finding:
+    kind = kind_of_number(limit.epsilon, limit.format)
     beside = (
-        f"Beside a mean of squares of {found.swallowed_from:.4g} or more it changes nothing"
-        if found.epsilon
+        f"Beside a mean of squares of {limit.swallowed_from:.4g} or more it changes nothing"
+        if limit.epsilon
         else "It changes nothing anywhere"
     )
-    what = "vanishes" if kind == "zero" else f"becomes {found.epsilon:.6g}, a {kind} number"
+    what = "vanishes" if kind == "zero" else f"becomes {limit.epsilon:.6g}, a {kind} number"
     return Finding(
         kind="epsilon",
-        severity="note" if found.epsilon else "warning",
-        sentence=f"In {found.format} epsilon {what}. {beside}.",
-        evidence={"epsilon": found.epsilon, "swallowed_from": found.swallowed_from},
+        severity="note" if limit.epsilon else "warning",
+        sentence=f"In {limit.format} epsilon {what}. {beside}.",
+        evidence={"epsilon": limit.epsilon, "swallowed_from": limit.swallowed_from},
     )
 
 
 def _small(cases: list[NormCase]) -> Iterator[Finding]:
     """Findings on small inputs in fp16: the worst result of the norm, and the first epsilon with which it breaks."""
-    own = [case for case in cases if case.format == "fp16" and case.output.word != INPUT_OVERFLOWS.word]
-    naive = [case for case in own if case.way == MEAN]
-    safe = {case.epsilon: case for case in own if case.way == UPCAST}
+    tried = [case for case in cases if case.format == "fp16" and case.output.word != INPUT_OVERFLOWS.word]
+    naive = [case for case in tried if case.way == MEAN]
+    safe = {case.epsilon: case for case in tried if case.way == UPCAST}
     broken = next((case for case in naive if case.output.broken), None)
     worst = max((case for case in naive if not case.output.broken), key=lambda case: case.output.error, default=None)
     if worst is not None:
@@ -296,10 +296,10 @@ def _growth(cases: list[NormCase]) -> Iterator[Finding]:
     """A finding for one norm and format: the spread's error at the smallest and largest width, in turn and by mean."""
     ends = {}
     for way in (IN_TURN, MEAN):
-        own = sorted((case for case in cases if case.way == way), key=lambda case: case.width)
-        if len(own) < 2 or own[0].spread.broken or own[-1].spread.broken:
+        of_way = sorted((case for case in cases if case.way == way), key=lambda case: case.width)
+        if len(of_way) < 2 or of_way[0].spread.broken or of_way[-1].spread.broken:
             return
-        ends[way] = (own[0], own[-1])
+        ends[way] = (of_way[0], of_way[-1])
     (first, last), (mean_first, mean_last) = ends[IN_TURN], ends[MEAN]
     half = FORMATS[first.format].spacing(float(last.width)) / 2
     accumulates = "in parts" if first.format == "fp32" else "in fp32"
@@ -322,9 +322,9 @@ def _safe(cases: list[NormCase]) -> Iterator[Finding]:
     """Findings on what upcasting leaves of the error, over all scales."""
     for name in ("fp16", "bf16"):
         for norm in NORMS:
-            own = [c for c in of_norm(cases, norm) if c.format == name and c.output.word != INPUT_OVERFLOWS.word]
-            safe = [case for case in own if case.way == UPCAST]
-            built_in = [case for case in own if case.way == BUILT_IN]
+            tried = [c for c in of_norm(cases, norm) if c.format == name and c.output.word != INPUT_OVERFLOWS.word]
+            safe = [case for case in tried if case.way == UPCAST]
+            built_in = [case for case in tried if case.way == BUILT_IN]
             if not safe:
                 continue
             broken = [case for case in safe if case.output.broken]
@@ -408,10 +408,10 @@ def _limits(limits: Iterable[NormLimits], epsilon: float) -> Table:
     )  # fmt: skip
     rows: list[tuple[Cell, ...]] = [
         (
-            found.format, found.largest_square_of, found.overflows_at, found.vanishes_up_to, found.epsilon,
-            kind_of_number(found.epsilon, found.format), found.swallowed_from,
+            limit.format, limit.largest_square_of, limit.overflows_at, limit.vanishes_up_to, limit.epsilon,
+            kind_of_number(limit.epsilon, limit.format), limit.swallowed_from,
         )
-        for found in limits
+        for limit in limits
     ]  # fmt: skip
     return Table(title="Squares and epsilon in each format", columns=columns, rows=tuple(rows))
 
@@ -477,10 +477,10 @@ def study_own_normalisation(
     on = resolve_device(device)
     workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
     step = step_of(workload, on)
-    with _kept(step.model) as found:
+    with _kept(step.model) as rows_read:
         step.prepare()
         step.phases[0].run()
-    reads = [_together(module, kept) for module, kept in found.items()]
+    reads = [_together(module, kept) for module, kept in rows_read.items()]
     if not reads:
         raise InputError(f"{own} runs no RMSNorm and no LayerNorm in forward: there is nothing to look at")
     cases = {
@@ -508,14 +508,14 @@ def kind_of_norm(module: nn.Module) -> str | None:
 @contextlib.contextmanager
 def _kept(model: nn.Module) -> Iterator[dict[tuple[str, str, float], list[Tensor]]]:
     """While open, keeps what each norm reads, by its folded path, kind and epsilon."""
-    found: dict[tuple[str, str, float], list[Tensor]] = {}
+    read: dict[tuple[str, str, float], list[Tensor]] = {}
     name_of = layers_folded(model)
 
     def keep(name: str, module: nn.Module, kind: str, args: Sequence[Any]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].dim() and args[0].is_floating_point():
             width = _width(module, args[0])
             rows = args[0].detach().float().reshape(-1, width)
-            found.setdefault((name_of(name), kind, _own_epsilon(module)), []).append(rows)
+            read.setdefault((name_of(name), kind, _epsilon_of(module)), []).append(rows)
 
     handles = [
         module.register_forward_pre_hook(lambda module, args, n=name, k=kind: keep(n, module, k, args))
@@ -523,7 +523,7 @@ def _kept(model: nn.Module) -> Iterator[dict[tuple[str, str, float], list[Tensor
         if (kind := kind_of_norm(module))
     ]
     try:
-        yield found
+        yield read
     finally:
         for handle in handles:
             handle.remove()
@@ -535,11 +535,11 @@ def _width(module: nn.Module, x: Tensor) -> int:
     return x[(0,) * (x.dim() - len(shape))].numel() if isinstance(shape, tuple) else x.shape[-1]
 
 
-def _own_epsilon(module: nn.Module) -> float:
+def _epsilon_of(module: nn.Module) -> float:
     """The norm's epsilon; PyTorch's RMSNorm takes fp32's own where it has None."""
     names = ("eps", "variance_epsilon", "epsilon")
-    found = next((value for name in names if isinstance(value := getattr(module, name, None), float)), None)
-    return torch.finfo(torch.float32).eps if found is None else found
+    epsilon = next((value for name in names if isinstance(value := getattr(module, name, None), float)), None)
+    return torch.finfo(torch.float32).eps if epsilon is None else epsilon
 
 
 def _together(kind: tuple[str, str, float], kept: list[Tensor]) -> _Read:
@@ -549,9 +549,9 @@ def _together(kind: tuple[str, str, float], kept: list[Tensor]) -> _Read:
 
 def _deviation(read: _Read, name: str, way: str) -> Deviation:
     x = read.rows.to(DTYPES[name])
-    _, found = normalise(x, read.norm, way, read.epsilon)
+    _, output = normalise(x, read.norm, way, read.epsilon)
     _, right = normalise(x.double(), read.norm, MEAN, read.epsilon)
-    return deviation(found, right, x)
+    return deviation(output, right, x)
 
 
 def _inputs(reads: Sequence[_Read]) -> Table:
@@ -619,5 +619,5 @@ def _findings(reads: Sequence[_Read], cases: _Cases) -> Iterator[Finding]:
             )
 
 
-def _size(found: Deviation) -> float:
-    return float("inf") if found.broken else found.error
+def _size(off: Deviation) -> float:
+    return float("inf") if off.broken else off.error

@@ -34,7 +34,6 @@ from stepscope.questions.compare.comparison import (
     unlike_environments,
 )
 from stepscope.runs import metrics
-from stepscope.runs import metrics as communication
 from stepscope.runs.answer import bar
 
 # Strategies that share a step over ranks, against one process and against one another.
@@ -101,13 +100,8 @@ class SharedCell(ComparedRun):
     def order(self) -> tuple[int, ...]:
         """The place of the cell among others: by model, sizes, ranks and strategy."""
         workload = self.run.workload
-        return (
-            self.parameters,
-            workload.seq_len or 0,
-            self.batch,
-            self.ranks,
-            _ORDER.get(strategy_word(self.strategy), 0),
-        )
+        place = _ORDER.get(strategy_word(self.strategy), 0)
+        return (self.parameters, workload.seq_len or 0, self.batch, self.ranks, place)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -137,12 +131,12 @@ class SharedPair(Pair[SharedCell]):
 Scaling = Comparison[Any, SharedPair]
 
 
-def answer_parallel(found: Iterable[SharedCell], *, unread: int = 0, refused: Sequence[tuple[str, str]] = ()) -> Answer:
+def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Sequence[tuple[str, str]] = ()) -> Answer:
     """The whole answer. Phases, communication and memory are of the same batch; where none are known of that, of the
     same batch for each rank. refused: combinations that cannot be, each with why. Raises InputError where nothing
     pairs."""
     del unread  # no capture is asked
-    cells = list(found)
+    cells = list(cells)
     strong = compare_runs(cells, SharedPair, order=lambda cell: cell.order)
     weak_cells = [WeakCell(run=cell.run, digest=cell.digest) for cell in cells]
     weak = compare_runs(weak_cells, SharedPair, order=lambda cell: cell.order)
@@ -195,7 +189,7 @@ def _scaling(title: str, scaling: Scaling) -> Table:
         title=title, rows=rows,
         notes=as_lines(
             f"Efficiency: tokens a second and {_unit(scaling)}, beside one process.",
-            *_doubted(scaling),
+            *filter(None, [doubts_sentence(cell.run for cell in scaling.cells)]),
         ),
     )  # fmt: skip
 
@@ -205,22 +199,13 @@ def _unit(scaling: Scaling) -> str:
     return "device" if all(cell.on_gpu for cell in scaling.cells) else "thread"
 
 
-def _doubted(scaling: Scaling) -> Iterator[str]:
-    said = doubts_sentence(cell.run for cell in scaling.cells)
-    if said is not None:
-        yield said
-
-
 def _phases(scaling: Scaling, title: str) -> Table:
     parts = (FORWARD, BACKWARD, GRADIENT_SYNC, OPTIMIZER, STEP)
     cells = _with_bases(scaling)
     rows = [(*_named(cell), *(metrics.median_s(cell.run, part) for part in parts)) for cell in cells]
-    return table_of(
-        *_HEAD, *((part, "s") for part in parts), title=title, rows=rows,
-        notes=as_lines(
-            f"The phases are those of rank 0. In {GRADIENT_SYNC} a rank waits for gradients when backward has ended."
-        ),
-    )  # fmt: skip
+    waits = f"The phases are those of rank 0. In {GRADIENT_SYNC} a rank waits for gradients when backward has ended."
+    heads = [(part, "s") for part in parts]
+    return table_of(*_HEAD, *heads, title=title, rows=rows, notes=as_lines(waits))
 
 
 def _with_bases(scaling: Scaling) -> list[SharedCell]:
@@ -233,30 +218,37 @@ def _communication(scaling: Scaling, title: str) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for pair in _shared(scaling):
         run = pair.other.run
-        sent, formula = communication.sent_bytes(run), communication.sent_by_formula(run)
+        sent, formula = metrics.sent_bytes(run), metrics.sent_by_formula(run)
         if sent is None:
             continue
-        rows.append((
-            *_named(pair.other), communication.communication_s(run), communication.exposed_s(run),
-            communication.overlap_share(run), sent, formula, sent / formula - 1 if formula else None,
-            _calls(pair.other),
-        ))  # fmt: skip
+        of_rank = run.shared.ranks[0].communication if run.shared is not None else None
+        calls = of_rank.calls if of_rank is not None else None
+        row = (
+            metrics.communication_s(run),
+            metrics.exposed_s(run),
+            metrics.overlap_share(run),
+            sent,
+            formula,
+            sent / formula - 1 if formula else None,
+            sum(call.calls for call in calls) if calls is not None else None,
+        )
+        rows.append((*_named(pair.other), *row))
     return table_of(
-        *_HEAD, ("communication", "s"), ("exposed", "s"), ("hidden", "%"), ("sent by a rank", "B"),
-        ("by formula", "B"), ("sent more", "+%"), "collectives",
-        title=title, rows=rows,
+        *_HEAD,
+        ("communication", "s"),
+        ("exposed", "s"),
+        ("hidden", "%"),
+        ("sent by a rank", "B"),
+        ("by formula", "B"),
+        ("sent more", "+%"),
+        "collectives",
+        title=title,
+        rows=rows,
         notes=as_lines(
             "Means of the ranks; times are of one step under the profiler. Exposed is what passes while a rank "
             "computes nothing, its waiting for the others with it."
         ),
-    )  # fmt: skip
-
-
-def _calls(cell: SharedCell) -> int | None:
-    """How many collectives rank 0 calls in a step."""
-    shared = cell.run.shared
-    told = shared.ranks[0].communication if shared is not None else None
-    return sum(call.calls for call in told.calls) if told is not None and told.calls is not None else None
+    )
 
 
 def _memory(scaling: Scaling) -> Table:
@@ -266,13 +258,11 @@ def _memory(scaling: Scaling) -> Table:
         if shared is None:
             continue
         kept = [(figures.parameter_bytes, figures.optimizer_bytes or 0) for figures in shared.ranks]
-        peaks = [
-            figures.memory.allocated_peak for figures in shared.ranks
-            if figures.memory is not None and figures.memory.allocated_peak is not None
-        ]  # fmt: skip
+        memories = [figures.memory for figures in shared.ranks if figures.memory is not None]
+        peaks = [memory.allocated_peak for memory in memories if memory.allocated_peak is not None]
         parameters, state = max(kept, key=sum)
-        rows.append((*_named(cell), parameters, state, parameters + state, communication.kept_by_formula(cell.run),
-                     max(peaks, default=None)))  # fmt: skip
+        by_formula, peak = metrics.kept_by_formula(cell.run), max(peaks, default=None)
+        rows.append((*_named(cell), parameters, state, parameters + state, by_formula, peak))
     has_peaks = any(row[-1] is not None for row in rows)
     return table_of(
         *_HEAD, ("parameters", "B"), ("optimizer state", "B"), ("together", "B"), ("by formula", "B"),
@@ -336,8 +326,8 @@ def _findings(strong: Scaling, weak: Scaling, shown: Scaling) -> Iterator[Findin
     pairs = _shared(shown)
     for pair in pairs:
         yield from _gradient_sync(pair.other)
-    for asked in _STEPS:
-        yield from _from_to(asked, pairs)
+    for lesson in _STEPS:
+        yield from _from_to(lesson, pairs)
     yield from _fastest(_shared(strong))
     yield from _best_weak(weak)
     yield from _by_formula(pairs)
@@ -360,12 +350,12 @@ def _gradient_sync(cell: SharedCell) -> Iterator[Finding]:
     )
 
 
-def _from_to(asked: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
+def _from_to(lesson: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
     """What changes from one strategy to the next, where both were measured with the same ranks and batch."""
     by_place = {(pair.other.group, pair.other.ranks, pair.other.strategy): pair.other for pair in pairs}
     for (group, ranks, strategy), cell in by_place.items():
-        before = by_place.get((group, ranks, asked.before))
-        if strategy != asked.after or before is None:
+        before = by_place.get((group, ranks, lesson.before))
+        if strategy != lesson.after or before is None:
             continue
         pair = SharedPair(base=before, other=cell)
         times = f"{format_milliseconds(before.time_s)} to {format_milliseconds(cell.time_s)} ms"
@@ -375,8 +365,8 @@ def _from_to(asked: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
         else:
             step = f"the step is {times_as_fast(ratio)}, {times}"
         yield note(
-            asked.kind,
-            f"{cell.name}, {counted(ranks, 'rank')}, from {asked.before} to {asked.after} ({asked.words}): "
+            lesson.kind,
+            f"{cell.name}, {counted(ranks, 'rank')}, from {lesson.before} to {lesson.after} ({lesson.words}): "
             f"{'; '.join([step, *_moves(before, cell)])}.",
             {"speed-up": ratio.value, "step_s": cell.time_s, "before_s": before.time_s},
         )
@@ -384,10 +374,10 @@ def _from_to(asked: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
 
 def _moves(before: SharedCell, after: SharedCell) -> Iterator[str]:
     """What else moved between two cells: exposed communication, bytes sent, what a rank keeps."""
-    was, now = communication.exposed_s(before.run), communication.exposed_s(after.run)
+    was, now = metrics.exposed_s(before.run), metrics.exposed_s(after.run)
     if was is not None and now is not None:
         yield f"exposed communication {format_milliseconds(was)} to {format_milliseconds(now)} ms"
-    for words, read in (("sent by a rank", communication.sent_bytes), ("kept by a rank", communication.kept_bytes)):
+    for words, read in (("sent by a rank", metrics.sent_bytes), ("kept by a rank", metrics.kept_bytes)):
         was, now = read(before.run), read(after.run)
         if was and now is not None and abs(now / was - 1) > _AS_BY_FORMULA:
             yield f"{words} {format_bytes(was)} to {format_bytes(now)} ({now / was - 1:+.0%})"
@@ -398,12 +388,10 @@ def _fastest(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
     groups: dict[tuple[object, ...], list[SharedPair]] = {}
     for pair in pairs:
         groups.setdefault((pair.other.group, pair.other.ranks), []).append(pair)
-    for together in (found for found in groups.values() if len(found) > 1):
+    for together in (group for group in groups.values() if len(group) > 1):
         best = max(together, key=lambda pair: pair.speed_up.value)
-        alike = [
-            pair.other.strategy for pair in together
-            if pair is not best and SharedPair(base=pair.other, other=best.other).speed_up.undecided
-        ]  # fmt: skip
+        others = [pair.other for pair in together if pair is not best]
+        alike = [cell.strategy for cell in others if SharedPair(base=cell, other=best.other).speed_up.undecided]
         rest = f", not distinguishable from {', '.join(alike)}" if alike else ""
         yield note(
             "fastest",
@@ -426,11 +414,11 @@ def _best_weak(weak: Scaling) -> Iterator[Finding]:
 
 def _by_formula(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
     """Whose bytes are those of the formula, and whose are not."""
-    known = [
-        (pair.other, sent / formula - 1) for pair in pairs
-        if (sent := communication.sent_bytes(pair.other.run)) is not None
-        and (formula := communication.sent_by_formula(pair.other.run))
-    ]  # fmt: skip
+    known: list[tuple[SharedCell, float]] = []
+    for cell in (pair.other for pair in pairs):
+        sent, formula = metrics.sent_bytes(cell.run), metrics.sent_by_formula(cell.run)
+        if sent is not None and formula:
+            known.append((cell, sent / formula - 1))
     off = [(cell, share) for cell, share in known if abs(share) >= _AS_BY_FORMULA]
     if known:
         others = ", ".join(f"{cell.value} {share:+.1%}" for cell, share in off)
@@ -456,9 +444,7 @@ def part_of(answer: Answer, kinds: Sequence[str], tables: Sequence[str]) -> Answ
 
 ON_GPU = Sizes(models=("large",), dtypes=("bf16",), seq_len=512, batch_size=8)
 ON_CPU = Sizes(models=("tiny",), dtypes=("fp32",), seq_len=64, batch_size=4)
-USUAL = (
-    "ddp-naive", "ddp-flat", "ddp-overlap", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2",
-)  # fmt: skip
+USUAL = ("ddp-naive", "ddp-flat", "ddp-overlap", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2")
 
 
 def usual_ranks(device_type: str) -> tuple[int, ...]:

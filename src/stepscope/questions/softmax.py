@@ -149,13 +149,13 @@ def softmax_cases(name: str, scales: Sequence[float], device: torch.device, seed
     # Made on the CPU: the same numbers on every device.
     generator = torch.Generator().manual_seed(seed)
     x64_RW = torch.randn(_ROWS, WIDTH, generator=generator, dtype=torch.float64)
-    found = []
+    cases = []
     for way, softmax in SOFTMAXES.items():
         for scale in scales:
             x_RW = (x64_RW * scale).to(device, DTYPES[name])
             result = deviation(softmax(x_RW), safe_softmax(x_RW.double()), x_RW)
-            found.append(SoftmaxCase(format=name, way=way, scale=scale, largest=x_RW.max().item(), result=result))
-    return found
+            cases.append(SoftmaxCase(format=name, way=way, scale=scale, largest=x_RW.max().item(), result=result))
+    return cases
 
 
 def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int) -> list[AttentionCase]:
@@ -163,7 +163,7 @@ def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int
     generator = torch.Generator().manual_seed(seed)
     shape = (_HEADS, POSITIONS, head_dim)
     q64, k64, v64 = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
-    found = []
+    cases = []
     for name, dtype in DTYPES.items():
         q_HSD, k_HSD, v_HSD = (x.to(device, dtype) for x in (q64 * scale, k64 * scale, v64))
         for division in DIVISIONS:
@@ -172,7 +172,7 @@ def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int
             scores_HST = attention_scores(q_HSD, k_HSD, division)
             for softmax in (NAIVE, SAFE):
                 out_HSD = SOFTMAXES[softmax](scores_HST) @ v_HSD
-                found.append(
+                cases.append(
                     AttentionCase(
                         head_dim=head_dim, format=name, division=division, softmax=softmax, scale=scale,
                         largest_score=exact_HST.max().item(),
@@ -181,7 +181,7 @@ def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int
                         result=deviation(out_HSD, exact_weights_HST @ v_HSD.double(), q_HSD, k_HSD),
                     )
                 )  # fmt: skip
-    return found
+    return cases
 
 
 # Findings on softmax and attention in few bits, with the figures of the cases.
@@ -191,27 +191,27 @@ def softmax_findings(
     limits: list[ExpLimits], softmaxes: list[SoftmaxCase], attentions: list[AttentionCase]
 ) -> Iterator[Finding]:
     """Findings on the limits of exp, on where the naive softmax breaks, on the other softmaxes, and on attention."""
-    for found in limits:
-        yield _limit(found)
-    for found in limits:
-        own = [case for case in softmaxes if case.format == found.format]
-        yield from _naive([case for case in own if case.way == NAIVE], found)
-        yield from _remedies(own)
+    for limit in limits:
+        yield _limit(limit)
+    for limit in limits:
+        cases = [case for case in softmaxes if case.format == limit.format]
+        yield from _naive([case for case in cases if case.way == NAIVE], limit)
+        yield from _remedies(cases)
     for head_dim in dict.fromkeys(case.head_dim for case in attentions):
         for name in dict.fromkeys(case.format for case in attentions):
-            own = [case for case in attentions if case.format == name and case.head_dim == head_dim]
-            yield from _attention(own)
+            cases = [case for case in attentions if case.format == name and case.head_dim == head_dim]
+            yield from _attention(cases)
 
 
-def _limit(found: ExpLimits) -> Finding:
+def _limit(limit: ExpLimits) -> Finding:
     return note(
         "exp-overflows",
-        f"In {found.format} exp is finite up to {found.finite_up_to:.8g} and infinite at "
-        f"{found.infinite_at:.8g}; ln of the largest number, {FORMATS[found.format].largest:.6g}, is "
-        f"{found.logarithm:.8g}. Below {found.vanishes_below:.4g} it is zero.",
+        f"In {limit.format} exp is finite up to {limit.finite_up_to:.8g} and infinite at "
+        f"{limit.infinite_at:.8g}; ln of the largest number, {FORMATS[limit.format].largest:.6g}, is "
+        f"{limit.logarithm:.8g}. Below {limit.vanishes_below:.4g} it is zero.",
         {
-            "logarithm": found.logarithm, "finite_up_to": found.finite_up_to, "infinite_at": found.infinite_at,
-            "vanishes_below": found.vanishes_below,
+            "logarithm": limit.logarithm, "finite_up_to": limit.finite_up_to, "infinite_at": limit.infinite_at,
+            "vanishes_below": limit.vanishes_below,
         },
     )  # fmt: skip
 
@@ -240,10 +240,10 @@ def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
     """A finding: the largest errors of the safe and the online softmax over all scales that the format holds."""
     worst: dict[str, float] = {}
     for way in (SAFE, ONLINE):
-        own = [case for case in cases if case.way == way and case.result.word != INPUT_OVERFLOWS.word]
-        if not own or any(case.result.broken for case in own):
+        of_way = [case for case in cases if case.way == way and case.result.word != INPUT_OVERFLOWS.word]
+        if not of_way or any(case.result.broken for case in of_way):
             return
-        worst[way] = max(case.result.error for case in own)
+        worst[way] = max(case.result.error for case in of_way)
     name, largest = cases[0].format, max(case.largest for case in cases if case.way == SAFE)
     yield note(
         "safe-softmax",
@@ -262,21 +262,21 @@ def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
     breaks = {}
     for division in DIVISIONS:
         for softmax in (NAIVE, SAFE):
-            own = [case for case in cases if case.division == division and case.softmax == softmax]
-            breaks[division, softmax] = next((case for case in own if case.result.broken), None)
-    said = [
+            tried = [case for case in cases if case.division == division and case.softmax == softmax]
+            breaks[division, softmax] = next((case for case in tried if case.result.broken), None)
+    breaking = [
         f"{division} with the {softmax} softmax at {case.scale:g} (largest score {case.largest_score:.4g}, "
         f"{'the output' if case.finite_scores else 'the scores infinite, the output'} {case.result.word})"
         for (division, softmax), case in breaks.items()
         if case is not None
     ]
-    if said:
+    if breaking:
         held = [f"{d} with the {s} softmax" for (d, s), case in breaks.items() if case is None]
         rest = f" It stays finite {' and '.join(held)}." if held else ""
         yield warning(
             "attention-breaks",
             f"Attention in {first.format} with head_dim {first.head_dim} breaks, as q and k "
-            f"grow, {'; '.join(said)}.{rest}",
+            f"grow, {'; '.join(breaking)}.{rest}",
             remedy="divide by sqrt(head_dim), before the product where scores overflow, and subtract the maximum",
             evidence={
                 f"{division}, {softmax}": None if case is None else case.scale

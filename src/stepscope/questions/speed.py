@@ -167,19 +167,19 @@ class TimedCell(ComparedRun):
     def parts(self) -> Parts | None:
         """The parts of forward and backward; None without a capture that holds both phases."""
         phases = [self.digest.phase(name) for name in PHASES] if self.digest else []
-        found = [phase for phase in phases if phase is not None]
+        known = [phase for phase in phases if phase is not None]
         both = self.samples(self.PART)
-        if self.digest is None or len(found) < len(PHASES) or both is None or both.median_s is None:
+        if self.digest is None or len(known) < len(PHASES) or both is None or both.median_s is None:
             return None
-        busy_s = sum(phase.busy_ns for phase in found) * 1e-9
-        products_s = sum(phase.gemm_ns for phase in found) * 1e-9
+        busy_s = sum(phase.busy_ns for phase in known) * 1e-9
+        products_s = sum(phase.gemm_ns for phase in known) * 1e-9
         casts = [row.busy_ns for row in self.digest.families if row.family == CASTS and row.phase in PHASES]
         return Parts(
             products_s=products_s,
             rest_s=busy_s - products_s,
             between_s=max(0.0, both.median_s - busy_s) if self.on_gpu else None,
             casts_s=sum(casts) * 1e-9,
-            kernels=sum(phase.kernels for phase in found),
+            kernels=sum(phase.kernels for phase in known),
         )
 
     @property
@@ -196,9 +196,9 @@ class SpeedPair(Pair[TimedCell]):
         """Amdahl's law for the two steps; None unless both have a captured step."""
         if self.base.parts is None or self.other.parts is None:
             return None
-        found = Amdahl(base=self.base.parts, other=self.other.parts)
-        found.self_check()
-        return found
+        law = Amdahl(base=self.base.parts, other=self.other.parts)
+        law.self_check()
+        return law
 
     @property
     def peaks_ratio(self) -> float | None:
@@ -212,12 +212,12 @@ class SpeedPair(Pair[TimedCell]):
 SpeedStudy = Comparison[TimedCell, SpeedPair]
 
 
-def pair_up(found: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
+def pair_up(cells: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
     """Cells in the order of their size and of `order` (of dtypes), and each dtype beside fp32 of the same cell.
 
     Runs without a backward say nothing here and are left out.
     """
-    return compare_runs(found, SpeedPair, order=lambda cell: _order(cell, order))
+    return compare_runs(cells, SpeedPair, order=lambda cell: _order(cell, order))
 
 
 def _order(cell: TimedCell, order: Sequence[str]) -> tuple[object, ...]:
@@ -275,12 +275,12 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
         )
     if untold := [pair for pair in study.pairs if pair.untold]:
         which = f"{listed(pair.label for pair in untold)} differ{'s' if len(untold) == 1 else ''}"
-        said = f"Whether {which} from fp32 cannot be told: {untold[0].speed_up.why_undecided}."
-        yield note("cannot-be-told", said, speed_ups_of(untold), remedy="measure more steps: --steps 30")
+        sentence = f"Whether {which} from fp32 cannot be told: {untold[0].speed_up.why_undecided}."
+        yield note("cannot-be-told", sentence, speed_ups_of(untold), remedy="measure more steps: --steps 30")
     if level := [pair for pair in study.pairs if pair.level]:
         which = listed(pair.label for pair in level)
-        said = f"No difference from fp32 is measured for {which}: the interval of the speed-up holds 1."
-        yield note("no-difference", said, speed_ups_of(level))
+        sentence = f"No difference from fp32 is measured for {which}: the interval of the speed-up holds 1."
+        yield note("no-difference", sentence, speed_ups_of(level))
 
 
 def _lost_where(pair: SpeedPair) -> str:
@@ -292,14 +292,14 @@ def _lost_where(pair: SpeedPair) -> str:
             return ""
         return f". No kernel runs for {format_share(idle)} of its whole step (fp32: {format_share(before)})"
     base, other = law.base, law.other
-    said = f". Its kernels take {format_seconds(other.kernels_s)} for {format_seconds(base.kernels_s)}"
+    words = f". Its kernels take {format_seconds(other.kernels_s)} for {format_seconds(base.kernels_s)}"
     if base.between_s is None or other.between_s is None:
-        return said
-    said += f", but for {format_seconds(other.between_s)} (fp32: {format_seconds(base.between_s)}) no kernel runs"
+        return words
+    words += f", but for {format_seconds(other.between_s)} (fp32: {format_seconds(base.between_s)}) no kernel runs"
     host_s, before_s = median_s(pair.other.run, "host"), median_s(pair.base.run, "host")
     if host_s and before_s:
-        said += f". To issue the whole step the host takes {format_seconds(host_s)} (fp32: {format_seconds(before_s)})"
-    return f"{said}, with {other.kernels:,.0f} kernels in forward and backward in place of {base.kernels:,.0f}"
+        words += f". To issue the whole step the host takes {format_seconds(host_s)} (fp32: {format_seconds(before_s)})"
+    return f"{words}, with {other.kernels:,.0f} kernels in forward and backward in place of {base.kernels:,.0f}"
 
 
 def _memory_findings(study: SpeedStudy) -> Iterator[Finding]:

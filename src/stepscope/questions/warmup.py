@@ -25,8 +25,8 @@ def answer_warmup(runs: Sequence[Run]) -> Answer:
             run.settings.warmup_floor, figure(f"{format_milliseconds(samples.mean_s)}{deviation}", run),
             figure(samples.median_s, run), figure(samples.values_s[0], run), samples.count,
         ))  # fmt: skip
-    said = [f"{doubts(run)} after {run.settings.warmup_floor} warm-up steps" for run in runs if doubts(run)]
-    notes = [f"Doubtful: {'; '.join(said)}."] if said else []
+    doubted = [f"{doubts(run)} after {run.settings.warmup_floor} warm-up steps" for run in runs if doubts(run)]
+    notes = [f"Doubtful: {'; '.join(doubted)}."] if doubted else []
     table = table_of(
         ("warm-up steps", TEXT), ("mean ± std (ms)", TEXT), ("median (ms)", "ms of s"), ("first step (ms)", "ms of s"),
         ("steps", TEXT), rows=rows, notes=as_lines(warmup_sentence(runs), *notes),

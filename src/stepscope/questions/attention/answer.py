@@ -93,8 +93,8 @@ class Curve:
         }
 
     def _slope(self, figure: Callable[[AttentionTiming], float | None]) -> Slope | None:
-        found = [(row.cell.shape.queries, figure(row)) for row in self.measured]
-        return fit_slope([(length, value) for length, value in found if value is not None])
+        points = [(row.cell.shape.queries, figure(row)) for row in self.measured]
+        return fit_slope([(length, value) for length, value in points if value is not None])
 
     def at(self, length: int) -> AttentionTiming | None:
         """The row of this sequence, if it has a time."""
@@ -116,14 +116,14 @@ class Contest:
     @cached_property
     def ratios(self) -> dict[int, Ratio]:
         """How many times as fast the other is, forward and backward, by sequence."""
-        found: dict[int, Ratio] = {}
+        ratios: dict[int, Ratio] = {}
         for row in self.other.measured:
             length = row.cell.shape.queries
             base = self.base.at(length)
             ratio = row.both.speedup_over(base.both) if base and base.both and row.both else None
             if ratio is not None:
-                found[length] = ratio
-        return found
+                ratios[length] = ratio
+        return ratios
 
     @property
     def crossover(self) -> tuple[int, int] | None:
@@ -165,14 +165,14 @@ class AttentionStudy:
 
     def contests(self) -> list[Contest]:
         """Each implementation against attention written out; none where the two have no time for a common sequence."""
-        found = []
+        kept = []
         for curve in self.curves:
             base = self.same(curve, BASELINE)
             if base is not None and curve is not base:
                 contest = Contest(base=base, other=curve)
                 if contest.ratios:
-                    found.append(contest)
-        return found
+                    kept.append(contest)
+        return kept
 
     def saved_by_formula(self, row: AttentionTiming) -> SavedByFormula | None:
         return saved_by_formula(row.cell, self.device_type)
@@ -450,10 +450,10 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
 
 def _by_line(study: AttentionStudy) -> list[tuple[str, str, list[Curve]]]:
     """Curves of one dtype and implementation, over head_dims."""
-    found: dict[tuple[str, str], list[Curve]] = {}
+    lines: dict[tuple[str, str], list[Curve]] = {}
     for curve in study.curves:
-        found.setdefault((curve.dtype, curve.line), []).append(curve)
-    return [(dtype, line, curves) for (dtype, line), curves in found.items()]
+        lines.setdefault((curve.dtype, curve.line), []).append(curve)
+    return [(dtype, line, curves) for (dtype, line), curves in lines.items()]
 
 
 STUDY = "attention"
@@ -541,13 +541,13 @@ def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionT
     rows: list[tuple[Cell, ...]] = []
     for dtype, head_dim, curves in _groups(study):
         for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):
-            found: list[Cell] = []
+            figures: list[Cell] = []
             for line in lines:
                 curve = next((c for c in curves if c.line == line), None)
                 row = next((r for r in curve.rows if r.cell.shape.queries == length), None) if curve else None
-                found.append(_figure_or_word(row, figure))
-            if any(cell is not None and cell not in _NOTHING for cell in found):
-                rows.append((dtype, head_dim, length, *found))
+                figures.append(_figure_or_word(row, figure))
+            if any(cell is not None and cell not in _NOTHING for cell in figures):
+                rows.append((dtype, head_dim, length, *figures))
     # A figure that nobody has is no table: a CPU counts no peak.
     if not any(isinstance(cell, float) for row in rows for cell in row[3:]):
         rows = []
@@ -602,9 +602,9 @@ def _compiled(study: AttentionStudy) -> Table:
         "eager forward ms", "eager backward ms", "compiled forward ms", "compiled backward ms", "speed-up",
         "eager GiB before backward", "compiled GiB",
     )  # fmt: skip
-    theirs = study.timings.preset == "seeds" and all(row.cell.shape.heads == 1 for row in study.timings.timings)
-    columns = ("implementation", "dtype", "seq_len", "d_model" if theirs else "head_dim", *heads)
-    return Table(title=COMPILED_SEEDS if theirs else COMPILED, columns=columns, rows=tuple(rows))
+    of_seeds = study.timings.preset == "seeds" and all(row.cell.shape.heads == 1 for row in study.timings.timings)
+    columns = ("implementation", "dtype", "seq_len", "d_model" if of_seeds else "head_dim", *heads)
+    return Table(title=COMPILED_SEEDS if of_seeds else COMPILED, columns=columns, rows=tuple(rows))
 
 
 def _slopes(study: AttentionStudy) -> Table:
@@ -669,14 +669,14 @@ def _cells(study: AttentionStudy) -> Table:
 
 def _missing(study: AttentionStudy) -> Table:
     """Cells of one reason together."""
-    found: dict[tuple[str, str, str], list[AttentionTiming]] = {}
+    by_reason: dict[tuple[str, str, str], list[AttentionTiming]] = {}
     for curve in study.curves:
         for row in curve.rows:
             if both_s(row) is None:
-                found.setdefault((curve.line, row.outcome, row.reason), []).append(row)
+                by_reason.setdefault((curve.line, row.outcome, row.reason), []).append(row)
     rows = tuple(
         (line, outcome, len(cells), ", ".join(dict.fromkeys(_where(cell) for cell in cells)), reason)
-        for (line, outcome, reason), cells in found.items()
+        for (line, outcome, reason), cells in by_reason.items()
     )
     return Table(title=MISSING, columns=("implementation", "what", "cells", "where", "why"), rows=rows)
 
@@ -806,15 +806,15 @@ def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
 
 def _allowances(reports: Sequence[GateReport]) -> list[str]:
     """Which implementations may be further off than others, in which dtypes, and why."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_allowance: dict[str, dict[str, list[str]]] = {}
     for report in reports:
         for verdict in report.verdicts:
             if verdict.allowance:
-                dtypes = found.setdefault(verdict.allowance, {}).setdefault(report.implementation, [])
+                dtypes = by_allowance.setdefault(verdict.allowance, {}).setdefault(report.implementation, [])
                 if verdict.dtype not in dtypes:
                     dtypes.append(verdict.dtype)
     lines: list[str] = []
-    for allowance, of_whom in found.items():
+    for allowance, of_whom in by_allowance.items():
         for dtypes in dict.fromkeys(tuple(each) for each in of_whom.values()):
             names = ", ".join(name for name, each in of_whom.items() if tuple(each) == dtypes)
             lines.append(f"{names} may be off {allowance} ({', '.join(dtypes)}).")
@@ -823,8 +823,8 @@ def _allowances(reports: Sequence[GateReport]) -> list[str]:
 
 def _yardsticks(reports: Sequence[GateReport]) -> list[str]:
     """What is allowed where that is not twice sdpa's error."""
-    found = dict.fromkeys(line for report in reports for v in report.verdicts for line in v.yardsticks)
-    return [f"Allowed {yardstick}." for yardstick in found]
+    yardsticks = dict.fromkeys(line for report in reports for v in report.verdicts for line in v.yardsticks)
+    return [f"Allowed {yardstick}." for yardstick in yardsticks]
 
 
 def _not_supported(report: GateReport) -> list[str]:

@@ -113,9 +113,9 @@ def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
     """
     if out.grad_fn is None:
         return {}
-    own = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    of_inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
     storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn) if saved.tensor.ndim]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in own}
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in of_inputs}
 
 
 def call_once(
@@ -124,10 +124,10 @@ def call_once(
     """Run one pass, so that the kernels that it compiles are in the caches on disk."""
     with matmul_precision("fp32"):
         function = implementation(name) if compile == "none" else compile_for_each_shape(implementation(name))
-        made = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))
-        made.forward()
-        made.backward()
-        made.prepare()
+        call_pass = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))
+        call_pass.forward()
+        call_pass.backward()
+        call_pass.prepare()
     timing_device(device).synchronize()
 
 
@@ -222,16 +222,16 @@ class AttentionCalls:
         for cell in right:
             if self.over:
                 break
-            made = AttentionPass(self._function(cell), shape, inputs)
+            call_pass = AttentionPass(self._function(cell), shape, inputs)
             try:
-                memories[cell] = self._try(made, cell)
+                memories[cell] = self._try(call_pass, cell)
             except Exception as error:  # whatever it raises is its own row
                 rows[cell] = _fallen(cell, error, "a first pass")
-                made.prepare()
+                call_pass.prepare()
                 let_go(error)
                 self._clean_up()
                 continue
-            passes[cell] = made
+            passes[cell] = call_pass
         for cell, (measurement, launches) in self._time(passes, rows).items():
             samples = measurement.samples
             whole = bool(samples[FORWARD].count)
@@ -320,30 +320,30 @@ class AttentionCalls:
 
     # ---- memory
 
-    def _try(self, made: AttentionPass, cell: AttentionCell) -> CallMemory:
+    def _try(self, call_pass: AttentionPass, cell: AttentionCell) -> CallMemory:
         """A pass that compiles and chooses kernels, then one whose memory is looked at."""
-        made.prepare()
-        made.forward()
-        made.backward()
-        made.prepare()
+        call_pass.prepare()
+        call_pass.forward()
+        call_pass.backward()
+        call_pass.prepare()
         gc.collect()
         self._timing.synchronize()
         before = 0
         if self._on_gpu:
             before = torch.cuda.memory_allocated(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        made.forward()
-        assert made.out is not None
-        saved = saved_storages(made.out, made.leaves)
+        call_pass.forward()
+        assert call_pass.out is not None
+        saved = saved_storages(call_pass.out, call_pass.leaves)
         if self._on_gpu:
             alive = torch.cuda.memory_allocated(self.device) - before
         else:
-            out = made.out.untyped_storage()
+            out = call_pass.out.untyped_storage()
             alive = sum({**saved, out.data_ptr(): out.nbytes()}.values())
-        made.backward()
+        call_pass.backward()
         self._timing.synchronize()
         peak = torch.cuda.max_memory_allocated(self.device) - before if self._on_gpu else None
-        made.prepare()
+        call_pass.prepare()
         return CallMemory(
             saved_bytes=sum(saved.values()),
             before_backward_bytes=cell.input_bytes + alive,
@@ -363,7 +363,7 @@ class AttentionCalls:
                     self._leads = self._leads or Leads(self._timing, overwrite_cache(self.device))
                     for name, cell in names.items():
                         self._leads.give(name, passes[cell])
-                found = measure(
+                measured = measure(
                     {name: passes[cell] for name, cell in names.items()}, device=self._timing, settings=self._settings
                 )
             except StepFailed as failure:
@@ -374,7 +374,7 @@ class AttentionCalls:
                 self._clean_up()
                 continue
             return {
-                cell: (found[name], "hidden" if launches_hidden(found[name]) else "shown")
+                cell: (measured[name], "hidden" if launches_hidden(measured[name]) else "shown")
                 for name, cell in names.items()
             }
         return {}

@@ -127,9 +127,9 @@ def judge_matrix(
                 implementation=name,
                 device=device,
                 seed=matrix.seed,
-                verdicts=tuple(sorted(found, key=lambda verdict: places[verdict.dtype, verdict.shape])),
+                verdicts=tuple(sorted(kept, key=lambda verdict: places[verdict.dtype, verdict.shape])),
             )
-            for name, found in verdicts.items()
+            for name, kept in verdicts.items()
         )
         matrix = msgspec.structs.replace(matrix, reports=reports)
         on_answer(matrix)
@@ -308,29 +308,29 @@ def measure_grid(
     from stepscope.recording.timer import StepFailed
 
     began_s = time.monotonic()
-    found = resolve_device(device)
-    timings = start_timings(found, seconds=seconds, launches=launches, preset=preset)
+    on = resolve_device(device)
+    timings = start_timings(on, seconds=seconds, launches=launches, preset=preset)
     deadline_s = began_s + (float("inf") if budget_s is None else budget_s)
     smallest: dict[tuple[int, str], AttentionShape] = {}
     for group in groups:
         smallest.setdefault((group[0].shape.head_dim, group[0].dtype), group[0].shape)
 
     def gate_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
-        own = judged_shape(smallest[cell.shape.head_dim, cell.dtype], found)
+        judged = judged_shape(smallest[cell.shape.head_dim, cell.dtype], on)
         # Every shape is compiled anew, so compiled cells are not judged on the odd shapes too.
         compiled = cell.compile != "none" or ATTENTIONS[cell.implementation].compiler == "inductor"
-        return own if compiled and own else (*odd_shapes(cell), *own)
+        return judged if compiled and judged else (*odd_shapes(cell), *judged)
 
     kept_s = _CEILING_S * len({group[0].dtype for group in groups}) if ceilings else 0.0
     kept_s = kept_s if budget_s is not None and kept_s <= _CEILINGS * budget_s else 0.0
     calls = AttentionCalls(
-        found, seconds=seconds, steps=steps, launches=launches, deadline_s=deadline_s - kept_s, functions=functions
+        on, seconds=seconds, steps=steps, launches=launches, deadline_s=deadline_s - kept_s, functions=functions
     )
     try:
-        if workers > 0 and found.type == "cuda":
+        if workers > 0 and on.type == "cuda":
             tell(Stage(name="compile", detail=f"ahead, {workers} processes"))
             latest_s = _COMPILING_S if budget_s is None else _COMPILING * budget_s
-            _compile_ahead(groups, gate_shapes, str(found), workers, began_s + latest_s)
+            _compile_ahead(groups, gate_shapes, str(on), workers, began_s + latest_s)
         for i, group in enumerate(groups):
             tell(Stage(name="measure", detail=f"{group[0].shape}, {group[0].dtype}", fraction=i / len(groups)))
             timings = with_timing(timings, calls.measure_group(group, gate_shapes))
@@ -344,7 +344,7 @@ def measure_grid(
     if ceilings and dtypes and not ended and deadline_s - time.monotonic() > needed_s:
         try:
             rates = ceilings_for(
-                found, [PRODUCTS[dtype] for dtype in dtypes], lambda what: tell(Stage(name="ceiling", detail=what))
+                on, [PRODUCTS[dtype] for dtype in dtypes], lambda what: tell(Stage(name="ceiling", detail=what))
             )
         except KeyboardInterrupt:
             return timings, True

@@ -105,8 +105,8 @@ class ComparedRun:
 
     def samples(self, part: str) -> Samples | None:
         """Samples of one part of the step; None where the step has no such part, or the run did not end."""
-        found = samples_of(self.run, part) if self.run.status == "done" else None
-        return found if found is not None and found.median_s else None
+        samples = samples_of(self.run, part) if self.run.status == "done" else None
+        return samples if samples is not None and samples.median_s else None
 
     @property
     def measured(self) -> bool:
@@ -187,9 +187,9 @@ class Pair(Generic[C]):
     @cached_property
     def speed_up(self) -> Ratio:
         """How many times as fast the part is that the study compares."""
-        found = self.ratio(self.other.PART)
-        assert found is not None, "a pair is made of measured runs"
-        return found
+        ratio = self.ratio(self.other.PART)
+        assert ratio is not None, "a pair is made of measured runs"
+        return ratio
 
     @property
     def slower(self) -> bool:
@@ -409,9 +409,9 @@ def unlike_environments(pairs: Sequence[Pair[Any]]) -> Iterator[Finding]:
     """A pair that was measured in different environments: the first alone, the others differ in the same as a rule."""
     for pair in pairs:
         base, other = pair.base.run.environment, pair.other.run.environment
-        found = base.differences(other) if base and other else {}
+        differing = base.differences(other) if base and other else {}
         # The commit and the folder's state change with every result that is kept.
-        moving = {field: values for field, values in found.items() if not field.startswith("git_")}
+        moving = {field: values for field, values in differing.items() if not field.startswith("git_")}
         if moving:
             field, (first, second) = next(iter(moving.items()))
             yield warning(

@@ -27,7 +27,7 @@ _KINDS: dict[str, Callable[[Run, str], bool]] = {
     "set": lambda run, name: run.repeat is not None and name in run.repeat.set,
     "sweep": lambda run, name: run.sweep is not None and run.sweep.startswith(name),
     "tag": lambda run, name: run.tag == name,
-    "commit": lambda run, name: _is_commit(name) and _commit(run).startswith(name),
+    "commit": lambda run, name: re.fullmatch("[0-9a-f]{4,40}", name) is not None and _commit(run).startswith(name),
 }
 """What a name that is no path may mean, and whether a run is meant."""
 _NAMED = 5
@@ -61,30 +61,30 @@ def side_named(text: str, out: Path) -> Side:
         name = text  # a file may be named like a condition
         conditions.clear()
     kind, sign, rest = name.partition(":")
-    asked, name = (kind, rest) if sign and kind in _KINDS else (None, name)
+    wanted, name = (kind, rest) if sign and kind in _KINDS else (None, name)
     path = Path(name)
-    if asked is None and name and _exists(path):
-        found = _loaded(path)
-        return _kept(Side(name=text, kind="path", runs=tuple(found[0]), faults=tuple(found[1])), conditions)
+    if wanted is None and name and _exists(path):
+        runs, faults = _loaded(path)
+        return _kept(Side(name=text, kind="path", runs=tuple(runs), faults=tuple(faults)), conditions)
     runs, faults = _loaded(out) if _exists(out) else ([], [])
     if conditions and any(_is_called(run, text) for run, _ in runs):
-        name, asked = text, None  # and so may a tag
+        name, wanted = text, None  # and so may a tag
         conditions.clear()
-    if asked is None and name == LAST and (latest := last_run(out)) is not None:
+    if wanted is None and name == LAST and (latest := last_run(out)) is not None:
         pairs = ((load_run(latest), latest.parent),)
         return _kept(Side(name=text, kind="run", runs=pairs, faults=tuple(faults)), conditions)
     meant = {
         one: tuple(pair for pair in runs if means(pair[0], name))
         for one, means in _KINDS.items()
-        if asked in (None, one) and name
+        if wanted in (None, one) and name
     }
     meant = {one: pairs for one, pairs in meant.items() if pairs}
-    exact = {one: found for one, pairs in meant.items() if (found := tuple(p for p in pairs if _is_called(p[0], name)))}
-    meant = exact or meant
+    exact = {one: tuple(pair for pair in pairs if _is_called(pair[0], name)) for one, pairs in meant.items()}
+    meant = {one: pairs for one, pairs in exact.items() if pairs} or meant
     if set(meant) == {"run", "set"}:  # the directories of a set's processes may be named like the set
         meant.pop("run" if len(meant["run"]) > 1 else "set")
     if not meant:
-        kinds = asked or "run, set, sweep, tag or commit"
+        kinds = wanted or "run, set, sweep, tag or commit"
         raise InputError(f"{name!r} names no path, and no {kinds} in {out}{_there(runs)}")
     if len(meant) > 1:
         raise InputError(f"{name!r} is a {' and a '.join(meant)} in {out}: write {next(iter(meant))}:{name}, say")
@@ -103,14 +103,14 @@ def _split(text: str) -> tuple[str, list[str]]:
     """`place:field=value:field=value` in its parts. What follows a colon belongs to the value before it where that may
     hold it, as the options of a strategy do in `parallel=fsdp2:reshard=no`."""
     name, *parts = re.split(r":(?=[A-Za-z_][\w.]*=)", text)
-    found: list[str] = []
+    conditions: list[str] = []
     for part in parts:
-        before = re.findall(r"(?:^|,)\s*([A-Za-z_][\w.]*)=", found[-1])[-1] if found else ""
+        before = re.findall(r"(?:^|,)\s*([A-Za-z_][\w.]*)=", conditions[-1])[-1] if conditions else ""
         if not is_field(part.partition("=")[0]) and (before == "parallel" or holds_names(before)):
-            found[-1] += f":{part}"
+            conditions[-1] += f":{part}"
         else:
-            found.append(part)
-    return name, found
+            conditions.append(part)
+    return name, conditions
 
 
 def _kept(side: Side, conditions: Sequence[str]) -> Side:
@@ -149,20 +149,16 @@ def _there(runs: Sequence[tuple[Run, Path]]) -> str:
     """What else a name could have been."""
     tags = dict.fromkeys(run.tag for run, _ in runs if run.tag)
     commits = dict.fromkeys(_commit(run)[:10] for run, _ in runs if _commit(run))
-    said = [
+    words = [
         f"{counted(len(names), what)} ({', '.join(map(str, list(names)[-_NAMED:]))})"
         for what, names in (("tag", tags), ("commit", commits))
         if names
     ]
-    return printable(f": there are {counted(len(runs), 'run')}, {', '.join(said)}") if said else ": there are no runs"
+    return printable(f": there are {counted(len(runs), 'run')}, {', '.join(words)}") if words else ": there are no runs"
 
 
 def _commit(run: Run) -> str:
     return (run.environment.code[0] or "") if run.environment else ""
-
-
-def _is_commit(name: str) -> bool:
-    return re.fullmatch(r"[0-9a-f]{4,40}", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,14 +187,14 @@ class SidePair:
     def step_to(self) -> str:
         """How the second workload differs from the first, as in `fp32 to tf32`; empty where it does not."""
         first, second = _fields(self.before.representative), _fields(self.after.representative)
-        said: list[str] = []
+        changes: list[str] = []
         for field in self.across:
             was, now = first.get(field), second.get(field)
             if field == "model":
                 names = self.before.representative.workload.model.name, self.after.representative.workload.model.name
                 was, now = names if names[0] != names[1] else (was, now)
-            said.append(f"{was} to {now}" if _is_plain(was) and _is_plain(now) else f"other {field}")
-        return ", ".join(said)
+            changes.append(f"{was} to {now}" if _is_plain(was) and _is_plain(now) else f"other {field}")
+        return ", ".join(changes)
 
     def change(self, part: str = STEP, confidence: float = CONFIDENCE) -> Change | None:
         """How many times as long a part of the step takes after as before."""
@@ -208,8 +204,9 @@ class SidePair:
     def buckets(self) -> list[tuple[str, float, float]]:
         """The parts of the step and what lies in none of them, in seconds before and after: both add up to the step."""
         parts = [*dict.fromkeys((*self.before.parts, *self.after.parts))]
-        rows = [(part, self.before.processes(part).typical_s or 0.0, self.after.processes(part).typical_s or 0.0)
-                for part in parts]  # fmt: skip
+        sets = self.before, self.after
+        times = {part: [one.processes(part).typical_s or 0.0 for one in sets] for part in parts}
+        rows = [(part, was, now) for part, (was, now) in times.items()]
         before, after = self.steps_s
         rest = before - sum(row[1] for row in rows), after - sum(row[2] for row in rows)
         return [*rows, ("in no phase", *rest)]
@@ -278,12 +275,14 @@ def compare_all(
     """Compare the base with each of the others. What stands holds for all of them at once."""
     parts = {STEP, *(name for side in (base, *others) for run, _ in side.runs for name in parts_of(run))}
     choose(value, sorted(parts), "part of the step")
-    found = [compare_sides(base, other, across, value) for other in others]
-    if len(found) == 1:
-        return found
+    comparisons = [compare_sides(base, other, across, value) for other in others]
+    if len(comparisons) == 1:
+        return comparisons
     return [
-        dataclasses.replace(one, elsewhere=tuple(p for other in found if other is not one for p in other.p_values))
-        for one in found
+        dataclasses.replace(
+            one, elsewhere=tuple(p for other in comparisons if other is not one for p in other.p_values)
+        )
+        for one in comparisons
     ]
 
 
@@ -324,9 +323,12 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
     if not pairs:
         raise InputError(_nothing_shared(before, after, list(first.values()), list(second.values())))
     lost = {**_lost(unended[1], after, left, across), **_lost(unended[0], before, right, across)}
-    alone = [f"{cell_name(cell.representative.workload)} ({side.name})"
-             for side, cells in ((before, left), (after, right)) for key, cell in cells.items()
-             if key not in lost]  # fmt: skip
+    alone = [
+        f"{cell_name(cell.representative.workload)} ({side.name})"
+        for side, cells in ((before, left), (after, right))
+        for key, cell in cells.items()
+        if key not in lost
+    ]
     return SideComparison(
         before=before, after=after, pairs=tuple(pairs), alone=tuple(alone), value=value, lost=tuple(lost.values())
     )
@@ -347,13 +349,13 @@ def _lost(unended: Sequence[Run], side: Side, elsewhere: Mapping[str, RunSet], a
     ended: dict[str, list[Run]] = {}
     for run in unended:
         ended.setdefault(_key(run, (*across, "device")), []).append(run)
-    found: dict[str, str] = {}
+    lost: dict[str, str] = {}
     for key, cell in elsewhere.items():
         same = ended.get(_key(cell.representative, (*across, "device")), [])
         run = next((run for run in same if "device" in across or _may_be_on(cell, run)), None)
         if run is not None:
-            found[key] = f"{cell_name(run.workload)} ({status_word(run)} in {side.name})"
-    return found
+            lost[key] = f"{cell_name(run.workload)} ({status_word(run)} in {side.name})"
+    return lost
 
 
 def _lost_of(cell: RunSet, unended: Sequence[Run]) -> int:
@@ -369,12 +371,12 @@ def _may_be_on(cell: RunSet, run: Run) -> bool:
 
 def _cells(side: Side, value: str) -> dict[str, RunSet]:
     """The side's runs by what they measured: runs of one workload on one device are its processes."""
-    found: dict[str, list[Run]] = {}
+    by_key: dict[str, list[Run]] = {}
     for run, _ in side.runs:
         samples = samples_of(run, value) if run.status == "done" else None
         if samples is not None and samples.median_s:
-            found.setdefault(_key(run), []).append(run)
-    return {key: RunSet(runs=tuple(_numbered(runs))) for key, runs in found.items()}
+            by_key.setdefault(_key(run), []).append(run)
+    return {key: RunSet(runs=tuple(_numbered(runs))) for key, runs in by_key.items()}
 
 
 def _numbered(runs: Iterable[Run]) -> list[Run]:
@@ -422,7 +424,7 @@ def _nothing_shared(before: Side, after: Side, first: Sequence[RunSet], second: 
     """What keeps the two sides apart, by the two cells that differ least."""
     nearest = min(
         ((_differing(one.representative, other.representative), one, other) for one in first for other in second),
-        key=lambda found: len(found[0]),
+        key=lambda entry: len(entry[0]),
     )
     differ, one, other = sorted(nearest[0]), nearest[1].representative, nearest[2].representative
     if differ == ["device"]:

@@ -37,9 +37,9 @@ _WIDENED = 1.1
 """How many times as wide an interval is for what drifts between the sides before it is said."""
 
 
-def sides_findings(found: SideComparison) -> Iterator[Finding]:
+def sides_findings(compared: SideComparison) -> Iterator[Finding]:
     """What the sides differ in beside what is compared, and what the runs' own checks found."""
-    across = [pair for pair in found.pairs if pair.across]
+    across = [pair for pair in compared.pairs if pair.across]
     if across:
         fields = ", ".join(sorted({field for pair in across for field in pair.across}))
         yield note(
@@ -48,13 +48,13 @@ def sides_findings(found: SideComparison) -> Iterator[Finding]:
             f"they differ in {fields}.",
             {"pairs": len(across)},
         )
-    yield from _environments(found)
-    yield from _clocks(found)
-    yield from _lost_processes(found)
-    yield from _not_in_turns(found)
-    yield from _times_unknown(found)
+    yield from _environments(compared)
+    yield from _clocks(compared)
+    yield from _lost_processes(compared)
+    yield from _not_in_turns(compared)
+    yield from _times_unknown(compared)
     settings = [
-        pair for pair in found.pairs if pair.before.representative.settings != pair.after.representative.settings
+        pair for pair in compared.pairs if pair.before.representative.settings != pair.after.representative.settings
     ]
     if settings:
         yield note(
@@ -62,19 +62,19 @@ def sides_findings(found: SideComparison) -> Iterator[Finding]:
             f"{settings[0].label} was measured with other settings on the two sides (steps, seconds, warm-up).",
             {"pairs": len(settings)},
         )
-    kinds = doubting_kinds(*(run for pair in found.pairs for side in (pair.before, pair.after) for run in side.runs))
+    kinds = doubting_kinds(*(run for pair in compared.pairs for side in (pair.before, pair.after) for run in side.runs))
     if kinds:
         yield note("doubted-runs", f"The runs' own checks found: {', '.join(kinds)}. `stepscope show` has the words.")
 
 
-def _environments(found: SideComparison) -> Iterator[Finding]:
+def _environments(compared: SideComparison) -> Iterator[Finding]:
     """What else differs between the sides: versions, device, driver; and commits, which may be what is compared."""
     differing: dict[str, tuple[object, object]] = {}
-    for pair in found.pairs:
+    for pair in compared.pairs:
         one, other = (side.representative.environment for side in (pair.before, pair.after))
         differing |= one.differences(other) if one and other else {}
-    yield from _mixed(found)
-    shared = {run.id for run, _ in found.before.runs} & {run.id for run, _ in found.after.runs}
+    yield from _mixed(compared)
+    shared = {run.id for run, _ in compared.before.runs} & {run.id for run, _ in compared.after.runs}
     if shared:
         yield warning(
             "shared-runs",
@@ -84,30 +84,31 @@ def _environments(found: SideComparison) -> Iterator[Finding]:
         )
     codes = {name: differing.pop(name) for name in COMMITS if name in differing}
     commits = codes.get("own_commit") or codes.get("git_commit")
-    dirty = [side.name for side in (found.before, found.after)
-             if any(run.environment and run.environment.code[1] for run, _ in side.runs)]  # fmt: skip
+    environments = [(side, run.environment) for side in (compared.before, compared.after) for run, _ in side.runs]
+    dirty = dict.fromkeys(side.name for side, where in environments if where is not None and where.code[1])
     if differing:
-        said = ", ".join(f"{name} {was} and {now}" for name, (was, now) in differing.items())
+        words = ", ".join(f"{name} {was} and {now}" for name, (was, now) in differing.items())
         yield warning(
             "different-environments",
-            f"The two sides differ in more than what is compared: {said}. The change may come from that.",
-            {"fields": len(differing)}, "measure both sides on one machine, with the same versions",
-        )  # fmt: skip
+            f"The two sides differ in more than what is compared: {words}. The change may come from that.",
+            {"fields": len(differing)},
+            "measure both sides on one machine, with the same versions",
+        )
     if commits is not None:
         state = f"; the tree of {' and '.join(dirty)} had changes that are in no commit" if dirty else ""
         first, second = (str(commit)[:10] if commit else "one that is not known" for commit in commits)
         yield note("different-commits", f"They were measured at the commits {first} and {second}{state}.")
 
 
-def _mixed(found: SideComparison) -> Iterator[Finding]:
+def _mixed(compared: SideComparison) -> Iterator[Finding]:
     """A side whose own runs come from several commits or environments."""
-    befores, afters = [pair.before for pair in found.pairs], [pair.after for pair in found.pairs]
-    for side, sets in ((found.before, befores), (found.after, afters)):
+    befores, afters = [pair.before for pair in compared.pairs], [pair.after for pair in compared.pairs]
+    for side, sets in ((compared.before, befores), (compared.after, afters)):
         for one in sets:
             environments = [run.environment for run in one.measured if run.environment is not None]
             differing = {name for other in environments[1:] for name in environments[0].differences(other)}
             if differing - {"git_dirty", "own_dirty"}:
-                apart = disagreement(one.representative, one.measured, found.value)
+                apart = disagreement(one.representative, one.measured, compared.value)
                 yield warning(
                     "mixed-side",
                     f"The runs of {side.name} are themselves from several environments: they differ in "
@@ -116,32 +117,33 @@ def _mixed(found: SideComparison) -> Iterator[Finding]:
                 break
 
 
-def _lost_processes(found: SideComparison) -> Iterator[Finding]:
+def _lost_processes(compared: SideComparison) -> Iterator[Finding]:
     """Processes that did not end: those that did may be the fast ones."""
-    for place, side in enumerate((found.before, found.after)):
-        lost = [(pair, pair.lost[place]) for pair in found.pairs if pair.lost[place]]
+    for place, side in enumerate((compared.before, compared.after)):
+        lost = [(pair, pair.lost[place]) for pair in compared.pairs if pair.lost[place]]
         if not lost:
             continue
         pair, count = max(lost, key=lambda one: one[1])
         ended = len((pair.before, pair.after)[place].measured)
-        where = f" ({pair.label})" if len(found.pairs) > 1 else ""
+        where = f" ({pair.label})" if len(compared.pairs) > 1 else ""
         yield warning(
             "lost-processes",
             f"{count} of {counted(count + ended, 'process')} of {side.name}{where} did not end with a result: what is "
             "compared are those that did.",
-            {"lost": sum(count for _, count in lost), "pairs": len(lost)}, "measure them again: the same command",
-        )  # fmt: skip
+            {"lost": sum(count for _, count in lost), "pairs": len(lost)},
+            "measure them again: the same command",
+        )
 
 
-def _not_in_turns(found: SideComparison) -> Iterator[Finding]:
+def _not_in_turns(compared: SideComparison) -> Iterator[Finding]:
     """Sides that were measured one after the other, so that what drifts meanwhile is between them."""
-    apart = [(change, pair) for change, pair in zip(found.changes, found.pairs, strict=True)
-             if change is not None and change.widened >= _WIDENED]  # fmt: skip
+    both = [(change, pair) for change, pair in zip(compared.changes, compared.pairs, strict=True) if change is not None]
+    apart = [(change, pair) for change, pair in both if change.widened >= _WIDENED]
     if not apart:
         return
     untold = [(change, pair) for change, pair in apart if change.may_be_drift]
     change, pair = max(untold or apart, key=lambda one: one[0].widened)
-    where = f"{pair.label}: the" if len(found.pairs) > 1 else "The"
+    where = f"{pair.label}: the" if len(compared.pairs) > 1 else "The"
     wider = (
         f"{where} sides were not measured in turns, so the interval is {change.widened:.1f} times as wide as that "
         "of processes that do not drift"
@@ -158,21 +160,23 @@ def _not_in_turns(found: SideComparison) -> Iterator[Finding]:
     )
 
 
-def _times_unknown(found: SideComparison) -> Iterator[Finding]:
+def _times_unknown(compared: SideComparison) -> Iterator[Finding]:
     """Sides that seem to differ, where it is not known when the processes of one began."""
-    decided = [pair for change, pair in zip(found.changes, found.pairs, strict=True)
-               if change is not None and change.decided and not change.paired]  # fmt: skip
-    timeless = dict.fromkeys(
-        side.name for pair in decided for side, runs in ((found.before, pair.before), (found.after, pair.after))
-        if not runs.processes(found.value).begun_s
-    )  # fmt: skip
+    timeless: dict[str, None] = {}
+    for change, pair in zip(compared.changes, compared.pairs, strict=True):
+        if change is None or not change.decided or change.paired:
+            continue
+        for side, runs in ((compared.before, pair.before), (compared.after, pair.after)):
+            if not runs.processes(compared.value).begun_s:
+                timeless[side.name] = None
     if timeless:
         yield warning(
             "times-unknown",
             f"The runs of {' and '.join(timeless)} do not say when they began, so it is not known whether the sides "
             "took turns: what seems to be a change may be drift.",
-            {"sides": len(timeless)}, "measure both sides in turns, as `stepscope run --against` does",
-        )  # fmt: skip
+            {"sides": len(timeless)},
+            "measure both sides in turns, as `stepscope run --against` does",
+        )
 
 
 def _turns(pair: SidePair) -> str:
@@ -189,16 +193,17 @@ def _turns(pair: SidePair) -> str:
     )
 
 
-def _clocks(found: SideComparison) -> Iterator[Finding]:
-    for pair in found.pairs:
+def _clocks(compared: SideComparison) -> Iterator[Finding]:
+    for pair in compared.pairs:
         one, other = (_clock_mhz(side.representative) for side in (pair.before, pair.after))
         if one and other and abs(other / one - 1) > _CLOCKS:
             yield warning(
                 "different-clocks",
                 f"{pair.label}: the GPU ran at {one:.0f} MHz before and at {other:.0f} MHz after; a step that it "
                 f"bounds changes by up to {abs(other / one - 1) * 100:.1f} % with that alone.",
-                {"before_mhz": one, "after_mhz": other}, "measure the sides turn by turn: run --against",
-            )  # fmt: skip
+                {"before_mhz": one, "after_mhz": other},
+                "measure the sides turn by turn: run --against",
+            )
             return
 
 
@@ -232,52 +237,45 @@ DigestOf = Callable[[SidePair], "tuple[TraceDigest | None, TraceDigest | None]"]
 """What the captures of a pair say, before and after."""
 
 
-def answer_comparison(found: SideComparison, digests: DigestOf) -> Answer:
+def answer_comparison(compared: SideComparison, digests: DigestOf) -> Answer:
     """The Answer on two sides: a row for each pair, where the largest changes lie, and what to doubt."""
-    order = sorted(range(len(found.pairs)), key=lambda i: -abs(_share(found.changes[i])))[:DETAILED]
-    detailed = [found.pairs[i] for i in sorted(order)]
-    tables = [_verdicts(found)]
-    several, names = len(found.pairs) > 1, dict(zip(map(id, found.pairs), short_names(found), strict=True))
+    shares = [abs(change.share) if change else 0.0 for change in compared.changes]
+    order = sorted(range(len(compared.pairs)), key=lambda i: -shares[i])[:DETAILED]
+    detailed = [compared.pairs[i] for i in sorted(order)]
+    tables = [_verdicts(compared)]
+    several, names = len(compared.pairs) > 1, dict(zip(map(id, compared.pairs), short_names(compared), strict=True))
     for pair in detailed:
         tables += _details(pair, digests, f" of {names[id(pair)]}" if several else "")
-    first, findings = found.pairs[0].after.representative.environment, tuple(sides_findings(found))
+    first, findings = compared.pairs[0].after.representative.environment, tuple(sides_findings(compared))
     return Answer(
         study="compare",
-        question=f"Is {found.after.name} faster than {found.before.name}?",
+        question=f"Is {compared.after.name} faster than {compared.before.name}?",
         device=first.device_name if first else "",
-        lead=_lead(found),
-        date=max(run.day for pair in found.pairs for run in pair.after.runs),
+        lead=_lead(compared),
+        date=max(run.day for pair in compared.pairs for run in pair.after.runs),
         tables=tuple(table for table in tables if table.rows),
-        panels=_panel(found),
+        panels=_panel(compared),
         findings=tuple(finding for finding in findings if finding.kind not in _BEFORE_ALL),
         checked=any(finding.kind not in _BEFORE_ALL for finding in findings),
     )
 
 
-def _share(change: Change | None) -> float:
-    return change.share if change else 0.0
-
-
-def _lead(found: SideComparison) -> tuple[Line, ...]:
-    sides = f"{found.after.name} ({found.after.kind}) against {found.before.name} ({found.before.kind})"
-    said = [Line(sides, "strong")]
-    if len(found.pairs) == 1:
-        said.append(Line(conclusion(found), _tone(found, 0)))
-    else:
-        said.append(Line(conclusion(found), "strong"))
-    apart = [finding for finding in sides_findings(found) if finding.kind in _BEFORE_ALL]
+def _lead(compared: SideComparison) -> tuple[Line, ...]:
+    names = f"{compared.after.name} ({compared.after.kind}) against {compared.before.name} ({compared.before.kind})"
+    verdict = Line(conclusion(compared), _tone(compared, 0) if len(compared.pairs) == 1 else "strong")
+    apart = [finding for finding in sides_findings(compared) if finding.kind in _BEFORE_ALL]
     cautions = [Line(f"Take care: {finding.sentence}", "care") for finding in apart]
-    return (said[0], *cautions, *said[1:])
+    return (Line(names, "strong"), *cautions, verdict)
 
 
-def conclusion(found: SideComparison) -> str:
+def conclusion(compared: SideComparison) -> str:
     """The verdict on one pair, or on all of them together, in a sentence or two."""
-    return f"{found.pairs[0].label}: {sentence(found, 0)}" if len(found.pairs) == 1 else _together(found)
+    return f"{compared.pairs[0].label}: {sentence(compared, 0)}" if len(compared.pairs) == 1 else _together(compared)
 
 
-def _together(found: SideComparison) -> str:
+def _together(compared: SideComparison) -> str:
     """How many of the pairs became faster or slower, and the geometric mean of their ratios."""
-    stands = [(change, stand) for change, stand in zip(found.changes, found.stands, strict=True) if change]
+    stands = [(change, stand) for change, stand in zip(compared.changes, compared.stands, strict=True) if change]
     slower = sum(stand and change.ratio > 1 for change, stand in stands)
     faster = sum(stand and change.ratio < 1 for change, stand in stands)
     untold = sum(change.interval is None for change, _ in stands)
@@ -285,16 +283,16 @@ def _together(found: SideComparison) -> str:
     drift = sum(change.may_be_drift and not stand for change, stand in stands)
     same = len(stands) - slower - faster - untold - drift
     no_turns = "that cannot be told, since the sides were not measured in turns"
-    words = [(slower, "slower"), (faster, "faster"), (same, "without a difference that was seen"), (drift, no_turns),
-             (untold, no_verdict)]  # fmt: skip
-    told = ", ".join(f"{count} {word}" for count, word in words if count)
-    return f"Of {counted(len(found.pairs), 'pair')}: {told}.{''.join(_means(found))}"
+    unseen = "without a difference that was seen"
+    words = [(slower, "slower"), (faster, "faster"), (same, unseen), (drift, no_turns), (untold, no_verdict)]
+    verdicts = ", ".join(f"{count} {word}" for count, word in words if count)
+    return f"Of {counted(len(compared.pairs), 'pair')}: {verdicts}.{''.join(_means(compared))}"
 
 
-def _means(found: SideComparison) -> Iterator[str]:
+def _means(compared: SideComparison) -> Iterator[str]:
     """The geometric mean of the ratios over the cells that were changed in the same way, where there are several."""
     groups: dict[str, list[float]] = {}
-    for pair, change in zip(found.pairs, found.changes, strict=True):
+    for pair, change in zip(compared.pairs, compared.changes, strict=True):
         if change is not None:
             groups.setdefault(pair.step_to, []).append(change.ratio)
     for what, ratios in groups.items():
@@ -304,23 +302,23 @@ def _means(found: SideComparison) -> Iterator[str]:
             yield f" The geometric mean of {len(ratios)} ratios{named} is {mean:.3f} ({_signed(mean - 1)})."
 
 
-def sentence(found: SideComparison, place: int) -> str:
+def sentence(compared: SideComparison, place: int) -> str:
     """The verdict on one pair, in a sentence."""
-    change, pair = found.changes[place], found.pairs[place]
-    what = "the step" if found.value == STEP else found.value
+    change, pair = compared.changes[place], compared.pairs[place]
+    what = "the step" if compared.value == STEP else compared.value
     if change is None:
         return f"{what} was not measured on both sides."
-    before, after = (_processes(count) for count in change.processes)
+    before, after = (counted(count, "process") for count in change.processes)
     turns = f"{before} in which both took turns" if change.paired else f"{before} against {after}"
     if change.interval is None:
         return (
             f"{what} takes {change.ratio:.3f} times as long ({_signed(change.share)}), by {turns}"
-            f"{_of_steps(found, pair)}: no verdict, since processes differ; {FEWEST_PROCESSES} a side "
+            f"{_of_steps(compared, pair)}: no verdict, since processes differ; {FEWEST_PROCESSES} a side "
             f"(--repeat {FEWEST_PROCESSES}) tell by how much."
         )
     within = f"{_signed(change.interval.low - 1)} to {_signed(change.interval.high - 1)}"
-    if found.stands[place]:
-        made_by = found.most_in(pair)
+    if compared.stands[place]:
+        made_by = compared.most_in(pair)
         most = f", most of it in {made_by[0]} ({_ms(made_by[1])})" if made_by else ""
         word = "slower" if change.ratio > 1 else "faster"
         return f"{what} is {format_share(abs(change.share))} {word} ({within}; {turns}){most}."
@@ -333,19 +331,15 @@ def sentence(found: SideComparison, place: int) -> str:
     return f"no difference seen in {what}{would} ({within}; {turns})."
 
 
-def _of_steps(found: SideComparison, pair: SidePair) -> str:
+def _of_steps(compared: SideComparison, pair: SidePair) -> str:
     """What the steps of one process a side say; nothing of more processes, or where they are too few."""
-    before, after = ([samples_of(run, found.value) for run in side.measured] for side in (pair.before, pair.after))
+    before, after = ([samples_of(run, compared.value) for run in side.measured] for side in (pair.before, pair.after))
     if len(before) != 1 or len(after) != 1 or before[0] is None or after[0] is None:
         return ""
     ratio = before[0].speedup_over(after[0])
     if ratio is None or ratio.interval is None:
         return ""
     return f" (their steps say {_signed(ratio.interval.low - 1)} to {_signed(ratio.interval.high - 1)})"
-
-
-def _processes(count: int) -> str:
-    return counted(count, "process")
 
 
 def _signed(share: float) -> str:
@@ -356,38 +350,38 @@ def _ms(seconds: float) -> str:
     return f"{'+' if seconds > 0 else ''}{format_milliseconds(seconds)} ms"
 
 
-def _tone(found: SideComparison, place: int) -> Tone:
-    change = found.changes[place]
-    if change is None or not found.stands[place]:
+def _tone(compared: SideComparison, place: int) -> Tone:
+    change = compared.changes[place]
+    if change is None or not compared.stands[place]:
         return "strong"
     return "bad" if change.ratio > 1 else "good"
 
 
-def _verdicts(found: SideComparison) -> Table:
+def _verdicts(compared: SideComparison) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for pair, change, stands in zip(found.pairs, found.changes, found.stands, strict=True):
-        before, after = pair.before.processes(found.value), pair.after.processes(found.value)
+    for pair, change, stands in zip(compared.pairs, compared.changes, compared.stands, strict=True):
+        before, after = pair.before.processes(compared.value), pair.after.processes(compared.value)
         interval = change.interval if change else None
-        most = found.most_in(pair) if change and (stands or interval is None) else None
+        most = compared.most_in(pair) if change and (stands or interval is None) else None
         counts = change.processes if change else (before.count, after.count)
         rows.append((
             pair.label, before.typical_s, after.typical_s, change.share if change else None,
             f"{_signed(interval.low - 1)} to {_signed(interval.high - 1)}" if interval else "",
             f"{counts[0]} / {counts[1]}", verdict(change, stands), f"{most[0]} ({_ms(most[1])})" if most else "",
         ))  # fmt: skip
-    tones = {i: tone for i in range(len(rows)) if (tone := _tone(found, i)) != "strong"}
+    tones = {i: tone for i in range(len(rows)) if (tone := _tone(compared, i)) != "strong"}
     notes = [
         f"Typical times over the processes of each side, and their ratio with its {CONFIDENCE * 100:.0f} % interval.",
-        *_unseen(found),
-        *([f"On one side alone: {', '.join(found.alone)}."] if found.alone else []),
-        *([f"Not measured to the end on one side: {', '.join(found.lost)}."] if found.lost else []),
+        *_unseen(compared),
+        *([f"On one side alone: {', '.join(compared.alone)}."] if compared.alone else []),
+        *([f"Not measured to the end on one side: {', '.join(compared.lost)}."] if compared.lost else []),
     ]
-    if found.asked > 1:
+    if compared.asked > 1:
         notes.append("A verdict stands where it holds for all pairs asked at once (Holm).")
-    if len(found.pairs) > DETAILED:
+    if len(compared.pairs) > DETAILED:
         notes.append(f"Where the step changed is shown for the {DETAILED} pairs that changed most.")
     return table_of(
-        f"{found.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", TEXT),
+        f"{compared.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", TEXT),
         ("processes", TEXT), "verdict", "most of it in", rows=rows, tones=tones, notes=as_lines(*notes),
     )  # fmt: skip
 
@@ -403,11 +397,11 @@ def verdict(change: Change | None, stands: bool) -> str:
     return "slower" if change.ratio > 1 else "faster"
 
 
-def _unseen(found: SideComparison) -> Iterator[str]:
+def _unseen(compared: SideComparison) -> Iterator[str]:
     """Which changes would have been seen where none was."""
     limits = [
         change.detectable
-        for change, stands in zip(found.changes, found.stands, strict=True)
+        for change, stands in zip(compared.changes, compared.stands, strict=True)
         if change and verdict(change, stands) == "no difference seen" and change.detectable
     ]
     if limits:
@@ -444,14 +438,14 @@ def work_buckets(
     attributed = [sum(values[side] for values in rows.values()) for side in (0, 1)]
     busy = [digest.busy_ns * 1e-9 / digest.steps for digest in (before, after)]
     rest = [whole - part for whole, part in zip(busy, attributed, strict=True)]
-    found = [*((name, was, now) for name, (was, now) in ordered), ("in no phase", rest[0], rest[1])]
+    buckets = [*((name, was, now) for name, (was, now) in ordered), ("in no phase", rest[0], rest[1])]
     if steps_s is None:
-        return found
+        return buckets
     union = [digest.union_ns * 1e-9 / digest.steps for digest in (before, after)]
     idle = [step - once for step, once in zip(steps_s, union, strict=True)]
     twice = [once - all_ for once, all_ in zip(union, busy, strict=True)]
     more = [("device idle", idle[0], idle[1]), ("at the same time as other work", twice[0], twice[1])]
-    return [*more[: 2 if any(twice) else 1], *found]
+    return [*more[: 2 if any(twice) else 1], *buckets]
 
 
 def _device_steps(pair: SidePair) -> tuple[float, float] | None:
@@ -481,21 +475,15 @@ def _bucket_table(head: str, buckets: Sequence[tuple[str, float, float]], whole:
     if rest:
         shown.append((f"{len(rest)} more", sum(row[1] for row in rest), sum(row[2] for row in rest)))
     rows: list[tuple[Cell, ...]] = [
-        (name, *map(_clean, (was, now, now - was)), _part(now - was, difference)) for name, was, now in shown
+        # To the picosecond: what a difference leaves of nothing is nothing.
+        (name, *(round(seconds, 12) + 0.0 for seconds in (was, now, now - was)), _part(now - was, difference))
+        for name, was, now in shown
     ]
     if not rows:
         return Table(title="", columns=(head,), rows=())
     rows.append(("together", *total, difference, None))
-    return table_of(
-        head, ("before ms", "ms of s"), ("after ms", "ms of s"), ("change ms", "+ms of s"), ("of the change", "%"),
-        rows=rows,
-        rules=(len(rows) - 1,),
-    )  # fmt: skip
-
-
-def _clean(seconds: float) -> float:
-    """Seconds to the picosecond: what a difference leaves of nothing is nothing."""
-    return round(seconds, 12) + 0.0
+    heads = (("before ms", "ms of s"), ("after ms", "ms of s"), ("change ms", "+ms of s"), ("of the change", "%"))
+    return table_of(head, *heads, rows=rows, rules=(len(rows) - 1,))
 
 
 def _part(change: float, whole: float) -> float | None:
@@ -516,8 +504,8 @@ def _memory(pair: SidePair, of: str) -> Table:
 
 def _energy(pair: SidePair, of: str) -> Table:
     """The energy of a step, the mean over the processes; empty where one side has none."""
-    before, after = ([found for run in side.measured if (found := joules_per_step(run)) is not None]
-                     for side in (pair.before, pair.after))  # fmt: skip
+    sets = [[joules_per_step(run) for run in side.measured] for side in (pair.before, pair.after)]
+    before, after = ([joules for joules in each if joules is not None] for each in sets)
     if not before or not after:
         return Table(title="", columns=(f"energy{of}",), rows=())
     was, now = statistics.fmean(before), statistics.fmean(after)
@@ -525,13 +513,13 @@ def _energy(pair: SidePair, of: str) -> Table:
     return table_of(f"energy{of}", ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=[row])
 
 
-def short_names(found: SideComparison) -> list[str]:
+def short_names(compared: SideComparison) -> list[str]:
     """The labels of the pairs without what all have in common, each once: a plot cuts a long name, and a title is one
     line."""
-    parts = [re.split(r"[:,] ", pair.label) for pair in found.pairs]
+    parts = [re.split(r"[:,] ", pair.label) for pair in compared.pairs]
     common = set(parts[0]).intersection(*parts[1:]) if len(parts) > 1 else set[str]()
-    names = [", ".join(part for part in own if part not in common) or pair.label
-             for own, pair in zip(parts, found.pairs, strict=True)]  # fmt: skip
+    rests = [", ".join(part for part in label if part not in common) for label in parts]
+    names = [rest or pair.label for rest, pair in zip(rests, compared.pairs, strict=True)]
     seen: Counter[str] = Counter()
     for place, name in enumerate(names):
         seen[name] += 1
@@ -539,10 +527,10 @@ def short_names(found: SideComparison) -> list[str]:
     return names
 
 
-def _panel(found: SideComparison) -> tuple[Panel, ...]:
+def _panel(compared: SideComparison) -> tuple[Panel, ...]:
     """A bar for each pair: the change in percent, with its interval."""
     points: list[Point] = []
-    for name, change in zip(short_names(found), found.changes, strict=True):
+    for name, change in zip(short_names(compared), compared.changes, strict=True):
         if change is not None:
             low, high = (
                 ((change.interval.low - 1) * 100, (change.interval.high - 1) * 100) if change.interval else (None, None)
@@ -566,10 +554,10 @@ def pictured(answers: Sequence[Answer]) -> Answer:
     return msgspec.structs.replace(answers[0], panels=panels)
 
 
-def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str, Any]:
+def comparison_as_json(compared: SideComparison, digests: DigestOf) -> Mapping[str, Any]:
     """Plain data: each pair with its change, buckets in seconds before and after, and the findings."""
     pairs: list[dict[str, Any]] = []
-    for pair, change, stands in zip(found.pairs, found.changes, found.stands, strict=True):
+    for pair, change, stands in zip(compared.pairs, compared.changes, compared.stands, strict=True):
         before, after = digests(pair)
         captured = (before, after) if before is not None and after is not None else None
         pairs.append({
@@ -584,10 +572,15 @@ def comparison_as_json(found: SideComparison, digests: DigestOf) -> Mapping[str,
             "runs": [[run.id for run in side.runs] for side in (pair.before, pair.after)],
         })  # fmt: skip
     return {
-        "version": COMPARISON_VERSION, "before": found.before.name, "after": found.after.name, "value": found.value,
-        "pairs": pairs, "alone": found.alone, "lost": found.lost,
-        "findings": msgspec.to_builtins(tuple(sides_findings(found))),
-    }  # fmt: skip
+        "version": COMPARISON_VERSION,
+        "before": compared.before.name,
+        "after": compared.after.name,
+        "value": compared.value,
+        "pairs": pairs,
+        "alone": compared.alone,
+        "lost": compared.lost,
+        "findings": msgspec.to_builtins(tuple(sides_findings(compared))),
+    }
 
 
 # Whether a comparison is too slow to pass, as a build asks: fails, passes, or cannot be decided with what was run.
@@ -614,13 +607,13 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
     """
     slower: list[str] = []
     undecided: list[str] = []
-    for found in comparisons:
-        for pair in found.pairs:
-            change = pair.change(found.value, found.level)
+    for compared in comparisons:
+        for pair in compared.pairs:
+            change = pair.change(compared.value, compared.level)
             if change is None or change.interval is None:
                 undecided.append(f"{pair.label}: too few processes")
             elif change.interval.low > 1 + limit:
-                made_by = found.most_in(pair)
+                made_by = compared.most_in(pair)
                 most = f", most of it in {made_by[0]}" if made_by else ""
                 slower.append(
                     f"{pair.label} is {format_share(change.share)} slower (at least "
@@ -628,20 +621,22 @@ def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
                 )
             elif change.interval.high > 1 + limit:
                 apart = ", not measured in turns" if change.may_be_drift else ""
-                undecided.append(f"{pair.label}: {format_share(change.interval.low - 1)} to "
-                                 f"{format_share(change.interval.high - 1)} slower{apart}")  # fmt: skip
+                low, high = (format_share(end - 1) for end in (change.interval.low, change.interval.high))
+                undecided.append(f"{pair.label}: {low} to {high} slower{apart}")
             elif any(pair.lost):
                 undecided.append(f"{pair.label}: {counted(sum(pair.lost), 'process')} without a result")
-        undecided += [f"{cell}: no result" for cell in found.lost]
+        undecided += [f"{cell}: no result" for cell in compared.lost]
         # A cell that was not measured again may have become slower; one that is new has nothing to be slower than.
-        undecided += [f"{cell}: not measured again" for cell in found.alone if cell.endswith(f"({found.before.name})")]
+        undecided += [
+            f"{cell}: not measured again" for cell in compared.alone if cell.endswith(f"({compared.before.name})")
+        ]
     return Gate(limit=limit, slower=tuple(slower), open=tuple(undecided))
 
 
 def parse_share(text: str, option: str) -> float:
     """A share of one, written `3%` or `0.03`."""
-    found = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)\s*", text)
-    value = float(found[1]) / (100 if found[2] else 1) if found else -1.0
-    if not 0 <= value < 100 or (found and not found[2] and value >= 1):
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)\s*", text)
+    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= value < 100 or (match and not match[2] and value >= 1):
         raise InputError(f"cannot read {option} {text!r}: write a share, as in 3% or 0.03")
     return value

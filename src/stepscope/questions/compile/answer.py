@@ -95,12 +95,12 @@ class Total:
 def kernels_of_capture(digest: "TraceDigest") -> dict[str, Total]:
     """Calls and time of a captured step's kernels by kind; all that ran in the optimizer's phase is of its kind."""
     rows = [row for row in digest.families if row.family != _NO_KERNEL]
-    found = [(_kind(row), row.calls, row.busy_ns * 1e-9) for row in rows]
+    figures = [(_kind(row), row.calls, row.busy_ns * 1e-9) for row in rows]
     # A generated kernel has the family of the heaviest operator in it; here it is one of the generated.
     for row in digest.generated:
-        found.append((_kind(row), -row.calls, -row.busy_ns * 1e-9))
-        found.append((OPTIMIZER_KERNELS if row.phase == OPTIMIZER else GENERATED, row.calls, row.busy_ns * 1e-9))
-    return {kind: total for kind, total in _totals(found).items() if total.calls > 0}
+        figures.append((_kind(row), -row.calls, -row.busy_ns * 1e-9))
+        figures.append((OPTIMIZER_KERNELS if row.phase == OPTIMIZER else GENERATED, row.calls, row.busy_ns * 1e-9))
+    return {kind: total for kind, total in _totals(figures).items() if total.calls > 0}
 
 
 def _kind(row: "FamilyRow") -> str:
@@ -109,22 +109,22 @@ def _kind(row: "FamilyRow") -> str:
 
 def kernels_of_profile(run: Run) -> dict[str, Total]:
     """Calls and time of a profiled step's kernels by kind, told by their names alone; empty without such a step."""
-    found = []
+    figures = []
     for kernel in run.evidence.profile.kernels if run.evidence.profile else ():
         family = classify(kernel.name)
         kind = GENERATED if is_generated(kernel.name) else _KIND_OF.get(family, OTHER)
         kind = OPTIMIZER_KERNELS if _FOREACH in kernel.name else kind
         if family != _NO_KERNEL:
-            found.append((kind, float(kernel.calls), kernel.total_s))
-    return _totals(found)
+            figures.append((kind, float(kernel.calls), kernel.total_s))
+    return _totals(figures)
 
 
 def _totals(rows: Iterable[tuple[str, float, float]]) -> dict[str, Total]:
-    found: dict[str, Total] = {}
+    totals: dict[str, Total] = {}
     for kind, calls, busy_s in rows:
-        before = found.get(kind, Total())
-        found[kind] = Total(calls=before.calls + calls, busy_s=before.busy_s + busy_s)
-    return found
+        before = totals.get(kind, Total())
+        totals[kind] = Total(calls=before.calls + calls, busy_s=before.busy_s + busy_s)
+    return totals
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,9 +146,9 @@ class CompileCell(ComparedRun):
 
         Judged anew from the evidence. The third: a GPU's compiled step has kernels that the compiler generated.
         """
-        found = compile_not_used(self.run) or compile_fallback(self.run)
-        if found is not None or self.is_base or self.run.status != "done":
-            return found
+        fault = compile_not_used(self.run) or compile_fallback(self.run)
+        if fault is not None or self.is_base or self.run.status != "done":
+            return fault
         if self.on_gpu and self.generated == 0:
             return error(
                 "no-generated-kernel",
@@ -195,8 +195,8 @@ class Kernels:
 
     def of(self, kinds: Sequence[str] = KINDS) -> tuple[Total, Total]:
         """The sums over these kinds, before and after."""
-        sides = [[side[kind] for kind in kinds if kind in side] for side in (self.before, self.after)]
-        before, after = (Total(calls=sum(t.calls for t in s), busy_s=sum(t.busy_s for t in s)) for s in sides)
+        totals = [[side[kind] for kind in kinds if kind in side] for side in (self.before, self.after)]
+        before, after = (Total(calls=sum(t.calls for t in s), busy_s=sum(t.busy_s for t in s)) for s in totals)
         return before, after
 
     def won_s(self, kinds: Sequence[str] = KINDS) -> float:
@@ -294,9 +294,9 @@ class CompilePair(Pair[CompileCell]):
 CompileStudy = Comparison[CompileCell, CompilePair]
 
 
-def pair_up(found: Iterable[CompileCell]) -> CompileStudy:
+def pair_up(cells: Iterable[CompileCell]) -> CompileStudy:
     """Cells in the order of their size, and each compiled one beside the eager one."""
-    return compare_runs(found, CompilePair, order=_order)
+    return compare_runs(cells, CompilePair, order=_order)
 
 
 def with_kernels(study: CompileStudy) -> list[tuple[CompilePair, Kernels]]:
@@ -439,21 +439,21 @@ def _by_phase(pair: CompilePair) -> str:
     ratios = {part: pair.ratio(part) for part in (FORWARD, BACKWARD, OPTIMIZER)}
     if ratios[BACKWARD] is None:
         return ""
-    said = ", ".join(f"{part} {ratio.value:.2f}" for part, ratio in ratios.items() if ratio is not None)
-    return f" ({said})"
+    words = ", ".join(f"{part} {ratio.value:.2f}" for part, ratio in ratios.items() if ratio is not None)
+    return f" ({words})"
 
 
 def _process_noise(study: CompileStudy) -> Iterator[Finding]:
     """A warning where the optimizer, the same code in both runs, changed by a large share of what the step changed."""
-    found: dict[str, tuple[float, float]] = {}
+    noisy: dict[str, tuple[float, float]] = {}
     for pair in study.pairs:
         optimizer_s, step_s = pair.won_s(OPTIMIZER), pair.won_s(STEP)
         if optimizer_s is not None and step_s is not None and abs(optimizer_s) >= _MUCH * abs(step_s):
-            found[pair.label] = optimizer_s, step_s
-    if found:
-        label = max(found, key=lambda name: abs(found[name][0] / (found[name][1] or math.inf)))
-        optimizer_s, step_s = found[label]
-        others = f" (and in {len(found) - 1} more comparisons)" if len(found) > 1 else ""
+            noisy[pair.label] = optimizer_s, step_s
+    if noisy:
+        label = max(noisy, key=lambda name: abs(noisy[name][0] / (noisy[name][1] or math.inf)))
+        optimizer_s, step_s = noisy[label]
+        others = f" (and in {len(noisy) - 1} more comparisons)" if len(noisy) > 1 else ""
         yield warning(
             "process-noise",
             f"The optimizer is the same code in both, and yet takes {format_seconds(abs(optimizer_s))} "
@@ -470,8 +470,8 @@ def _optimizer_share(pair: CompilePair) -> float | None:
 
 
 def _cost_findings(study: CompileStudy) -> Iterator[Finding]:
-    told = [pair for pair in study.pairs if not _is_noise(pair)]
-    paid = [(pair, pair.payback) for pair in told if pair.payback and pair.payback.steps is not None]
+    certain = [pair for pair in study.pairs if not _is_noise(pair)]
+    paid = [(pair, pair.payback) for pair in certain if pair.payback and pair.payback.steps is not None]
     paid.sort(key=lambda both: both[1].steps or 0)
     for pair, payback in dict.fromkeys([*paid[:1], *paid[-1:]]):
         yield note(
@@ -481,7 +481,7 @@ def _cost_findings(study: CompileStudy) -> Iterator[Finding]:
             f"{_range(payback)}, {format_seconds((payback.steps or 0) * pair.base.time_s)} of eager ones.",
             {"extra_s": payback.extra_s, "won_s": payback.won_s, "steps": payback.steps},
         )
-    never = [pair.label for pair in told if pair.payback and pair.payback.steps is None]
+    never = [pair.label for pair in certain if pair.payback and pair.payback.steps is None]
     if never:
         yield warning(
             "never-paid",
@@ -516,11 +516,11 @@ def _kernel_findings(study: CompileStudy) -> Iterator[Finding]:
     """What fused and where the gain lies, in each mode's least and greatest speed-up; products, in all."""
     known = [(pair, kernels) for pair, kernels in with_kernels(study) if pair.other.ran != "eager"]
     for mode in dict.fromkeys(pair.other.value for pair, _ in known):
-        mine = sorted(
+        of_mode = sorted(
             ((pair, kernels) for pair, kernels in known if pair.other.value == mode),
             key=lambda both: both[0].speed_up.value,
         )
-        ends = {id(pair): (pair, kernels) for pair, kernels in [*mine[:1], *mine[-1:]]}
+        ends = {id(pair): (pair, kernels) for pair, kernels in [*of_mode[:1], *of_mode[-1:]]}
         for pair, kernels in ends.values():
             yield _fused(pair, kernels)
             yield _gains(pair, kernels)
@@ -533,13 +533,13 @@ def _fused(pair: CompilePair, kernels: Kernels) -> Finding:
     _, generated = kernels.of([GENERATED])
     kinds = [(kind, *kernels.of([kind])) for kind in FUSABLE]
     gone = [f"{kind} {b.calls:,.0f} to {a.calls:,.0f}" for kind, b, a in kinds if b.calls and a.calls != b.calls]
-    told = f" ({'; '.join(gone)})" if gone else ""
+    kinds_gone = f" ({'; '.join(gone)})" if gone else ""
     return note(
         "fused",
         f"{pair.label}: {all_before.calls:,.0f} kernels a step become {all_after.calls:,.0f}. "
         f"{generated.calls:,.0f} generated ones, {format_seconds(generated.busy_s)}, stand for "
         f"{loose_before.calls - loose_after.calls:,.0f} others, "
-        f"{format_seconds(loose_before.busy_s - loose_after.busy_s)}{told}.",
+        f"{format_seconds(loose_before.busy_s - loose_after.busy_s)}{kinds_gone}.",
         {
             "kernels_before": all_before.calls,
             "kernels_after": all_after.calls,
@@ -561,21 +561,21 @@ def _gains(pair: CompilePair, kernels: Kernels) -> Finding:
         (kernels.none_s[0] - kernels.none_s[1], "where no kernel ran"),
     ]
     total_s = sum(won_s for won_s, _ in parts)
-    told = [(won_s, where) for won_s, where in parts if abs(won_s) >= 0.01 * abs(total_s)]
-    said = ", ".join(f"{'' if won_s >= 0 else '-'}{format_seconds(abs(won_s))} {where}" for won_s, where in told)
+    named = [(won_s, where) for won_s, where in parts if abs(won_s) >= 0.01 * abs(total_s)]
+    words = ", ".join(f"{'' if won_s >= 0 else '-'}{format_seconds(abs(won_s))} {where}" for won_s, where in named)
     return note(
         "gain",
-        f"{pair.label}: a step wins {format_seconds(total_s)}: {said}."
+        f"{pair.label}: a step wins {format_seconds(total_s)}: {words}."
         if total_s > 0
-        else f"{pair.label}: a step loses {format_seconds(-total_s)}: {said}.",
+        else f"{pair.label}: a step loses {format_seconds(-total_s)}: {words}.",
         {f"won_{where.replace(' ', '_')}_s": won_s for won_s, where in parts},
     )
 
 
 def _products(known: Sequence[tuple[CompilePair, Kernels]]) -> Iterator[Finding]:
     """Compiling leaves matrix products to the libraries: are they the same?"""
-    found = {pair.label: kernels.of([PRODUCTS]) for pair, kernels in known}
-    timed = {label: (b, a) for label, (b, a) in found.items() if b.busy_s and a.busy_s}
+    products = {pair.label: kernels.of([PRODUCTS]) for pair, kernels in known}
+    timed = {label: (b, a) for label, (b, a) in products.items() if b.busy_s and a.busy_s}
     same = {label: a.busy_s / b.busy_s for label, (b, a) in timed.items() if abs(a.busy_s / b.busy_s - 1) <= _SAME}
     if same:
         calls = sum(timed[label][0].calls == timed[label][1].calls for label in same)

@@ -118,8 +118,8 @@ def _peak(each: PricedBreak) -> int | None:
     return peaks[0] - peaks[1] if len(peaks) == 2 and peaks[0] is not None and peaks[1] is not None else None
 
 
-def _slowest(found: tuple[Recompilation, ...]) -> list[Recompilation]:
-    return sorted(found, key=lambda each: (-each.seconds, each.place))
+def _slowest(recompilations: tuple[Recompilation, ...]) -> list[Recompilation]:
+    return sorted(recompilations, key=lambda each: (-each.seconds, each.place))
 
 
 def _findings(prices: CompilePrices) -> Iterator[Finding]:
@@ -166,26 +166,26 @@ def _price(each: PricedBreak) -> Finding:
 
 
 def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
-    found = prices.recompilations
+    again = prices.recompilations
     if prices.gave_up_at:
         yield error(
             "recompile-limit",
             f"torch.compile reached its limit of recompilations in the first {prices.steps} steps, and ran a function "
             f"eagerly from there on. The guard that failed: {prices.gave_up_at}.",
-            {"recompilations": len(found)},
+            {"recompilations": len(again)},
             "inputs of fewer shapes; torch._dynamo.mark_dynamic for a dimension that changes; "
             "torch._dynamo.config.recompile_limit",
         )
-    if not found:
+    if not again:
         return
-    first, total = _slowest(found)[0], sum(each.seconds for each in found)
-    steps = len({each.step for each in found})
+    first, total = _slowest(again)[0], sum(each.seconds for each in again)
+    steps = len({each.step for each in again})
     yield warning(
         "recompilation-price",
-        f"{counted(len(found), 'recompilation')} took {format_seconds(total)} and delayed {steps} of the first "
+        f"{counted(len(again), 'recompilation')} took {format_seconds(total)} and delayed {steps} of the first "
         f"{prices.steps} steps. The slowest, {format_seconds(first.seconds)}, was of {first.function} at "
         f"{first.place}: {first.guard}.",
-        {"recompilations": len(found), "seconds": total, "steps": steps},
+        {"recompilations": len(again), "seconds": total, "steps": steps},
         "inputs of fewer shapes; torch._dynamo.mark_dynamic for a dimension that changes",
     )
     dynamic = prices.dynamic
@@ -221,8 +221,8 @@ def compile_prices(
     """
     what = f"{'--model' if workload.factory.endswith('.json') else '--module'} {workload.factory}"
     request = _Request(workload, device, settings or Settings(), settings is not None, backend)
-    found = ask_apart(__name__, msgspec.json.encode(request).decode(), what=what)
-    return msgspec.json.decode(found, type=CompilePrices)
+    answer = ask_apart(__name__, msgspec.json.encode(request).decode(), what=what)
+    return msgspec.json.decode(answer, type=CompilePrices)
 
 
 def main(request: str) -> str:
@@ -234,16 +234,16 @@ def main(request: str) -> str:
     from stepscope.recording.precision import matmul_precision
     from stepscope.training.training_step import AssembledStep
 
-    asked = msgspec.json.decode(request, type=_Request)
-    device = resolve_device(asked.device)
-    eager = msgspec.structs.replace(asked.workload, compile="eager")
+    options = msgspec.json.decode(request, type=_Request)
+    device = resolve_device(options.device)
+    eager = msgspec.structs.replace(options.workload, compile="eager")
 
     def make() -> AssembledStep:
         return step_of(eager, device)
 
     # What the module prints in each of some hundred steps tells nothing.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere), matmul_precision(eager.dtype):
-        pricing = Pricing(make, device, settings=asked.settings if asked.timed else None, backend=asked.backend)
+        pricing = Pricing(make, device, settings=options.settings if options.timed else None, backend=options.backend)
         clean, breaks = pricing.breaks()
         dynamic = pricing.dynamic()
     prices = CompilePrices(
