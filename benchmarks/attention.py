@@ -20,14 +20,17 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.attention_timing import (
+from stepscope.core.attention_call import (
+    CONVENTION,
     PRODUCTS,
     AttentionCell,
     AttentionShape,
     AttentionTiming,
     AttentionTimings,
+    backward_flops,
     decode_timings,
     encode_timings,
+    forward_flops,
 )
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import (
@@ -38,7 +41,6 @@ from stepscope.core.errors import (
     StepscopeError,
     choose,
 )
-from stepscope.core.formulas.attention import CONVENTION, backward_flops, forward_flops
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds

@@ -24,7 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from stepscope.core.document import decode_document
+from stepscope.core.files import decode_document
 from stepscope.core.model_config import configure
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Ratio, Samples, known

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from stepscope.app.cli.workloads import OneWorkload
-from stepscope.core.document import decode_document
+from stepscope.core.files import decode_document
 from stepscope.core.processes import Change, Processes, change_of_pairs
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_run

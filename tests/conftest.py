@@ -18,7 +18,7 @@ import stepscope
 from stepscope.core.environment import Environment
 from stepscope.core.formulas.transformer import phase_work
 from stepscope.core.model_config import SIZE_FIELDS, configure
-from stepscope.core.nsight import find_nsys
+from stepscope.core.profilers import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import TextbookWorkload

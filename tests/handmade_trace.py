@@ -5,8 +5,8 @@ from typing import Any
 
 import polars as pl
 
+from stepscope.traces.assemble import operators_as_work, with_launches
 from stepscope.traces.captures.attribution import Attribution, attribute
-from stepscope.traces.launches import operators_as_work, with_launches
 from stepscope.traces.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable, with_details
 
 PROCESS, MAIN, AUTOGRAD = 1, 11, 12

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.attention import HEADS, SHAPES, main, parse_shape, render_markdown, rows_of
 
 from benchmarks import flash_tune
-from stepscope.core.attention_timing import decode_timings
+from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError
 from tests.questions.test_study_attention import STORY, timing, timings_by_hand
 

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.forecasts import Forecast, forecast_of_peak, keep_forecasts, read_forecasts
-from stepscope.core.run_directory import FORECASTS_FILE
+from stepscope.core.run_directory import FORECASTS_FILE, Forecast, forecast_of_peak, keep_forecasts, read_forecasts
 from tests.command import stepscope
 
 

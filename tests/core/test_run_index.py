@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.core import run_index
 from stepscope.core.run import Run
 from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, load_runs, save_run, write_atomically
-from stepscope.core.run_index import list_runs
+from stepscope.runs import index as run_index
 from stepscope.runs.answer import answer_list
+from stepscope.runs.index import list_runs
 from stepscope.runs.tables import TableQuery, answer_table
 from tests.conftest import make_run
 
@@ -167,7 +167,7 @@ def test_a_folder_where_nothing_can_be_written(folder: Path):
 def test_a_disk_without_room(folder: Path):
     (folder / INDEX_FILE).unlink()
     code = (
-        "import resource, sys; from pathlib import Path; from stepscope.core.run_index import list_runs;"
+        "import resource, sys; from pathlib import Path; from stepscope.runs.index import list_runs;"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100));"
         "found = list_runs([Path(sys.argv[1])], fewest=1); print(len(found.runs)); print(found.notes[0])"
     )
@@ -178,7 +178,7 @@ def test_a_disk_without_room(folder: Path):
 
 def test_several_writers_at_once(folder: Path):
     code = (
-        "import sys; from pathlib import Path; from stepscope.core.run_index import list_runs;"
+        "import sys; from pathlib import Path; from stepscope.runs.index import list_runs;"
         "print({len(list_runs([Path(sys.argv[1])], fewest=1).runs) for _ in range(30)})"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE) for _ in range(3)]

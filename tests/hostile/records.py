@@ -25,7 +25,7 @@ from stepscope.core.formulas.operators.rules import (
     recorded_call,
 )
 from stepscope.traces.readers.kineto import Arguments, Event, decode_block, needs_values, operator_shapes
-from stepscope.traces.roofline.answer import shapes_label
+from stepscope.traces.roofline_answer import shapes_label
 from tests.hostile.campaign import conclude, generator, parser
 from tests.hostile.captures import public
 

@@ -19,7 +19,7 @@ import pytest
 
 from stepscope.core import files as caches
 from stepscope.core.errors import LONGEST_MESSAGE, message_line, middle_cut, printable, visible
-from stepscope.core.nsight import find_nsys
+from stepscope.core.profilers import find_nsys
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, encode_run
 from tests.command import stepscope

@@ -51,7 +51,7 @@ MUTANTS = (
     # Workloads, units, metrics.
     Mutant(
         name="later fields are left out of digests",
-        file="core/document.py",
+        file="core/files.py",
         old="if (value := getattr(record, field.name)) != field.default or field.name in first_fields",
         new="if (value := getattr(record, field.name)) is not None and field.name in first_fields",
         falsifies="cells that differ in accumulation or checkpointing are one experiment",
@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         name="fused backward has four products",
-        file="core/formulas/operations.py",
+        file="core/formulas/__init__.py",
         old="3 * sizes.head_dim + 2 * sizes.value_dim",
         new="2 * sizes.head_dim + 2 * sizes.value_dim",
         falsifies="rates of fused attention's backward are a fifth too low",
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         name="attention's flag is not read",
-        file="core/formulas/operators/attention.py",
+        file="core/formulas/operators/formulas.py",
         old="causal = self._is_causal(call)\n        if causal",
         new="causal = None\n        if causal",
         falsifies="attention that is not causal runs at half its rate",
@@ -125,7 +125,7 @@ MUTANTS = (
     # Captures.
     Mutant(
         name="launches joined without the process",
-        file="traces/launches.py",
+        file="traces/assemble.py",
         old="return number * _FEW_IDS + ",
         new="return number * 0 + ",
         falsifies="kernels of one rank are launched by another (row 12 of docs/measuring.md)",
@@ -173,7 +173,7 @@ MUTANTS = (
     ),
     Mutant(
         name="the datasheet before what was measured",
-        file="traces/roofline/roofline.py",
+        file="traces/roofline.py",
         old="rates |= measured",
         new="rates = measured | rates",
         falsifies="the roofline is against a rate that the device never reaches",
@@ -296,7 +296,7 @@ MUTANTS = (
     ),
     Mutant(
         name="ties round up",
-        file="core/float_format.py",
+        file="core/precisions.py",
         old="rounded = round(exact / unit) * unit",
         new="rounded = math.floor(exact / unit + Fraction(1, 2)) * unit",
         falsifies="rounding has a bias",

@@ -16,19 +16,21 @@ from torch import Tensor
 
 from stepscope.app.cli.app import app
 from stepscope.core.answer import Table, decode_answer, encode_answer
-from stepscope.core.attention_timing import (
+from stepscope.core.attention_call import (
     AttentionCell,
     AttentionShape,
     AttentionTiming,
     AttentionTimings,
     CallMemory,
+    backward_flops,
     decode_timings,
     encode_timings,
+    forward_flops,
+    saved_by_formula,
 )
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
-from stepscope.core.formulas.attention import backward_flops, forward_flops, saved_by_formula
 from stepscope.core.samples import Samples
 from stepscope.questions.attention.answer import (
     BOTH,

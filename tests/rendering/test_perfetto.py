@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from stepscope.core.errors import InputError, printable
 from stepscope.rendering.chrome_trace import Rank, lanes, write_perfetto
 from stepscope.traces.captures.attribution import Attribution, attribute
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.occupation import occupation
-from stepscope.traces.read import read_trace
 from stepscope.traces.table import COUNTER_SCHEMA
 from tests.handmade_trace import GEMM, REDUCE, SOFTMAX, of_a_cpu, traced, work
 from tests.public import public_capture

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from stepscope.app.cli.app import app
-from stepscope.core.doubts import doubt_mark, doubting_kinds, doubts_sentence, marked
+from stepscope.core.figures import doubt_mark, doubting_kinds, doubts_sentence, marked
 from stepscope.core.finding import Finding, Severity
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run

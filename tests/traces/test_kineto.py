@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
-from stepscope.traces.read import read_trace
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.table import DETAIL_SCHEMA, TraceTable
 from tests.captures import AUTOGRAD, MAIN, PROCESS, kineto_trace, training_steps
 

@@ -14,8 +14,7 @@ import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.read import read_trace
-from stepscope.traces.readers import json_events
+from stepscope.traces.captures.digest import json_events, read_trace
 from tests.captures import (
     CALLS,
     COPIES,

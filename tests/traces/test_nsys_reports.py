@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.nsight import find_nsys
-from stepscope.traces.read import read_trace
+from stepscope.core.profilers import find_nsys
+from stepscope.traces.captures.digest import read_trace
 from tests.captures import nsys_tables, write_sqlite
 from tests.traces.test_nsys_reader import one_step, refused
 

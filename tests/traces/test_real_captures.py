@@ -9,8 +9,8 @@ import pytest
 
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.checks import check_trace
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 
 DATA = Path(__file__).parents[1] / "data"
 LAYERS = 12

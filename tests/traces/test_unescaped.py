@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from stepscope.core.profiler_json import with_texts_escaped
+from stepscope.core.profilers import with_texts_escaped
 from stepscope.recording.capture import export_kineto
-from stepscope.traces.read import read_trace
-from stepscope.traces.readers import json_events
+from stepscope.traces.captures.digest import json_events, read_trace
 from stepscope.traces.table import TraceTable
 
 NAMES = ['say "hi"', '5" disk', 'a", "b": {', 'ends"', '"', '{"loss": [', 'x", "pid": 3, "tid": 4, y', "plain"]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepscope.core.attention_timing import AttentionCell, AttentionShape, Differentiated, Layout, Numbers
+from stepscope.core.attention_call import AttentionCell, AttentionShape, Differentiated, Layout, Numbers
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.questions.attention.calls import odd_shapes
 from stepscope.questions.attention.grid import shapes_of

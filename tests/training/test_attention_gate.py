@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stepscope.app.cli.app import app
-from stepscope.core.attention_timing import (
+from stepscope.core.attention_call import (
     AttentionShape,
     GateFailure,
     GateReport,

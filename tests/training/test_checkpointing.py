@@ -19,7 +19,7 @@ from stepscope.recording import capture, driven, ranges
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.read import read_trace
+from stepscope.traces.captures.digest import read_trace
 from stepscope.training.training_step import TrainingStep
 from stepscope.training.transformer import Block
 from tests.conftest import at_length, mini, run_steps

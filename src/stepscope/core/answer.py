@@ -6,9 +6,9 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from stepscope.core.document import decode_document, json_document
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
+from stepscope.core.files import decode_document, json_document
 from stepscope.core.finding import Finding, with_present_kind
 from stepscope.core.samples import INTERVALS
 from stepscope.core.units import is_unit

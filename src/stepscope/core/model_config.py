@@ -5,11 +5,11 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.document import identity_of
 from stepscope.core.errors import InputError, choose
+from stepscope.core.files import identity_of
 
 _FIRST_FIELDS = ("name", "d_model", "d_ff", "layers", "heads", "vocabulary")
-"""The fields that every digest has, see core/document.py. Do not add to it."""
+"""The fields that every digest has, see core/files.py. Do not add to it."""
 LARGEST = 2**40
 """The most tokens in a step, and the largest seed, that are accepted; more is a typing error."""
 

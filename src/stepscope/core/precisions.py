@@ -3,11 +3,13 @@
 To add a precision, write its record, and how a model is brought to it (`training/training_step.py`).
 """
 
+import math
+from fractions import Fraction
 from typing import Literal
 
 import msgspec
 
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, choose
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "bf16-pure", "bf16-master", "fp8", "fp8-row"]
 """fp32: true fp32 everywhere. tf32: fp32 storage, products on TF32 Tensor Cores. bf16, fp16: autocast over fp32
@@ -107,3 +109,126 @@ def check_scaled_rows(rows: int) -> None:
             f"products of 8 bits take rows in multiples of {SCALED_MULTIPLE}, and a layer was given {rows}: "
             "change the batch or the sequence, or choose --dtype bf16"
         )
+
+
+# Floating-point formats from their bits: range, spacing, and what each makes of a number.
+#
+# A finite number is (-1)^sign x significand x 2^exponent. With e bits of exponent, bias b = 2^(e-1) - 1 and m stored
+# bits of significand,
+#
+#     normal       1.fraction x 2^(field - b)     for field 1 ... the largest that is finite
+#     subnormal    0.fraction x 2^(1 - b)         for field 0: the spacing stays, the precision falls to nothing
+#
+# (IEEE 754-2019, section 3.3). Two formats leave that scheme: fp8 e4m3 gives the topmost exponent to numbers too, but
+# for one pattern that is NaN, and has no infinity (Micikevicius et al. 2022, arXiv:2209.05433); TF32 is fp32 with the
+# significand of fp16, as Tensor Cores read it (NVIDIA A100 whitepaper).
+#
+# Beyond the largest number of a format of 8 bits there are two conventions, and a cast chooses one (Open Compute
+# Project, OFP8 1.0, 2023, "Conversion to OFP8"): one that does not saturate gives infinity, or NaN where the format has
+# none; one that saturates gives the largest number, for infinity too. NaN stays NaN in both.
+
+
+class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
+    """A binary floating-point format."""
+
+    name: str
+    exponent_bits: int
+    significand_bits: int
+    """Stored bits of the significand, without the leading one."""
+    stored_bits: int
+    """Bits that one number takes in memory."""
+    has_infinity: bool = True
+
+    @property
+    def bias(self) -> int:
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def largest_exponent(self) -> int:
+        """The largest exponent of a finite number; in a format with infinities they own the topmost field."""
+        return 2**self.exponent_bits - 1 - self.bias - (1 if self.has_infinity else 0)
+
+    @property
+    def smallest_exponent(self) -> int:
+        """The smallest exponent of a normal number."""
+        return 1 - self.bias
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number. Without infinities the pattern of all ones is NaN, so one step below it."""
+        ones = 2 - Fraction(1, 2**self.significand_bits) * (1 if self.has_infinity else 2)
+        return float(ones * Fraction(2) ** self.largest_exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        return 2.0**self.smallest_exponent
+
+    @property
+    def smallest_subnormal(self) -> float:
+        return 2.0 ** (self.smallest_exponent - self.significand_bits)
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next number: the unit in the last place of 1."""
+        return 2.0**-self.significand_bits
+
+    @property
+    def decimal_digits(self) -> float:
+        """Digits of precision: log10 of the number of significands."""
+        return (self.significand_bits + 1) * math.log10(2)
+
+    @property
+    def largest_integer(self) -> int:
+        """The largest integer up to which every integer is a number of the format."""
+        return min(2 ** (self.significand_bits + 1), int(self.largest))
+
+    @property
+    def exp_overflows_above(self) -> float:
+        """ln of the largest number: exp of more is infinite."""
+        return math.log(self.largest)
+
+    @property
+    def square_overflows_above(self) -> float:
+        """Square root of the largest number."""
+        return math.sqrt(self.largest)
+
+    def spacing(self, value: float) -> float:
+        """The unit in the last place at a finite value: the distance to the next number of its magnitude."""
+        exponent = math.frexp(value)[1] - 1 if value else self.smallest_exponent
+        return 2.0 ** (max(exponent, self.smallest_exponent) - self.significand_bits)
+
+    def round(self, value: float, *, saturates: bool = False) -> float:
+        """The nearest number of the format, ties to even; `saturates` chooses the convention beyond the largest."""
+        if math.isnan(value):
+            return value
+        if math.isinf(value):
+            return self._beyond(value, saturates)
+        exact, unit = Fraction(value), Fraction(self.spacing(value))
+        rounded = round(exact / unit) * unit  # Fraction rounds ties to even
+        if abs(rounded) > Fraction(self.largest):
+            return self._beyond(value, saturates)
+        return math.copysign(float(rounded), value)
+
+    def _beyond(self, value: float, saturates: bool) -> float:
+        if saturates:
+            return math.copysign(self.largest, value)
+        return math.copysign(math.inf, value) if self.has_infinity else math.nan
+
+
+FORMATS: dict[str, FloatFormat] = {
+    f.name: f
+    for f in (
+        FloatFormat(name="fp64", exponent_bits=11, significand_bits=52, stored_bits=64),
+        FloatFormat(name="fp32", exponent_bits=8, significand_bits=23, stored_bits=32),
+        FloatFormat(name="tf32", exponent_bits=8, significand_bits=10, stored_bits=32),
+        FloatFormat(name="bf16", exponent_bits=8, significand_bits=7, stored_bits=16),
+        FloatFormat(name="fp16", exponent_bits=5, significand_bits=10, stored_bits=16),
+        FloatFormat(name="fp8-e5m2", exponent_bits=5, significand_bits=2, stored_bits=8),
+        FloatFormat(name="fp8-e4m3", exponent_bits=4, significand_bits=3, stored_bits=8, has_infinity=False),
+    )
+}
+
+
+def float_format(name: str) -> FloatFormat:
+    """The format of this name, or an InputError that lists them."""
+    return FORMATS[choose(name, tuple(FORMATS), "format")]

@@ -6,10 +6,10 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.device_spec import Ceilings, DeviceSpec
-from stepscope.core.document import identity_of
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
+from stepscope.core.files import identity_of
 from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
 from stepscope.core.ranks import RanksEvidence
@@ -37,7 +37,7 @@ def instant_of(text: str) -> float:
 _FIRST_SETTINGS = (
     "warmup_floor", "warmup_cap", "warmup_seconds", "steps_floor", "steps_cap", "seconds", "profile",
 )  # fmt: skip
-"""The fields that every digest has, see core/document.py. Do not add to it."""
+"""The fields that every digest has, see core/files.py. Do not add to it."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

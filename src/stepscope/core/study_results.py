@@ -7,10 +7,9 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
-from stepscope.core.document import decode_document
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, choose
-from stepscope.core.files import cache_directory, read_document, replace_file
+from stepscope.core.files import cache_directory, decode_document, read_document, replace_file
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples

@@ -24,9 +24,9 @@ from stepscope.core.checkpointing import (
     selective_of,
     spans_of,
 )
-from stepscope.core.document import identity_of
 from stepscope.core.errors import InputError, choose
 from stepscope.core.factory_arguments import is_configuration
+from stepscope.core.files import identity_of
 from stepscope.core.model_config import LARGEST, PRESETS, ModelConfig, configure, whole_number
 from stepscope.core.parts import MODULE_PARTS, PARTS, REFERENCE, Kernels, Part, kernels_of
 from stepscope.core.precisions import PRECISIONS, Dtype
@@ -83,7 +83,7 @@ OPTIMIZERS: tuple[str, ...] = get_args(Optimizer)
 _FIRST_FIELDS = (
     "model", "batch_size", "seq_len", "dtype", "phase", "attention", "compile", "optimizer", "seed",
 )  # fmt: skip
-"""The fields that every digest has, see core/document.py. Do not add to it."""
+"""The fields that every digest has, see core/files.py. Do not add to it."""
 
 
 class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

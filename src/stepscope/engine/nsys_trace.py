@@ -19,7 +19,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.evidence import Capture
 from stepscope.core.interrupts import end_with_stdin
-from stepscope.core.nsight import TIMEOUT_S, export_report, import_stream
+from stepscope.core.profilers import TIMEOUT_S, export_report, import_stream
 from stepscope.core.run_directory import EXPORT_FILE, REPORT_FILE, STREAM_FILE
 from stepscope.core.samples import Samples
 from stepscope.engine.request import StepRequest

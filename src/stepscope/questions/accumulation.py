@@ -16,8 +16,8 @@ import torch
 from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
-from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import whole_number
+from stepscope.core.precisions import FORMATS
 from stepscope.core.units import counted
 from stepscope.questions.against_float64 import DTYPES
 from stepscope.questions.answers import computed_answer, curves

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from stepscope.core.answer import TEXT, Answer, Cell, table_of
-from stepscope.core.doubts import figure
 from stepscope.core.errors import InputError
+from stepscope.core.figures import figure
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run

@@ -1,4 +1,4 @@
-"""Every floating format from its bits, and what each makes of a number (`core/float_format.py` has the arithmetic).
+"""Every floating format from its bits, and what each makes of a number (`core/precisions.py` has the arithmetic).
 
 Beyond the largest number of the formats of 8 bits there are two conventions. Both are shown, and PyTorch is asked which
 one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3, PyTorch 2.13 makes it 448).
@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
-from stepscope.core.float_format import FORMATS, FloatFormat
 from stepscope.core.options import NUMBERS, Option
+from stepscope.core.precisions import FORMATS, FloatFormat
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:

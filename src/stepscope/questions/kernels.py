@@ -7,9 +7,8 @@ from typing import ClassVar
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table, known_columns, measured_answer
-from stepscope.core.doubts import doubting_kinds
 from stepscope.core.evidence import Capture
-from stepscope.core.figures import count, digits, milliseconds, percent
+from stepscope.core.figures import count, digits, doubting_kinds, milliseconds, percent
 from stepscope.core.finding import Finding, note
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run

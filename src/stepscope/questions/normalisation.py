@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
-from stepscope.core.float_format import FORMATS
+from stepscope.core.precisions import FORMATS
 from stepscope.questions.against_float64 import (
     DTYPES,
     INPUT_OVERFLOWS,

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table, as_lines, measured_answer, table_of
-from stepscope.core.doubts import doubt_mark, doubts_sentence
 from stepscope.core.errors import InputError, choose
+from stepscope.core.figures import doubt_mark, doubts_sentence
 from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP

@@ -12,7 +12,7 @@ from torch import Tensor
 from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
-from stepscope.core.float_format import FORMATS
+from stepscope.core.precisions import FORMATS
 from stepscope.questions.against_float64 import (
     DTYPES,
     INPUT_OVERFLOWS,

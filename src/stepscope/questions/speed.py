@@ -7,9 +7,8 @@ from functools import cached_property
 from typing import Any
 
 from stepscope.core.answer import Answer, Cell, Panel, Table
-from stepscope.core.doubts import doubting_kinds
 from stepscope.core.errors import InputError, choose
-from stepscope.core.figures import digits, gibibytes, milliseconds, percent, times_within, within_ms
+from stepscope.core.figures import digits, doubting_kinds, gibibytes, milliseconds, percent, times_within, within_ms
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share

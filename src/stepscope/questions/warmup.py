@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
-from stepscope.core.doubts import figure
+from stepscope.core.figures import figure
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import format_milliseconds, format_seconds

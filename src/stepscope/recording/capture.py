@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity
 
 from stepscope.core import interrupts
 from stepscope.core.evidence import KernelTotal, ProfiledStep
-from stepscope.core.profiler_json import with_texts_escaped
+from stepscope.core.profilers import with_texts_escaped
 from stepscope.core.range_names import BACKWARD, MARKING
 from stepscope.recording import ranges
 from stepscope.recording.device import Device, Mark

@@ -11,7 +11,7 @@ import torch
 from stepscope.core.device_spec import Ceiling, Ceilings
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.files import cache_directory, read_document, replace_file
-from stepscope.core.formulas.operations import copy_work, matmul_work
+from stepscope.core.formulas import copy_work, matmul_work
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
 from stepscope.recording.device import timing_device

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.nsight import find_importer, find_nsys, how_to_get_nsys, last_words
+from stepscope.core.profilers import find_importer, find_nsys, how_to_get_nsys, last_words
 
 _QUIET = ("--sample=none", "--cpuctxsw=none")
 _CUDA = ("-t", "cuda,nvtx", *_QUIET, "-c", "cudaProfilerApi", "--capture-range-end=stop-shutdown",

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from stepscope.core.answer import Tone, table_of
-from stepscope.core.doubts import marked
+from stepscope.core.figures import marked
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_seconds

@@ -22,10 +22,10 @@ from stepscope.core.answer import (
     table_of,
     text,
 )
-from stepscope.core.doubts import MARKS, doubt_mark, doubting_kinds, figure
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture, Evaluated, WatchedLoop
+from stepscope.core.figures import MARKS, doubt_mark, doubting_kinds, figure
 from stepscope.core.finding import Finding, warning
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import recomputed_flops

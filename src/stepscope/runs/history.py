@@ -17,10 +17,9 @@ from stepscope.core.answer import Answer, Cell, Frame, Guide, Panel, Point, Tabl
 from stepscope.core.environment import COMMITS
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note, warning
-from stepscope.core.forecasts import Forecast, read_forecasts
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, instant_of
-from stepscope.core.run_directory import load_run
+from stepscope.core.run_directory import Forecast, load_run, read_forecasts
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
 from stepscope.core.workloads import Workload

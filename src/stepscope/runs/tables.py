@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from stepscope.core.answer import TEXT, Answer, Frame, Panel, Point, Table, as_lines
-from stepscope.core.doubts import doubting_kinds, doubts_sentence, marked
 from stepscope.core.errors import InputError, choose, printable
+from stepscope.core.figures import doubting_kinds, doubts_sentence, marked
 from stepscope.core.run import REPEATED, Run
 from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
 from stepscope.core.units import counted

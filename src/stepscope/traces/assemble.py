@@ -6,7 +6,7 @@ from pathlib import Path
 import polars as pl
 
 from stepscope.core.errors import InputError
-from stepscope.traces.launches import operators_as_work, with_launches
+from stepscope.traces.nesting import Nest, numbered
 from stepscope.traces.table import (
     CALL_SCHEMA,
     CALLS,
@@ -29,6 +29,247 @@ from stepscope.traces.table import (
     empty,
     with_details,
 )
+
+# Ties device work to the host call that launched it, by (process, correlation id).
+#
+# Some captures do not say the id in their rows. The profiler's arrows then lead from a call to its work, or an id that
+# calls, operators and work share (External id) does.
+
+
+_LAUNCH = r"^(cuda|cu|hip)\w*(Launch|Memcpy|Memset)"
+_NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
+
+
+_FEW_IDS = 2**44
+"""Correlation ids below this, which is usual, share 64 bits with a number for their process."""
+
+
+def is_launch(name: pl.Expr) -> pl.Expr:
+    """Whether a call of that name puts work on a device: launches of kernels and graphs, copies and fills."""
+    return name.str.contains(_LAUNCH) & ~name.str.contains(_NO_LAUNCH)
+
+
+def with_launches(
+    work: pl.DataFrame,
+    calls: pl.DataFrame,
+    *,
+    arrows: pl.DataFrame | None = None,
+    operators: pl.DataFrame | None = None,
+) -> pl.DataFrame:
+    """Add launch_row, launch_ns and launch_thread (null without a record); the rows and their number are unchanged.
+
+    The key is (process, correlation id): ids are counted per process, so the id alone ties kernels to strangers'
+    launches. Where several calls carry one id, the launch among them counts. Where a trace does not say the process of
+    device work (Kineto), the process is taken from the calls: the only one, or the one whose launch fits.
+
+    Work without such a call is of the one that an arrow (LINK_SCHEMA, ending at device and stream) leads from; or of
+    one with its external id: the first work of the first launch, and so on. Without such a call either, `launch_row` is
+    null, and it was launched when its arrow or the operator of its external id began.
+    """
+    keyed = pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
+    if work["process"].null_count():
+        hosts = [frame for frame in (calls.filter(keyed), calls, operators) if frame is not None and frame.height]
+        work = _with_process(work, calls.filter(keyed), hosts[0]["process"].unique() if hosts else None)
+    call = _call_of(work, calls, keyed)
+    work = work.with_columns(
+        call.alias("launch_row"),
+        calls["start_ns"].gather(call).alias("launch_ns"),
+        calls["thread"].gather(call).alias("launch_thread"),
+    )
+    if arrows is not None and arrows.height:
+        work = _filled(work, _from_arrows(_without_launch(work), calls, arrows))
+    if work.select((pl.col("external").is_not_null() & pl.col("launch_ns").is_null()).any()).item():
+        work = _filled(work, _of_calls(_without_launch(work), calls, work["launch_row"]))
+        if operators is not None:
+            work = _filled(work, _of_operators(_without_launch(work), operators))
+    return work
+
+
+def _without_launch(work: pl.DataFrame) -> pl.DataFrame:
+    columns = ("process", "device", "stream", "start_ns", "duration_ns", "external", "launch_ns")
+    rows = work.select(columns).with_row_index("at")
+    return rows.filter(pl.col("launch_ns").is_null()).drop("launch_ns")
+
+
+def _filled(work: pl.DataFrame, found: pl.DataFrame) -> pl.DataFrame:
+    """Work with what was `found` of its rows `at`: process, launch_row, launch_ns, launch_thread."""
+    if not found.height:
+        return work
+    rows = pl.int_range(work.height, dtype=pl.UInt32, eager=True).alias("at").to_frame()
+    told = rows.join(found, on="at", how="left", maintain_order="left")
+    columns = ("launch_row", "launch_ns", "launch_thread")
+    return work.with_columns(
+        pl.coalesce(told["process"], "process").alias("process"),
+        *(pl.coalesce(column, told[column]).alias(column) for column in columns),
+    )
+
+
+def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) -> pl.DataFrame:
+    """The launches of these rows of work by the arrows that end where they begin, or within them."""
+    columns = {"launch_thread": "thread", "launch_ns": "start_ns"}
+    launching = calls.filter(_launches(calls))
+    begins = _at_the_start(arrows.filter("begins"), launching, ["process", "thread"]).select("id", "process", **columns)
+    begins = pl.concat(
+        [begins, calls.select("process", id="correlation", **columns).drop_nulls("id").select(begins.columns)]
+    )
+    ends = arrows.filter(~pl.col("begins")).select("id", "start_ns", device="process", stream="thread")
+    ends = _at_the_start(ends, rows, ["device", "stream"])
+    pairs = ends.join(begins, on="id", how="inner").unique(
+        ["device", "stream", "start_ns"], keep="first", maintain_order=True
+    )
+    place = ["process", "launch_thread", "launch_ns"]
+    called = calls.select("process", launch_thread="thread", launch_ns="start_ns", launches=_launches(calls))
+    called = called.with_row_index("launch_row").sort("launches").unique(place, keep="last")
+    found = rows.drop("process").join(pairs, on=["device", "stream", "start_ns"], how="inner")
+    return found.join(called, on=place, how="left").select("at", "process", "launch_row", "launch_ns", "launch_thread")
+
+
+def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) -> pl.DataFrame:
+    """Ends of arrows, each at the start of the slice of its track that it lies in: it is bound to the whole slice."""
+    ends = ends.sort("start_ns", nulls_last=True, maintain_order=True)
+    begun = slices.select(*track, begun_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    around = ends.join_asof(
+        begun.drop_nulls("begun_ns").sort("begun_ns", "end_ns"),
+        left_on="start_ns",
+        right_on="begun_ns",
+        by=track,
+        strategy="backward",
+        check_sortedness=False,
+    )
+    inside = pl.col("start_ns") <= pl.col("end_ns")
+    return around.with_columns(pl.when(inside).then("begun_ns").otherwise("start_ns").alias("start_ns")).select(
+        ends.columns
+    )
+
+
+def _of_calls(rows: pl.DataFrame, calls: pl.DataFrame, taken: pl.Series) -> pl.DataFrame:
+    """The launches of these rows of work by the external ids of calls, turn by turn."""
+    by = ["process", "external"]
+    turn = pl.int_range(pl.len()).over(by).alias("turn")
+    free = calls.with_row_index("launch_row").filter(_launches(calls)).drop_nulls("external")
+    free = free.filter(~pl.col("launch_row").is_in(taken.drop_nulls().implode())).sort("start_ns")
+    free = free.select("launch_row", *by, turn, launch_ns="start_ns", launch_thread="thread")
+    waiting = rows.drop_nulls("external").sort("start_ns", nulls_last=True).select("at", *by, turn)
+    return waiting.join(free, on=[*by, "turn"], how="inner").drop("external", "turn")
+
+
+def _of_operators(rows: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
+    """The launches of these rows of work as the operators of their external ids began."""
+    by = ["process", "external"]
+    began = operators.select(*by, launch_ns="start_ns", launch_thread="thread").drop_nulls().unique(by, keep="first")
+    found = rows.select("at", *by).join(began, on=by, how="inner")
+    return found.select("at", "process", pl.lit(None, pl.UInt32).alias("launch_row"), "launch_ns", "launch_thread")
+
+
+def _launches(calls: pl.DataFrame) -> pl.Series:
+    """Whether each call puts work on a device."""
+    return calls["name"].is_in(_launching_names(calls["name"]).cast(pl.Categorical).implode())
+
+
+def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
+    """Row of the call behind each row of work, or null: a binary search in the sorted keys, for the memory's sake."""
+    processes = {value: number for number, value in enumerate(calls["process"].unique().to_list())}
+    low, high = calls["correlation"].min(), calls["correlation"].max()
+    small = low is None or (_integer(low) >= 0 and _integer(high) < _FEW_IDS)
+    ids = None if small else calls["correlation"].unique().sort()  # else their ranks stand for them
+
+    def key(frame: pl.DataFrame) -> pl.Series:
+        number = frame["process"].replace_strict(processes, default=None, return_dtype=pl.Int64)
+        one = frame.select(pl.when(keyed).then(pl.col("correlation"))).to_series()
+        if ids is not None:
+            rank = ids.search_sorted(one.fill_null(0), side="left").cast(pl.Int64)
+            known = ids.gather(rank.clip(upper_bound=len(ids) - 1)) == one
+            one = pl.select(pl.when(known).then(rank)).to_series()
+        return number * _FEW_IDS + pl.select(pl.when(one.is_between(0, _FEW_IDS - 1)).then(one)).to_series()
+
+    records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key").sort("key")
+    if (records["key"] == records["key"].shift(1)).any():
+        records = (
+            records.with_columns(
+                _launches(calls).gather(records["call"]).alias("launch"), calls["start_ns"].gather(records["call"])
+            )
+            .sort("key", "launch", "start_ns")
+            .unique("key", keep="last", maintain_order=True)
+        )
+    wanted = key(work)
+    if not records.height:
+        return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
+    at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
+    found = records["key"].gather(at) == wanted
+    return pl.select(pl.when(found).then(records["call"].gather(at))).to_series()
+
+
+def _launching_names(names: pl.Series) -> pl.Series:
+    """The names of calls that put work on a device. Names are few, so each is looked at once."""
+    distinct = names.unique().cast(pl.String)
+    return distinct.filter(distinct.to_frame().select(is_launch(pl.col(names.name))).to_series())
+
+
+def _with_process(work: pl.DataFrame, records: pl.DataFrame, processes: pl.Series | None) -> pl.DataFrame:
+    """Fill the process of device work from the calls that launched it, which are of these processes."""
+    if processes is None or len(processes) == 1:
+        only = processes.item() if processes is not None else 0
+        return work.with_columns(pl.col("process").fill_null(only))
+    # Several processes in one file (merged traces of several ranks): a device's work belongs to the process most of
+    # whose launches carry its (correlation, external) ids and precede it. Ranks in step with each other may all fit:
+    # they are then taken in their order, each for a device of its own.
+    candidates = work.filter(pl.col("process").is_null() & pl.col("correlation").is_not_null()).join(
+        records.select("process", "correlation", "external", "start_ns").rename({"start_ns": "called_ns"}),
+        on="correlation",
+        how="inner",
+        suffix="_call",
+    )
+    votes = (
+        candidates.filter(
+            (pl.col("called_ns") <= pl.col("start_ns"))
+            & (pl.col("external").eq_missing(pl.col("external_call")) | pl.col("external").is_null())
+        )
+        .group_by("device", "process_call")
+        .agg(pl.len().alias("votes"))
+        .filter(pl.col("votes") >= 0.99 * pl.col("votes").max().over("device"))
+        .sort("device", pl.col("process_call").abs())  # words for processes are numbered -2, -3, ... as they come
+    )
+    chosen: dict[int, int] = {}
+    for (device,), fitting in votes.group_by("device", maintain_order=True):
+        fits = fitting["process_call"].to_list()
+        chosen[_integer(device)] = next((one for one in fits if one not in chosen.values()), fits[0])
+    by_device = pl.col("device").replace_strict(chosen, default=0, return_dtype=pl.Int64)
+    return work.with_columns(pl.coalesce("process", by_device).alias("process"))
+
+
+def _integer(value: object) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _nested(operators: pl.DataFrame) -> Nest:
+    return Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+
+
+def operator_order(operators: pl.DataFrame) -> pl.Series:
+    """The row of the operator that each row of `operators_as_work` is."""
+    return _nested(operators).order
+
+
+def operators_as_work(operators: pl.DataFrame) -> pl.DataFrame:
+    """A trace without device work: every operator by its own time, that of operators it calls excluded."""
+    nest = _nested(operators)
+    own = nest.self_ns(operators["duration_ns"]) if nest.height else pl.Series([], dtype=pl.Int64)
+    return operators[nest.order].select(
+        "start_ns",
+        own.alias("duration_ns"),
+        pl.lit(-1, pl.Int64).alias("device"),
+        pl.col("thread").alias("stream"),
+        pl.lit("operator", KIND).alias("kind"),
+        pl.col("name").cast(pl.Categorical),
+        "process",
+        pl.lit(None, pl.Int64).alias("correlation"),
+        "external",
+        pl.lit(None, pl.Int64).alias("graph_node"),
+        pl.lit(None, pl.UInt32).alias("launch_row"),
+        pl.col("start_ns").alias("launch_ns"),
+        pl.col("thread").alias("launch_thread"),
+    )
+
 
 # Puts right the times of a capture that cannot be true, each where it does least harm, and counts them.
 #
@@ -82,10 +323,6 @@ def without_impossible_times(work: pl.DataFrame, others: Frames, damage: Damage)
 
 def _is_near(time_ns: object) -> pl.Expr:
     return (pl.col("start_ns") - int(time_ns)).abs() < FAR_NS  # type: ignore[call-overload]
-
-
-def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
 
 
 _NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col("launch_ns") > 0)).fill_null(False)

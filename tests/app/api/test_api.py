@@ -73,7 +73,7 @@ def test_help_is_of_the_function_and_says_what_it_takes(name: str):
 
 def test_functions_keep_their_names_where_a_room_has_the_same():
     code = """
-import stepscope.recording.timer, stepscope.traces.read, stepscope.allocations.prediction.fit
+import stepscope.recording.timer, stepscope.traces.captures.digest, stepscope.allocations.prediction.fit
 from stepscope.recording.timer import measure
 import stepscope
 print(*(type(getattr(stepscope, name)).__name__ for name in ("measure", "trace", "memory")))

@@ -24,7 +24,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from stepscope.core.nsight import find_nsys
+from stepscope.core.profilers import find_nsys
 from tests.app.cli.test_docs import DOCUMENTS, ROOT, SITE, command_for, name_of
 from tests.command import python, stepscope
 

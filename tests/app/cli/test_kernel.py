@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from stepscope.traces.kernels.explanation import explain_kernel
+from stepscope.traces.kernels.families import explain_kernel
 from tests.app.cli.test_cli import stepscope
 
 pytestmark = pytest.mark.slow

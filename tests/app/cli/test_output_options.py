@@ -21,8 +21,8 @@ import typer
 
 from stepscope.app.cli.app import app
 from stepscope.core.answer import Answer, Line, Panel, Point, encode_answer, table_of
-from stepscope.core.document import json_document
 from stepscope.core.errors import StepscopeError
+from stepscope.core.files import json_document
 from stepscope.core.finding import note, warning
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
@@ -30,9 +30,9 @@ from stepscope.core.study_results import Tuned
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.rendering import picture as aside
 from stepscope.rendering.renderers import STYLES
+from stepscope.traces import ranks
 from stepscope.traces.captures import digest as captures
 from stepscope.traces.captures.digest import load_capture
-from stepscope.traces.ranks import job as ranks
 from tests.captures import training_steps, write_kineto
 from tests.frozen.json_keys import check_keys, check_keys_in_brief, check_keys_of_new_runs, documents, key_paths
 

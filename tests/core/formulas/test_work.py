@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from stepscope.core.formulas import Convention, Work
-from stepscope.core.formulas.operations import adamw_work, copy_work, matmul_work
+from stepscope.core.formulas import Convention, Work, adamw_work, copy_work, matmul_work
 from stepscope.core.formulas.spelled import describe_workload
 from stepscope.core.formulas.transformer import (
     block_shapes,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import configure
+from stepscope.core.precisions import FORMATS
 from stepscope.questions.gradients.swallowed import Tally, half_unit, layer_of, study_swallowed
 from stepscope.training.optimizer import KEEPINGS, AdamWBf16Parameters, Keeping
 from tests.questions.verbs import answered

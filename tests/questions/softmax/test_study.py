@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
-from stepscope.core.float_format import FORMATS
+from stepscope.core.precisions import FORMATS
 from stepscope.questions.against_float64 import DTYPES
 from stepscope.questions.softmax import (
     AFTER,

@@ -8,9 +8,8 @@ import pytest
 
 from stepscope.allocations.prediction.fit import OUTSIDE_BYTES
 from stepscope.core.evidence import Evidence, PhaseMemory
-from stepscope.core.forecasts import Forecast, keep_forecasts
 from stepscope.core.run import Run
-from stepscope.core.run_directory import create_run_directory, save_run
+from stepscope.core.run_directory import Forecast, create_run_directory, keep_forecasts, save_run
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.history import (
     answer_predictions,

@@ -10,8 +10,8 @@ from stepscope.core.run import Run
 from stepscope.questions.compare.captures import answer_captures, compare_captures
 from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.attribution import attribute
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.captures import training_steps, write_kineto
 from tests.conftest import make_run
 from tests.textbook import textbook

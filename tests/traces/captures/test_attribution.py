@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from stepscope.core.range_names import PHASES
 from stepscope.traces.captures import attribution as places_module
 from stepscope.traces.captures.attribution import ROOT, Attribution, attribute, phase_of, range_kind
-from stepscope.traces.read import read_trace
+from stepscope.traces.captures.digest import read_trace
 from tests.captures import (
     AUTOGRAD,
     ELEMENTWISE,

@@ -10,9 +10,9 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
-from stepscope.traces.captures.range_totals import range_totals
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.captures.part import range_totals
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.captures import AUTOGRAD, ELEMENTWISE, GEMM, Capture, nsys_tables, training_steps, write_kineto, write_sqlite
 from tests.conftest import make_run
 from tests.textbook import textbook

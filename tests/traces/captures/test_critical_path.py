@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.traces.captures.critical_path import CriticalPath, critical_path
 from stepscope.traces.captures.occupation import KERNEL_LATENCY_NS, LAUNCH_NS
+from stepscope.traces.captures.summary import CriticalPath, critical_path
 from tests.handmade_trace import GEMM, REDUCE, SOFTMAX, traced, work
 
 pytestmark = pytest.mark.slow

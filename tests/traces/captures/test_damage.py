@@ -10,8 +10,8 @@ import pytest
 from stepscope.core.finding import Finding
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.captures import (
     CALLS,
     KERNELS,

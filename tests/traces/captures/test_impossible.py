@@ -12,8 +12,8 @@ from stepscope.core.finding import Finding
 from stepscope.rendering.chrome_trace import write_cut
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 
 STEPS, PRODUCTS, LONG_US = 3, 10, 100.0
 GEMM = "ampere_bf16_s16816gemm_bf16_128x128"

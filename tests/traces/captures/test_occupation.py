@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.traces.captures.attribution import attribute
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.occupation import (
     BETWEEN_PHASES,
     BETWEEN_STEPS,
@@ -19,7 +20,6 @@ from stepscope.traces.captures.occupation import (
     occupation,
     pieces,
 )
-from stepscope.traces.read import read_trace
 from tests.handmade_trace import AUTOGRAD, of_a_cpu, traced, work
 
 DTOH, HTOD = "Memcpy DtoH (Device -> Pageable)", "Memcpy HtoD (Pageable -> Device)"

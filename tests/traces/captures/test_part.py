@@ -10,10 +10,9 @@ import pytest
 from stepscope.core.errors import InputError
 from stepscope.traces.captures.answer import answer_trace, trace_as_json
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.captures.part import part_of
-from stepscope.traces.captures.range_totals import range_totals
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.captures.part import part_of, range_totals
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.captures import training_steps, write_kineto
 from tests.command import stepscope
 from tests.shown import shown

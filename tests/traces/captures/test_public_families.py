@@ -5,10 +5,10 @@ import pytest
 
 from stepscope.traces.captures.attribution import Attribution, attribute
 from stepscope.traces.captures.checks import accelerator_unread, products_by_unit
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.occupation import device_names, overlap, used_devices
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
-from stepscope.traces.roofline.roofline import roofline
+from stepscope.traces.roofline import roofline
 from tests.public import public_capture
 
 CAPTURES = (

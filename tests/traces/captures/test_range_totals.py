@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.captures.range_totals import range_totals
-from stepscope.traces.read import read_trace
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.captures.part import range_totals
 from tests.captures import ELEMENTWISE, GEMM, Capture, nsys_tables, write_sqlite
 
 NAMES = ("forward", "a", "a.b", "step")

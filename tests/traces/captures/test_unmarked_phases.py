@@ -25,8 +25,8 @@ from stepscope.traces.captures.attribution import (
     phase_of,
 )
 from stepscope.traces.captures.checks import check_trace
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.captures import AUTOGRAD, PROCESS, Capture, trace_table, training_steps
 from tests.public import public_capture
 

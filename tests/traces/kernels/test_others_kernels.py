@@ -3,8 +3,7 @@
 
 import pytest
 
-from stepscope.traces.kernels.explanation import explain_kernel
-from stepscope.traces.kernels.families import classify
+from stepscope.traces.kernels.families import classify, explain_kernel
 from stepscope.traces.kernels.names import kernel_label
 
 KERNELS = {

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes
-from stepscope.traces.ranks.answer import answer_job, check_job, job_as_json
-from stepscope.traces.ranks.job import Job, captures_in, load_job
+from stepscope.traces.ranks import Job, captures_in, load_job
+from stepscope.traces.ranks_answer import answer_job, check_job, job_as_json
 from tests.captures import GEMM
 from tests.public import public_capture
 from tests.traces.ranks.jobs import ALL_REDUCE, TRANSFER_NS, Made

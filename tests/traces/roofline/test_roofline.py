@@ -13,14 +13,8 @@ from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import forward_flops
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.read import read_trace
-from stepscope.traces.roofline.answer import (
-    family_sentence,
-    roofline_as_json,
-    roofline_panel,
-    roofline_tables,
-)
-from stepscope.traces.roofline.roofline import (
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.roofline import (
     FamilyRoof,
     OperatorRoof,
     Roofline,
@@ -29,6 +23,12 @@ from stepscope.traces.roofline.roofline import (
     peaks_for,
     product_arithmetic,
     roofline,
+)
+from stepscope.traces.roofline_answer import (
+    family_sentence,
+    roofline_as_json,
+    roofline_panel,
+    roofline_tables,
 )
 from tests.captures import Capture, nsys_tables, write_sqlite
 from tests.command import stepscope

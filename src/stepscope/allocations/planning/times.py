@@ -18,6 +18,7 @@ from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network, pcie_generation, product_dtype
 from stepscope.core.errors import InputError
+from stepscope.core.formulas import adamw_work
 from stepscope.core.formulas.communication import (
     Copies,
     Transfer,
@@ -31,7 +32,6 @@ from stepscope.core.formulas.communication import (
     tensor_transfers,
     transfer_s,
 )
-from stepscope.core.formulas.operations import adamw_work
 from stepscope.core.formulas.transformer import PlannedModel, bubble_turns, largest_stage, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE

@@ -13,8 +13,8 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.sweep import captured
 from stepscope.app.cli.verb import options_of, verb
 from stepscope.app.cli.workloads import TEXTBOOK_OPTIONS, OneWorkload
-from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError, choose, one_line
+from stepscope.core.files import json_document
 from stepscope.core.run_directory import find_run
 from stepscope.core.units import counted, format_share
 from stepscope.core.workloads import Workload

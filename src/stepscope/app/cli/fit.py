@@ -10,8 +10,8 @@ from stepscope.app.cli.options import words
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, warn
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
-from stepscope.core.document import json_document
 from stepscope.core.errors import InputError
+from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS
 from stepscope.core.workloads import TextbookWorkload
 
@@ -166,7 +166,7 @@ def _with_error_bars(answer: "Answer", runs: Path) -> "Answer":
 
 def _keep(runs: Path, fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]") -> None:
     """Keep the forecast beside the runs that will show whether it came true."""
-    from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+    from stepscope.core.run_directory import forecast_of_peak, keep_forecasts
 
     forecasts = [
         forecast_of_peak(

@@ -9,12 +9,11 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, json_lin
 from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, table_of
 from stepscope.core.device_spec import DeviceReport
-from stepscope.core.document import decode_document, json_document
 from stepscope.core.errors import InputError
-from stepscope.core.files import read_named
+from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
-from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run_directory import find_place
 
 
@@ -50,7 +49,7 @@ def kernel(
     name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, shown: Presentation
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
-    from stepscope.traces.kernels.explanation import answer_kernel, explain_kernel
+    from stepscope.traces.kernels.families import answer_kernel, explain_kernel
 
     if not name.strip():
         raise InputError("the kernel's name is empty: give it as the profiler shows it, in quotes")

@@ -181,7 +181,7 @@ def _keep(planning: "Planning", runs: Path) -> None:
     question = planning.plan.question
     if question.ranks > 1 or not planning.plan.best:
         return
-    from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+    from stepscope.core.run_directory import forecast_of_peak, keep_forecasts
 
     best = planning.plan.best[0]
     workload = msgspec.structs.replace(

@@ -11,7 +11,7 @@ from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import GENERATOR
 from stepscope.core.errors import InputError, choose
-from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.picture import Drawer
 

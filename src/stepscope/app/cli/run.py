@@ -13,7 +13,6 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, progress
 from stepscope.app.cli.sweep import measure_and_report, type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
-from stepscope.core.document import json_document
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
@@ -22,6 +21,7 @@ from stepscope.core.errors import (
     InputError,
     StepscopeError,
 )
+from stepscope.core.files import json_document
 from stepscope.core.finding import worst
 from stepscope.core.ranks import place_in_job, refuse_several
 from stepscope.core.run import Run, Settings

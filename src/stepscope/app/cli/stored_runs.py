@@ -12,11 +12,11 @@ import typer
 from stepscope.app.cli import completion
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit, json_line, present, warn
 from stepscope.app.cli.verb import verb
-from stepscope.core.document import json_document
 from stepscope.core.errors import InputError, choose
+from stepscope.core.files import json_document
 from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, encode_run, find_place, find_run, load_runs
-from stepscope.core.run_index import list_runs
+from stepscope.runs.index import list_runs
 
 if TYPE_CHECKING:
     from stepscope.runs.fields import Condition

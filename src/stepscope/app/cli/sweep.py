@@ -153,7 +153,7 @@ def _foretell(plan: "SweepPlan") -> None:
 
 def _keep(plan: "SweepPlan", usable_bytes: int, unfit: set[str]) -> None:
     """Keep the verdict on each cell beside the runs that will show whether it comes true."""
-    from stepscope.core.forecasts import forecast_of_peak, keep_forecasts
+    from stepscope.core.run_directory import forecast_of_peak, keep_forecasts
     from stepscope.engine.forecast import is_foretold
 
     keys = dict.fromkeys(cell.workload.key for cell in plan.cells if is_foretold(cell.workload))

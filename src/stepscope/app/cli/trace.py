@@ -12,14 +12,14 @@ from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import Finding, worst
-from stepscope.core.polars_memory import give_pages_back
+from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window
 
 if TYPE_CHECKING:
     from stepscope.traces.captures.detail_tables import View
     from stepscope.traces.captures.summary import TraceSummary
-    from stepscope.traces.ranks.job import Job
+    from stepscope.traces.ranks import Job
 
 # `stepscope trace` of several ranks' captures.
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def captures_of(names: Sequence[str], runs: Path) -> list[Path]:
     """The captures that these names give: files and runs are one each, and a folder is all that it holds."""
     give_pages_back()  # before polars is imported
-    from stepscope.traces.ranks.job import captures_in
+    from stepscope.traces.ranks import captures_in
 
     found: list[Path] = []
     for name in names:
@@ -42,8 +42,8 @@ def captures_of(names: Sequence[str], runs: Path) -> list[Path]:
 
 def show_job(captures: list[Path], *, perfetto: Path | None, save: Path | None, shown: Presentation) -> str | None:
     """Show the ranks of a job. Returns the severity of the worst finding."""
-    from stepscope.traces.ranks.answer import answer_job, check_job, job_as_json
-    from stepscope.traces.ranks.job import load_job
+    from stepscope.traces.ranks import load_job
+    from stepscope.traces.ranks_answer import answer_job, check_job, job_as_json
 
     job = load_job(captures, say=warn)
     findings = check_job(job)
@@ -58,8 +58,8 @@ def show_job(captures: list[Path], *, perfetto: Path | None, save: Path | None, 
 
 def compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> None:
     """Show what changed in a job, rank by rank. Raises InputError where the other capture is of one rank alone."""
-    from stepscope.traces.ranks.answer import answer_jobs, jobs_as_json
-    from stepscope.traces.ranks.job import captures_in, load_job
+    from stepscope.traces.ranks import captures_in, load_job
+    from stepscope.traces.ranks_answer import answer_jobs, jobs_as_json
 
     earlier = captures_in(before)
     if len(earlier) < 2:
@@ -75,7 +75,7 @@ def compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> Non
 
 def capture_of_rank(captures: list[Path], rank: int) -> Path:
     """The capture of one rank of a job. Raises InputError where none is of it."""
-    from stepscope.traces.ranks.job import load_job
+    from stepscope.traces.ranks import load_job
 
     job = load_job(captures, say=warn)
     found = next((one.source for one in job.ranks if one.number == rank), None)
@@ -88,8 +88,7 @@ def capture_of_rank(captures: list[Path], rank: int) -> Path:
 def _export(job: "Job", captures: list[Path], out: Path) -> None:
     """Write all ranks into one file for Perfetto, on the clock of the first."""
     from stepscope.rendering.chrome_trace import Rank, write_perfetto
-    from stepscope.traces.captures.digest import load_capture
-    from stepscope.traces.read import find_capture
+    from stepscope.traces.captures.digest import find_capture, load_capture
 
     offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
     ranks: list[Rank] = []
@@ -235,7 +234,7 @@ def _part(summary: "TraceSummary", file: Path, asked: Selection) -> "TraceSummar
 def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
     from stepscope.traces.captures.detail_tables import View
     from stepscope.traces.captures.details import captured_graphs
-    from stepscope.traces.read import read_trace
+    from stepscope.traces.captures.digest import read_trace
 
     captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
     if graph_capture is not None and not captures:

@@ -10,9 +10,8 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_k
 from stepscope.app.cli.sweep import type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import OneWorkload
-from stepscope.core.document import json_document
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
-from stepscope.core.files import read_named
+from stepscope.core.files import json_document, read_named
 from stepscope.core.finding import worst
 from stepscope.core.strategies import shared_somehow
 from stepscope.core.study_results import Tuned, decode_tuned, fields_kept

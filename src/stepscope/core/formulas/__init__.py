@@ -1,5 +1,12 @@
-"""Work: the FLOPs and bytes of an operation or a step, with the convention that counted them."""
+"""Work: the FLOPs and bytes of an operation or a step, with the convention that counted them; those of operations.
 
+FLOPs: a product's multiply-add counts two. Elsewhere each +, -, *, /, maximum and elementary function (exp, log, sqrt,
+tanh, erf) of a floating-point number counts one; copies, selections and comparisons count none. The numbers per element
+are those of the formula as written in each docstring; a kernel may take more or fewer. Bytes: each operand read once,
+each result written once.
+"""
+
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
@@ -53,3 +60,129 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
+
+
+SOFTMAX_FLOPS = 5
+"""y = exp(x - max) / sum: maximum, subtraction, exp, sum, division. log-softmax too: its last is a subtraction."""
+SOFTMAX_BACKWARD_FLOPS = 4
+"""dx = y * (dy - sum(dy * y)): product, sum, subtraction, product. log-softmax: dx = dy - exp(y) * sum(dy)."""
+
+
+def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) -> Work:
+    """(m, k) x (k, n): a multiply and an add for each of m*n*k; each operand read once, the result written once."""
+    return Work(
+        flops=2 * batch * m * n * k,
+        bytes_read=batch * (m * k + k * n) * bytes_per_element,
+        bytes_written=batch * m * n * bytes_per_element,
+    )
+
+
+def convolution_flops(places: int, weight: int) -> int:
+    """FLOPs of a convolution, forward or one of its gradients: a multiply and an add for each of the weight's elements
+    at each place.
+
+    `places`: batch times sides of the output, or of the input where the convolution is transposed; places that the
+    padding makes up count too. `weight`: its elements, (filters, channels of a group, ..); transposed, (channels,
+    filters of a group, ..).
+    """
+    return 2 * places * weight
+
+
+def copy_work(bytes_copied: int) -> Work:
+    """Work of a device-to-device copy: every byte read once and written once."""
+    return Work(flops=0, bytes_read=bytes_copied, bytes_written=bytes_copied)
+
+
+def elementwise_work(elements: int, flops_per_element: int, *, bytes_read: int, bytes_written: int) -> Work:
+    """Work of a function that is applied to each element."""
+    return Work(flops=elements * flops_per_element, bytes_read=bytes_read, bytes_written=bytes_written)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSizes:
+    """Sizes of q (batch, heads, queries, head_dim), k (batch, .., keys, head_dim), v (batch, .., keys, value_dim)."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    head_dim: int
+    value_dim: int
+
+
+def attention_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
+    """FLOPs of the two products of softmax(q k^T) v; the softmax is not counted.
+
+    4 batch heads queries keys head_dim where both dims are one, half of it counted causal (Dao 2023, FlashAttention-2,
+    section 4.1).
+    """
+    return _of_square(sizes, sizes.head_dim + sizes.value_dim, causal)
+
+
+def attention_backward_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
+    """FLOPs of fused attention's backward: q k^T once more, dv = p^T do, dp = do v^T, dq = ds k, dk = ds^T q.
+
+    Five products where forward has two, 2.5 times its FLOPs where both dims are one (Dao 2023, section 4.1); model
+    FLOPs, which leave the recomputed one out, would be twice forward's.
+    """
+    return _of_square(sizes, 3 * sizes.head_dim + 2 * sizes.value_dim, causal)
+
+
+def _of_square(sizes: AttentionSizes, depth: int, causal: CausalConvention) -> int:
+    flops = 2 * sizes.batch * sizes.heads * sizes.queries * sizes.keys * depth
+    return flops // 2 if causal == "half" else flops
+
+
+def softmax_work(elements: int, bytes_per_element: int) -> Work:
+    """Work of softmax or log-softmax along one dimension."""
+    size = elements * bytes_per_element
+    return elementwise_work(elements, SOFTMAX_FLOPS, bytes_read=size, bytes_written=size)
+
+
+def softmax_backward_work(elements: int, bytes_per_element: int) -> Work:
+    """Work of softmax's backward: it reads dy and y and writes dx, each of `elements`."""
+    size = elements * bytes_per_element
+    return elementwise_work(elements, SOFTMAX_BACKWARD_FLOPS, bytes_read=2 * size, bytes_written=size)
+
+
+def layer_norm_flops(elements: int, *, weight: bool, bias: bool) -> int:
+    """FLOPs of (x - mean) * rstd * w + b: sum; subtraction, square, sum; product; a product for w, a sum for b."""
+    return elements * (5 + weight + bias)
+
+
+def layer_norm_backward_flops(elements: int, *, weight: bool, bias: bool) -> int:
+    """FLOPs of layer norm's backward, dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum(dy * n) and db = sum(dy).
+
+    n = (x - mean) * rstd takes two, the means three, dx four; with a weight, g = dy * w one and dw two; db one.
+    """
+    return elements * (9 + 3 * weight + bias)
+
+
+def rms_norm_flops(elements: int, *, weight: bool) -> int:
+    """FLOPs of x * rsqrt(mean(x^2)) * w (Zhang and Sennrich 2019): square, sum, product; a product for w."""
+    return elements * (3 + weight)
+
+
+def rms_norm_backward_flops(elements: int, *, weight: bool) -> int:
+    """FLOPs of RMSNorm's backward: dx = rms^-1 * (g - n * mean(g * n)); dw = sum(dy * n).
+
+    n = x * rms^-1 takes one, the mean two, dx three; g = dy * w one and dw two where there is a weight.
+    """
+    return elements * (6 + 3 * weight)
+
+
+def adamw_work(
+    parameters: int, bytes_per_element: int, bytes_per_moment: int | None = None, bytes_per_master: int = 0
+) -> Work:  # fmt: skip
+    """Work of one AdamW step (Loshchilov and Hutter 2019, algorithm 2), which reads p, g, m, v and writes p, m, v.
+
+    m and v have the size of p and g unless `bytes_per_moment` says another. With a master weight p is only written, and
+    the master is read and written. FLOPs are elementwise and not model FLOPs; they are left at 0, since the bytes are
+    what bounds this step.
+    """
+    moments = 2 * (bytes_per_element if bytes_per_moment is None else bytes_per_moment)
+    return Work(
+        flops=0,
+        bytes_read=parameters * (bytes_per_element + (bytes_per_master or bytes_per_element) + moments),
+        bytes_written=parameters * (bytes_per_element + bytes_per_master + moments),
+    )

@@ -23,8 +23,7 @@ from functools import cached_property
 
 from stepscope.core.attentions import scores_of
 from stepscope.core.errors import InputError
-from stepscope.core.formulas import CausalConvention, Convention, Work
-from stepscope.core.formulas.operations import adamw_work
+from stepscope.core.formulas import CausalConvention, Convention, Work, adamw_work
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS

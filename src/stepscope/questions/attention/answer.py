@@ -20,7 +20,18 @@ from stepscope.core.answer import (
     measured_answer,
     table_of,
 )
-from stepscope.core.attention_timing import PRODUCTS, AttentionTiming, AttentionTimings, AttentionVerdict, GateReport
+from stepscope.core.attention_call import (
+    CONVENTION,
+    PRODUCTS,
+    AttentionTiming,
+    AttentionTimings,
+    AttentionVerdict,
+    GateReport,
+    SavedByFormula,
+    backward_flops,
+    forward_flops,
+    saved_by_formula,
+)
 from stepscope.core.errors import InputError
 from stepscope.core.figures import (
     digits,
@@ -33,13 +44,6 @@ from stepscope.core.figures import (
     tera,
 )
 from stepscope.core.finding import Finding, error, note, warning
-from stepscope.core.formulas.attention import (
-    CONVENTION,
-    SavedByFormula,
-    backward_flops,
-    forward_flops,
-    saved_by_formula,
-)
 from stepscope.core.samples import Ratio
 from stepscope.core.units import MIB, format_bytes, format_rate, format_share
 from stepscope.questions.compare.comparison import times_as_fast

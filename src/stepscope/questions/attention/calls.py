@@ -16,8 +16,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_support import find_fault
-from stepscope.core.attention_timing import (
+from stepscope.core.attention_call import (
     AttentionCell,
     AttentionShape,
     AttentionTiming,
@@ -29,6 +28,7 @@ from stepscope.core.attention_timing import (
     Launches,
     Numbers,
 )
+from stepscope.core.attention_support import find_fault
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.attention_timing import (
+from stepscope.core.attention_call import (
     CALL_COMPILES,
     PRODUCTS,
     AttentionCell,
@@ -18,8 +18,8 @@ from stepscope.core.attention_timing import (
     Launches,
 )
 from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
-from stepscope.core.document import decode_document, json_document
 from stepscope.core.errors import InputError, choose, one_line
+from stepscope.core.files import decode_document, json_document
 from stepscope.engine.request import Stage, Tell
 from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, lost, work_through
 

@@ -17,7 +17,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.attention_timing import AttentionShape, AttentionVerdict, CallCompile, GateReport
+from stepscope.core.attention_call import AttentionShape, AttentionVerdict, CallCompile, GateReport
 from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import named_line
 

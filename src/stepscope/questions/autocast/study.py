@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from stepscope.core.answer import Answer, Cell, Table, as_lines
 from stepscope.core.errors import InputError, choose
 from stepscope.core.finding import Finding, note, warning
-from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer
 from stepscope.questions.autocast.operators import (

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer
-from stepscope.core.doubts import doubt_mark
-from stepscope.core.figures import digits
+from stepscope.core.figures import digits, doubt_mark
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import ModelConfig

@@ -10,9 +10,16 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from stepscope.core.answer import Answer, Cell, Panel, Table
-from stepscope.core.doubts import doubting_kinds
 from stepscope.core.errors import InputError, choose
-from stepscope.core.figures import digits, gibibytes, median_within_ms, milliseconds, percent, times_within
+from stepscope.core.figures import (
+    digits,
+    doubting_kinds,
+    gibibytes,
+    median_within_ms,
+    milliseconds,
+    percent,
+    times_within,
+)
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, error, note
-from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import LARGEST, whole_number
+from stepscope.core.precisions import FORMATS
 from stepscope.questions.answers import computed_answer, curves, one_thread
 from stepscope.questions.steps import check_loss, factory_workload, settings_of, step_of, trained_parameters
 from stepscope.recording.device import resolve_device

@@ -19,8 +19,8 @@ from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
-from stepscope.core.float_format import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
+from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.answers import computed_answer, curves, pivot, threads_for
 from stepscope.questions.steps import (

@@ -24,8 +24,8 @@ from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits
 from stepscope.core.finding import Finding, note
-from stepscope.core.float_format import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.precisions import FORMATS, FloatFormat, float_format
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, settings_of, step_of

@@ -29,10 +29,10 @@ from stepscope.core.answer import (
     name_of,
     table_of,
 )
-from stepscope.core.doubts import doubts_sentence
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.figures import doubts_sentence
 from stepscope.core.files import read_document
 from stepscope.core.finding import SEVERITIES, Finding, warning
 from stepscope.core.formulas.spelled import cell_name, run_command
@@ -62,8 +62,8 @@ from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import TraceDigest, digest_beside, load_capture, load_digest
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.ranks.answer import check_job
-from stepscope.traces.ranks.job import captures_in, load_job
+from stepscope.traces.ranks import captures_in, load_job
+from stepscope.traces.ranks_answer import check_job
 
 # The page of several runs: the cells of a sweep, their figures over the axes, and what is missing.
 

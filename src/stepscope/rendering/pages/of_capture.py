@@ -15,9 +15,9 @@ from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicl
 from stepscope.traces.captures.digest import TraceDigest
 from stepscope.traces.captures.summary import OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import kernel_labels
-from stepscope.traces.ranks.answer import answer_job
-from stepscope.traces.ranks.job import Job
-from stepscope.traces.roofline.answer import roofline_tables
+from stepscope.traces.ranks import Job
+from stepscope.traces.ranks_answer import answer_job
+from stepscope.traces.roofline_answer import roofline_tables
 
 
 def page_of_capture(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Page:

@@ -17,10 +17,10 @@ from stepscope.allocations.prediction.estimate import kept_by_block
 from stepscope.allocations.prediction.fit import fit
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import Answer, Line, Panel, as_lines
-from stepscope.core.doubts import doubting_kinds
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.figures import doubting_kinds
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.range_names import PHASES
 from stepscope.core.run import Run

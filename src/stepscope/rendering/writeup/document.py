@@ -15,9 +15,9 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.answer import GENERATOR, Answer, Line, Page, Section, Table, decode_answer, text
-from stepscope.core.attention_timing import decode_timings
-from stepscope.core.doubts import doubting_kinds
+from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError, choose, one_line, printable
+from stepscope.core.figures import doubting_kinds
 from stepscope.core.files import read_named
 from stepscope.core.finding import Finding
 from stepscope.core.range_names import FORWARD_BACKWARD, STEP

@@ -6,21 +6,29 @@ from typing import Any
 import polars as pl
 
 from stepscope.core.answer import Answer, Cell, Frame, Line, Node, Panel, Point, Slice, Table, as_lines, table_of, text
-from stepscope.core.doubts import figure
 from stepscope.core.errors import middle_cut, name_shown
+from stepscope.core.figures import figure
 from stepscope.core.finding import Finding
 from stepscope.core.formulas.spelled import describe_model, describe_workload
 from stepscope.core.range_names import BACKWARD, FORWARD, RECOMPUTATION
 from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.traces.captures.attribution import RANGES, ROOT, Attribution
-from stepscope.traces.captures.critical_path import CriticalPath
 from stepscope.traces.captures.detail_tables import View, detail_tables, details_as_json, more_tables
 from stepscope.traces.captures.digest import TraceDigest
 from stepscope.traces.captures.occupation import Occupation, Overlap, device_names, used_devices
-from stepscope.traces.captures.range_totals import range_totals
-from stepscope.traces.captures.summary import GEMM, LAYERS_TOGETHER, NO_MODULE, OUTSIDE, KernelRow, Part, TraceSummary
+from stepscope.traces.captures.part import range_totals
+from stepscope.traces.captures.summary import (
+    GEMM,
+    LAYERS_TOGETHER,
+    NO_MODULE,
+    OUTSIDE,
+    CriticalPath,
+    KernelRow,
+    Part,
+    TraceSummary,
+)
 from stepscope.traces.kernels.names import decode, kernel_label, kernel_labels
-from stepscope.traces.roofline.answer import roofline_as_json, roofline_panel, roofline_tables
+from stepscope.traces.roofline_answer import roofline_as_json, roofline_panel, roofline_tables
 
 _MODULES_SHOWN = 12
 _KERNELS_DRAWN = 5

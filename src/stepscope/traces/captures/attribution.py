@@ -25,8 +25,8 @@ from stepscope.core.range_names import (
     RECOMPUTATION,
     STEP,
 )
+from stepscope.traces.assemble import operator_order
 from stepscope.traces.kernels.families import FAMILIES, classify
-from stepscope.traces.launches import operator_order
 from stepscope.traces.nesting import Nest, numbered, union
 from stepscope.traces.table import COPIES, KIND, TraceTable
 

@@ -10,11 +10,11 @@ from stepscope.core.errors import name_shown
 from stepscope.core.finding import SEVERITIES, Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, STEP
 from stepscope.core.units import counted, format_count, format_seconds, format_share, in_ms
+from stepscope.traces.assemble import is_launch
 from stepscope.traces.captures.attribution import phase_of, range_kind
 from stepscope.traces.captures.occupation import device_names
 from stepscope.traces.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import decode, is_tf32
-from stepscope.traces.launches import is_launch
 from stepscope.traces.nesting import Nest, numbered
 from stepscope.traces.table import COPIES, KIND, WORK, Profiler, TraceTable
 

@@ -28,7 +28,7 @@ from stepscope.traces.captures.details import (
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.kernels.names import kernel_label, kernel_labels
 from stepscope.traces.nesting import Nest, union
-from stepscope.traces.roofline.answer import shapes_label
+from stepscope.traces.roofline_answer import shapes_label
 
 SHOWN = 5
 """Rows of a table that nobody asked for."""

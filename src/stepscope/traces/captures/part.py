@@ -4,6 +4,7 @@ import dataclasses
 import difflib
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import polars as pl
 
@@ -11,9 +12,221 @@ from stepscope.core.errors import InputError, name_shown
 from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.units import Window, ms_text
 from stepscope.traces.captures.attribution import ROOT, Attribution, lasting
-from stepscope.traces.captures.range_totals import launching, named_ranges
 from stepscope.traces.captures.summary import OUTSIDE, Part, TraceSummary
 from stepscope.traces.nesting import Nest, union
+from stepscope.traces.table import TraceTable
+
+# The totals of each named range: instances, kernels launched inside on any thread of its process, and top kernels.
+#
+# Kernels are ordered by launch, so a range owns a slice of that order. Binary search finds the slice, and sums over
+# slices are differences of running sums. Overlapping instances of one name (nested, or on two threads) count a kernel
+# once.
+
+
+TOP = 10
+_AT_ONCE, _SHARES = 1_000_000, 8
+"""To bound the memory, more slices than _AT_ONCE are merged in _SHARES parts, each with some of the names."""
+_PAIRS_LIMIT = 20_000_000
+"""The most pairs of (range, kernel inside) read for the top kernels. Real captures have a few pairs per kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTotals:
+    """One kernel's share of a range: its name, family, calls and summed duration."""
+
+    name: str
+    family: str
+    calls: int
+    busy_ns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RangeTotals:
+    """The totals of one range name.
+
+    Graphs recorded as a whole count in `busy_ns`, not in `kernels`. `gemm_fraction` is the share of matrix
+    multiplication in `busy_ns`, or 0 if nothing ran. `top_kernels` is None if the file has too many nested ranges to
+    list them.
+    """
+
+    name: str
+    instances: int
+    kernels: int
+    busy_ns: int
+    gemm_fraction: float
+    top_kernels: tuple[KernelTotals, ...] | None
+
+
+def range_totals(attribution: Attribution, top: int = TOP, *, of_a_part: bool = False) -> list[RangeTotals]:
+    """Totals of all range names in a capture, the busiest first; in a part, only ranges that launched some of it."""
+    ranges = named_ranges(attribution.table)
+    if of_a_part:
+        ranges = launching(ranges, attribution)
+    if not ranges.height:
+        return []
+    instances = ranges.group_by("name").agg(pl.len().alias("instances"))
+    kernels = _ordered(attribution)
+    slices = _slices(ranges, kernels)
+    busy = kernels["duration_ns"].cum_sum()
+    is_kernel = (kernels["kind"] != "graph").cast(pl.Int64).cum_sum()
+    is_gemm = (kernels["family"] == "matrix multiplication").cast(pl.Int64)
+    gemm = (kernels["duration_ns"] * is_gemm).cum_sum()
+    totals = pl.concat(
+        piece.select(
+            "name",
+            _begun_between(is_kernel, piece).alias("kernels"),
+            _begun_between(busy, piece).alias("busy_ns"),
+            _begun_between(gemm, piece).alias("gemm_ns"),
+        )
+        .group_by("name")
+        .sum()
+        for piece in (slices.iter_slices(1 << 18) if slices.height else [slices])
+    )
+    totals = totals.group_by("name").sum()
+    merged = (
+        instances.join(totals, on="name", how="left")
+        .fill_null(0)
+        .with_columns(pl.col("name").cast(pl.String).alias("text"))
+        .sort(["busy_ns", "text"], descending=[True, False])
+    )
+    best = _top_kernels(slices, kernels, top)
+    return [
+        RangeTotals(
+            name=str(row["text"]),
+            instances=row["instances"],
+            kernels=row["kernels"],
+            busy_ns=row["busy_ns"],
+            gemm_fraction=row["gemm_ns"] / row["busy_ns"] if row["busy_ns"] else 0.0,
+            top_kernels=best.get(str(row["text"]), ()) if best is not None else None,
+        )
+        for row in merged.iter_rows(named=True)
+    ]
+
+
+def launching(ranges: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
+    """The ranges that launched some kernel of the attribution."""
+    launches = {process: own["launch_ns"] for (process,), own in _ordered(attribution).group_by("process")}
+    parts = [ranges.clear()]
+    for (process,), own in ranges.group_by("process", maintain_order=True):
+        times = launches.get(process, pl.Series(dtype=pl.Int64))
+        begun = times.search_sorted(own["start_ns"], side="left")
+        ended = times.search_sorted(own["start_ns"] + own["duration_ns"], side="left")
+        parts.append(own.filter(ended > begun))
+    return pl.concat(parts)
+
+
+def named_ranges(table: TraceTable) -> pl.DataFrame:
+    """The capture's ranges. nsys records operators only as ranges; they count by the operator's name."""
+    columns = ["start_ns", "duration_ns", "process", "name"]
+    if table.profiler == "Kineto" or not table.operators.height:
+        return table.ranges.select(columns)
+    operators = table.operators.select(pl.col(columns[:3]), pl.col("name").cast(pl.Categorical))
+    return pl.concat([table.ranges.select(columns), operators])
+
+
+def _ordered(attribution: Attribution) -> pl.DataFrame:
+    """The kernels with a known launch, sorted by process and launch."""
+    return (
+        attribution.kernels.filter(pl.col("launch_ns").is_not_null())
+        .select("process", "launch_ns", "duration_ns", "name", "family", "kind")
+        .sort("process", "launch_ns", maintain_order=True)
+    )
+
+
+def _slices(ranges: pl.DataFrame, kernels: pl.DataFrame) -> pl.DataFrame:
+    """The disjoint slices [low, high) of the ordered kernels for each name, without empty slices."""
+    numbered = kernels.select("process", "launch_ns").with_row_index("at")
+    launches = {process: frame for (process,), frame in numbered.group_by("process", maintain_order=True)}
+    parts = [pl.DataFrame(schema={"name": pl.Categorical(), "low": pl.UInt32, "high": pl.UInt32})]
+    for piece in ranges.iter_slices(1 << 18):  # a million ranges are merged piece by piece
+        for (process,), mine in piece.group_by("process"):
+            if process in launches:
+                parts.append(_merged(_held(mine, launches[process])))
+    found = pl.concat(parts)
+    if found.height < _AT_ONCE:
+        return _merged(found)
+    names = found["name"].to_physical() % _SHARES
+    return pl.concat([_merged(found.filter(names == share)) for share in range(_SHARES)])
+
+
+def _held(ranges: pl.DataFrame, launches: pl.DataFrame) -> pl.DataFrame:
+    """The slice of the launches inside each range."""
+    first, times = launches["at"].to_list()[0], launches["launch_ns"]
+    low = times.search_sorted(ranges["start_ns"], side="left")
+    high = times.search_sorted(ranges["start_ns"] + ranges["duration_ns"], side="left")
+    held = pl.DataFrame([ranges["name"], (low + first).alias("low"), (high + first).alias("high")])
+    return held.filter(pl.col("high") > pl.col("low")).cast({"low": pl.UInt32, "high": pl.UInt32})
+
+
+def _merged(slices: pl.DataFrame) -> pl.DataFrame:
+    """The slices, with overlapping or touching slices of one name merged."""
+    # One number holds name and place, so sorts and running maxima over millions of slices need little memory.
+    number = slices["name"].to_physical().cast(pl.Int64) * 2**32
+    order = (number + slices["low"]).arg_sort()
+    number = number.gather(order)
+    name, low = slices["name"].gather(order), slices["low"].gather(order)
+    reached = (number + slices["high"].gather(order)).cum_max()
+    begins = ((number + low) > reached.shift(1)).fill_null(True)
+    ends = begins.shift(-1, fill_value=True)
+    high = (reached - number).filter(ends).cast(pl.UInt32)
+    return pl.DataFrame([name.filter(begins), low.filter(begins), high.alias("high")])
+
+
+def _begun_between(running: pl.Series, slices: pl.DataFrame) -> pl.Series:
+    """The sums over slices, from running sums."""
+    if not len(running):
+        return pl.Series([0], dtype=pl.Int64).new_from_index(0, slices.height)
+    padded = pl.concat([pl.Series(running.name, [0], dtype=running.dtype), running])
+    return padded.gather(slices["high"]) - padded.gather(slices["low"])
+
+
+def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[str, tuple[KernelTotals, ...]] | None:
+    pairs = int((slices["high"].cast(pl.Int64) - slices["low"].cast(pl.Int64)).sum())
+    if pairs > _PAIRS_LIMIT:
+        return None
+    codes = kernels.select("name", "family").unique().with_row_index("code")
+    of_kernel = kernels.select("name", "family").join(codes, on=["name", "family"], how="left", maintain_order="left")
+    # A few ranges (the step, its phases) hold every kernel. Working slice by slice keeps few pairs in memory.
+    parts = []
+    held = 0
+    batch: list[pl.DataFrame] = []
+    for piece in slices.iter_slices(50_000):
+        batch.append(piece)
+        held += int((piece["high"].cast(pl.Int64) - piece["low"].cast(pl.Int64)).sum())
+        if held > 1_000_000:
+            parts.append(_counted(pl.concat(batch), of_kernel["code"], kernels["duration_ns"]))
+            batch, held = [], 0
+    if batch:
+        parts.append(_counted(pl.concat(batch), of_kernel["code"], kernels["duration_ns"]))
+    if not parts:
+        return {}
+    totals = (
+        pl.concat(parts)
+        .group_by("name", "code")
+        .agg(pl.col("calls", "busy_ns").sum())
+        .join(codes.rename({"name": "kernel"}), on="code")
+        .with_columns(pl.col("kernel").cast(pl.String))
+        .sort(["busy_ns", "kernel"], descending=[True, False])
+        .group_by("name", maintain_order=True)
+        .head(top)
+    )
+    best: dict[str, list[KernelTotals]] = {}
+    for row in totals.with_columns(pl.col("name").cast(pl.String)).iter_rows(named=True):
+        best.setdefault(row["name"], []).append(
+            KernelTotals(name=row["kernel"], family=row["family"], calls=row["calls"], busy_ns=row["busy_ns"])
+        )
+    return {name: tuple(found) for name, found in best.items()}
+
+
+def _counted(slices: pl.DataFrame, codes: pl.Series, durations: pl.Series) -> pl.DataFrame:
+    """The calls and time of each kernel in each range name."""
+    pairs = slices.select("name", pl.int_ranges("low", "high", dtype=pl.UInt32).alias("at")).explode("at")
+    return (
+        pairs.select("name", codes.gather(pairs["at"]).alias("code"), durations.gather(pairs["at"]).alias("busy_ns"))
+        .group_by("name", "code")
+        .agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("busy_ns").sum())
+    )
+
 
 _NAMED, _COMPARED = 6, 10_000
 """The most names that a message lists, and the most names that are compared with a wrong name."""

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.profiler_json import with_texts_escaped
+from stepscope.core.profilers import with_texts_escaped
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ import polars as pl
 
 from stepscope.core.errors import InputError, StepscopeError, one_line, printable
 from stepscope.core.files import check_no_pointer
-from stepscope.core.nsight import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
+from stepscope.core.profilers import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.core.units import format_bytes
 from stepscope.traces.assemble import LARGEST_NS, assemble
 from stepscope.traces.readers.json_events import is_bomb

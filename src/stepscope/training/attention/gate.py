@@ -36,8 +36,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from stepscope.core.attention_support import find_fault
-from stepscope.core.attention_timing import (
+from stepscope.core.attention_call import (
     AttentionShape,
     AttentionVerdict,
     Differentiated,
@@ -46,6 +45,7 @@ from stepscope.core.attention_timing import (
     Numbers,
     TensorError,
 )
+from stepscope.core.attention_support import find_fault
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError, named_line
 from stepscope.kernels.documents import document_bounds

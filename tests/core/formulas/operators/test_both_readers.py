@@ -15,8 +15,8 @@ from stepscope.core.formulas.operators.rules import is_product
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.step import Phase, drive
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.read import read_trace
-from stepscope.traces.roofline.roofline import roofline
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.roofline import roofline
 
 
 class _Step:

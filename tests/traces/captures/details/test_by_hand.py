@@ -30,9 +30,9 @@ from stepscope.traces.captures.details import (
     queues,
     range_tree,
 )
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.part import first_event_ns, part_of
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.captures import MAIN, Capture, nsys_tables, training_steps, write_kineto, write_sqlite
 from tests.handmade_trace import ADD, GEMM, SOFTMAX, of_a_cpu, traced, work
 

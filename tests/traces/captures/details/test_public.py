@@ -21,9 +21,9 @@ from stepscope.traces.captures.details import (
     operator_tree,
     range_tree,
 )
+from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.part import first_event_ns, part_of
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.read import read_trace
 from tests.public import public_capture
 from tests.traces.captures.details.raw import KINETO, Event, events_of, kernels_of
 

@@ -22,11 +22,11 @@ from stepscope.app.cli.sweep import (
 )
 from stepscope.app.cli.verb import verb
 from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload, factory_arguments
-from stepscope.core.address_space import require_room_for_torch
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_named
+from stepscope.core.process_memory import require_room_for_torch
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Stage, Tell, TraceRequest
 from stepscope.questions.question import Question

@@ -19,7 +19,7 @@ from stepscope.core.files import read_named
 from stepscope.engine.request import Tell
 
 if TYPE_CHECKING:
-    from stepscope.core.attention_timing import AttentionTimings
+    from stepscope.core.attention_call import AttentionTimings
     from stepscope.questions.attention.grid import GateMatrix
 
 # `stepscope study attention-gate`: is each implementation of attention right? The whole matrix, nothing timed.
@@ -206,7 +206,7 @@ def attention(
         from stepscope.questions.attention.answer import TITLES
 
         check_only(shown.only, TITLES)
-    from stepscope.core.attention_timing import encode_timings
+    from stepscope.core.attention_call import encode_timings
     from stepscope.core.run_directory import write_atomically
     from stepscope.questions.attention.grid import (
         check_runnable,
@@ -304,7 +304,7 @@ def _read(places: tuple[Path, ...], keep: bool, answering: Answering) -> None:
     data = read_named(place)
     match kind_of(data):
         case "attention-timings":
-            from stepscope.core.attention_timing import decode_timings
+            from stepscope.core.attention_call import decode_timings
             from stepscope.questions.attention.answer import answer_attention
 
             answering.show(answer_attention(decode_timings(data, str(place))))

@@ -10,9 +10,8 @@ from functools import partial
 from stepscope.core.formulas import CausalConvention, Convention, Work
 from stepscope.core.formulas.operators import formulas
 from stepscope.core.formulas.operators import formulas as products
-from stepscope.core.formulas.operators.attention import FusedAttention, Sight
 from stepscope.core.formulas.operators.calls import OperatorCall, Unknown, read_call
-from stepscope.core.formulas.operators.formulas import Convolution
+from stepscope.core.formulas.operators.formulas import Convolution, FusedAttention, Sight
 
 Formula = Callable[[OperatorCall, CausalConvention], Work]
 
@@ -351,7 +350,7 @@ _ATTENTION: tuple[OperatorRule, ...] = (
 OPERATOR_WORK_RULES: tuple[OperatorRule, ...] = (
     *_PRODUCTS,
     *_ATTENTION,
-    _rule("softmax", "_softmax _log_softmax", formulas.softmax_work,
+    _rule("softmax", "_softmax _log_softmax", formulas.softmax,
           example=("_softmax", "[[4, 12, 512, 512], [], []]", '["float", "Scalar", "Scalar"]')),
     _rule("softmax backward", "_softmax_backward_data _log_softmax_backward_data", formulas.softmax_backward,
           example=("_softmax_backward_data", "[[8, 16], [8, 16], [], []]", '["float", "float", "Scalar", "Scalar"]')),

@@ -11,7 +11,7 @@ from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.finding import SEVERITIES, Finding, note, warning
 from stepscope.core.units import counted, format_count, format_rate, format_share, in_ms
-from stepscope.traces.ranks.job import COMPUTATION, Excess, Job, Rank
+from stepscope.traces.ranks import COMPUTATION, Excess, Job, Rank
 
 _ROWS = 8
 """The most rows of the tables that can be long."""

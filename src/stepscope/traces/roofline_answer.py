@@ -11,7 +11,7 @@ from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, tab
 from stepscope.core.errors import name_shown
 from stepscope.core.formulas.operators.rules import is_product
 from stepscope.core.units import format_rate, format_share, ms_text
-from stepscope.traces.roofline.roofline import FamilyRoof, OperatorRoof, Peak, Roofline
+from stepscope.traces.roofline import FamilyRoof, OperatorRoof, Peak, Roofline
 
 OPERATORS_SHOWN = 12
 _SHAPES_SHOWN = 3

@@ -1,1 +1,0 @@
-"""Several ranks of one job, read together."""
