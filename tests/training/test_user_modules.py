@@ -188,7 +188,7 @@ def factory_workload(factory: str, **changes: Any) -> FactoryWorkload:
 
 def made(factory: str, **changes: Any) -> tuple[ModuleStep, FactoryWorkload]:
     step, workload = make_user_step(factory_workload(factory, **changes), CPU)
-    assert isinstance(step, ModuleStep)
+    assert isinstance(step, ModuleStep) and isinstance(workload, FactoryWorkload)
     return step, workload
 
 
@@ -320,7 +320,7 @@ def test_the_batch_of_the_workload_is_that_of_all_ranks(file: str):
 
     alone = made(f"{file}:make")[1]
     step, found = make_user_step(factory_workload(f"{file}:make"), CPU, share=half)
-    assert found.model.inputs == alone.model.inputs
+    assert isinstance(found, FactoryWorkload) and found.model.inputs == alone.model.inputs
     assert [tensor.shape[0] for _, tensor in step.named_tensors(step.batch)] == [2] and alone.batch_size == 4
 
 
@@ -341,7 +341,7 @@ def test_a_step_of_ones_own_is_driven_as_it_is(file: str, tmp_path: Path):
     assert isinstance(step, UserStep) and workload.by_factory == ("optimizer", "phases")
     assert workload.model.name == "Linear" and workload.optimizer is None
     run(step, 2)
-    assert [phase.name for phase in step.phases] == ["forward", "backward", "log"] and step.given.prepared == 2
+    assert [phase.name for phase in step.phases] == ["forward", "backward", "log"] and step.user_step.prepared == 2
     observation, _ = observe_step(step, CPU)
     assert observation.model_forwards == {"forward": 1, "backward": 0, "log": 0} and observation.backward_passes == 1
     assert capture_memory(step, CPU, tmp_path, workload=mini()).measured.gradient_bytes == 20
@@ -596,14 +596,14 @@ def test_no_part_of_a_configuration_has_a_dtype_of_its_own(tmp_path: Path, archi
         "vision_config": {**VIT, "model_type": "siglip_vision_model", "architectures": None, "torch_dtype": "float16"},
     }  # fmt: skip
     fields = fields if architectures else {**LLAMA, "architectures": None, **asked}
-    own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8}).made
+    own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8}).user_module
     assert own is not None and {parameter.dtype for parameter in own.module.parameters()} == {torch.float32}
     assert not any(getattr(part, "gradient_checkpointing", False) for part in own.module.modules())
     assert isinstance(own.module, transformers.PreTrainedModel)
     own.module(**own.batches[0]).loss.backward()
     if architectures:  # nor of an argument in its place
         arguments = {"batch_size": 2, "seq_len": 8, "text_config": {**LLAMA, **asked}}
-        own = load_factory(configuration(tmp_path, fields), arguments).made
+        own = load_factory(configuration(tmp_path, fields), arguments).user_module
         assert own is not None and {parameter.dtype for parameter in own.module.parameters()} == {torch.float32}
 
 
@@ -614,7 +614,7 @@ def test_the_class_is_a_field_as_others_are(tmp_path: Path, architectures: Any):
         (LLAMA, {"architectures": architectures}),
         ({**LLAMA, "architectures": architectures}, {}),
     ):
-        own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
+        own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).user_module
         assert own is not None and type(own.module).__name__ == "LlamaForSequenceClassification"
 
 
@@ -628,7 +628,7 @@ def test_labels_are_those_of_the_problem(tmp_path: Path, problem: str, classes: 
         "architectures": ["LlamaForSequenceClassification"], "problem_type": problem, "num_labels": classes,
         "pad_token_id": 0,
     }  # fmt: skip
-    own = load_factory(configuration(tmp_path, {**LLAMA, **kind}), {"batch_size": 2, "seq_len": 8}).made
+    own = load_factory(configuration(tmp_path, {**LLAMA, **kind}), {"batch_size": 2, "seq_len": 8}).user_module
     assert own is not None
     labels = own.batches[0]["labels"]
     assert labels.is_floating_point() and labels.shape == shape
@@ -639,7 +639,9 @@ def test_attention_is_a_field_by_either_name(tmp_path: Path):
     pytest.importorskip("transformers")
     for written in ("attn_implementation", "_attn_implementation"):
         for fields, arguments in ((LLAMA, {written: "eager"}), ({**LLAMA, written: "eager"}, {})):
-            own = load_factory(configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}).made
+            own = load_factory(
+                configuration(tmp_path, fields), {"batch_size": 2, "seq_len": 8, **arguments}
+            ).user_module
             config: Any = own.module.config if own is not None else None
             assert config._attn_implementation == "eager"
 
@@ -649,9 +651,9 @@ def test_parameters_of_a_configuration_are_made_where_the_step_is(tmp_path: Path
     pytest.importorskip("transformers")
     meta = torch.device("meta")
     loaded = load_factory(configuration(tmp_path, LLAMA), {"batch_size": 2, "seq_len": 8}, device=meta)
-    assert loaded.made is not None
-    assert {parameter.device for parameter in loaded.made.module.parameters()} == {meta}
-    assert loaded.made.batches[0]["input_ids"].device.type == "cpu"
+    assert loaded.user_module is not None
+    assert {parameter.device for parameter in loaded.user_module.module.parameters()} == {meta}
+    assert loaded.user_module.batches[0]["input_ids"].device.type == "cpu"
 
 
 @pytest.mark.slow

@@ -127,16 +127,16 @@ class Draft(RunDraft):
         tell: Tell,
         nsys: Nsys | None,
         *,
-        given: "Callable[[], Loaded] | None" = None,
+        load: "Callable[[], Loaded] | None" = None,
         ranks: Ranks | None = None,
     ) -> None:
         self.request, self.device, self.nsys = request, device, nsys
         self.ranks = ranks or Ranks()
         """The processes that share the step, this one among them."""
-        self.given = given
+        self.load = load
         """What makes the step's model, where no factory does."""
         self.timing = timing_device(device)
-        self.made: Step | None = None
+        self.built: Step | None = None
         self.correct: Correctness | None = None
         """That ranks which share the step compute what one process does."""
         self.traffic: tuple[CollectiveCalls, ...] | None = None
@@ -153,12 +153,12 @@ class Draft(RunDraft):
     @property
     def step(self) -> Step:
         """The step, once it is built and until it is released."""
-        assert self.made is not None
-        return self.made
+        assert self.built is not None
+        return self.built
 
     @property
     def model(self) -> torch.nn.Module | None:
-        return self.made.model if self.made is not None else None
+        return self.built.model if self.built is not None else None
 
     def begin(self, stage: str, detail: str = "") -> None:
         """Enter a stage. Raises KeyboardInterrupt where a signal was lost before."""

@@ -254,7 +254,7 @@ def default_of(factory: str, size: Literal["batch_size", "seq_len"]) -> int | No
     if is_configuration(factory):
         return {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}[size]
     try:
-        argument = inspect.signature(find_factory(factory).found).parameters.get(size)
+        argument = inspect.signature(find_factory(factory).target).parameters.get(size)
     except (TypeError, ValueError):
         return None
     if argument is None:

@@ -71,17 +71,17 @@ def build(draft: Draft) -> None:
     if workload.compile != "eager":
         reset_compilation()
     draft.held_before_bytes = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    draft.made, found = make_step(workload, device, draft.given, draft.ranks)
+    draft.built, found = make_step(workload, device, draft.load, draft.ranks)
     draft.set(workload=found)
     if workload.attention == AUTO:
         draft.set_evidence(attention=by_sizes(workload, lambda sized: chosen_attention(sized, device.type)))
     # A step of a user's module alone has any of these.
-    draft.set_evidence(parts=getattr(draft.made, "found", ()), unmet=unmet(workload))
+    draft.set_evidence(parts=getattr(draft.built, "found", ()), unmet=unmet(workload))
 
 
 def release(draft: Draft) -> None:
     """Release the step's memory: later stages need it, or must not run beside it."""
-    draft.made = None
+    draft.built = None
     gc.collect()  # a step and its phases refer to each other
     if draft.device.type == "cuda":
         torch.cuda.empty_cache()
@@ -146,7 +146,7 @@ def record_memory(draft: Draft) -> None:
 def record_what_filled_the_memory(draft: Draft) -> None:
     """Run the step that ran out of memory once more, recorded, and keep what it has allocated when it fails again. The
     run has ended already, so any error here becomes a note."""
-    step = draft.made
+    step = draft.built
     if draft.request.memory is None or step is None or draft.device.type != "cuda" or step.cuda_graphs:
         return
     draft.begin("memory")
@@ -552,7 +552,7 @@ def _check(draft: Draft, workload: Workload) -> Correctness:
     small = by_sizes(workload, _small) or workload
 
     def make() -> StepParts:
-        return dataclasses.replace(make_parts(small, draft.device, draft.given), optimizer=None)
+        return dataclasses.replace(make_parts(small, draft.device, draft.load), optimizer=None)
 
     found = check_ranks(workload.parallel, make, small, draft.device, draft.ranks)
     return by_sizes(workload, lambda sized: _with_smaller_sizes(found, sized)) or found

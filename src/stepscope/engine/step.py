@@ -74,11 +74,11 @@ def measure_step(
     request: StepRequest,
     tell: Tell = lambda _: None,
     began: Callable[[Path], None] = lambda _: None,
-    given: "Callable[[], Loaded] | None" = None,
+    load: "Callable[[], Loaded] | None" = None,
 ) -> tuple[Run, Path]:
     """Measure one workload and save its run; returns the run and its directory, which `began` is told at once.
 
-    given: what gives a model of the user's own, where it is no factory that the workload names.
+    load: what gives a model of the user's own, where it is no factory that the workload names.
     A workload that the device cannot run as asked, or a place that cannot be written, raises InputError before
     anything is measured. A failure of the device is no exception: it is the run's status, with where it happened.
     """
@@ -90,7 +90,7 @@ def measure_step(
     with interrupts.held():
         directory = directory_of(request, ranks)
         began(directory)
-        draft = Draft(request, device, directory, tell, nsys, given=given, ranks=ranks)
+        draft = Draft(request, device, directory, tell, nsys, load=load, ranks=ranks)
         try:
             with matmul_precision(request.workload.dtype):
                 _go_through_the_stages(draft)
@@ -98,7 +98,7 @@ def measure_step(
             shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
         run = finished(draft)
-        draft.made = None
+        draft.built = None
         if run.status == "done":
             ranks.part()
     return run, directory
@@ -110,9 +110,9 @@ def directory_of(request: StepRequest, ranks: Ranks) -> Path:
     Raises InputError, the same on all ranks, where one cannot write there, or is asked for another step.
     """
     with _the_same_refusal(ranks):
-        made = create_run_directory(Path(request.out), request.workload) if ranks.is_first else None
+        directory = create_run_directory(Path(request.out), request.workload) if ranks.is_first else None
     asked = msgspec.json.encode((request.workload, request.settings, request.trace, request.memory))
-    directory, wanted = ranks.told((made, asked))
+    directory, wanted = ranks.told((directory, asked))
     own = directory if ranks.is_first else directory / RANK_FOLDER.format(rank=ranks.rank)
     try:
         with _the_same_refusal(ranks):
@@ -132,14 +132,14 @@ def directory_of(request: StepRequest, ranks: Ranks) -> Path:
 @contextlib.contextmanager
 def _the_same_refusal(ranks: Ranks) -> Generator[None]:
     """A context that raises on every rank what the first of them raises that raises an InputError here."""
-    own: InputError | None = None
+    mine: InputError | None = None
     try:
         yield
     except InputError as error:
-        own = error
-    said = next((one for one in ranks.gathered(str(own) if own is not None else None) if one is not None), None)
-    if said is not None:
-        raise InputError(said) from own
+        mine = error
+    refusal = next((one for one in ranks.gathered(str(mine) if mine is not None else None) if one is not None), None)
+    if refusal is not None:
+        raise InputError(refusal) from mine
 
 
 def finished(draft: Draft) -> Run:

@@ -212,10 +212,10 @@ def _user_module(workload: Workload) -> _MakeModule:
     """The step that is made of it does its checkpointing."""
     module = load_module(workload.factory, workload.arguments, seed=workload.seed)
     module = dataclasses.replace(module, batches=module.batches[:1], optimizer=None)
-    loaded = Loaded(name=module.name, made=module)
+    loaded = Loaded(name=module.name, user_module=module)
 
     def make(_attention: str | None, _checkpointing: str) -> UserModule:
-        copied = copy_of(loaded).made
+        copied = copy_of(loaded).user_module
         assert copied is not None
         return copied
 

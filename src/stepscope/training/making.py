@@ -14,12 +14,12 @@ from stepscope.training.training_step import StepParts, TrainingStep, textbook_p
 if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded
 
-Given = Callable[[], "Loaded"]
+Load = Callable[[], "Loaded"]
 """Gives a user's model that is there already, in place of what a factory would return."""
 
 
 def make_step(
-    workload: Workload, device: torch.device, given: Given | None = None, ranks: Ranks | None = None
+    workload: Workload, device: torch.device, load: Load | None = None, ranks: Ranks | None = None
 ) -> tuple[Step, Workload]:
     """The step on its device, and its workload with what was found in making it.
 
@@ -35,14 +35,14 @@ def make_step(
         return step, workload
     from stepscope.training.user_module.loading import make_user_step  # noqa: PLC0415  (only for a user's module)
 
-    return make_user_step(workload, device, given, share)
+    return make_user_step(workload, device, load, share)
 
 
-def make_parts(workload: Workload, device: torch.device, given: Given | None = None) -> StepParts:
+def make_parts(workload: Workload, device: torch.device, load: Load | None = None) -> StepParts:
     """What the step is assembled of, made anew. Raises InputError for a step of the user's own."""
     parts = by_sizes(workload, lambda sized: textbook_parts(sized, device))
     if parts is not None:
         return parts
     from stepscope.training.user_module.loading import user_parts  # noqa: PLC0415  (only for a user's module)
 
-    return user_parts(workload, device, given)
+    return user_parts(workload, device, load)

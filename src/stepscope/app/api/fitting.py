@@ -155,9 +155,9 @@ def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
 
 
 def _module_of(loaded: "Loaded") -> "UserModule":
-    if loaded.made is None:
+    if loaded.user_module is None:
         raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
-    return loaded.made
+    return loaded.user_module
 
 
 def _budget(memory: int | str | None, device: str | None) -> "Budget | None":

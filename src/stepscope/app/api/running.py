@@ -292,7 +292,7 @@ def run(
     if workload.parallel != NOT_PARALLEL:
         return _measured_by_ranks(request, tell or _say_nothing)
     with gradients_kept(model):
-        found, directory = measure_step(request, tell or _say_nothing, given=made)
+        found, directory = measure_step(request, tell or _say_nothing, load=made)
     if found.status == "interrupted" or (found.status == "done" and found.failure is not None):
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt

@@ -241,20 +241,20 @@ class Factory:
     """The object that `--module` names: a function to call, or a module or a step."""
 
     spelled: str
-    found: Any
+    target: Any
 
     @property
     def is_called(self) -> bool:
         """Whether it is called for its result. A module or a step is taken as it is."""
-        return callable(self.found) and not isinstance(self.found, nn.Module)
+        return callable(self.target) and not isinstance(self.target, nn.Module)
 
     @property
     def file(self) -> Path | None:
         """The file that defines it."""
         try:
-            return Path(inspect.getsourcefile(self.found) or "").resolve()
+            return Path(inspect.getsourcefile(self.target) or "").resolve()
         except (TypeError, OSError):
-            home = sys.modules.get(str(getattr(type(self.found), "__module__", "")))
+            home = sys.modules.get(str(getattr(type(self.target), "__module__", "")))
             return Path(home.__file__) if home is not None and home.__file__ else None
 
 
@@ -265,26 +265,26 @@ def find_factory(spelled: str) -> Factory:
         raise InputError(f"--module {spelled!r}: {HOW_TO_NAME}")
     with printed_to_stderr():
         home = _from_file(Path(place), spelled) if place.endswith(".py") else _imported(place, spelled)
-    found: Any = home
+    target: Any = home
     for part in name.split("."):
-        if not hasattr(found, part):
-            raise InputError(f"--module {spelled}: {place} has no {name!r}{_nearest(part, found, place)}")
-        found = getattr(found, part)
-    return Factory(spelled=spelled, found=found)
+        if not hasattr(target, part):
+            raise InputError(f"--module {spelled}: {place} has no {name!r}{_nearest(part, target, place)}")
+        target = getattr(target, part)
+    return Factory(spelled=spelled, target=target)
 
 
 def call_factory(factory: Factory, arguments: Mapping[str, Any]) -> Any:
     """What the factory returns. Raises InputError where it does not take these arguments, and where it fails."""
     if not factory.is_called:
         if arguments:
-            kind = type(factory.found).__name__
+            kind = type(factory.target).__name__
             raise InputError(
                 f"--module {factory.spelled} is {kind} already, which takes no --arg {next(iter(arguments))}"
             )
-        return factory.found
+        return factory.target
     _check_arguments(factory, arguments)
     with printed_to_stderr(), said_of(f"--module {factory.spelled} fails"):
-        return factory.found(**arguments)
+        return factory.target(**arguments)
 
 
 def _imported(place: str, spelled: str) -> ModuleType:
@@ -297,7 +297,7 @@ def _from_file(file: Path, spelled: str) -> ModuleType:
     if not file.is_file():
         there = "is a directory" if file.is_dir() else "is not there"
         near = difflib.get_close_matches(file.name, [other.name for other in file.parent.glob("*.py")], n=3)
-        raise InputError(f"--module {spelled}: {file} {there}{_said(near)}")
+        raise InputError(f"--module {spelled}: {file} {there}{_there_is(near)}")
     file = file.resolve()
     _import_also_from(file.parent)
     # Classes and pickles look for their module by its name, so the file gets the one that its neighbours import it by,
@@ -321,8 +321,8 @@ def _is_free(name: str, file: Path) -> bool:
     loaded = sys.modules.get(name)
     if loaded is not None:
         return getattr(loaded, "__file__", None) == str(file)
-    found = importlib.util.find_spec(name)
-    return found is None or found.origin == str(file)
+    specification = importlib.util.find_spec(name)
+    return specification is None or specification.origin == str(file)
 
 
 def _import_also_from(folder: Path) -> None:
@@ -333,19 +333,19 @@ def _import_also_from(folder: Path) -> None:
 
 def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
     try:
-        signature = inspect.signature(factory.found)
+        signature = inspect.signature(factory.target)
     except (TypeError, ValueError):  # A class or a function written in C may not say.
         return
     takes = _parameters(signature)
-    said = f"its parameters are {', '.join(_shown(takes))}" if takes else "it takes no arguments"
+    takes_words = f"its parameters are {', '.join(_shown(takes))}" if takes else "it takes no arguments"
     anything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in arguments:
         if name not in takes and not anything:
-            raise InputError(f"--module {factory.spelled} has no parameter {name!r}: {said}")
+            raise InputError(f"--module {factory.spelled} has no parameter {name!r}: {takes_words}")
     missing = [name for name, p in takes.items() if p.default is p.empty and name not in arguments]
     if missing:
-        given = " ".join(f"--arg {name}=VALUE" for name in missing)
-        raise InputError(f"--module {factory.spelled} needs {', '.join(missing)}: give {given}; {said}")
+        options = " ".join(f"--arg {name}=VALUE" for name in missing)
+        raise InputError(f"--module {factory.spelled} needs {', '.join(missing)}: give {options}; {takes_words}")
     unnamed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if unnamed:
         raise InputError(f"--module {factory.spelled} takes {unnamed[0]} by its place only: give it a name")
@@ -365,7 +365,7 @@ def _nearest(name: str, home: Any, place: str) -> str:
     own = (
         [key for key, value in vars(home).items() if _is_factory(key, value, home)] if hasattr(home, "__dict__") else []
     )
-    return _said(difflib.get_close_matches(name, own, n=3) or own[:6])
+    return _there_is(difflib.get_close_matches(name, own, n=3) or own[:6])
 
 
 def _is_factory(name: str, value: Any, home: Any) -> bool:
@@ -373,7 +373,7 @@ def _is_factory(name: str, value: Any, home: Any) -> bool:
     return not name.startswith("_") and callable(value) and defined_here
 
 
-def _said(names: Sequence[str]) -> str:
+def _there_is(names: Sequence[str]) -> str:
     return f"; there is {', '.join(names)}" if names else ""
 
 
@@ -383,7 +383,7 @@ class Loaded:
 
     name: str
     """What names it in messages: `--module mine:make`."""
-    made: UserModule | None
+    user_module: UserModule | None
     """The module; None where the factory returned a step of its own."""
     step: Any = None
     """The step that the factory returned, if it did."""
@@ -400,65 +400,69 @@ def load_factory(
     """
     torch.manual_seed(seed)
     if is_configuration(spelled):
-        own = make_from_config(spelled, arguments or {}, device)
-        return Loaded(name=own.name, made=own, file=Path(spelled))
+        user_module = make_from_config(spelled, arguments or {}, device)
+        return Loaded(name=user_module.name, user_module=user_module, file=Path(spelled))
     factory = find_factory(spelled)
-    found, name = call_factory(factory, arguments or {}), f"--module {spelled}"
-    if isinstance(found, torch.nn.Module) or not hasattr(found, "phases"):
-        return Loaded(name=name, made=understand(found, name), file=factory.file)
-    return Loaded(name=name, made=None, step=found, file=factory.file)
+    returned, name = call_factory(factory, arguments or {}), f"--module {spelled}"
+    if isinstance(returned, torch.nn.Module) or not hasattr(returned, "phases"):
+        return Loaded(name=name, user_module=understand(returned, name), file=factory.file)
+    return Loaded(name=name, user_module=None, step=returned, file=factory.file)
 
 
 def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> UserModule:
     """A user's module with its batches. Raises InputError where the factory returns a step instead."""
     loaded = load_factory(spelled, arguments, seed=seed)
-    if loaded.made is None:
+    if loaded.user_module is None:
         raise InputError(f"{loaded.name} gave a step of its own: give its module and a batch")
-    return loaded.made
+    return loaded.user_module
 
 
-def take_object(given: Any, name: str) -> Loaded:
+def take_object(value: Any, name: str) -> Loaded:
     """Take an object that exists already, in any form that a factory may return. Raises InputError for any other."""
-    if isinstance(given, torch.nn.Module) or not hasattr(given, "phases"):
-        return Loaded(name=name, made=understand(given, name))
-    return Loaded(name=name, made=None, step=given)
+    if isinstance(value, torch.nn.Module) or not hasattr(value, "phases"):
+        return Loaded(name=name, user_module=understand(value, name))
+    return Loaded(name=name, user_module=None, step=value)
 
 
 def copy_of(loaded: Loaded) -> Loaded:
     """A copy of the module with its batches, so that the steps do not train the original. A user's own step is not
     copied."""
-    made = loaded.made
-    if made is None:
+    user_module = loaded.user_module
+    if user_module is None:
         return loaded
     with said_of(
         f"{loaded.name} cannot be copied, and measuring would train it: give a factory, module='FILE:FACTORY'"
     ):
-        module, optimizer, loss = copy.deepcopy((made.module, made.optimizer, made.loss))
-    return dataclasses.replace(loaded, made=dataclasses.replace(made, module=module, optimizer=optimizer, loss=loss))
+        module, optimizer, loss = copy.deepcopy((user_module.module, user_module.optimizer, user_module.loss))
+    return dataclasses.replace(
+        loaded, user_module=dataclasses.replace(user_module, module=module, optimizer=optimizer, loss=loss)
+    )
 
 
 def code_of(loaded: Loaded) -> str:
     """A digest of a module that came from no factory's file: of its structure, its source and its batch."""
-    made = loaded.made
-    if made is None:
+    user_module = loaded.user_module
+    if user_module is None:
         return ""
-    found = describe_module(made.module, named_tensors(made.batches[0], input_names(made.module)), [])
-    return hashlib.sha256(msgspec.json.encode(found, order="sorted")).hexdigest()[:16]
+    described = describe_module(
+        user_module.module, named_tensors(user_module.batches[0], input_names(user_module.module)), []
+    )
+    return hashlib.sha256(msgspec.json.encode(described, order="sorted")).hexdigest()[:16]
 
 
 def make_user_step(
     workload: Workload,
     device: torch.device,
-    given: Callable[[], Loaded] | None = None,
+    load: Callable[[], Loaded] | None = None,
     share: Share | None = None,
 ) -> tuple[ModuleStep | UserStep, Workload]:
     """The step on its device, and the workload with the model as it was found and the factory's own choices.
 
-    given: an object that exists already, in place of what the workload's factory would return. share: spreads the step
+    load: an object that exists already, in place of what the workload's factory would return. share: spreads the step
     over several processes. Raises InputError for a step of the user's own that others should share.
     """
-    loaded = given() if given else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
-    if loaded.made is None:
+    loaded = load() if load else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
+    if loaded.user_module is None:
         if share is not None:
             raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
         return _driven(loaded, workload, device)
@@ -469,22 +473,22 @@ def make_user_step(
         whole.append(parts.batches[0])
         return share(parts, choices)
 
-    step = ModuleStep(loaded.made, workload, device, share_and_note if share is not None else None)
+    step = ModuleStep(loaded.user_module, workload, device, share_and_note if share is not None else None)
     optimizer, by_factory = workload.optimizer, ()
-    if loaded.made.optimizer is not None and step.optimizer is not None:
+    if loaded.user_module.optimizer is not None and step.optimizer is not None:
         optimizer, by_factory = type(step.optimizer).__name__, ("optimizer",)
     batch = whole[0] if whole else step.batches[0]
     model = describe_module(step.model, step.named_tensors(batch), [loaded.file])
     return step, msgspec.structs.replace(workload, model=model, optimizer=optimizer, by_factory=by_factory)
 
 
-def user_parts(workload: Workload, device: torch.device, given: Callable[[], Loaded] | None = None) -> StepParts:
+def user_parts(workload: Workload, device: torch.device, load: Callable[[], Loaded] | None = None) -> StepParts:
     """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
-    loaded = given() if given else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
-    if loaded.made is None:
+    loaded = load() if load else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
+    if loaded.user_module is None:
         raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
-    check_trained(loaded.made, workload)
-    return parts_of(placed(loaded.made, workload, device), workload)
+    check_trained(loaded.user_module, workload)
+    return parts_of(placed(loaded.user_module, workload, device), workload)
 
 
 def _driven(loaded: Loaded, workload: Workload, device: torch.device) -> tuple[UserStep, Workload]:

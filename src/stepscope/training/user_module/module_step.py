@@ -35,19 +35,19 @@ from stepscope.training.user_module.user_code import said_of
 
 def find_blocks(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
     """The outermost lists of blocks in a module, by path, in the module's own order."""
-    found: dict[str, Sequence[nn.Module]] = {}
+    blocks_by_path: dict[str, Sequence[nn.Module]] = {}
     for path, part in module.named_modules():
-        inside = any(path.startswith(f"{outer}." if outer else "") for outer in found)
+        inside = any(path.startswith(f"{outer}." if outer else "") for outer in blocks_by_path)
         if isinstance(part, (nn.ModuleList, nn.Sequential)) and not inside and _are_blocks(part):
-            found[path] = tuple(part.children())
-    return found
+            blocks_by_path[path] = tuple(part.children())
+    return blocks_by_path
 
 
 def checkpoint_blocks(module: nn.Module, checkpointing: str, name: str) -> tuple[nn.Module, ...]:
     """Make the module's blocks run again in backward as `checkpointing` says; returns them. Raises InputError where
     there are none, or they cannot be grouped."""
-    found = find_blocks(module)
-    blocks = tuple(block for each in found.values() for block in each)
+    blocks_by_path = find_blocks(module)
+    blocks = tuple(block for each in blocks_by_path.values() for block in each)
     if checkpointing == "none":
         return blocks
     if not blocks:
@@ -56,12 +56,12 @@ def checkpoint_blocks(module: nn.Module, checkpointing: str, name: str) -> tuple
             "modules of one class"
         )
     _turn_caches_off(module)
-    size = _group_size(checkpointing, max(map(len, found.values())), name)
+    size = _group_size(checkpointing, max(map(len, blocks_by_path.values())), name)
     if size in (None, 1):
         for block in blocks:
             _run_again(block, checkpointing)
         return blocks
-    for path, several in found.items():
+    for path, several in blocks_by_path.items():
         home = module.get_submodule(path)
         if not isinstance(home, nn.Sequential):
             raise InputError(
@@ -236,9 +236,9 @@ class UserModule:
         return dataclasses.replace(self, found=replaced.found)
 
 
-def understand(found: Any, name: str) -> UserModule:
+def understand(returned: Any, name: str) -> UserModule:
     """The object that the factory returned, as a module with its batches. Raises InputError where it is none."""
-    parts = _parts(found, name)
+    parts = _parts(returned, name)
     module, batch, loss, optimizer = parts.module, parts.batch, parts.loss, parts.optimizer
     if any(isinstance(part, torch.jit.ScriptModule) for part in module.modules()):
         raise InputError(f"{name} is compiled by torch.jit, which takes no hooks: give the module before that")
@@ -262,21 +262,23 @@ def _devices(module: nn.Module) -> set[torch.device]:
     return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
 
 
-def _parts(found: Any, name: str) -> SimpleNamespace:
-    if isinstance(found, nn.Module):
-        return SimpleNamespace(module=found, batch=(), loss=None, optimizer=None)
-    given: dict[str, Any] = {"batch": (), "loss": None, "optimizer": None}
-    if isinstance(found, tuple) and not hasattr(found, "module"):
-        if 1 < len(found) < 5:
-            given |= dict(zip(("module", "batch", "loss", "optimizer"), found, strict=False))
+def _parts(returned: Any, name: str) -> SimpleNamespace:
+    if isinstance(returned, nn.Module):
+        return SimpleNamespace(module=returned, batch=(), loss=None, optimizer=None)
+    parts: dict[str, Any] = {"batch": (), "loss": None, "optimizer": None}
+    if isinstance(returned, tuple) and not hasattr(returned, "module"):
+        if 1 < len(returned) < 5:
+            parts |= dict(zip(("module", "batch", "loss", "optimizer"), returned, strict=False))
     else:
-        read = found.get if isinstance(found, Mapping) else lambda key, otherwise: getattr(found, key, otherwise)
-        given = {key: read(key, value) for key, value in given.items()}
-        given |= {"module": read("module", read("model", None)), "batch": read("batches", given["batch"])}
-    if not isinstance(given.get("module"), nn.Module):
-        kinds = f"({', '.join(type(part).__name__ for part in found)})" if isinstance(found, tuple) else ""
-        raise InputError(f"{name} gave {kinds or type(found).__name__}, and no nn.Module: {FORMS}")
-    return SimpleNamespace(**given)
+        read = (
+            returned.get if isinstance(returned, Mapping) else lambda key, otherwise: getattr(returned, key, otherwise)
+        )
+        parts = {key: read(key, value) for key, value in parts.items()}
+        parts |= {"module": read("module", read("model", None)), "batch": read("batches", parts["batch"])}
+    if not isinstance(parts.get("module"), nn.Module):
+        kinds = f"({', '.join(type(part).__name__ for part in returned)})" if isinstance(returned, tuple) else ""
+        raise InputError(f"{name} gave {kinds or type(returned).__name__}, and no nn.Module: {FORMS}")
+    return SimpleNamespace(**parts)
 
 
 def _check_optimizer(optimizer: object, module: nn.Module, name: str) -> None:
@@ -431,44 +433,44 @@ class _FirstRuns:
             raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
         self.done.add(phase)
 
-    def of(self, given: Phase) -> Phase:
+    def of(self, phase: Phase) -> Phase:
         """The phase, to be run by this where a step runs it."""
-        return Phase(name=given.name, run=lambda: self.run(given.name, given.run))
+        return Phase(name=phase.name, run=lambda: self.run(phase.name, phase.run))
 
 
 class UserStep:
     """A step that a user made: an object with `phases`, and perhaps with other attributes of a Step."""
 
-    def __init__(self, given: Any, name: str, device: torch.device) -> None:
-        self.given, self.device = given, device
+    def __init__(self, user_step: Any, name: str, device: torch.device) -> None:
+        self.user_step, self.device = user_step, device
         self._first = _FirstRuns(name)
-        self.phases = tuple(self._first.of(_phase(phase, name)) for phase in _list_of(given.phases, name))
-        self.model: nn.Module = _module_of(given, name)
-        self.forward_module: nn.Module = getattr(given, "forward_module", self.model)
-        self.blocks: Sequence[nn.Module] = tuple(getattr(given, "blocks", ()))
-        self.optimizer: torch.optim.Optimizer | None = getattr(given, "optimizer", None)
-        self.scaler = getattr(given, "scaler", None) or torch.amp.GradScaler(device.type, enabled=False)
-        self.batches: Sequence[Any] = list(getattr(given, "batches", ()))
-        self.compiled = bool(getattr(given, "compiled", False))
-        self.compiles_parts = bool(getattr(given, "compiles_parts", False))
-        self.cuda_graphs = bool(getattr(given, "cuda_graphs", False))
+        self.phases = tuple(self._first.of(_phase(phase, name)) for phase in _list_of(user_step.phases, name))
+        self.model: nn.Module = _module_of(user_step, name)
+        self.forward_module: nn.Module = getattr(user_step, "forward_module", self.model)
+        self.blocks: Sequence[nn.Module] = tuple(getattr(user_step, "blocks", ()))
+        self.optimizer: torch.optim.Optimizer | None = getattr(user_step, "optimizer", None)
+        self.scaler = getattr(user_step, "scaler", None) or torch.amp.GradScaler(device.type, enabled=False)
+        self.batches: Sequence[Any] = list(getattr(user_step, "batches", ()))
+        self.compiled = bool(getattr(user_step, "compiled", False))
+        self.compiles_parts = bool(getattr(user_step, "compiles_parts", False))
+        self.cuda_graphs = bool(getattr(user_step, "cuda_graphs", False))
         self._names = input_names(self.model)
 
     @property
     def batch(self) -> Any:
         """The batch of the next step; () where the step does not say."""
-        return getattr(self.given, "batch", self.batches[0] if self.batches else ())
+        return getattr(self.user_step, "batch", self.batches[0] if self.batches else ())
 
     @property
     def loss(self) -> Tensor | None:
         """The loss of the last forward; None where the step does not say."""
-        loss = getattr(self.given, "loss", None)
+        loss = getattr(self.user_step, "loss", None)
         return loss if isinstance(loss, Tensor) else None
 
     @loss.setter
     def loss(self, loss: Tensor | None) -> None:
-        if hasattr(self.given, "loss"):
-            self.given.loss = loss
+        if hasattr(self.user_step, "loss"):
+            self.user_step.loss = loss
 
     def named_tensors(self, batch: Any) -> list[tuple[str, Tensor]]:
         """The tensors of a batch with their names."""
@@ -476,7 +478,7 @@ class UserStep:
 
     def prepare(self) -> None:
         """Run what the user's step prepares before each step. It is not timed."""
-        prepare = getattr(self.given, "prepare", None)
+        prepare = getattr(self.user_step, "prepare", None)
         if prepare is not None:
             self._first.run("prepare", prepare)
 
@@ -527,15 +529,15 @@ def _list_of(phases: Any, name: str) -> list[Any]:
     return list(phases)
 
 
-def _phase(given: Any, name: str) -> Phase:
-    pair = (given.name, given.run) if hasattr(given, "run") and hasattr(given, "name") else given
+def _phase(phase: Any, name: str) -> Phase:
+    pair = (phase.name, phase.run) if hasattr(phase, "run") and hasattr(phase, "name") else phase
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0] and callable(pair[1])):
-        raise InputError(f"{name} gave a step with the phase {given!r:.60}: each is a name and a function")
+        raise InputError(f"{name} gave a step with the phase {phase!r:.60}: each is a name and a function")
     return Phase(name=pair[0], run=pair[1])
 
 
-def _module_of(given: Any, name: str) -> nn.Module:
-    model = getattr(given, "model", getattr(given, "module", None))
+def _module_of(user_step: Any, name: str) -> nn.Module:
+    model = getattr(user_step, "model", getattr(user_step, "module", None))
     if model is None:
         return nn.Module()
     if not isinstance(model, nn.Module):
