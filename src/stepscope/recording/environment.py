@@ -23,7 +23,8 @@ def read_environment(
 ) -> Environment:
     """The parts of the environment that do not change during a run; `own_code`: a user's code is measured."""
     commit, dirty = _git_state()
-    own_commit, own_dirty = _own_state() if own_code else (None, None)
+    # The checkout that the command was started in. New files count nothing: measuring itself leaves some.
+    own_commit, own_dirty = _checkout(Path.cwd(), "--untracked-files=no") if own_code else (None, None)
     host = Environment(
         device_type="cpu",
         device_name=cpu_name(),
@@ -112,15 +113,13 @@ def _git_state() -> tuple[str | None, bool | None]:
     # A package installed into a project's environment lies inside that project's checkout, whose commit is not ours.
     if _git(package, "ls-files", "--error-unmatch", str(package / "__init__.py")) is None:
         return None, None
-    commit, changes = _git(package, "rev-parse", "HEAD"), _git(package, "status", "--porcelain", "--", ".")
-    return commit, None if changes is None else bool(changes)
+    return _checkout(package, "--", ".")
 
 
-def _own_state() -> tuple[str | None, bool | None]:
-    """Commit of the checkout that the command was started in, and whether its tracked files were changed since. Others
-    are not looked at: measuring itself leaves new files."""
-    here = Path.cwd()
-    commit, changes = _git(here, "rev-parse", "HEAD"), _git(here, "status", "--porcelain", "--untracked-files=no")
+def _checkout(folder: Path, *which: str) -> tuple[str | None, bool | None]:
+    """Commit of the checkout that a folder lies in, and whether it was changed since. which: files, as git status takes
+    them."""
+    commit, changes = _git(folder, "rev-parse", "HEAD"), _git(folder, "status", "--porcelain", *which)
     return commit, None if commit is None or changes is None else bool(changes)
 
 

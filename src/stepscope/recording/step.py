@@ -38,23 +38,27 @@ class Driven(Protocol):
 class Step(Driven, Protocol):
     """A training step. The step decides which phases there are, and an instrument takes those that it is told."""
 
+    forward_module: nn.Module
+    """The module that the forward phase calls: the model, or what torch.compile made of it."""
+    optimizer: torch.optim.Optimizer | None
+    batch: Any
+    """The batch of the next step."""
+    compiled: bool
+    """Whether torch.compile made the forward module. Hooks inside it would make it compile anew."""
+    compiles_parts: bool
+    """Whether an eager step calls something that torch.compile made, as FlexAttention is."""
+    cuda_graphs: bool
+    """Whether the step replays CUDA graphs, inside which nothing is called or allocated."""
+
     @property
     def model(self) -> nn.Module:
         """The model itself, for its parameters and buffers."""
         ...
 
     @property
-    def forward_module(self) -> nn.Module:
-        """The module that the forward phase calls: the model, or what torch.compile made of it."""
-        ...
-
-    @property
     def blocks(self) -> Sequence[nn.Module]:
         """The model's blocks, which checkpointing runs again."""
         ...
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None: ...
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
@@ -64,11 +68,6 @@ class Step(Driven, Protocol):
     @property
     def batches(self) -> Sequence[Any]:
         """What the steps rotate through. Only the step knows what a batch is: tensors, nested however."""
-        ...
-
-    @property
-    def batch(self) -> Any:
-        """The batch of the next step."""
         ...
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
@@ -82,21 +81,6 @@ class Step(Driven, Protocol):
 
     @loss.setter
     def loss(self, loss: torch.Tensor | None) -> None: ...
-
-    @property
-    def compiled(self) -> bool:
-        """Whether torch.compile made the forward module. Hooks inside it would make it compile anew."""
-        ...
-
-    @property
-    def compiles_parts(self) -> bool:
-        """Whether an eager step calls something that torch.compile made, as FlexAttention is."""
-        ...
-
-    @property
-    def cuda_graphs(self) -> bool:
-        """Whether the step replays CUDA graphs, inside which nothing is called or allocated."""
-        ...
 
 
 def optimizers_of(step: Step) -> Sequence[torch.optim.Optimizer]:

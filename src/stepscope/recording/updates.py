@@ -1,6 +1,6 @@
 """The optimizer's updates in some steps, and the parameters that change by them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,12 +31,7 @@ def applied_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
         return 0 if isinstance(optimizer, _COUNTING) or getattr(optimizer, "counts_updates", False) else None
     if any("step" not in state for state in states):
         return None
-    counts = [state["step"] for state in states]
-    if all(isinstance(count, Tensor) for count in counts):
-        return int(
-            torch.stack([local_part(count).reshape(()) for count in counts]).min()
-        )  # one wait for the device, not one each
-    return min(int(count) for count in counts)
+    return min(_read(state["step"] for state in states))
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Mapping[Any, Any]:
@@ -49,11 +44,15 @@ def most_updates(optimizer: torch.optim.Optimizer | None) -> int | None:
     """The most updates that any parameter has had; None where the optimizer keeps no count, or has not stepped."""
     states = _states(optimizer).values() if optimizer is not None else ()
     counts = [state["step"] for state in states if isinstance(state, Mapping) and "step" in state]
-    if not counts:
-        return None
-    if all(isinstance(count, Tensor) for count in counts):
-        return int(torch.stack([local_part(count).reshape(()) for count in counts]).max())
-    return max(int(count) for count in counts)
+    return max(_read(counts), default=None)
+
+
+def _read(counts: Iterable[Any]) -> list[int]:
+    """The counts as the host's numbers: tensors with one wait for the device, not one each."""
+    counts = list(counts)
+    if counts and all(isinstance(count, Tensor) for count in counts):
+        counts = torch.stack([local_part(count).reshape(()) for count in counts]).tolist()
+    return [int(count) for count in counts]
 
 
 def read_updates(
@@ -93,12 +92,16 @@ _AT_ONCE = 2**22
 _AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+_Group = tuple[Sequence[Tensor], float | None, float | None, bool]
+"""A group's parameters, its learning rate then and now, and whether a scheduler noted one above 0."""
+
+
 class Changes:
     """Parameters as they were when this was made, by their digests, and the learning rates of their groups."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self._before = {id(parameter): digest(parameter) for parameter in parameters}
-        self._rates = [_rates(optimizer) for optimizer in optimizers]
+        self._rates = [_rate(group) for optimizer in optimizers for group in optimizer.param_groups]
 
     def unchanged(self, parameters: Iterable[torch.Tensor]) -> set[int]:
         """The ids of those of these parameters that were there before and have the same numbers now."""
@@ -113,29 +116,27 @@ class Changes:
     def at_rate_zero(self, optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
         """The ids of parameters whose group has had the learning rate 0 all the time, and that no scheduler holds
         there: it notes the rate that it began with."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         return {
             id(parameter)
-            for group, before in zip(groups, self._before_of(groups), strict=True)
-            if before == _rate(group) == 0 and not float(group.get("initial_lr", 0.0))
-            for parameter in group["params"]
+            for parameters, before, now, scheduled in self._groups(optimizers)
+            if before == now == 0 and not scheduled
+            for parameter in parameters
         }
 
     def warming_up(self, optimizers: Sequence[torch.optim.Optimizer]) -> set[int]:
         """The ids of parameters whose learning rate rises, or is held at 0 by a scheduler: they may not change yet."""
-        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         return {
             id(parameter)
-            for group, before in zip(groups, self._before_of(groups), strict=True)
-            if (now := _rate(group)) is not None
-            and ((before is not None and now > before) or (now == 0 and float(group.get("initial_lr", 0.0))))
-            for parameter in group["params"]
+            for parameters, before, now, scheduled in self._groups(optimizers)
+            if now is not None and ((before is not None and now > before) or (now == 0 and scheduled))
+            for parameter in parameters
         }
 
-    def _before_of(self, groups: Sequence[dict[str, object]]) -> list[float | None]:
-        """The learning rate that each group had; that of a group that was added since is not known."""
-        before = [rate for rates in self._rates for rate in rates]
-        return before if len(before) == len(groups) else [None] * len(groups)
+    def _groups(self, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[_Group]:
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+        known = len(self._rates) == len(groups)  # else one was added since, and nobody knows which
+        for group, before in zip(groups, self._rates if known else [None] * len(groups), strict=True):
+            yield group["params"], before, _rate(group), bool(float(group.get("initial_lr", 0.0)))
 
 
 def digest(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,10 +152,6 @@ def digest(tensor: torch.Tensor) -> torch.Tensor:
         sums[0] += wide.sum()
         sums[1] += (wide * wide).sum()  # not in place: integers of 64 bits are the parameter itself
     return sums
-
-
-def _rates(optimizer: torch.optim.Optimizer) -> list[float | None]:
-    return [_rate(group) for group in optimizer.param_groups]
 
 
 def _rate(group: dict[str, object]) -> float | None:

@@ -273,18 +273,14 @@ def _follow(call: CallSeen, result: Any) -> None:
     def reached(*_: Any) -> None:
         call.reached = True
 
-    for tensor in _tensors_in(result):
-        if tensor.dim():
-            call.sizes.add(tensor.shape[0])
-        if tensor.grad_fn is not None:
-            tensor.grad_fn.register_hook(reached)
-
-
-def _tensors_in(result: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a module returned, those in an object's attributes too."""
     for leaf in tree_leaves(result):
+        # What a module returns may also be an object that has tensors as attributes.
         values = (leaf,) if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
-        yield from (value for value in values if isinstance(value, torch.Tensor))
+        for tensor in values:
+            if isinstance(tensor, torch.Tensor) and tensor.dim():
+                call.sizes.add(tensor.shape[0])
+            if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
+                tensor.grad_fn.register_hook(reached)
 
 
 def _leaves(roots: Any) -> Iterator[torch.Tensor]:
