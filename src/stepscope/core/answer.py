@@ -247,9 +247,12 @@ def table_of(*columns: tuple[str, str] | str, rows: Iterable[tuple[Cell, ...]], 
     if unknown := _unknown_units(unit for _, unit in pairs):
         raise ValueError(f"no unit {unknown[0]!r}")
     return Table(
-        title=more.pop("title", ""), columns=tuple(name for name, _ in pairs), units=tuple(unit for _, unit in pairs),
-        rows=tuple(rows), **more,
-    )  # fmt: skip
+        title=more.pop("title", ""),
+        columns=tuple(name for name, _ in pairs),
+        units=tuple(unit for _, unit in pairs),
+        rows=tuple(rows),
+        **more,
+    )
 
 
 def _unknown_units(units: Iterable[str]) -> list[str]:
@@ -314,9 +317,16 @@ def decode_answer(data: bytes, source: str) -> Answer:
 
 
 _LATER: dict[str, object] = {
-    "lead": (), "checked": False, "date": "", "asides": (), "origin": (), "kind": "curves",
-    "frame": {}, "nodes": (), "slices": (),
-}  # fmt: skip
+    "lead": (),
+    "checked": False,
+    "date": "",
+    "asides": (),
+    "origin": (),
+    "kind": "curves",
+    "frame": {},
+    "nodes": (),
+    "slices": (),
+}
 """Fields that version 1 did not have at first: left out of a document where they say nothing."""
 
 

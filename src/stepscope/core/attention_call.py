@@ -204,9 +204,7 @@ Launches = Literal["hidden", "shown"]
 that the times are the device's own. shown: a pass begins on an idle device, and a short one takes as long as its
 launches; the L2 cache is as the pass before left it."""
 
-CallOutcome = Literal[
-    "measured", "wrong", "not supported", "out of memory", "failed", "interrupted", "not reached"
-]  # fmt: skip
+CallOutcome = Literal["measured", "wrong", "not supported", "out of memory", "failed", "interrupted", "not reached"]
 """The outcome of a cell. wrong: the implementation failed the gate, and is not timed."""
 
 BYTES: dict[TensorDtype, int] = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -335,9 +333,13 @@ CONVENTION = (
 
 def _sizes(shape: AttentionShape) -> AttentionSizes:
     return AttentionSizes(
-        batch=shape.batch, heads=shape.heads, queries=shape.queries, keys=shape.keys, head_dim=shape.head_dim,
+        batch=shape.batch,
+        heads=shape.heads,
+        queries=shape.queries,
+        keys=shape.keys,
+        head_dim=shape.head_dim,
         value_dim=shape.head_dim,
-    )  # fmt: skip
+    )
 
 
 def forward_flops(shape: AttentionShape) -> int:

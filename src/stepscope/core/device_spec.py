@@ -56,10 +56,16 @@ or in bridged pairs, have none here: what connects them depends on the host."""
 
 _PCIE = {
     5: (
-        "NVIDIA GB", "NVIDIA B", "NVIDIA GH", "NVIDIA H", "NVIDIA GeForce RTX 50", "NVIDIA RTX PRO", "AMD Instinct MI3",
+        "NVIDIA GB",
+        "NVIDIA B",
+        "NVIDIA GH",
+        "NVIDIA H",
+        "NVIDIA GeForce RTX 50",
+        "NVIDIA RTX PRO",
+        "AMD Instinct MI3",
     ),
     3: ("Tesla", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX"),
-}  # fmt: skip
+}
 """Devices by the generation of PCIe that their datasheets name, but for those of the fourth."""
 
 
@@ -319,9 +325,12 @@ def network_for(spec: DeviceSpec) -> Network:
     if not rate:
         return NETWORKS["pcie4-eth100"]
     return Network(
-        name=f"links of {spec.name}", node=8, inside_bytes_per_s=rate, between_bytes_per_s=50e9,
+        name=f"links of {spec.name}",
+        node=8,
+        inside_bytes_per_s=rate,
+        between_bytes_per_s=50e9,
         source=f"{spec.source}, 8 GPUs a node; 400 Gb/s a GPU between nodes is assumed",
-    )  # fmt: skip
+    )
 
 
 def parse_network(text: str, usual: Network) -> Network:

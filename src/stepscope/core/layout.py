@@ -157,8 +157,14 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 FIXED = ("tensor", "context", "pipeline", "data", "expert", "chunks", "shard", "micro_batch")
 _SHORT = {
-    "tp": "tensor", "cp": "context", "pp": "pipeline", "dp": "data", "ep": "expert", "v": "chunks", "mb": "micro_batch",
-}  # fmt: skip
+    "tp": "tensor",
+    "cp": "context",
+    "pp": "pipeline",
+    "dp": "data",
+    "ep": "expert",
+    "v": "chunks",
+    "mb": "micro_batch",
+}
 
 
 def parse_layout(text: str) -> dict[str, int | str]:
@@ -198,10 +204,16 @@ def settled(layout: Layout, experts: int = 1) -> str:
 
 
 _SHARDINGS = {
-    "ddp": "ddp", "ddp-naive": "ddp-each-after", "ddp-flat": "ddp-after", "ddp-overlap": "ddp-views",
-    "ddp-bucketed": "ddp-views", "zero1": "zero1-each", "fsdp-textbook": "zero3-autocast", "fsdp2": "zero3-autocast",
+    "ddp": "ddp",
+    "ddp-naive": "ddp-each-after",
+    "ddp-flat": "ddp-after",
+    "ddp-overlap": "ddp-views",
+    "ddp-bucketed": "ddp-views",
+    "zero1": "zero1-each",
+    "fsdp-textbook": "zero3-autocast",
+    "fsdp2": "zero3-autocast",
     "fsdp2:compute=bf16": "zero3",
-}  # fmt: skip
+}
 """The kind of sharding of each strategy that has one, with the options that choose another."""
 _LESSONS = {"zero1-each": "zero1"}
 """Kinds of sharding of lessons that run another kind, too, and differ from it only in their messages."""
@@ -222,9 +234,13 @@ def layout_of(workload: TextbookWorkload) -> Layout | None:
     if sharding is None or PRECISIONS[workload.dtype].scaled:
         return None
     return Layout(
-        data=ranks, sharding=sharding, shard=ranks if SHARDINGS[sharding].shares else 1, micro_batches=micro_batches,
-        micro_batch=workload.batch_size // ranks // micro_batches, checkpointing=workload.checkpointing,
-    )  # fmt: skip
+        data=ranks,
+        sharding=sharding,
+        shard=ranks if SHARDINGS[sharding].shares else 1,
+        micro_batches=micro_batches,
+        micro_batch=workload.batch_size // ranks // micro_batches,
+        checkpointing=workload.checkpointing,
+    )
 
 
 def step_of(workload: TextbookWorkload, layout: Layout) -> TextbookWorkload | None:
@@ -233,9 +249,12 @@ def step_of(workload: TextbookWorkload, layout: Layout) -> TextbookWorkload | No
     for name in names:
         try:
             made = msgspec.structs.replace(
-                workload, parallel=name, ranks=layout.ranks, accumulation=layout.micro_batches,
+                workload,
+                parallel=name,
+                ranks=layout.ranks,
+                accumulation=layout.micro_batches,
                 checkpointing=layout.checkpointing,
-            )  # fmt: skip
+            )
         except InputError:
             continue  # the step has what this strategy does not take
         found = layout_of(made)

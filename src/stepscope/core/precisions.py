@@ -77,7 +77,7 @@ PRECISIONS: dict[Dtype, Precision] = {
     "bf16-master": _on_masters("bf16"),
     "fp8": _on_masters("fp8", "tensor"),
     "fp8-row": _on_masters("fp8", "row"),
-}  # fmt: skip
+}
 
 SCALED_MULTIPLE = 16
 """Sizes that products of 8 bits take are multiples of this."""

@@ -237,9 +237,10 @@ def _drift(first: tuple[float, ...], second: tuple[float, ...]) -> _Drift | None
         rows = [statistics.fmean(row) for row in within]
         mean = statistics.fmean(rows)
         centred = [
-            mean_of + other - value - mean for row, mean_of in zip(within, rows, strict=True)
+            mean_of + other - value - mean
+            for row, mean_of in zip(within, rows, strict=True)
             for value, other in zip(row, rows, strict=True)
-        ]  # fmt: skip
+        ]
         means.append(mean)
         parts.append(mean / (count - 1))
         squares = math.fsum(value * value for value in centred)

@@ -92,9 +92,15 @@ def last_words(output: str) -> str:
 def _run(command: list[str], target: Path, environment: dict[str, str]) -> None:
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", env=environment, timeout=TIMEOUT_S,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            env=environment,
+            timeout=TIMEOUT_S,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StepscopeError(f"{command[0]}: {one_line(error)}") from None
     if done.returncode or not target.exists():

@@ -191,9 +191,12 @@ def place_in_job(environment: Mapping[str, str]) -> RankPlace | None:
     rank, ranks, local_rank, local_ranks = names
     try:
         place = RankPlace(
-            rank=int(environment[rank]), ranks=int(environment[ranks]), local_rank=int(environment.get(local_rank, 0)),
-            local_ranks=int(re.split(r"\D", environment.get(local_ranks, "1"))[0] or 1), meeting="env://",
-        )  # fmt: skip
+            rank=int(environment[rank]),
+            ranks=int(environment[ranks]),
+            local_rank=int(environment.get(local_rank, 0)),
+            local_ranks=int(re.split(r"\D", environment.get(local_ranks, "1"))[0] or 1),
+            meeting="env://",
+        )
     except ValueError:
         raise InputError(f"{rank} and {ranks} in the environment are no numbers: who started this job?") from None
     if place.ranks < 2 and rank != "RANK":

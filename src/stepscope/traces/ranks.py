@@ -221,8 +221,9 @@ def _open_at(kernels: pl.DataFrame, intervals: pl.DataFrame) -> pl.DataFrame:
     row = nest.innermost(track.head(kernels.height), kernels["launch_ns"])
     nothing = pl.DataFrame(schema=intervals.schema)
     if not intervals.height:
-        return pl.concat([nothing, pl.DataFrame({name: [None] * kernels.height for name in nothing.columns},
-                                                schema=nothing.schema)])  # fmt: skip
+        return pl.concat(
+            [nothing, pl.DataFrame({name: [None] * kernels.height for name in nothing.columns}, schema=nothing.schema)]
+        )
     return intervals.select(pl.all().gather(row))
 
 

@@ -86,11 +86,15 @@ def _rank_table(job: Job) -> Table:
 
 def _wait_table(job: Job) -> Table:
     rows: list[tuple[Cell, ...]] = [
-        (f"rank {row['rank']} for rank {row['late']}", row["waits"], row["waiting_ns"] / job.steps,
-         row["stalled_ns"] / job.steps)
+        (
+            f"rank {row['rank']} for rank {row['late']}",
+            row["waits"],
+            row["waiting_ns"] / job.steps,
+            row["stalled_ns"] / job.steps,
+        )
         for row in job.waits.head(_ROWS).iter_rows(named=True)
         if row["waiting_ns"]
-    ]  # fmt: skip
+    ]
     return table_of(
         "who waits for whom", ("collectives", "d"), ("ms a step", "ms of ns"), ("stalled", "ms of ns"), rows=rows
     )
@@ -127,16 +131,25 @@ def _uneven_table(job: Job) -> Table:
     least = _UNEVEN * job.step_ns * job.steps
     uneven = job.times.filter((pl.col("most_ns") - pl.col("mean_ns")) >= least).head(_ROWS)
     rows: list[tuple[Cell, ...]] = [
-        (_where(row), row["mean_ns"] / job.steps, row["most_ns"] / job.steps, str(row["rank"]),
-         row["most_ns"] / row["mean_ns"] if row["mean_ns"] else None)
+        (
+            _where(row),
+            row["mean_ns"] / job.steps,
+            row["most_ns"] / job.steps,
+            str(row["rank"]),
+            row["most_ns"] / row["mean_ns"] if row["mean_ns"] else None,
+        )
         for row in uneven.iter_rows(named=True)
-    ]  # fmt: skip
+    ]
     if len(job.ranks) < 2:
         rows = []
     return table_of(
-        "uneven over ranks, ms a step", ("mean", "ms of ns"), ("most", "ms of ns"), "on rank", ("most / mean", ".2f"),
+        "uneven over ranks, ms a step",
+        ("mean", "ms of ns"),
+        ("most", "ms of ns"),
+        "on rank",
+        ("most / mean", ".2f"),
         rows=rows,
-    )  # fmt: skip
+    )
 
 
 def _where(row: dict[str, str | None]) -> str:
@@ -309,8 +322,10 @@ def steps_differ(job: Job) -> Finding | None:
         by_steps.setdefault(rank.step_numbers or tuple(range(rank.steps)), []).append(rank.number)
     if len(by_steps) == 1:
         return None
-    said = [f"{_ranks(numbers)} {'has' if len(numbers) == 1 else 'have'} {_steps(steps)}"
-            for steps, numbers in by_steps.items()]  # fmt: skip
+    said = [
+        f"{_ranks(numbers)} {'has' if len(numbers) == 1 else 'have'} {_steps(steps)}"
+        for steps, numbers in by_steps.items()
+    ]
     return warning(
         "steps-differ",
         f"The captures are not of the same steps: {'; '.join(said)}. Collectives are compared where both sides have "
@@ -433,9 +448,13 @@ def _comparison_tables(before: Job, after: Job) -> Iterator[Table]:
             rows.append((str(late.number), then, now, now - then, now / then if then else None))
         if any(then or now for _, then, now, *_ in rows):
             yield table_of(
-                f"{what} by rank, ms a step", ("before", "ms of ns"), ("after", "ms of ns"), ("change", "ms of ns"),
-                ("after / before", ".2f"), rows=rows,
-            )  # fmt: skip
+                f"{what} by rank, ms a step",
+                ("before", "ms of ns"),
+                ("after", "ms of ns"),
+                ("change", "ms of ns"),
+                ("after / before", ".2f"),
+                rows=rows,
+            )
     if missing:
         yield Table(title="", columns=(), rows=(), notes=as_lines(missing))
 

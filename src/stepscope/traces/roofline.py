@@ -31,9 +31,14 @@ Arithmetic = Literal["fp64", "fp32", "tf32", "3xtf32", "bf16", "fp16", "fp8", "i
 """What multiplies. fp32: CUDA cores. tf32, bf16, fp16, fp8: Tensor Cores. 3xtf32: fp32 products as three in TF32."""
 
 _OF_OPERANDS: dict[str, Arithmetic] = {
-    "double": "fp64", "c10::BFloat16": "bf16", "at::BFloat16": "bf16", "c10::Half": "fp16", "at::Half": "fp16",
-    "c10::Float8_e4m3fn": "fp8", "c10::Float8_e5m2": "fp8",
-}  # fmt: skip
+    "double": "fp64",
+    "c10::BFloat16": "bf16",
+    "at::BFloat16": "bf16",
+    "c10::Half": "fp16",
+    "at::Half": "fp16",
+    "c10::Float8_e4m3fn": "fp8",
+    "c10::Float8_e5m2": "fp8",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -467,10 +472,15 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
         attribution.with_free_ns.filter(pl.col("operator_row").is_not_null())
         .sort([*stream, "start_ns"])
         .select(
-            "start_ns", "duration_ns", "operator_row", "phase", "family", pl.col("name").alias("kernel"),
+            "start_ns",
+            "duration_ns",
+            "operator_row",
+            "phase",
+            "family",
+            pl.col("name").alias("kernel"),
             (pl.col("free_ns").is_null() | (pl.col("free_ns") <= pl.col("launch_ns"))).alias("dry"),
         )
-    )  # fmt: skip
+    )
     work = work.join(_kernels_say(work), on=["kernel", "family"], how="left", maintain_order="left")
     # A second pass adds up what a split product left, and says nothing of how it was multiplied.
     chief = pl.when("second_pass").then(-1).otherwise("duration_ns").arg_max()

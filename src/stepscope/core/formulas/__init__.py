@@ -173,7 +173,7 @@ def rms_norm_backward_flops(elements: int, *, weight: bool) -> int:
 
 def adamw_work(
     parameters: int, bytes_per_element: int, bytes_per_moment: int | None = None, bytes_per_master: int = 0
-) -> Work:  # fmt: skip
+) -> Work:
     """Work of one AdamW step (Loshchilov and Hutter 2019, algorithm 2), which reads p, g, m, v and writes p, m, v.
 
     m and v have the size of p and g unless `bytes_per_moment` says another. With a master weight p is only written, and

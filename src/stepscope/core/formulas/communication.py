@@ -64,14 +64,10 @@ KINDS = (
         example="ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
         factor=lambda ranks: 2 * _others(ranks),
     ),
-    CollectiveKind(
-        name="reduce-scatter", spelling=r"reduce_?scatter", example="_reduce_scatter_base", factor=_others
-    ),
+    CollectiveKind(name="reduce-scatter", spelling=r"reduce_?scatter", example="_reduce_scatter_base", factor=_others),
     CollectiveKind(name="all-gather", spelling=r"all_?gather", example="_allgather_base", factor=_others),
     CollectiveKind(name="all-to-all", spelling=r"all_?to_?all", example="nccl:all_to_all", factor=_others),
-    CollectiveKind(
-        name="broadcast", spelling=r"broadcast", example="broadcast", factor=_once, ends_together=False
-    ),
+    CollectiveKind(name="broadcast", spelling=r"broadcast", example="broadcast", factor=_once, ends_together=False),
     CollectiveKind(name="barrier", spelling=r"barrier", example="barrier", factor=_once),
     CollectiveKind(
         name="send and receive",
@@ -81,12 +77,15 @@ KINDS = (
         ends_together=False,
     ),
     CollectiveKind(
-        name="reduce", spelling=r"reduce", example="ncclDevKernel_Reduce_Sum_f32_RING_LL", factor=_once,
+        name="reduce",
+        spelling=r"reduce",
+        example="ncclDevKernel_Reduce_Sum_f32_RING_LL",
+        factor=_once,
         ends_together=False,
     ),
     CollectiveKind(name="gather", spelling=r"gather", example="gather", factor=_once, ends_together=False),
     CollectiveKind(name="scatter", spelling=r"scatter", example="scatter", factor=_once, ends_together=False),
-)  # fmt: skip
+)
 OTHER = CollectiveKind(name="other", spelling="", example="", factor=_once, ends_together=False)
 
 
@@ -261,9 +260,14 @@ def pipeline_transfers(model: PlannedModel, layout: Layout, seq_len: int, sizes:
     message = _tokens(layout, seq_len) // layout.tensor * model.config.d_model * sizes.residual
     for when in ("forward", "backward"):
         yield Transfer(
-            "pipeline", "activations" if when == "forward" else "their gradients", "send and receive", message,
-            layout.chunks, group, when,
-        )  # fmt: skip
+            "pipeline",
+            "activations" if when == "forward" else "their gradients",
+            "send and receive",
+            message,
+            layout.chunks,
+            group,
+            when,
+        )
 
 
 def data_transfers(model: PlannedModel, layout: Layout, sizes: Bytes) -> Iterator[Transfer]:
@@ -308,9 +312,15 @@ def _of_parameters(
         if group.ranks > 1:
             messages = tensors if sharding.each_tensor else 1
             yield Transfer(
-                "data", "gradients", "all-reduce", gradients // messages, count * messages, group, "step",
+                "data",
+                "gradients",
+                "all-reduce",
+                gradients // messages,
+                count * messages,
+                group,
+                "step",
                 overlaps=not sharding.after,
-            )  # fmt: skip
+            )
         return
     group = Group(shard, stride)
     if shard > 1:
@@ -420,8 +430,9 @@ def transfer_s(network: Network, transfer: Transfer) -> float:
     if fit is not None and transfer.group.stride * (transfer.group.ranks - 1) < network.node:
         hops_s = (
             latency_s(network, transfer.kind, transfer.group) - latency_s(network, transfer.kind, Group(fit.ranks, 1))
-            if fit.ranks != transfer.group.ranks else 0.0
-        )  # fmt: skip
+            if fit.ranks != transfer.group.ranks
+            else 0.0
+        )
         measured_factor = named_kind(transfer.kind).factor(fit.ranks)
         moves_s = transfer.message_bytes / fit.bytes_per_s * factor / measured_factor if fit.bytes_per_s else 0.0
         return max(0.0, fit.latency_s + hops_s) + moves_s
@@ -479,6 +490,8 @@ def fit_latency_and_bandwidth(times: Sequence[tuple[float, float]]) -> LatencyAn
         alpha, slope = a1 / aa, 0.0
     errors = [alpha * by_alpha + slope * by_slope - 1 for by_alpha, by_slope in rows]
     return LatencyAndBandwidth(
-        latency_s=alpha, bytes_per_s=1 / slope if slope else None, count=len(rows),
+        latency_s=alpha,
+        bytes_per_s=1 / slope if slope else None,
+        count=len(rows),
         residual=math.sqrt(math.fsum(error * error for error in errors) / len(rows)),
-    )  # fmt: skip
+    )

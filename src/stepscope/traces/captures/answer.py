@@ -163,10 +163,16 @@ def _phase_table(summary: TraceSummary) -> Table:
     busy_ns = sum(phase.busy_ns for phase in summary.phases)
     rows.append(("all", kernels, busy_ns, *[None] * sum(known.values()), summary.gemm_fraction))
     return table_of(
-        "phase, a step", (f"{noun}s", "g"), (f"{noun} time ms", "ms of ns"),
-        *((name, units[name]) for name, is_known in known.items() if is_known), ("matrix share", "%"),
-        rows=rows, rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"}, notes=as_lines(*_phase_words(summary)),
-    )  # fmt: skip
+        "phase, a step",
+        (f"{noun}s", "g"),
+        (f"{noun} time ms", "ms of ns"),
+        *((name, units[name]) for name, is_known in known.items() if is_known),
+        ("matrix share", "%"),
+        rows=rows,
+        rules=(len(rows) - 1,),
+        tones={len(rows) - 1: "strong"},
+        notes=as_lines(*_phase_words(summary)),
+    )
 
 
 def _phase_words(summary: TraceSummary) -> Iterator[str]:
@@ -201,13 +207,16 @@ def _family_table(summary: TraceSummary) -> Table:
     whole = summary.busy_ns / summary.steps
     cells = {(row["family"], row["phase"]): row["busy_ns"] for row in summary.families.iter_rows(named=True)}
     return table_of(
-        "family, ms a step", *((phase, "ms of ns") for phase in phases), ("all", "ms of ns"), ("share", "%"),
+        "family, ms a step",
+        *((phase, "ms of ns") for phase in phases),
+        ("all", "ms of ns"),
+        ("share", "%"),
         rows=[
             (family, *(cells.get((family, phase)) for phase in phases), busy_ns, busy_ns / whole if whole else None)
             for family, busy_ns in _family_totals(summary)
         ],
         notes=as_lines(*_other_words(summary)),
-    )  # fmt: skip
+    )
 
 
 def _other_words(summary: TraceSummary) -> Iterator[str]:
@@ -275,7 +284,9 @@ def _attention_table(summary: TraceSummary) -> Table:
     known = any(row.flops for row in rows)
     heads = (("FLOPs, full square", "FLOP"), ("rate", "FLOP/s")) if known else ()
     return table_of(
-        "attention in forward", ("ms a step", "ms of ns"), *heads,
+        "attention in forward",
+        ("ms a step", "ms of ns"),
+        *heads,
         rows=[
             (
                 row.part,
@@ -285,7 +296,7 @@ def _attention_table(summary: TraceSummary) -> Table:
             for row in rows
         ],
         notes=as_lines(*_attention_words(summary)),
-    )  # fmt: skip
+    )
 
 
 def _attention_words(summary: TraceSummary) -> Iterator[str]:
@@ -328,9 +339,14 @@ def _module_table(summary: TraceSummary) -> Table:
     if left.height:
         rows.append((f"{left.height} more", None, *[None] * len(phases), float(left["busy_ns"].sum()), None))
     return table_of(
-        "module, ms a step", ("layers", "d"), *((phase, "ms of ns") for phase in phases), ("all", "ms of ns"),
-        ("matrix share", "%"), rows=rows, rules=(_MODULES_SHOWN,) if left.height else (),
-    )  # fmt: skip
+        "module, ms a step",
+        ("layers", "d"),
+        *((phase, "ms of ns") for phase in phases),
+        ("all", "ms of ns"),
+        ("matrix share", "%"),
+        rows=rows,
+        rules=(_MODULES_SHOWN,) if left.height else (),
+    )
 
 
 def _idle_table(summary: TraceSummary) -> Table:
@@ -572,9 +588,13 @@ def _icicle(ways: Iterable[tuple[tuple[str, ...], float]], noun: str, heading: s
         nodes.append(Node(name_shown(str(part[-1])), times[part], parent, levels[part]))
     note = f"{noun} time of a step in ms, the layers of a model together; parts below {_SMALLEST_SHARE:.2%} left out"
     return Panel(
-        x_title="ms a step", y_title="", points=(), kind="icicle", nodes=tuple(nodes),
+        x_title="ms a step",
+        y_title="",
+        points=(),
+        kind="icicle",
+        nodes=tuple(nodes),
         frame=Frame(heading=heading, note=note),
-    )  # fmt: skip
+    )
 
 
 def _modules(path: str) -> list[str]:
@@ -629,9 +649,13 @@ def timeline_panel(ranks: Iterable[tuple[str, Attribution, Occupation | None, in
             slices += _idle(occupation, f"{name}, idle" if name else "idle", begin_ns + offset, ends, bucket_ns)
     note = f"one step; work shorter than {bucket_ns / 1e3:.3g} us is drawn together"
     return Panel(
-        x_title="ms", y_title="", points=(), kind="timeline", slices=tuple(slices),
+        x_title="ms",
+        y_title="",
+        points=(),
+        kind="timeline",
+        slices=tuple(slices),
         frame=Frame(heading="What ran when", note=note, x_ends=(0.0, (end_ns - begin_ns) / 1e6)),
-    )  # fmt: skip
+    )
 
 
 def _first_step(attribution: Attribution) -> pl.DataFrame:

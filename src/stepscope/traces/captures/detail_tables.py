@@ -319,12 +319,16 @@ def _tree_table(summary: TraceSummary, head: str, tree: pl.DataFrame) -> Table:
     steps = summary.steps
     rows: list[tuple[Cell, ...]] = [
         (
-            f"{'. ' * row['depth']}{name_shown(row['name'])}", _each(row["calls"], steps), row["kernels"] / steps,
-            row["device_ns"] / steps, row["self_device_ns"] / steps, _each(row["host_ns"], steps),
+            f"{'. ' * row['depth']}{name_shown(row['name'])}",
+            _each(row["calls"], steps),
+            row["kernels"] / steps,
+            row["device_ns"] / steps,
+            row["self_device_ns"] / steps,
+            _each(row["host_ns"], steps),
             _each(row["self_host_ns"], steps),
         )
         for row in _whole(summary, tree).iter_rows(named=True)
-    ]  # fmt: skip
+    ]
     return table_of(
         head, ("calls", "g"), ("kernels", "g"), ("device ms", "ms of ns"), ("of it own", "ms of ns"),
         ("host ms", "ms of ns"), ("of it own", "ms of ns"), rows=rows,

@@ -589,7 +589,12 @@ def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) ->
             )
         )
     nothing = {
-        "graph": pl.Int64, "node": pl.Int64, "name": pl.String, "operator": pl.String, "module": pl.String,
-        "calls": pl.Int64, "busy_ns": pl.Int64,
-    }  # fmt: skip
+        "graph": pl.Int64,
+        "node": pl.Int64,
+        "name": pl.String,
+        "operator": pl.String,
+        "module": pl.String,
+        "calls": pl.Int64,
+        "busy_ns": pl.Int64,
+    }
     return pl.concat([pl.DataFrame(schema=nothing), *parts])

@@ -420,10 +420,8 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
         gaps.join(late, on="gap", how="left", maintain_order="left")
         .with_columns(pl.coalesce("cause", in_time).cast(CAUSE).alias("cause"))
         .with_columns(pl.when(pl.col("cause") == "synchronisation").then("wait").alias("wait"))
-        .select(
-            "device", "start_ns", "duration_ns", "cause", "phase", "step", "before", "after", "launch_ns", "wait"
-        )
-    )  # fmt: skip
+        .select("device", "start_ns", "duration_ns", "cause", "phase", "step", "before", "after", "launch_ns", "wait")
+    )
 
 
 def _loading_ns(gaps: pl.DataFrame, table: TraceTable) -> pl.Series:

@@ -269,9 +269,14 @@ def part_of(
         work, instances = _between(whole, work, instances, between, source)
         forwards = _leading_to(work, forwards)
     asked = {
-        "--range": name, "--phase": phase, "--step": step, "--module": module, "--device": device, "--stream": stream,
+        "--range": name,
+        "--phase": phase,
+        "--step": step,
+        "--module": module,
+        "--device": device,
+        "--stream": stream,
         "--between": None if between is None else "T0:T1",
-    }  # fmt: skip
+    }
     given = [f"{option} {value}" for option, value in asked.items() if value is not None]
     if not work.height and len(given) > 1:
         raise InputError(f"{' and '.join(given)}: nothing was launched in all of these in {source}: leave one out")

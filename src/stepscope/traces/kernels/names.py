@@ -217,9 +217,14 @@ def _xmma(decoded: KernelName, operation: str) -> KernelName | None:
 
 
 _GENERATIONS = {
-    "maxwell": "sm50", "pascal": "sm60", "volta": "sm70", "turing": "sm75", "ampere": "sm80", "ada": "sm89",
+    "maxwell": "sm50",
+    "pascal": "sm60",
+    "volta": "sm70",
+    "turing": "sm75",
+    "ampere": "sm80",
+    "ada": "sm89",
     "hopper": "sm90",
-}  # fmt: skip
+}
 _LETTERS: dict[str, Dtype] = {"s": "fp32", "d": "fp64", "h": "fp16", "i": "int32"}
 
 # CUTLASS 2's grammar, which cuBLAS's own older kernels share: output type (left out where it is the accumulator's),
@@ -341,9 +346,13 @@ def _nvjet(decoded: KernelName, operation: str) -> KernelName | None:
 # the product) first is column-major, not transposed. BBS: input, output, compute types.
 _TENSILE = re.compile(r"Cijk?_A(il|li)k?_B(lj|jl)k?_([A-Z0-9]+)_")
 _TENSILE_TYPES: dict[str, tuple[Dtype, Dtype, Dtype]] = {
-    "SB": ("fp32", "fp32", "fp32"), "DB": ("fp64", "fp64", "fp64"), "HHS": ("fp16", "fp16", "fp32"),
-    "BBS": ("bf16", "bf16", "fp32"), "HSS": ("fp16", "fp32", "fp32"), "BSS": ("bf16", "fp32", "fp32"),
-}  # fmt: skip
+    "SB": ("fp32", "fp32", "fp32"),
+    "DB": ("fp64", "fp64", "fp64"),
+    "HHS": ("fp16", "fp16", "fp32"),
+    "BBS": ("bf16", "bf16", "fp32"),
+    "HSS": ("fp16", "fp32", "fp32"),
+    "BSS": ("bf16", "fp32", "fp32"),
+}
 
 
 def _tensile(decoded: KernelName, operation: str) -> KernelName | None:
@@ -366,9 +375,7 @@ def _tensile(decoded: KernelName, operation: str) -> KernelName | None:
     )
 
 
-GRAMMARS: tuple[Callable[[KernelName, str], KernelName | None], ...] = (
-    _xmma, _cutlass_2, _cutlass_3, _nvjet, _tensile,
-)  # fmt: skip
+GRAMMARS: tuple[Callable[[KernelName, str], KernelName | None], ...] = (_xmma, _cutlass_2, _cutlass_3, _nvjet, _tensile)
 
 
 OPERATION_LIMIT = 512
@@ -446,9 +453,13 @@ _LIBRARIES: tuple[tuple[Library, str, str], ...] = (
     ("CUB", r"(?:^|::)cub::", ""),
     ("Apex", r"^(?:cuApplyLayerNorm|cuComputeGradInput|cuComputePartGradGammaBeta|cuComputeGradGammaBeta)$", ""),
     ("ATen", r"^(?:at|c10|aten)::", ""),
-    ("ATen", r"^softmax_warp_(?:forward|backward)$|^\(anonymous namespace\)::(?:elementwise_kernel_with_index|"
-             r"softmax_warp_|indexing_backward_kernel|cunn_SoftMax)", ""),
-)  # fmt: skip
+    (
+        "ATen",
+        r"^softmax_warp_(?:forward|backward)$|^\(anonymous namespace\)::(?:elementwise_kernel_with_index|"
+        r"softmax_warp_|indexing_backward_kernel|cunn_SoftMax)",
+        "",
+    ),
+)
 _LIBRARY_PATTERNS: list[tuple[Library, re.Pattern[str], re.Pattern[str] | None]] = [
     (lib, re.compile(fun), re.compile(op) if op else None) for lib, fun, op in _LIBRARIES
 ]
@@ -461,9 +472,11 @@ def _library(function: str, operation: str) -> Library | None:
     return None
 
 
-_ELEMENT = re.compile(r"\b(?:c10::BFloat16|(?:cutlass::)?bfloat16_t|__nv_bfloat16|nv_bfloat16|c10::Half|"
-                      r"(?:cutlass::)?half_t|__half|double|float|c10::Float8_\w+|__nv_fp8_e\dm\d|e4m3_t|e5m2_t)"
-                      r"(?![\w:])")  # fmt: skip
+_ELEMENT = re.compile(
+    r"\b(?:c10::BFloat16|(?:cutlass::)?bfloat16_t|__nv_bfloat16|nv_bfloat16|c10::Half|"
+    r"(?:cutlass::)?half_t|__half|double|float|c10::Float8_\w+|__nv_fp8_e\dm\d|e4m3_t|e5m2_t)"
+    r"(?![\w:])"
+)
 
 
 _ELEMENT_DTYPES: tuple[tuple[str, Dtype], ...] = (
@@ -499,26 +512,35 @@ def _attention(decoded: KernelName) -> KernelName | None:
         dtype = _FMHA_DTYPES[match[1]]
         tensor = int(match[5]) >= 80 or (int(match[5]) >= 70 and dtype == "fp16")
         return replace(
-            decoded, architecture=f"sm{match[5]}", input_dtype=dtype, tile=(int(match[2]), int(match[3]), None),
+            decoded,
+            architecture=f"sm{match[5]}",
+            input_dtype=dtype,
+            tile=(int(match[2]), int(match[3]), None),
             unit="tensor core" if tensor else "cuda core",
-        )  # fmt: skip
+        )
     if match := _CUDNN_SDPA.match(operation):
         # f16 stands for both 16-bit types: bf16 runs carry it. The third side is the head dimension, padded:
         # 64 gives 64, 80 gives 128. What the other two are is not known.
         return replace(
-            decoded, architecture=f"sm{match[1]}", head_dim=int(match[2]),
-            cluster=(int(match[3]), int(match[4])) if match[3] else None, unit="tensor core",
-        )  # fmt: skip
+            decoded,
+            architecture=f"sm{match[1]}",
+            head_dim=int(match[2]),
+            cluster=(int(match[3]), int(match[4])) if match[3] else None,
+            unit="tensor core",
+        )
     if decoded.library == "FlashAttention" and (match := _TRAITS.search(decoded.arguments)):
         # Flash_fwd_kernel_traits<head dimension, queries, keys of a tile, warps, ...>: every product is an mma.
         element = _dtypes(decoded.arguments)
         products = re.search(r"flash_fwd_(?:splitkv_)?kernel|flash_bwd_dq_dk_dv", operation)
         head, queries, keys = (int(match[i][:5]) for i in (1, 2, 3))
         return replace(
-            decoded, head_dim=head, tile=(queries, keys, None),
+            decoded,
+            head_dim=head,
+            tile=(queries, keys, None),
             input_dtype=next((dtype for dtype in element if dtype in {"bf16", "fp16"}), None),
-            accumulate_dtype="fp32" if products else None, unit="tensor core" if products else None,
-        )  # fmt: skip
+            accumulate_dtype="fp32" if products else None,
+            unit="tensor core" if products else None,
+        )
     return None
 
 

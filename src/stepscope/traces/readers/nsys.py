@@ -772,11 +772,13 @@ def _remarks(tables: Tables) -> tuple[str, ...]:
 def _traced(tables: Tables) -> frozenset[str]:
     """What nsys was asked to trace (`cuda`, `nvtx`), where the capture says it."""
     return frozenset(
-        kind for kind in ("cuda", "nvtx") if any(
+        kind
+        for kind in ("cuda", "nvtx")
+        if any(
             name.endswith(f"COLLECT_{kind.upper()}_TRACE") and value.lower() == "true"
             for name, value in _metadata(tables, "META_DATA_CAPTURE").items()
         )
-    )  # fmt: skip
+    )
 
 
 def _why_no_cuda(remarks: tuple[str, ...], traced: frozenset[str]) -> str:

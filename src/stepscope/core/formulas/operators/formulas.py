@@ -56,9 +56,7 @@ def pointwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: 
     # Beside tensors with dimensions, one without is a number that travels with the launch.
     read = sum(found.bytes for found in tensors if found.shape or not shape)
     counted = flops if written.is_floating or any(found.is_floating for found in tensors) else 0
-    return elementwise_work(
-        written.elements, counted, bytes_read=read, bytes_written=written.bytes,
-    )  # fmt: skip
+    return elementwise_work(written.elements, counted, bytes_read=read, bytes_written=written.bytes)
 
 
 def _result_dtype(call: OperatorCall, given: tuple[object, ...], tensors: list[Operand], result: str) -> str:
@@ -172,9 +170,7 @@ def rows_backward(call: OperatorCall, _: CausalConvention) -> Work:
     The zeros of the other rows are written, and counted, by an operator of their own.
     """
     grad, numbers = call.tensor(0), call.tensor(1)
-    return elementwise_work(
-        grad.elements, 1, bytes_read=grad.bytes + numbers.bytes, bytes_written=grad.bytes,
-    )  # fmt: skip
+    return elementwise_work(grad.elements, 1, bytes_read=grad.bytes + numbers.bytes, bytes_written=grad.bytes)
 
 
 def gather_work(call: OperatorCall, _: CausalConvention) -> Work:
@@ -239,9 +235,14 @@ def adamw(call: OperatorCall, _: CausalConvention) -> Work:
 
 
 def product(
-    call: OperatorCall, _: CausalConvention, *, first: int = 0, bias: int | None = None,
-    result_bytes: int | None = None, sums_batch: bool = False,
-) -> Work:  # fmt: skip
+    call: OperatorCall,
+    _: CausalConvention,
+    *,
+    first: int = 0,
+    bias: int | None = None,
+    result_bytes: int | None = None,
+    sums_batch: bool = False,
+) -> Work:
     """(.., m, k) x (.., k, n); a vector is a matrix of one column, or row. `result_bytes`: of an element of the result,
     where it is not the operands'. `sums_batch`: whether the products of a batch are added up, as addbmm does."""
     a, b = call.tensor(first), call.tensor(first + 1)
@@ -339,9 +340,14 @@ def products_of_lists(call: OperatorCall, _: CausalConvention) -> Work:
 
 
 def linear(
-    call: OperatorCall, _: CausalConvention, *, x: int = 0, weight: int = 1, bias: int | None = 2,
+    call: OperatorCall,
+    _: CausalConvention,
+    *,
+    x: int = 0,
+    weight: int = 1,
+    bias: int | None = 2,
     weights_a_byte: int = 0,
-) -> Work:  # fmt: skip
+) -> Work:
     """(.., k) x (n, k) transposed. `weights_a_byte`: of a packed weight, whose shape says its bytes alone."""
     rows, weights = call.tensor(x), call.tensor(weight)
     added = call.optional(bias) if bias is not None else None
@@ -634,9 +640,13 @@ class FusedAttention:
         if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
             raise Unknown
         return AttentionSizes(
-            batch=q.shape[0], heads=q.shape[self.heads_at], queries=q.shape[rows_at], keys=k.shape[rows_at],
-            head_dim=q.shape[3], value_dim=v.shape[3],
-        )  # fmt: skip
+            batch=q.shape[0],
+            heads=q.shape[self.heads_at],
+            queries=q.shape[rows_at],
+            keys=k.shape[rows_at],
+            head_dim=q.shape[3],
+            value_dim=v.shape[3],
+        )
 
     def _packed(self, call: OperatorCall, lengths: Operand, q: Operand, k: Operand, v: Operand) -> AttentionSizes:
         """Sizes of sequences in one row, (total, heads, head_dim). Their bounds are values, which are not recorded: one
@@ -653,9 +663,13 @@ class FusedAttention:
         if keys != values or head_dim != k_dim or not (alone or even):
             raise Unknown
         return AttentionSizes(
-            batch=count, heads=heads, queries=queries // count, keys=keys // count, head_dim=head_dim,
+            batch=count,
+            heads=heads,
+            queries=queries // count,
+            keys=keys // count,
+            head_dim=head_dim,
             value_dim=value_dim,
-        )  # fmt: skip
+        )
 
     @staticmethod
     def _optional(call: OperatorCall, place: int | None) -> Operand | None:

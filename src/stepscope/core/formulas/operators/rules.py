@@ -49,10 +49,12 @@ def _rule(
 ) -> OperatorRule:
     operator, *record = example
     return OperatorRule(
-        name=name, operators=tuple(map(_named, operators.split())), work=work,
+        name=name,
+        operators=tuple(map(_named, operators.split())),
+        work=work,
         example=Example(operator=_named(operator), shapes=record[0], dtypes=record[1], values=(*record, None)[2]),
         multiplies=multiplies,
-    )  # fmt: skip
+    )
 
 
 _product_rule = partial(_rule, multiplies=True)
