@@ -22,7 +22,6 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.files import decode_document
 from stepscope.core.processes import Change, Processes, change_of_pairs
 from stepscope.core.run import Repeat, Run, Settings
@@ -30,6 +29,7 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.plan import Cell, Policy, SweepPlan
 from stepscope.engine.sweep import run_sweep
+from stepscope.engine.workload_options import OneWorkload
 from stepscope.runs.run_sets import paired_ratios
 from stored import keep
 

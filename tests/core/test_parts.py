@@ -4,11 +4,11 @@ import re
 
 import pytest
 
-from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call, run_command
 from stepscope.core.parts import LOSS_LEAST_ROWS, PARTS, calls_in_forward, loss_chunk_rows, named_kernels, norm_programs
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.engine.workload_options import ManyWorkloads, OneWorkload
 from tests.conftest import workload
 
 

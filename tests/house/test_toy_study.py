@@ -20,7 +20,7 @@ from stepscope.core.finding import note
 from stepscope.core.options import NUMBERS, Option
 from stepscope.questions.question import Question
 
-Terms = Annotated[int, Option(group=NUMBERS, help="How many terms are added.", least=1)]
+Terms = Annotated[int, Option("How many terms are added.", NUMBERS, least=1)]
 
 
 def study_toy(*, terms: Terms = 4, device: str = "cpu") -> Answer:

@@ -1,6 +1,6 @@
 """Options as records: a verb and a question state theirs in their signatures, and the command line is made from these.
 
-    Value = Annotated[str | None, Option(group=NUMBERS, help="What does each format make of this number?")]
+    Value = Annotated[str | None, Option("What does each format make of this number?", NUMBERS)]
 
     def study_formats(*, value: Value = None, device: str = "cpu") -> Answer: ...
 
@@ -10,7 +10,8 @@ A parameter that states no Option takes the one of its name in the table of opti
 
 import keyword
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,14 +33,12 @@ GROUPS = (
 class Option:
     """One option of the command line. In a signature, its parameter says name and type."""
 
+    help: str
+    group: str = QUESTION
     name: str = ""
     """The parameter's; the option is spelled like it."""
     takes: Callable[[str], Any] | None = None
     """int, float, bool, str or Path, or a function that makes a value of the text. None: the parameter's type."""
-    group: str = QUESTION
-    help: str = ""
-    fills: type | None = None
-    """The type that this option fills together with others; a verb takes all of them."""
     default: Any = None
     choices: tuple[str, ...] = ()
     """Values that may be given: the help lists them, and the shell completes them."""
@@ -81,7 +80,53 @@ def completed(*names: str) -> Callable[[str], list[str]]:
     return offer
 
 
-# Numbers that a user writes in a row, as in `0.5,1,2`: what options of numbers are read by.
+DEVICES = completed("auto", "cpu", "cuda", "cuda:0", "cuda:1")
+
+
+# Options on the command line: those that only have a default, nobody asked for.
+
+
+_ALWAYS = ("--only", "--style", "--brief", "--json", "--save", "--device")
+"""What shows an answer, and the device, which a script may name for all that it runs."""
+_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
+
+
+def remember(flags: Iterable[str]) -> None:
+    """Keep the options that this command line has, before its verb runs."""
+    _given.set(tuple(flags))
+
+
+def is_given(flag: str) -> bool:
+    """Whether the command line has this option."""
+    return flag in _given.get()
+
+
+def refuse_beside(mode: str, *read: str) -> None:
+    """Raise InputError for given options that are not read beside `mode`."""
+    useless = [flag for flag in _given.get() if flag not in (mode, *read, *_ALWAYS)]
+    if useless:
+        raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+
+
+# Lists of words and numbers, as in `0.5,1,2`: what options of several values are read by.
+
+
+def words(text: str, option: str) -> list[str]:
+    """A comma-separated list of words, each once."""
+    found = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not found:
+        raise InputError(f"{option} is empty: name at least one")
+    return found
+
+
+def several(text: str, option: Option) -> tuple[Any, ...]:
+    """What a comma-separated list says, each word once."""
+    found = words(text, option.flag)
+    try:
+        return tuple(option.takes(word) if option.takes is not None else word for word in found)
+    except ValueError:
+        expected = "whole numbers, as in 128,256" if option.takes is int else "numbers, as in 1e-4,1e-3"
+        raise InputError(f"cannot read {option.flag} {text!r}: write {expected}") from None
 
 
 Numbers = Sequence[float]

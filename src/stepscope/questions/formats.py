@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from stepscope.core.answer import Answer, Cell, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
-from stepscope.core.options import NUMBERS, Option
+from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
 from stepscope.core.precisions import FORMATS, FloatFormat
 from stepscope.questions.question import Question
 
@@ -33,10 +33,14 @@ _LONGEST = 1_000
 """The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
 
 
-Value = Annotated[str | None, Option(group=NUMBERS, help="What does each format make of this number? As in 1e-7.")]
+Value = Annotated[str | None, Option("What does each format make of this number? As in 1e-7.", NUMBERS)]
+Device = Annotated[
+    str,
+    Option("Where PyTorch casts --value to 8 bits: auto, cpu, cuda or cuda:N.", MEASURING, complete=DEVICES),
+]
 
 
-def study_formats(*, value: Value = None, device: str = "cpu") -> Answer:
+def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
     """Range, precision and largest integer of every floating format, from its bits."""
     from stepscope.questions.answers import computed_answer, processor_name
     from stepscope.recording.device import resolve_device

@@ -3,7 +3,7 @@
 How to write one. Its file in `questions/` ends with `QUESTION = Question("name", measure, examples=(...))`. `measure`
 is a function that returns the Answer. Its docstring is the help, and its keyword parameters are the options: one that
 other verbs have, too (`device`, `seed`, `seq_len`, `steps`), is named only, and one of the question's own states its
-help: `value: Annotated[str | None, Option(group=NUMBERS, help="...")] = None` (`core/options.py`). A parameter `tell`
+help: `value: Annotated[str | None, Option("...", NUMBERS)] = None` (`core/options.py`). A parameter `tell`
 is no option: it is called with a Stage. Import PyTorch, and whatever imports PyTorch, inside of functions, since the
 command line reads the file for `--help` and for `--from`. One line in `app/cli/study.py` registers it:
 `"name": ("stepscope.questions.name:QUESTION", "The first paragraph of measure's docstring."),`. `formats.py` is an

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from stepscope.app.cli.compare import is_options, with_options
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.processes import Change
 from stepscope.core.run_directory import load_runs
 from stepscope.core.samples import Interval
+from stepscope.engine.workload_options import OneWorkload
 from stepscope.runs.run_sets import verdict
 from tests.app.cli.test_repeat import SMALL
 from tests.command import stepscope

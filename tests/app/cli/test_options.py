@@ -17,11 +17,11 @@ from stepscope.app.cli.app import _Command, app
 from stepscope.app.cli.options import OPTIONS
 from stepscope.app.cli.study import _Studies
 from stepscope.app.cli.verb import EXAMPLES, OLD_SPELLINGS, OPTIONS_OF
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.engine.workload_options import OneWorkload
 
 pytestmark = pytest.mark.slow
 

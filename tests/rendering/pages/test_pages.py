@@ -134,7 +134,7 @@ def test_the_command_is_the_run_s_own_workload(folder: Path):
     if not folder.is_dir():
         pytest.skip("no run")
     from stepscope.app.cli.compare import with_options  # the parser of such words
-    from stepscope.app.cli.workloads import OneWorkload
+    from stepscope.engine.workload_options import OneWorkload
 
     run = load_run(folder)
     words = commands_of(run)[0].removeprefix("stepscope run ").split()

@@ -1,6 +1,5 @@
 """`stepscope compare`: is it faster, by how much, how sure, and which part of the step made it so."""
 
-import inspect
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,16 +11,25 @@ from stepscope.app.cli import completion
 from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.sweep import captured
 from stepscope.app.cli.verb import options_of, verb
-from stepscope.app.cli.workloads import TEXTBOOK_OPTIONS, OneWorkload
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError, choose, one_line
 from stepscope.core.files import json_document
+from stepscope.core.options import Option
 from stepscope.core.run_directory import find_run
 from stepscope.core.units import counted, format_share
 from stepscope.core.workloads import Workload
+from stepscope.engine.workload_options import TEXTBOOK_OPTIONS, OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.questions.compare.sides import Side, SideComparison, SidePair
     from stepscope.traces.captures.digest import TraceDigest
+
+
+Value = Annotated[str, Option("The part of the step that is compared, as in forward.")]
+FailIfSlower = Annotated[
+    str | None,
+    Option("Leave with code 1 where something surely became slower by more than this, as in 3%.", metavar="SHARE"),
+]
+Strict = Annotated[bool, Option("With --fail-if-slower: what cannot be decided fails, too.")]
 
 
 @verb(
@@ -40,9 +48,9 @@ def compare(
     ],
     *,
     across: tuple[str, ...] = (),
-    value: str = "step",
-    fail_if_slower: str | None,
-    strict: bool,
+    value: Value = "step",
+    fail_if_slower: FailIfSlower,
+    strict: Strict = False,
     runs: Path,
     save: Path | None,
     shown: Presentation,
@@ -157,13 +165,12 @@ def _read(text: str, takes: str) -> OneWorkload:
     def take(*, said: OneWorkload) -> None:
         found.append(said)
 
-    parameters, call, _ = options_of(take, "run", {})
+    options = options_of(take, "run", {})
 
     def command(**given: Any) -> None:
-        call(given)
+        options.call(given)
 
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    options.give_signature(command)
     reader = typer.Typer(add_completion=False, rich_markup_mode=None)
     reader.command(add_help_option=False)(command)
     try:

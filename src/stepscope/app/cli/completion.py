@@ -1,19 +1,10 @@
 """What a shell offers after an option: names of models, runs, devices, formats."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import typer
 
-
-def words(*names: str) -> Callable[[str], list[str]]:
-    """Offers these names, also after a comma."""
-
-    def offer(incomplete: str) -> list[str]:
-        before, comma, begun = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
-
-    return offer
+from stepscope.core.options import completed
 
 
 def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -30,4 +21,4 @@ def device_names(incomplete: str) -> list[str]:
     from stepscope.core.device_spec import DATASHEET
 
     found = dict.fromkeys(word for name in DATASHEET for word in name.split() if any(map(str.isdigit, word)))
-    return words(*found)(incomplete)
+    return completed(*found)(incomplete)

@@ -2,24 +2,46 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from stepscope.app.cli.options import words
+from stepscope.app.cli import completion
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, warn
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import InputError
 from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS
+from stepscope.core.options import BUDGET, Option, words
+from stepscope.core.units import parse_bytes
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.prediction.accuracy import Accuracy
     from stepscope.allocations.prediction.estimate import MemoryEstimate
     from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit
     from stepscope.core.answer import Answer
+
+
+Memory = Annotated[
+    int | None,
+    Option("How much PyTorch may allocate, as in 80GiB.", BUDGET, takes=parse_bytes, metavar="SIZE"),
+]
+Device = Annotated[
+    tuple[str, ...] | None,
+    Option(
+        "A device by its name, as in H100 or 4090; the datasheet's memory.", BUDGET, complete=completion.device_names
+    ),
+]
+Tensors = Annotated[bool, Option("List what a block keeps for backward, with the arithmetic of each size.")]
+Sweep = Annotated[bool, Option("The largest batch and the longest sequence that fit, by model: several, or all.")]
+Fake = Annotated[bool, Option("Predict a second time, by running the step on PyTorch's fake tensors.")]
+Against = Annotated[tuple[Path, ...], Option("Compare with the measured runs in this folder.", metavar="DIR")]
+Apart = Annotated[
+    tuple[Path, ...],
+    Option("With --against: runs shown apart, and not counted (the model was corrected by them).", metavar="DIR"),
+]
 
 
 @verb(
@@ -32,13 +54,13 @@ if TYPE_CHECKING:
 def fit(
     *,
     said: OneWorkload,
-    memory: int | None,
-    device: tuple[str, ...] | None = None,
-    tensors: bool,
-    sweep: bool,
-    fake: bool,
-    against: tuple[Path, ...] = (),
-    apart: tuple[Path, ...] = (),
+    memory: Memory,
+    device: Device = None,
+    tensors: Tensors = False,
+    sweep: Sweep = False,
+    fake: Fake = False,
+    against: Against = (),
+    apart: Apart = (),
     runs: Path,
     save: Path | None,
     shown: Presentation,

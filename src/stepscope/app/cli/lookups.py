@@ -13,12 +13,16 @@ from stepscope.core.errors import InputError
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
+from stepscope.core.options import MEASURING, STORED, Option, completed
 from stepscope.core.process_memory import give_pages_back
+from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
+
+Again = Annotated[bool, Option("Measure anew even if ceilings are stored.", MEASURING)]
 
 
 @verb("device", "stepscope device", "stepscope device --from results/h200/device.json")
-def device(*, device: str, again: bool, from_: Path | None, shown: Presentation) -> None:
+def device(*, device: str, again: Again = False, from_: Path | None, shown: Presentation) -> None:
     """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
     report = _measure(device, again) if from_ is None else _load(from_)
     from stepscope.questions.device import answer_device
@@ -75,14 +79,27 @@ def models(*, shown: Presentation) -> None:
 # `stepscope memory`: where the memory of a recorded step went, to the byte.
 
 
+Device = Annotated[
+    int | None, Option("Which device of a snapshot of several (default: the one that held most).", STORED)
+]
+At = Annotated[
+    str | None,
+    Option(
+        "Another moment than the peak: 12ms, 12000us, start, end, or a phase for its peak.",
+        complete=completed("start", "end", *CAPTURED_PHASES),
+    ),
+]
+Stacks = Annotated[int | None, Option("Print the call stacks of so many of the largest allocations.", least=1)]
+
+
 @verb("memory", "stepscope memory last --at backward", "stepscope memory snapshot.pickle --save memory.html")
 def memory(
     file: Annotated[str, file_or_run("A snapshot of torch.cuda.memory._dump_snapshot (.pickle, gzip too)")],
     *,
-    at: str | None,
-    device: int | None,
+    at: At,
+    device: Device,
     runs: Path,
-    stacks: int | None,
+    stacks: Stacks,
     save: Path | None,
     shown: Presentation,
 ) -> None:

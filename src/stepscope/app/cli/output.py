@@ -306,9 +306,9 @@ class Presentation:
     """What --only, --style, --brief and --json say."""
 
     only: str | None = None
+    brief: bool = False
     style: str = "terminal"
     json: bool = False
-    brief: bool = False
 
     def __post_init__(self) -> None:
         choose(self.style, STYLES, "style")

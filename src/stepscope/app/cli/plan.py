@@ -3,16 +3,18 @@
 import gc
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from stepscope.app.cli.options import refuse_beside
+from stepscope.app.cli import completion
 from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import OneWorkload
+from stepscope.core.device_spec import NETWORKS
 from stepscope.core.errors import InputError
+from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, completed, refuse_beside
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning
@@ -23,6 +25,48 @@ _NOT_ASKED = {
     "phase": "a plan is of a training step", "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
     "seed": "a plan draws no data", "clip": "a plan has no time of clipping",
 }  # fmt: skip
+
+
+Device = Annotated[
+    str,
+    Option("The device of each rank by its name, as in H100, A100 or B200.", BUDGET, complete=completion.device_names),
+]
+BatchTokens = Annotated[int | None, Option("Tokens in a step, in place of --batch-size.", WORKLOAD, metavar="N")]
+Experts = Annotated[int, Option("Feed-forward networks in each block.", MODEL, least=1)]
+ActiveExperts = Annotated[int, Option("Experts that each token goes through.", MODEL, least=1)]
+Ranks = Annotated[int, Option("GPUs, one rank each.", PARALLEL)]
+JoinedBy = Annotated[
+    str | None,
+    Option(
+        "What joins GPUs and nodes: a name, figures, or both, as in nvlink4-ib400,"
+        "between=100GB; or what `study collectives --json` wrote (default: as the device is usually sold).",
+        PARALLEL,
+        metavar="NAME|FILE|FIGURES",
+        complete=completed(*NETWORKS),
+    ),
+]
+Layout = Annotated[
+    str | None,
+    Option(
+        "Dimensions that are settled, as in tensor=8,pipeline=4,sharding=zero3.", PARALLEL, metavar="DIMENSION=N,..."
+    ),
+]
+Efficiency = Annotated[
+    float | None,
+    Option(
+        "Share of the peak that matrix products reach (default: as measured on an H200).", PARALLEL, metavar="SHARE"
+    ),
+]
+Spread = Annotated[
+    float | None,
+    Option(
+        "Relative standard deviation of ranks' speeds in the simulation (default: as measured on an H200).",
+        PARALLEL,
+        metavar="SHARE",
+    ),
+]
+Verify = Annotated[bool, Option("Set plans beside what others published, and beside runs (--against).")]
+Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", metavar="DIR")]
 
 
 @verb(
@@ -36,17 +80,17 @@ _NOT_ASKED = {
 def plan(
     *,
     said: OneWorkload,
-    ranks: int,
-    device: str,
-    network: str | None,
-    layout: str | None,
-    batch_tokens: int | None,
-    experts: int,
-    active_experts: int,
-    efficiency: float | None,
-    spread: float | None,
-    verify: bool,
-    against: tuple[Path, ...] = (),
+    ranks: Ranks = 1,
+    device: Device = "H100",
+    network: JoinedBy,
+    layout: Layout,
+    batch_tokens: BatchTokens,
+    experts: Experts = 1,
+    active_experts: ActiveExperts = 1,
+    efficiency: Efficiency,
+    spread: Spread,
+    verify: Verify = False,
+    against: Against = (),
     runs: Path,
     save: Path | None,
     shown: Presentation,

@@ -11,12 +11,31 @@ from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import GENERATOR
 from stepscope.core.errors import InputError, choose
+from stepscope.core.options import OUTPUT, Option
 from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.picture import Drawer
 
 if TYPE_CHECKING:
     from stepscope.core.answer import Page
+
+
+Output = Annotated[
+    Path | None,
+    Option(
+        "Write the page into this file (default: report.html in the run's folder, or NAME.report.html here).",
+        OUTPUT,
+        metavar="FILE",
+        short="-o",
+    ),
+]
+OpenPage = Annotated[bool, Option("Open the page in a browser.", OUTPUT, spelled="--open")]
+Compare = Annotated[bool, Option("Two names are two sides: what changed, and how sure that is.", OUTPUT)]
+Plots = Annotated[Path | None, Option("Also write each plot of the page into this folder.", OUTPUT, metavar="DIR")]
+PlotsAs = Annotated[
+    str | None, Option("The form of those plots, svg unless it is said.", OUTPUT, choices=("svg", "png"))
+]
+Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of source and commands.", OUTPUT)]
 
 
 @verb("report", "stepscope report last --open", "stepscope report results/h200/plain -o sweep.html --plots plots")
@@ -31,13 +50,13 @@ def report(
         ),
     ],
     *,
-    output: Path | None,
-    open_page: bool,
-    compare: bool,
+    output: Output,
+    open_page: OpenPage = False,
+    compare: Compare = False,
     across: tuple[str, ...] = (),
-    plots: Path | None,
-    plots_as: str | None,
-    redact: bool,
+    plots: Plots,
+    plots_as: PlotsAs,
+    redact: Redact = False,
     runs: Path,
 ) -> None:
     """Write one HTML page that needs nothing else: look at it, print it, send it."""

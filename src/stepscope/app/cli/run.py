@@ -3,7 +3,7 @@
 import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import msgspec
 import typer
@@ -12,7 +12,6 @@ from stepscope.app.cli.options import Recording
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.app.cli.sweep import measure_and_report, type_of_device
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
@@ -23,16 +22,29 @@ from stepscope.core.errors import (
 )
 from stepscope.core.files import json_document
 from stepscope.core.finding import worst
+from stepscope.core.options import MEASURING, Option
 from stepscope.core.ranks import place_in_job, refuse_several
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.explain import Explained
     from stepscope.engine.plan import Cell, SweepPlan
     from stepscope.traces.captures.summary import TraceSummary
+
+
+Against = Annotated[
+    str | None,
+    Option(
+        "Another step, measured turn by turn with this one: a run's name, or the options in which it differs, as in "
+        '"--compile default".',
+        MEASURING,
+        metavar="RUN|OPTIONS",
+    ),
+]
 
 
 @verb(
@@ -48,7 +60,7 @@ def run(
     device: str,
     settings: Settings,
     repeat: int,
-    against: str | None = None,
+    against: Against = None,
     peak_flops: float | None,
     recording: Recording,
     memory: int | None,

@@ -14,6 +14,7 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, emit, js
 from stepscope.app.cli.verb import verb
 from stepscope.core.errors import InputError, choose
 from stepscope.core.files import json_document
+from stepscope.core.options import STORED, Option, completed
 from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, encode_run, find_place, find_run, load_runs
 from stepscope.runs.index import list_runs
@@ -103,6 +104,9 @@ def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
     return listing.runs
 
 
+Tagged = Annotated[str | None, Option("Only runs with this tag.", STORED)]
+
+
 @verb("ls", "stepscope ls", "stepscope ls results/h200/plain --tag plain")
 def ls(
     places: Annotated[
@@ -110,7 +114,7 @@ def ls(
         typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
-    tag: str | None,
+    tag: Tagged,
     runs: Path,
     shown: Presentation,
 ) -> None:
@@ -143,6 +147,19 @@ def ls(
 # `stepscope table`: any set of runs, arranged.
 
 
+Rows = Annotated[str, Option("Fields of the rows.")]
+Columns = Annotated[str, Option("Fields of the columns.")]
+Value = Annotated[str, Option("Figures, as in forward,backward.")]
+Stat = Annotated[
+    str,
+    Option(
+        "median, median-interval, mean-std, p95 or p99, for times.",
+        complete=completed("median", "median-interval", "mean-std", "p95", "p99"),
+    ),
+]
+Speedup = Annotated[str | None, Option("A column's label: show speed-ups over it.")]
+
+
 @verb(
     "table",
     "stepscope table --tag first --columns dtype --value forward --speedup fp32",
@@ -154,13 +171,13 @@ def table(
         typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
-    rows: str = "model,seq_len",
-    columns: str = "",
-    value: str = "step",
-    stat: str,
-    speedup: str | None,
+    rows: Rows = "model,seq_len",
+    columns: Columns = "",
+    value: Value = "step",
+    stat: Stat = "median",
+    speedup: Speedup,
     where: tuple[str, ...] = (),
-    tag: str | None,
+    tag: Tagged,
     runs: Path,
     style: str,
     brief: bool = False,
@@ -209,6 +226,10 @@ def conditions_of(where: Iterable[str], tag: str | None = None) -> "list[Conditi
 # `stepscope history`: how the time of a step changed over stored runs, and whether forecasts came true.
 
 
+Workload = Annotated[str | None, Option("Only trends whose key has this in it, with every run.", STORED, metavar="KEY")]
+Predictions = Annotated[bool, Option("Show forecasts beside what was measured afterwards.", STORED)]
+
+
 @verb("history", "stepscope history results/h200 --where dtype=bf16", "stepscope history --workload tiny-b4 --json")
 def history(
     places: Annotated[
@@ -216,10 +237,10 @@ def history(
         typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
-    workload: str | None,
-    predictions: bool,
+    workload: Workload,
+    predictions: Predictions,
     where: tuple[str, ...] = (),
-    tag: str | None,
+    tag: Tagged,
     runs: Path,
     shown: Presentation,
     save: Path | None,

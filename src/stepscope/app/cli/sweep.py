@@ -12,7 +12,6 @@ import typer
 from stepscope.app.cli.options import Recording
 from stepscope.app.cli.output import Presentation, sweep_progress, warn
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import ManyWorkloads
 from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import (
@@ -25,9 +24,11 @@ from stepscope.core.errors import (
     choose,
 )
 from stepscope.core.finding import worst
+from stepscope.core.options import MEASURING, SWEEPING, Option, completed
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import counted
 from stepscope.core.workloads import DTYPES, PHASES
+from stepscope.engine.workload_options import ManyWorkloads
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Policy, SweepPlan
@@ -36,6 +37,29 @@ if TYPE_CHECKING:
 
 _UNFIT_NAMED = 6
 """Cells that are named beforehand as too large; the others are counted."""
+
+
+Device = Annotated[
+    tuple[str, ...],
+    Option(
+        "auto, cpu, cuda or cuda:N; cells are shared by several, as in cuda:0,cuda:1.",
+        MEASURING,
+        complete=completed("auto", "cpu", "cuda", "cuda:0", "cuda:1"),
+    ),
+]
+On = Annotated[
+    str | None,
+    Option(
+        "Measure the cells on the nodes of a Ray cluster: ray://HOST, or auto for the one that this machine is in.",
+        SWEEPING,
+        metavar="ray://HOST|auto",
+        complete=completed("auto", "ray://"),
+    ),
+]
+Timeout = Annotated[float, Option("Seconds that one cell may take.", SWEEPING, least=1)]
+NoSkip = Annotated[bool, Option("Also try cells larger than one that ran out of memory.", SWEEPING)]
+Retry = Annotated[bool, Option("Measure failed, killed and timed-out cells again.", SWEEPING)]
+Fresh = Annotated[bool, Option("Measure every cell again.", SWEEPING)]
 
 
 @verb(
@@ -52,16 +76,16 @@ def sweep(
     ] = None,
     *,
     said: ManyWorkloads,
-    device: tuple[str, ...],
+    device: Device = ("auto",),
     settings: Settings,
     repeat: int,
     peak_flops: float | None,
     recording: Recording,
-    on: str | None,
-    timeout: float,
-    no_skip: bool,
-    retry: bool,
-    fresh: bool,
+    on: On,
+    timeout: Timeout = 900.0,
+    no_skip: NoSkip = False,
+    retry: Retry = False,
+    fresh: Fresh = False,
     memory: int | None,
     tag: str | None,
     runs: Path,

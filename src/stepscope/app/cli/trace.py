@@ -12,9 +12,11 @@ from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import Finding, worst
+from stepscope.core.options import OUTPUT, Option
 from stepscope.core.process_memory import give_pages_back
+from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
-from stepscope.core.units import Window
+from stepscope.core.units import Window, parse_window
 
 if TYPE_CHECKING:
     from stepscope.traces.captures.detail_tables import View
@@ -100,22 +102,77 @@ def _export(job: "Job", captures: list[Path], out: Path) -> None:
     warn(f"{written} slices in {out}: open it at https://ui.perfetto.dev")
 
 
+Between = Annotated[
+    Window | None,
+    Option(
+        "Only work that starts in this window from the first event, as in 12ms:20ms.",
+        takes=parse_window,
+        metavar="T0:T1",
+    ),
+]
+Module = Annotated[
+    str | None,
+    Option("Only this module and those inside it, as in layers.0, or layers.*.mlp for all.", metavar="NAME"),
+]
+Device = Annotated[int | None, Option("Only this device, by its number.", least=0)]
+Stream = Annotated[int | None, Option("Only this stream, by its number.", least=0)]
+Range = Annotated[str | None, Option("Only what was launched inside ranges of this name.", metavar="NAME")]
+Phase = Annotated[str | None, Option("Only this phase.", choices=CAPTURED_PHASES)]
+Step = Annotated[int | None, Option("Only this step; the first is 0.", least=0)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Selection:
     """What --range, --phase, --step, --module, --device, --stream and --between say."""
 
-    range_: str | None
-    phase: str | None
-    step: int | None
-    module: str | None
-    device: int | None
-    stream: int | None
-    between: Window | None
+    range_: Range
+    phase: Phase
+    step: Step
+    module: Module
+    device: Device
+    stream: Stream
+    between: Between
 
     @property
     def is_part(self) -> bool:
         """Whether any of them is given."""
         return any(getattr(self, field.name) is not None for field in fields(self))
+
+
+Against = Annotated[Path | None, Option("Another capture: what changed from it to this one.")]
+GraphCapture = Annotated[
+    Path | None,
+    Option(
+        'A trace of the steps in which CUDA graphs were captured: `--only "graph nodes"` then tells each kernel\'s '
+        "operator and module.",
+        metavar="FILE",
+    ),
+]
+Top = Annotated[
+    int | None,
+    Option(
+        "How many rows the tables of details have: 5, or all of those that --only names. With --json: adds trees of "
+        "so many nodes.",
+        least=1,
+    ),
+]
+Sort = Annotated[
+    str | None, Option("The column by which the tables of details are ordered, as in calls.", metavar="COLUMN")
+]
+Rank = Annotated[int | None, Option("Of several captures, only that of this rank.", least=0)]
+NoRanges = Annotated[bool, Option("Needed no more: a capture without ranges is read in any case.")]
+Cut = Annotated[
+    Path | None,
+    Option(
+        "Write what is asked for as a smaller trace of torch.profiler's format (.json, .json.gz).",
+        OUTPUT,
+        metavar="FILE",
+    ),
+]
+Perfetto = Annotated[
+    Path | None,
+    Option("Write a trace for Perfetto, with phases, families and counters as tracks.", OUTPUT, metavar="FILE"),
+]
 
 
 @verb(
@@ -132,15 +189,15 @@ def trace(
         ),
     ],
     *,
-    against: Path | None,
+    against: Against,
     asked_for: Selection,
-    rank: int | None,
-    top: int | None,
-    sort: str | None,
-    graph_capture: Path | None,
-    cut: Path | None,
-    no_ranges: bool,
-    perfetto: Path | None,
+    rank: Rank,
+    top: Top,
+    sort: Sort,
+    graph_capture: GraphCapture,
+    cut: Cut,
+    no_ranges: NoRanges = False,
+    perfetto: Perfetto,
     runs: Path,
     save: Path | None,
     shown: Presentation,

@@ -1,20 +1,34 @@
 """`stepscope tune`: find the fastest step that fits and stays right."""
 
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
-from stepscope.app.cli.options import refuse_beside
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, sweep_progress, warn
 from stepscope.app.cli.sweep import type_of_device
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
 from stepscope.core.files import json_document, read_named
 from stepscope.core.finding import worst
+from stepscope.core.options import MEASURING, STORED, Option, refuse_beside
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.study_results import Tuned, decode_tuned, fields_kept
+from stepscope.core.study_results import TUNED_FIELDS, Tuned, decode_tuned, fields_kept
+from stepscope.core.units import parse_seconds
+from stepscope.engine.workload_options import OneWorkload
+
+Budget = Annotated[
+    float,
+    Option(
+        "How long the search may take, as in 90s, 10min or 1h; what has begun is finished.",
+        MEASURING,
+        takes=partial(parse_seconds, option="--budget"),
+        metavar="TIME",
+    ),
+]
+Keep = Annotated[tuple[str, ...], Option("Choices that stay as they are said.", MEASURING, choices=TUNED_FIELDS)]
+Fresh = Annotated[bool, Option("Measure again what an earlier search has measured.", STORED)]
 
 
 @verb(
@@ -28,10 +42,10 @@ def tune(
     *,
     said: OneWorkload,
     device: str,
-    budget: float,
-    keep: tuple[str, ...] = (),
+    budget: Budget = 600.0,
+    keep: Keep = (),
     memory: int | None,
-    fresh: bool,
+    fresh: Fresh = False,
     from_: Path | None,
     tag: str | None,
     runs: Path,

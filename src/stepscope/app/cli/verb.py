@@ -1,9 +1,9 @@
-"""A verb is a function, and its options are made from its parameters and the table of options.
+"""A verb is a function, and its options are made from its parameters.
 
-Each keyword parameter names a line of the table; its annotation says how many values the option takes there:
-`tuple[str, ...]` is several, by commas. A parameter whose type options fill (`OneWorkload`, `ManyWorkloads`,
-`Settings`, `Recording`, `Presentation`) stands for all of these options, and one whose type is another dataclass for
-the options that its fields name. Parameters that typer annotates are its arguments.
+A parameter states its Option (`core/options.py`), or takes the one of its name in the table of options that verbs
+share; its annotation says how many values the option takes there: `tuple[str, ...]` is several, by commas. A parameter
+whose type is a record stands for the options that the record's fields name; OneWorkload and ManyWorkloads stand for all
+of a workload. Parameters that typer annotates are its arguments.
 """
 
 import dataclasses
@@ -16,36 +16,25 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 
-import msgspec
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stepscope.app.cli import completion
-from stepscope.app.cli.options import OPTIONS, Recording, line_of, recording_from, remember, several
-from stepscope.app.cli.output import Presentation, warn
-from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload
+from stepscope.app.cli.options import OPTIONS, Recording, recording_from
+from stepscope.app.cli.output import warn
 from stepscope.core.errors import InputError
-from stepscope.core.model_config import ModelConfig
-from stepscope.core.options import GROUPS, Option
+from stepscope.core.options import GROUPS, Option, completed, remember, several
 from stepscope.core.run import Settings, settings_from
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
 
 
-def _as_said(kind: Callable[[dict[str, Any]], Any], **options: Any) -> Any:
-    return kind({name: value for name, value in options.items() if value is not None})
+def _settings(*, warmup: int | None, steps: int | None, seconds: float, no_profile: bool) -> Settings:
+    return settings_from(warmup, steps, seconds, no_profile)
 
 
-_FILLED: dict[type, tuple[tuple[type, ...], bool, Callable[..., Any]]] = {
-    OneWorkload: ((ModelConfig, TextbookWorkload, FactoryWorkload), False, functools.partial(_as_said, OneWorkload)),
-    ManyWorkloads: ((ModelConfig, TextbookWorkload, FactoryWorkload), True, functools.partial(_as_said, ManyWorkloads)),
-    Settings: ((Settings,), False, settings_from),
-    Recording: ((Recording,), False, recording_from),
-    Presentation: ((Presentation,), False, Presentation),
-}
-"""Parameters that stand for several options: what these fill, whether each takes several values, and what is made."""
-
+_MAKERS: dict[Any, Callable[..., Any]] = {Settings: _settings, Recording: recording_from}
+"""What makes a record of options, where that is not its class: its parameters name the options."""
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 """What stands for a value in a help text; several values are `N,...`."""
@@ -58,21 +47,20 @@ OPTIONS_OF: dict[str, list[Option]] = {}
 
 
 def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that makes a function a verb: its parameters become options of the table, or stay typer's arguments.
+    """A decorator that makes a function a verb: its parameters become options, or stay typer's arguments.
 
     `usual` says in words what an option is when it is left out, where that is no constant.
     """
 
     def make(function: Callable[..., None]) -> Callable[..., None]:
-        parameters, call, OPTIONS_OF[verb_name] = options_of(function, verb_name, usual)
+        options = options_of(function, verb_name, usual)
 
         @functools.wraps(function)
         def made(**given: Any) -> None:
-            call(given)
+            options.call(given)
 
-        made.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        made.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        EXAMPLES[verb_name] = examples
+        options.give_signature(made)
+        EXAMPLES[verb_name], OPTIONS_OF[verb_name] = examples, options.taken
         return made
 
     return make
@@ -84,56 +72,90 @@ def file_or_run(files: str) -> Any:
     return typer.Argument(help=said, autocompletion=completion.run_names)
 
 
-def options_of(
-    takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]
-) -> tuple[list[inspect.Parameter], Callable[[dict[str, Any]], Any], list[Option]]:
-    """The parameters that typer reads for a function or a record, what calls it with their values, and its options."""
-    parameters: list[inspect.Parameter] = []
-    taken: list[Option] = []
+@dataclass(frozen=True)
+class Options:
+    """The options that a function or a record takes."""
+
+    parameters: list[inspect.Parameter]
+    """Those of a function that typer reads."""
+    taken: list[Option]
+    call: Callable[[dict[str, Any]], Any]
+    """Calls the function, or makes the record, of the values of these parameters."""
+
+    def give_signature(self, function: Any) -> None:
+        """Give a function the parameters that typer reads."""
+        function.__signature__ = inspect.Signature(self.parameters)
+        function.__annotations__ = {parameter.name: parameter.annotation for parameter in self.parameters}
+
+
+def options_of(takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]) -> Options:
+    """The options of a function, or of a record."""
+    found = Options([], [], lambda given: takes(**{name: maker(given) for name, maker in makers.items()}))
     makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
-    named = set(inspect.signature(takes).parameters)  # what a verb takes by itself is no part of a workload there
-    for parameter in inspect.signature(takes).parameters.values():
-        annotation: Any = parameter.annotation
-        stated: Option | None = None
-        if get_origin(annotation) is Annotated and isinstance(annotation.__metadata__[0], Option):
-            stated = stated_option(parameter)
-            annotation = get_args(annotation)[0]
+    signature = inspect.signature(takes).parameters
+    for name, parameter in signature.items():
+        annotation, stated = parameter.annotation, None
         if get_origin(annotation) is Annotated:
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-            makers[parameter.name] = operator.itemgetter(parameter.name)
-        elif annotation in _FILLED:
-            types, several, maker = _FILLED[annotation]
-            options = [
-                found
-                for option in OPTIONS
-                if option.fills in types and option.name not in named and (found := line_of(option.name, verb_name))
-            ]
-            taken += options
-            parts = {option.name: _Part(option, several, _own_default(option)) for option in options}
-            said = {**_workload_defaults(), **usual}
-            parameters += [part.parameter(said.get(name)) for name, part in parts.items()]
-            makers[parameter.name] = functools.partial(_filled, maker, parts)
-        elif isinstance(annotation, type) and is_dataclass(annotation):
-            found, makers[parameter.name], options = options_of(annotation, verb_name, usual)
-            parameters += found
-            taken += options
+            annotation, stated = get_args(annotation)[:2]
+            if not isinstance(stated, Option):
+                found.parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+                makers[name] = operator.itemgetter(name)
+                continue
+            stated = dataclasses.replace(stated, name=name.rstrip("_"), takes=stated.takes or _one_value(annotation))
+        if (is_many := getattr(annotation, "IS_MANY", None)) is not None:
+            inner = _options_of_workload(annotation, verb_name, usual, is_many, signature)
+        elif annotation in _MAKERS or (isinstance(annotation, type) and is_dataclass(annotation)):
+            inner = options_of(_MAKERS.get(annotation, annotation), verb_name, usual)
         else:
-            option = stated or line_of(parameter.name.rstrip("_"), verb_name)
-            assert option is not None, f"{verb_name}: no option {parameter.name} in the table"
+            option = stated or line_of(name.rstrip("_"), verb_name)
+            assert option is not None, f"{verb_name}: no option {name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
             part = _Part(option, _is_several(annotation), default)
-            parameters.append(part.parameter(usual.get(option.name)))
-            makers[parameter.name] = part.value
-            taken.append(option)
-    return parameters, lambda given: takes(**{name: maker(given) for name, maker in makers.items()}), taken
+            inner = Options([part.parameter(usual.get(option.name))], [option], part.value)
+        found.parameters.extend(inner.parameters)
+        found.taken.extend(inner.taken)
+        makers[name] = inner.call
+    return found
 
 
-def stated_option(parameter: inspect.Parameter) -> Option:
-    """The option that a parameter's annotation states, with the parameter's name and type."""
-    values, stated = get_args(parameter.annotation)[:2]
-    kinds = [kind for kind in (values, *get_args(values)) if kind is not type(None)]
-    innermost = next((kind for each in kinds for kind in (*get_args(each), each) if isinstance(kind, type)), str)
-    return dataclasses.replace(stated, name=parameter.name.rstrip("_"), takes=stated.takes or innermost)
+def _options_of_workload(
+    kind: Callable[..., Any], verb_name: str, usual: Mapping[str, str], is_many: bool, named: Mapping[str, Any]
+) -> Options:
+    """The options of a workload, but for those that the verb names itself."""
+    from stepscope.engine import workload_options as workload
+
+    lines = workload.OPTIONS
+    options = [each for each in lines if each.name not in named and line_of(each.name, verb_name) is each]
+    parts = [_Part(option, is_many, None) for option in options]
+    words = {**workload.usual_values(), **usual}
+
+    def call(given: dict[str, Any]) -> Any:
+        values = {part.option.name: part.value(given) for part in parts}
+        return kind({name: value for name, value in values.items() if value is not None})
+
+    return Options([part.parameter(words.get(part.option.name)) for part in parts], options, call)
+
+
+def line_of(name: str, verb: str) -> Option | None:
+    """The shared option of this name, as it is in a verb."""
+    lines = [option for option in OPTIONS if option.name == name]
+    if not lines:
+        from stepscope.engine.workload_options import OPTIONS as OF_A_WORKLOAD
+
+        lines = [option for option in OF_A_WORKLOAD if option.name == name and verb in (option.verbs or (verb,))]
+    return max(lines, key=lambda option: len(option.verbs) > 0, default=None)
+
+
+def _one_value(annotation: Any) -> type:
+    """The type of one value: int of `tuple[int, ...] | None`."""
+    parts = [part for part in get_args(annotation) if part not in (type(None), ...)]
+    if parts and get_origin(annotation) is not Literal:
+        return _one_value(parts[0])
+    return annotation if annotation in (int, float, bool, Path) else str
+
+
+def _is_several(annotation: Any) -> bool:
+    return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +186,7 @@ class _Part:
             min=None if self.several or self._repeats else option.least,
             metavar=None if option.takes is bool else metavar,
             show_default=False,
-            autocompletion=option.complete or (completion.words(*option.choices) if option.choices else None),
+            autocompletion=option.complete or (completed(*option.choices) if option.choices else None),
         )
         annotation = Annotated[kind | None if default is None else kind, info]
         return inspect.Parameter(
@@ -187,26 +209,6 @@ class _Part:
     @property
     def _repeats(self) -> bool:
         return self.option.repeated or (self.several and self.option.takes is Path)
-
-
-@functools.cache
-def _workload_defaults() -> dict[str, str]:
-    """What Workload itself takes for what is not said."""
-    fields = msgspec.structs.fields(TextbookWorkload)
-    return {field.name: str(field.default) for field in fields if field.default is not msgspec.NODEFAULT}
-
-
-def _is_several(annotation: Any) -> bool:
-    return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
-
-
-def _filled(maker: Callable[..., Any], parts: dict[str, _Part], given: dict[str, Any]) -> Any:
-    return maker(**{name: part.value(given) for name, part in parts.items()})
-
-
-def _own_default(option: Option) -> Any:
-    """The default of an option that fills a type with others; None for those of a workload, which Workload knows."""
-    return None if option.fills in (ModelConfig, TextbookWorkload, FactoryWorkload) else option.default
 
 
 # How every verb reads its arguments and shows its help; and the spellings of the release before.

@@ -15,6 +15,7 @@ from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.interrupts import HandedOver, die_of_interrupt
+from stepscope.core.options import MEASURING, Option
 from stepscope.engine.watch.script import (
     Launch,
     Program,
@@ -41,6 +42,25 @@ _NSYS = (
 _ELSEWHERE = "choose another place with --runs"
 
 
+Steps = Annotated[
+    str | None,
+    Option(
+        "Exactly these steps, the first of the loop being 0: 20:40 is steps 20 to 39. "
+        "Steps 0 and 1 show what a step is.",
+        MEASURING,
+        metavar="FIRST:END",
+    ),
+]
+StepOf = Annotated[
+    str | None,
+    Option(
+        "The class of the model or of the optimizer whose step counts, where there are several.",
+        MEASURING,
+        metavar="CLASS",
+    ),
+]
+
+
 @verb(
     "watch",
     "stepscope watch -- train.py --batch-size 8",
@@ -53,8 +73,8 @@ def watch(
         typer.Argument(help="The script and its arguments; or -m and a module; or torchrun and all that follows."),
     ] = None,
     *,
-    steps: str | None,
-    step_of: str | None,
+    steps: Steps,
+    step_of: StepOf,
     recording: Recording,
     tag: str | None,
     runs: Path,

@@ -14,10 +14,20 @@ from stepscope.app.cli import completion
 from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose
+from stepscope.core.options import OUTPUT, Option
 from stepscope.core.units import counted
 
 if TYPE_CHECKING:
     from stepscope.rendering.writeup.document import Measure, Scale, Target, WriteUp
+
+
+Assignment = Annotated[str, Option("Whose questions are answered.")]
+Run = Annotated[bool, Option("Measure what is missing, the cheapest first. Ctrl-C keeps what is there.")]
+Sizes = Annotated[str, Option("Sizes of what is measured; small is for a CPU.", choices=("full", "small"))]
+Output = Annotated[
+    Path,
+    Option("The document to write: .md with its plots beside it, or .html.", OUTPUT, metavar="FILE", short="-o"),
+]
 
 
 @verb(
@@ -35,10 +45,10 @@ def writeup(
         ),
     ] = None,
     *,
-    assignment: str,
-    output: Path = Path("writeup.md"),
-    run: bool,
-    scale: str,
+    assignment: Assignment = "cs336",
+    output: Output = Path("writeup.md"),
+    run: Run,
+    scale: Sizes = "full",
     runs: Path,
 ) -> None:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""

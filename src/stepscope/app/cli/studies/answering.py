@@ -5,11 +5,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepscope.app.cli.options import refuse_beside
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.app.cli.sweep import (
     captured,
@@ -21,14 +20,15 @@ from stepscope.app.cli.sweep import (
     wanted_runs,
 )
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import ManyWorkloads, OneWorkload, factory_arguments
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_named
+from stepscope.core.options import STORED, Option, refuse_beside
 from stepscope.core.process_memory import require_room_for_torch
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Stage, Tell, TraceRequest
+from stepscope.engine.workload_options import ManyWorkloads, OneWorkload, factory_arguments
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
@@ -86,7 +86,10 @@ class AskedSteps:
     repeat: int
     keep_digests: bool
     runs: Path
-    from_: tuple[Path, ...] = ()
+    from_: Annotated[
+        tuple[Path, ...],
+        Option("A folder of runs, or an answer that --json wrote: nothing is measured.", STORED, metavar="PLACE"),
+    ] = ()
     tag: str | None
     save: Path | None
     shown: Presentation

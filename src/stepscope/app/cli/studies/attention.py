@@ -3,19 +3,20 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli.options import refuse_beside
 from stepscope.app.cli.output import Presentation, stdout_kept_clean, warn
 from stepscope.app.cli.studies.answering import Answering
 from stepscope.app.cli.studies.steps import STUDY, check_only, read_steps
 from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
+from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
+from stepscope.core.options import CALLS, MEASURING, STORED, WORKLOAD, Option, completed, refuse_beside
 from stepscope.engine.request import Tell
 
 if TYPE_CHECKING:
@@ -28,6 +29,15 @@ if TYPE_CHECKING:
 _GATE_SECONDS = 120.0
 
 
+FIGURES = Option("A file that --figures or --json wrote: nothing is measured.", STORED, metavar="FILE")
+Attentions = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=tuple(ATTENTIONS))]
+Dtypes = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=("fp32", "bf16", "fp16"))]
+EveryShape = Annotated[bool, Option("Every length with every head_dim: 58 shapes, not 16; on a GPU 64, not 22.", CALLS)]
+GateSeconds = Annotated[
+    float | None, Option("Seconds for the whole matrix; the rest is not reached.", MEASURING, least=0)
+]
+
+
 @verb(
     "study attention-gate",
     "stepscope study attention-gate --attention sdpa,flash --dtype bf16 --figures gate.json",
@@ -35,13 +45,13 @@ _GATE_SECONDS = 120.0
 )
 def attention_gate(
     *,
-    attention: tuple[str, ...] | None,
-    dtype: tuple[str, ...] | None,
-    every_shape: bool,
+    attention: Attentions,
+    dtype: Dtypes,
+    every_shape: EveryShape = False,
     device: str,
-    seconds: float | None,
+    seconds: GateSeconds,
     workers: int | None,
-    from_: Path | None,
+    from_: Annotated[Path | None, FIGURES],
     figures: Path | None,
     shown: Presentation,
 ) -> None:
@@ -53,7 +63,6 @@ def attention_gate(
         refuse_beside("--from")
         show_matrix(read_matrix(from_), shown)
         return
-    from stepscope.core.attentions import ATTENTIONS
     from stepscope.core.run_directory import write_atomically
     from stepscope.questions.attention.grid import (
         GATE_DTYPES,
@@ -165,6 +174,30 @@ def kind_of(data: bytes) -> str:
         return ""
 
 
+Compile = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=("none", "default"))]
+BatchSize = Annotated[int | None, Option("Sequences.", WORKLOAD)]
+Heads = Annotated[int | None, Option("Heads of the queries.", CALLS)]
+KvHeads = Annotated[int | None, Option("Heads of keys and values, where they have fewer: a divisor of --heads.", CALLS)]
+HeadDim = Annotated[tuple[int, ...] | None, Option("Numbers in a head.", CALLS)]
+Causal = Annotated[
+    bool | None,
+    Option("Whether a query sees only keys up to its own position, or all.", CALLS, spelled="--causal/--full"),
+]
+Launches = Annotated[
+    str | None,
+    Option(
+        "hidden (the device's own time) or shown (as on an idle device).", CALLS, complete=completed("hidden", "shown")
+    ),
+]
+Preset = Annotated[
+    str | None,
+    Option("seeds: the write-ups' grid, batch 8, no heads, fp32, naive.", CALLS, complete=completed("seeds")),
+]
+Steps = Annotated[int | None, Option("Exactly this many passes of each cell.", MEASURING, least=1)]
+Seconds = Annotated[float | None, Option("Seconds for each cell.", MEASURING, least=0)]
+Budget = Annotated[float | None, Option("Seconds for the whole grid; the rest is not reached.", MEASURING, least=0)]
+
+
 @verb(
     "study attention",
     "stepscope study attention --seq-len 1024,4096 --attention reference,sdpa,flash --figures calls.json",
@@ -173,23 +206,23 @@ def kind_of(data: bytes) -> str:
 def attention(
     *,
     seq_len: tuple[int, ...] | None,
-    batch_size: int | None,
-    dtype: tuple[str, ...] | None,
-    attention: tuple[str, ...] | None,
-    compile: tuple[str, ...] | None,
-    head_dim: tuple[int, ...] | None,
-    heads: int | None,
-    kv_heads: int | None,
-    causal: bool | None,
-    launches: str | None,
-    preset: str | None,
+    batch_size: BatchSize,
+    dtype: Dtypes,
+    attention: Attentions,
+    compile: Compile,
+    head_dim: HeadDim,
+    heads: Heads,
+    kv_heads: KvHeads,
+    causal: Causal,
+    launches: Launches,
+    preset: Preset,
     device: str,
-    steps: int | None,
-    seconds: float | None,
-    budget: float | None,
+    steps: Steps,
+    seconds: Seconds,
+    budget: Budget,
     workers: int | None,
     keep_digests: bool,
-    from_: tuple[Path, ...] = (),
+    from_: Annotated[tuple[Path, ...], FIGURES] = (),
     figures: Path | None,
     save: Path | None,
     shown: Presentation,

@@ -1,6 +1,7 @@
 """The studies of precision: formats, sums, softmax, norms, gradients, autocast, parity, shadow and quality."""
 
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 from stepscope.app.cli.compare import options_in
 from stepscope.app.cli.studies.answering import (
@@ -13,9 +14,31 @@ from stepscope.app.cli.studies.answering import (
 )
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
-from stepscope.core.model_config import configure
-from stepscope.core.options import Numbers
+from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.options import (
+    MEASURING,
+    MODEL,
+    NUMBERS,
+    TRAINING,
+    WORKLOAD,
+    Numbers,
+    Option,
+    completed,
+    finite_numbers,
+    positive_integers,
+    positive_number,
+)
 from stepscope.engine.request import Stage, Tell
+
+Configuration = Annotated[
+    str | None, Option("The config.json of a Hugging Face model, which gets random weights.", MODEL)
+]
+Steps = Annotated[int, Option("Training steps of each run.", TRAINING)]
+TrainingSteps = Annotated[int | None, Option("Training steps of each run.", TRAINING)]
+Addend = Annotated[
+    float | None, Option("The number that is added again and again; 0.01 if only --count is given.", NUMBERS)
+]
+Count = Annotated[int | None, Option("How many addends; 1000 if only --addend is given.", NUMBERS)]
 
 
 @study_verb(
@@ -23,11 +46,27 @@ from stepscope.engine.request import Stage, Tell
     "stepscope study accumulation --only findings",
     "stepscope study accumulation --addend 0.1 --count 5000",
 )
-def accumulation_study(*, addend: float | None, count: int | None) -> Answer:
+def accumulation_study(*, addend: Addend, count: Count) -> Answer:
     """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
     from stepscope.questions.accumulation import study_accumulation
 
     return study_accumulation(addend=addend, count=count)
+
+
+Widths = Annotated[
+    Numbers | None,
+    Option(
+        "Numbers in a row, as in 256,4096.", NUMBERS, takes=partial(positive_integers, option="--widths", limit=65_536)
+    ),
+]
+Epsilon = Annotated[
+    float | None,
+    Option(
+        "The number that is added under the root; 1e-5 if left out.",
+        NUMBERS,
+        takes=partial(positive_number, option="--epsilon"),
+    ),
+]
 
 
 @study_verb(
@@ -38,8 +77,8 @@ def accumulation_study(*, addend: float | None, count: int | None) -> Answer:
     seq_len="512 of a config.json",
 )
 def normalisation_study(
-    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, batch_size: int | None,
-    seq_len: int | None, scales: Numbers | None, widths: Numbers | None, epsilon: float | None, device: str = "cpu",
+    *, module: str | None, arg: tuple[str, ...] = (), model: Configuration, batch_size: int | None,
+    seq_len: int | None, scales: Numbers | None, widths: Widths, epsilon: Epsilon, device: str = "cpu",
 ) -> Answer:  # fmt: skip
     """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way.
 
@@ -56,12 +95,22 @@ def normalisation_study(
     return study_normalisation(device=device, **given_ones(given))
 
 
+Row = Annotated[
+    Numbers | None,
+    Option(
+        "What does each softmax make of these numbers? As in 10,11.5,89.",
+        NUMBERS,
+        takes=partial(finite_numbers, option="--row"),
+    ),
+]
+
+
 @study_verb(
     "softmax",
     "stepscope study softmax --row 10,11.5,89",
     "stepscope study softmax --from results/cpu/precision/softmax.json --only 'exp in each format'",
 )
-def softmax_study(*, row: Numbers | None, scales: Numbers | None, device: str = "cpu") -> Answer:
+def softmax_study(*, row: Row, scales: Numbers | None, device: str = "cpu") -> Answer:
     """Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow."""
     from stepscope.questions.softmax import study_softmax
 
@@ -69,6 +118,21 @@ def softmax_study(*, row: Numbers | None, scales: Numbers | None, device: str = 
 
 
 # `stepscope study autocast`: what dtype everything has under autocast.
+
+
+Model = Annotated[
+    str | None,
+    Option("A toy, a preset, or the config.json of a Hugging Face model.", MODEL, choices=("toy", *PRESETS)),
+]
+Dtype = Annotated[str, Option("", WORKLOAD, choices=("fp16", "bf16"))]
+Rules = Annotated[
+    str | None,
+    Option(
+        "Whose rules autocast goes by; without a GPU, cuda's as PyTorch registers them.",
+        MEASURING,
+        choices=("cpu", "cuda"),
+    ),
+]
 
 
 @study_verb(
@@ -82,8 +146,8 @@ def softmax_study(*, row: Numbers | None, scales: Numbers | None, device: str = 
     seq_len="512 of a config.json",
 )
 def autocast(
-    *, model: str | None = None, module: str | None, arg: tuple[str, ...] = (), batch_size: int | None,
-    seq_len: int | None, dtype: str = "bf16", device: str, rules: str | None,
+    *, model: Model = None, module: str | None, arg: tuple[str, ...] = (), batch_size: int | None,
+    seq_len: int | None, dtype: Dtype = "bf16", device: str, rules: Rules,
 ) -> Answer:  # fmt: skip
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
     options: dict[str, Any] = {"dtype": dtype, "device": device, "rules": rules}
@@ -99,6 +163,16 @@ def autocast(
 # `stepscope study underflow`, `scaling` and `swallowed`: gradients and updates in 16 bits.
 
 
+Format = Annotated[
+    str,
+    Option(
+        "The format of the table by kind of module: fp16, bf16, fp8-e5m2 or fp8-e4m3.",
+        NUMBERS,
+        complete=completed("fp16", "bf16", "fp8-e5m2", "fp8-e4m3"),
+    ),
+]
+
+
 @study_verb(
     "underflow",
     "stepscope study underflow --model small --save underflow.svg",
@@ -109,7 +183,7 @@ def autocast(
 )
 def underflow(
     *, module: str | None, arg: tuple[str, ...] = (), model: str | None, vocabulary: int | None, batch_size: int | None,
-    seq_len: int | None, seed: int, format: str, device: str,
+    seq_len: int | None, seed: int, format: Format = "fp16", device: str,
 ) -> Answer:  # fmt: skip
     """The exponents of a training step's gradients against each format, without and with a loss scale."""
     options: dict[str, Any] = {"seed": seed, "format_name": format, "device": device}
@@ -122,6 +196,10 @@ def underflow(
     return study_underflow(model=named, **given_ones(sizes), **options)
 
 
+GrowthInterval = Annotated[int, Option("Steps without an overflow until the scale grows.", TRAINING)]
+OverflowAt = Annotated[tuple[int, ...] | None, Option("Steps that are made to overflow, as in 7,8,60.", TRAINING)]
+
+
 @study_verb(
     "scaling",
     "stepscope study scaling --steps 100 --overflow-at 7,8,60",
@@ -130,8 +208,8 @@ def underflow(
     seq_len="512 of a config.json",
 )
 def scaling(
-    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, batch_size: int | None,
-    seq_len: int | None, steps: int = 200, growth_interval: int, overflow_at: tuple[int, ...] | None, seed: int,
+    *, module: str | None, arg: tuple[str, ...] = (), model: Configuration, batch_size: int | None,
+    seq_len: int | None, steps: Steps = 200, growth_interval: GrowthInterval = 20, overflow_at: OverflowAt, seed: int,
     device: str,
 ) -> Answer:  # fmt: skip
     """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
@@ -149,6 +227,10 @@ def scaling(
     return study_scaling(**options)
 
 
+LearningRates = Annotated[tuple[float, ...], Option("Learning rates at which swallowed updates are counted.", TRAINING)]
+RemediesAt = Annotated[float, Option("The learning rate at which the remedies are compared.", TRAINING)]
+
+
 @study_verb(
     "swallowed",
     "stepscope study swallowed --learning-rate 1e-4,1e-3",
@@ -159,8 +241,8 @@ def scaling(
 )
 def swallowed(
     *, module: str | None, arg: tuple[str, ...] = (), model: str | None, d_model: int = 64, d_ff: int = 256,
-    layers: int = 2, vocabulary: int = 256, batch_size: int | None, seq_len: int | None, seed: int, steps: int = 40,
-    learning_rate: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2), remedies_at: float, device: str,
+    layers: int = 2, vocabulary: int = 256, batch_size: int | None, seq_len: int | None, seed: int, steps: Steps = 40,
+    learning_rate: LearningRates = (1e-5, 1e-4, 1e-3, 1e-2), remedies_at: RemediesAt = 1e-4, device: str,
 ) -> Answer:  # fmt: skip
     """Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside fp32."""
     options: dict[str, Any] = {
@@ -204,6 +286,26 @@ def parity(
 # `stepscope study quality`: the same training in every precision.
 
 
+ModelSize = Annotated[
+    str | None,
+    Option("What is trained: cpu or gpu; the device's if left out.", MODEL, complete=completed("cpu", "gpu")),
+]
+LearningRate = Annotated[float | None, Option("The highest learning rate, reached after the warm-up.", TRAINING)]
+Variants = Annotated[
+    tuple[str, ...] | None,
+    Option("Run only these variants beside fp32, as in bf16,fp16-unscaled,bf16-pure.", TRAINING),
+]
+Against = Annotated[
+    tuple[str, ...],
+    Option(
+        'Also train by the whole step of these options of `run`, as in "--kernels fused --dtype bf16-master".',
+        TRAINING,
+        metavar="OPTIONS",
+        repeated=True,
+    ),
+]
+
+
 @study_verb(
     "quality",
     "stepscope study quality --module train.py:make --save curves.svg",
@@ -212,9 +314,9 @@ def parity(
     seq_len="512 of a config.json",
 )
 def quality(
-    tell: Tell, *, module: str | None, arg: tuple[str, ...] = (), model: str | None, batch_size: int | None,
-    seq_len: int | None, model_size: str | None, seed: int, steps: int | None, learning_rate: float | None,
-    variants: tuple[str, ...] | None, against: tuple[str, ...] = (), device: str,
+    tell: Tell, *, module: str | None, arg: tuple[str, ...] = (), model: Configuration, batch_size: int | None,
+    seq_len: int | None, model_size: ModelSize, seed: int, steps: TrainingSteps, learning_rate: LearningRate,
+    variants: Variants, against: Against = (), device: str,
 ) -> Answer:  # fmt: skip
     """A small transformer trained on real text in every precision: quality, and the step at which a run departs.
 
@@ -241,6 +343,9 @@ def quality(
 # `stepscope study shadow`: one step, with each module alone in 16 bits.
 
 
+To = Annotated[str, Option("The precision that one module at a time gets.", WORKLOAD, choices=("bf16", "fp16"))]
+
+
 @study_verb(
     "shadow",
     "stepscope study shadow --module train.py:make --arg width=64",
@@ -249,7 +354,7 @@ def quality(
     batch_size="4",
     seq_len="64",
 )
-def shadow(tell: Tell, *, asked: OneModel, to: str, device: str) -> Answer:
+def shadow(tell: Tell, *, asked: OneModel, to: To = "bf16", device: str) -> Answer:
     """Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the error that
     this makes in the gradients, beside run-to-run noise."""
     return asked.answer("shadow", tell, to=to, device=device)

@@ -5,11 +5,11 @@ import dataclasses
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli.options import recording_from, refuse_beside
+from stepscope.app.cli.options import recording_from
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
 from stepscope.app.cli.studies.answering import (
     Answering,
@@ -21,18 +21,21 @@ from stepscope.app.cli.studies.answering import (
 )
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
 from stepscope.app.cli.verb import verb
-from stepscope.app.cli.workloads import OneWorkload
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
+from stepscope.core.evidence import TRACE_TOOLS
+from stepscope.core.options import MEASURING, OUTPUT, PARALLEL, STORED, WORKLOAD, Option, refuse_beside
 from stepscope.core.parts import named_kernels
 from stepscope.core.ranks import place_in_job
 from stepscope.core.run import Run, Settings, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.core.strategies import spelled
-from stepscope.core.workloads import DTYPES
+from stepscope.core.strategies import SCALINGS, spelled
+from stepscope.core.units import parse_bytes
+from stepscope.core.workloads import COMPILES, DTYPES
 from stepscope.engine.request import Stage, Tell, TraceRequest
+from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.questions.kernels import CapturedCell
@@ -73,6 +76,10 @@ def speed(*, asked: AskedStepsOfAny, warmup: int | None) -> None:
 # `stepscope study compile`: the whole model, eager against compiled, measured and captured here, or before.
 
 
+Compile = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=COMPILES[1:4])]
+Prices = Annotated[bool, Option("What each graph break and recompilation costs a step of your own module (--module).")]
+
+
 @verb(
     "study compile",
     "stepscope study compile --model small --compile default,max-autotune",
@@ -90,9 +97,9 @@ def compiled(
     asked: AskedStepsOfAny,
     phase: tuple[str, ...] | None,
     attention: tuple[str, ...] | None,
-    compile: tuple[str, ...] | None,
+    compile: Compile,
     warmup: int | None,
-    prices: bool,
+    prices: Prices = False,
 ) -> None:
     """What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it fused."""
     from stepscope.questions.compile.answer import (
@@ -157,6 +164,11 @@ def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...]
 # `stepscope study kernels`: which kernels a step runs, over models and sequence lengths, captured here or before.
 
 
+Tool = Annotated[str, Option("Whose captures to read.", choices=TRACE_TOOLS)]
+From = Annotated[Path | None, Option("A folder of runs measured before: nothing is measured.", STORED, metavar="DIR")]
+Only = Annotated[tuple[str, ...], Option("Only these tables, by their letters, as in d or b,e (default: all).", OUTPUT)]
+
+
 @verb(
     "study kernels",
     "stepscope study kernels --model small --seq-len 128,512",
@@ -178,12 +190,12 @@ def kernels(
     record: tuple[str, ...] = (),
     trace_steps: int,
     keep_digests: bool,
-    tool: str,
+    tool: Tool = "kineto",
     runs: Path,
-    from_: Path | None,
+    from_: From,
     where: tuple[str, ...] = (),
     tag: str | None,
-    only: tuple[str, ...],
+    only: Only = (),
     save: Path | None,
     style: str,
     brief: bool = False,
@@ -290,6 +302,12 @@ def _cell(run: Run, directory: Path, tool: str, keep: bool) -> "list[CapturedCel
 # `stepscope study parallel`: strategies that share a step over ranks, measured here, or before.
 
 
+Scaling = Annotated[
+    str,
+    Option("Whether ranks share one process's batch, or have one as large each.", PARALLEL, choices=SCALINGS),
+]
+
+
 @verb(
     "study parallel",
     "stepscope study parallel --model large --parallel ddp-bucketed --ranks 2,4 --graph step --scaling weak",
@@ -311,7 +329,7 @@ def parallel(
     asked: AskedSteps,
     parallel: tuple[str, ...] | None,
     ranks: tuple[int, ...] | None,
-    scaling: str,
+    scaling: Scaling = "both",
     attention: str | None,
     kernels: str | None,
     graph: str | None,
@@ -441,6 +459,11 @@ def _comparing(answering: Answering, keep: bool) -> Comparing:
 # `stepscope study allocator`: what a setting of PyTorch's caching allocator would give, measured.
 
 
+Setting = Annotated[
+    str, Option("The setting of PyTorch's caching allocator that is added, as name:value.", metavar="NAME:VALUE")
+]
+
+
 @verb(
     "study allocator",
     "stepscope study allocator --module train.py:make --dtype bf16",
@@ -451,7 +474,7 @@ def _comparing(answering: Answering, keep: bool) -> Comparing:
 def allocator(
     *,
     said: OneWorkload,
-    setting: str = "expandable_segments:True",
+    setting: Setting = "expandable_segments:True",
     device: str,
     settings: Settings,
     tag: str | None,
@@ -482,6 +505,10 @@ def allocator(
     raise typer.Exit(sweep_exit_code(found))
 
 
+Warmup = Annotated[tuple[int, ...], Option("Numbers of warm-up steps.", MEASURING)]
+Steps = Annotated[int, Option("Measured steps.", MEASURING, least=2)]
+
+
 @verb(
     "study warmup",
     "stepscope study warmup --model small --seq-len 512",
@@ -494,8 +521,8 @@ def warmup(
     batch_size: int = 4,
     dtype: str = "fp32",
     device: str,
-    warmup: tuple[int, ...] = (0, 1, 2, 5),
-    steps: int = 10,
+    warmup: Warmup = (0, 1, 2, 5),
+    steps: Steps = 10,
     tag: str | None,
     runs: Path,
     shown: Presentation,
@@ -516,6 +543,22 @@ def warmup(
 # `stepscope study collectives`: how fast ranks communicate.
 
 
+Seconds = Annotated[float | None, Option("Seconds for each collective and size (default: 0.2).", MEASURING, least=0)]
+Ranks = Annotated[tuple[int, ...] | None, Option("Processes that take part, a device each.", MEASURING, least=2)]
+Backend = Annotated[
+    tuple[str, ...] | None,
+    Option("What the ranks talk over: gloo is for CPUs, nccl for GPUs.", MEASURING, choices=("gloo", "nccl")),
+]
+Sizes = Annotated[
+    tuple[int, ...] | None,
+    Option("Sizes of messages, as in 1KiB,1MiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
+]
+Largest = Annotated[
+    int | None,
+    Option("The largest message; sizes begin at 1 KiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
+]
+
+
 @study_verb(
     "collectives",
     "stepscope study collectives --ranks 2 --backend gloo --largest 1MiB",
@@ -525,8 +568,8 @@ def warmup(
     largest="1 GiB on GPUs, 16 MiB on CPUs",
 )
 def collectives(
-    tell: Tell, *, ranks: tuple[int, ...] | None, backend: tuple[str, ...] | None, sizes: tuple[int, ...] | None,
-    largest: int | None, seconds: float | None,
+    tell: Tell, *, ranks: Ranks, backend: Backend, sizes: Sizes,
+    largest: Largest, seconds: Seconds,
 ) -> Answer:  # fmt: skip
     """Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, by size.
 

@@ -1,19 +1,108 @@
-"""What the command line says of one workload or of many: the textbook's model, or one of the user's own."""
+"""The options of a workload, and the workloads that they make: of the textbook's model, or of one of the user's own.
+
+A new field of ModelConfig or Workload is one line of the table: `run`, `sweep` and `fit` have it then, and hand it on.
+"""
 
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from stepscope.app.cli.options import OPTIONS
+import msgspec
+
+from stepscope.core.attentions import attention_names
+from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
 from stepscope.core.errors import InputError, warn
 from stepscope.core.factory_arguments import code_digest, is_configuration, parse_arguments
-from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, configure
 from stepscope.core.model_file import unmet
-from stepscope.core.parts import MODULE_PARTS, PARTS, check_modules, named_kernels
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
+from stepscope.core.options import MODEL, PARALLEL, WORKLOAD, Option, completed, positive_number
+from stepscope.core.parts import KERNELS, MODULE_PARTS, PART_WORDS, PARTS, check_modules, kernels_of, named_kernels
+from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
+from stepscope.core.workloads import (
+    COMPILES,
+    DTYPES,
+    GRAPHS,
+    NO_CLIP,
+    OPTIMIZERS,
+    PHASES,
+    PROJECTIONS,
+    FactoryWorkload,
+    TextbookWorkload,
+    UserModel,
+    Workload,
+)
 from stepscope.engine.plan import combinations, grid
+
+
+def norm_bound(text: str) -> float | str:
+    """What `--clip` says: a number above zero, or none. Raises InputError for anything else."""
+    return text if text == NO_CLIP else positive_number(text, "--clip")
+
+
+_WITH_PARTS = ("run", "sweep", "fit", "tune")
+_PARTS = (*_WITH_PARTS, "plan")
+_SHARED = ("run", "sweep", "tune", "study parallel")
+_SEEDED = (
+    "run", "sweep", "study underflow", "study scaling", "study swallowed", "study quality", "study parity",
+    "study shadow",
+)  # fmt: skip
+_ANY_MODEL = (*_WITH_PARTS, "study compile", "study speed", "study underflow", "study swallowed", "study parity",
+              "study shadow")  # fmt: skip
+
+OPTIONS = (
+    Option("A preset.", MODEL, "model", str, choices=tuple(PRESETS)),
+    Option("A preset, or the config.json of a Hugging Face model, which gets random weights: nothing is downloaded.",
+           MODEL, "model", str, choices=tuple(PRESETS), verbs=_ANY_MODEL),
+    Option("A preset, or a shape that others published.", MODEL, "model", str, choices=(*PRESETS, *PUBLIC_SHAPES),
+           verbs=("plan",)),
+    Option("Width of the model, in place of the preset's.", MODEL, "d_model", int),
+    Option("Width inside the feed-forward network, in place of the preset's.", MODEL, "d_ff", int),
+    Option("Blocks, in place of the preset's.", MODEL, "layers", int),
+    Option("Heads of attention, in place of the preset's.", MODEL, "heads", int),
+    Option("Tokens in the vocabulary, in place of the preset's.", MODEL, "vocabulary", int),
+    Option("Heads of keys and values, each shared by several heads of queries.", MODEL, "kv_heads", int),
+    Option("Let the output head be the embedding's weight.", MODEL, "tied", bool),
+    Option("Tokens in a sequence.", WORKLOAD, "seq_len", int),
+    Option("Sequences in a step.", WORKLOAD, "batch_size", int),
+    Option("", WORKLOAD, "dtype", str, choices=DTYPES),
+    Option("", WORKLOAD, "phase", str, choices=PHASES),
+    Option(f"How several ranks share a step. Options follow the name, as in fsdp2:reshard=no: {option_words()}.",
+           PARALLEL, "parallel", str, choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED),
+    Option("Processes that share a step, a device each.", PARALLEL, "ranks", int, verbs=_SHARED),
+    Option("", WORKLOAD, "attention", str, choices=attention_names()),
+    *(Option(f"How {what} is computed.", WORKLOAD, part, str, choices=kernels_of(part), verbs=_PARTS)
+      for part, what in PART_WORDS.items()),
+    Option("How norm, rope, mlp and loss are computed, where they are not said; of your own model norm, mlp and loss. "
+           "quack has no mlp.", WORKLOAD, "kernels", str, choices=KERNELS, verbs=(*_PARTS, "study parallel")),
+    Option("Whether projections of one input are one product.", WORKLOAD, "projections", str, choices=PROJECTIONS,
+           verbs=_WITH_PARTS),
+    Option("", WORKLOAD, "compile", str, choices=COMPILES),
+    Option("What is replayed as CUDA graphs.", WORKLOAD, "graph", str, choices=GRAPHS),
+    Option("", WORKLOAD, "optimizer", str, choices=OPTIMIZERS),
+    Option("The bound on the gradients' global norm, as in 1.0, to which they are scaled down; none leaves them.",
+           WORKLOAD, "clip", norm_bound, metavar="NORM"),
+    Option(f"What backward runs again instead of keeping: {CHECKPOINTING_CHOICES}.", WORKLOAD, "checkpointing", str,
+           complete=completed("none", *KEEPING, "selective-4", "offload-4", "every-1", "every-2", "every-4")),
+    Option("Micro-batches that a step is split into.", WORKLOAD, "accumulation", int),
+    Option("Seed of parameters and data.", WORKLOAD, "seed", int, 0, verbs=_SEEDED),
+    Option("A model of your own, as package.module:factory or path/file.py:factory, run with your rights. factory() "
+           "returns (module, batch) or (module, batch, loss); docs/your-own.md has all it may return.", MODEL,
+           "module", str),
+    Option("An argument of --module's factory, or a field of --model's file, as in width=64; a sweep takes several by "
+           "commas.", MODEL, "arg", str, metavar="NAME=VALUE", repeated=True),
+)  # fmt: skip
+"""Every option of a workload, in the order in which a help text shows them."""
+
+_FIELDS = tuple(dict.fromkeys(option.name for option in OPTIONS if option.name not in ("module", "arg")))
+_SIZES = ("d_model", "d_ff", "layers", "heads", "vocabulary", "kv_heads", "tied")
+
+
+def usual_values() -> dict[str, str]:
+    """What Workload itself takes for what is not said, in words."""
+    fields = msgspec.structs.fields(TextbookWorkload)
+    return {field.name: str(field.default) for field in fields if field.default is not msgspec.NODEFAULT}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +110,7 @@ class OneWorkload:
     """What was said of a workload, by the names of the options; what was not said is not in it."""
 
     said: Mapping[str, Any]
+    IS_MANY: ClassVar = False
 
     @property
     def flags(self) -> list[str]:
@@ -63,6 +153,7 @@ class ManyWorkloads:
     """What was said of several workloads, by the names of the options, each with several values."""
 
     said: Mapping[str, tuple[Any, ...]]
+    IS_MANY: ClassVar = True
 
     @property
     def flags(self) -> list[str]:
@@ -189,11 +280,8 @@ def _with_parts(
 
 
 def _flags(said: Mapping[str, Any]) -> list[str]:
-    names = dict.fromkeys(option.name for option in OPTIONS if option.fills in (ModelConfig, TextbookWorkload))
-    return [f"--{name.replace('_', '-')}" for name in names if name in said]
+    return [f"--{name.replace('_', '-')}" for name in _FIELDS if name in said]
 
 
-_FIELDS = [option.name for option in OPTIONS if option.fills in (ModelConfig, TextbookWorkload)]
-_SIZES = [option.name for option in OPTIONS if option.fills is ModelConfig and option.name != "model"]
 TEXTBOOK_OPTIONS = tuple(name for name in _FIELDS if name not in _OF_ANY_MODEL)
 """Options of a workload that say something of the textbook's model alone."""
