@@ -434,10 +434,10 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"batch_size {self.batch_size} is that of all ranks together, and cannot be divided by {parts}: "
                 f"choose a multiple of {parts}, or --ranks {near}"
             )
-        own = self.batch_size // parts
-        if self.phase != "forward" and own % self.accumulation:
-            near = " or ".join(map(str, _nearest_divisors(own, self.accumulation)))
-            of_rank = f", of which each of {parts} ranks has {own}," if parts > 1 else ""
+        size = self.batch_size // parts
+        if self.phase != "forward" and size % self.accumulation:
+            near = " or ".join(map(str, _nearest_divisors(size, self.accumulation)))
+            of_rank = f", of which each of {parts} ranks has {size}," if parts > 1 else ""
             raise InputError(
                 f"batch_size {self.batch_size}{of_rank} cannot be split into {self.accumulation} equal micro-batches: "
                 f"choose accumulation {near}"

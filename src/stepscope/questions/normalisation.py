@@ -24,7 +24,7 @@ from stepscope.questions.against_float64 import (
     next_number,
 )
 from stepscope.questions.answers import computed_answer, curves, pivot
-from stepscope.questions.steps import factory_workload, layers_folded, settings_of, step_of
+from stepscope.questions.steps import factory_workload, layers_folded, step_of
 from stepscope.recording.device import resolve_device
 from stepscope.training.transformer import NORM_EPSILON
 
@@ -491,7 +491,7 @@ def study_own_normalisation(
         on,
         study="normalisation",
         question="Where do the norms of this model break in few bits, and does upcasting mend it?",
-        settings={**settings_of(workload), "seed": seed},
+        settings={**workload.named, "seed": seed},
         tables=(_inputs(reads), *(_errors(name, reads, cases) for name in DTYPES)),
         panels=(_panel(reads, cases),),
         findings=_findings(reads, cases),

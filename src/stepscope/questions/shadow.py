@@ -35,7 +35,7 @@ from stepscope.questions.replays import (
     share,
     without_dropout,
 )
-from stepscope.questions.steps import folded, one_step_of, settings_of
+from stepscope.questions.steps import folded, one_step_of
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import Recorder
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
@@ -515,7 +515,7 @@ def study_shadow(
         replay = Replay(Subject(workload, on), low, told)
         ranking = replay.ranking(to)
     settings: dict[str, Cell] = {
-        **settings_of(workload),
+        **workload.named,
         "seed": seed,
         "to": to,
         "run-to-run noise": digits(ranking.noise),

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stepscope.core.answer import Cell
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
@@ -56,11 +55,6 @@ def check_loss(loss: float, remedy: str = "give another batch") -> None:
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:
     """The parameters that require a gradient, by name."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def settings_of(workload: Workload) -> dict[str, Cell]:
-    """What names the model and its batch among the settings of an answer."""
-    return {**workload.named}
 
 
 def folded(module: str) -> str:

@@ -16,7 +16,7 @@ from stepscope.core.finding import Finding, error, note
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.core.precisions import FORMATS
 from stepscope.questions.answers import computed_answer, curves, one_thread
-from stepscope.questions.steps import check_loss, factory_workload, settings_of, step_of, trained_parameters
+from stepscope.questions.steps import check_loss, factory_workload, step_of, trained_parameters
 from stepscope.recording.device import resolve_device
 from stepscope.training.training_step import AssembledStep
 
@@ -166,7 +166,7 @@ def study_scaling(
         study="scaling",
         question="How does a dynamic loss scale find its way, and is ours that of torch.amp.GradScaler?",
         settings={
-            **({} if workload is None else settings_of(workload)),
+            **({} if workload is None else workload.named),
             "steps": steps, "growth_interval": growth_interval, "growth_factor": GROWTH_FACTOR,
             "backoff_factor": BACKOFF_FACTOR, "initial_scale": INITIAL_SCALE, "seed": seed,
             "planted": ", ".join(map(str, sorted(set(planted)))),

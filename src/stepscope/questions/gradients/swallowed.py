@@ -29,7 +29,6 @@ from stepscope.questions.steps import (
     factory_workload,
     in_fp32,
     layers_folded,
-    settings_of,
     step_of,
     trained_parameters,
 )
@@ -163,7 +162,7 @@ def study_swallowed(
         on,
         study="swallowed",
         question="Which updates do parameters in bf16 swallow, and what keeps them?",
-        settings={**settings_of(workload), "steps": steps, "remedies_at": remedies_at, "seed": seed},
+        settings={**workload.named, "steps": steps, "remedies_at": remedies_at, "seed": seed},
         tables=(
             *(_by_layer(title, nearest, figure) for title, figure in _FIGURES.items()),
             _sizes(nearest),

@@ -28,7 +28,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.precisions import FORMATS, FloatFormat, float_format
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.questions.answers import check_room, computed_answer, curves
-from stepscope.questions.steps import check_loss, layers_folded, one_step_of, settings_of, step_of
+from stepscope.questions.steps import check_loss, layers_folded, one_step_of, step_of
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive
 
@@ -113,7 +113,7 @@ def study_underflow(
     scales = _scales(best[format_name])
     observed = _observed(workload, on, found, format_name, scales)
     tables = [_ranges(found), _formats(shares, best), _kinds(found, chosen, scales)]
-    settings: dict[str, Cell] = {**settings_of(workload), "seed": seed, "format": format_name}
+    settings: dict[str, Cell] = {**workload.named, "seed": seed, "format": format_name}
     if observed:
         columns = ("loss scale", "gradients of", "zero, but not in fp32, %", "not finite, %")
         tables.append(Table(title=f"As observed under autocast to {format_name}", columns=columns, rows=observed))

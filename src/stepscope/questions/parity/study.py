@@ -44,7 +44,7 @@ from stepscope.questions.replays import (
     run_step,
     share,
 )
-from stepscope.questions.steps import one_step_of, settings_of
+from stepscope.questions.steps import one_step_of
 from stepscope.recording.device import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import Recorder
@@ -639,7 +639,7 @@ def study_parity(
         on,
         study="parity",
         question=f"Does one step of {subject.name} give the same loss and gradients however it is run?",
-        settings={**settings_of(workload), "seed": seed, "dtype": dtype, "gradients": len(plain.result.gradients)},
+        settings={**workload.named, "seed": seed, "dtype": dtype, "gradients": len(plain.result.gradients)},
         tables=(_variants(judged), _roundings(plain)),
         panels=(_panel(judged),),
         findings=parity_found(plain, quiet, judged),

@@ -47,7 +47,7 @@ from stepscope.questions.quality.training import (
     train_whole_step,
     whole_steps,
 )
-from stepscope.questions.steps import elements_of, factory_workload, in_fp32, settings_of, step_of, trained_parameters
+from stepscope.questions.steps import elements_of, factory_workload, in_fp32, step_of, trained_parameters
 from stepscope.recording.device import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.training.scaled_products import plain_products
@@ -224,7 +224,7 @@ def study_own_quality(
         study="quality",
         question="What does each precision do to the training of this model, and where does a run depart from fp32?",
         settings={
-            **settings_of(subject.workload), "parameters": subject.elements[0], "batches": len(subject.batches),
+            **subject.workload.named, "parameters": subject.elements[0], "batches": len(subject.batches),
             "steps": length, "seed": seed, "optimizer": subject.optimizer or "AdamW",
             "learning_rate": highest if subject.optimizer is None else "the factory's",
             "judged_by": "mean loss over the batches it was trained on, in fp32 and eval mode; nothing is held out",

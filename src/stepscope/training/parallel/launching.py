@@ -207,8 +207,8 @@ class _Rank:
         code = self.process.returncode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name} during {self.stage}"
-        said = _last_line(self.log)
-        return f"ended with code {code} during {self.stage}{f': {said}' if said else ''}"
+        last_line = _last_line(self.log)
+        return f"ended with code {code} during {self.stage}{f': {last_line}' if last_line else ''}"
 
 
 class _Job:
@@ -225,19 +225,19 @@ class _Job:
         """Start a rank."""
         number = call.place.rank
         log = self._folder / f"rank-{number}.log"
-        words, said = os.pipe()
+        words, told = os.pipe()
         try:
             with log.open("wb") as printed:
                 process = subprocess.Popen(
-                    (sys.executable, "-P", "-m", "stepscope.training.parallel.launching", str(said)),
-                    stdin=subprocess.PIPE, stdout=printed, stderr=printed, pass_fds=(said,), env=_environment(),
+                    (sys.executable, "-P", "-m", "stepscope.training.parallel.launching", str(told)),
+                    stdin=subprocess.PIPE, stdout=printed, stderr=printed, pass_fds=(told,), env=_environment(),
                     start_new_session=True,  # Ctrl-C reaches this process alone, which ends the ranks
                 )  # fmt: skip
         except OSError as error:
             os.close(words)
             raise StepscopeError(f"cannot start rank {number}: {error.strerror or error}") from error
         finally:
-            os.close(said)
+            os.close(told)
         rank = _Rank(number, process, words, log)
         self._ranks.append(rank)
         self._selector.register(words, selectors.EVENT_READ, rank)

@@ -87,9 +87,9 @@ class _Joined(Ranks):
         dist.barrier(self._side)
 
     def agree(self, here: bool) -> bool:
-        said = torch.tensor([int(here)])
-        dist.broadcast(said, 0, group=self._side)
-        return bool(said.item())
+        answer = torch.tensor([int(here)])
+        dist.broadcast(answer, 0, group=self._side)
+        return bool(answer.item())
 
     def gathered(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.ranks

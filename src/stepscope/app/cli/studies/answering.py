@@ -226,10 +226,10 @@ def of_own_model(
     own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).own
     if own is None:
         return None
-    from stepscope.questions.of_own_model import answer_of_own
+    from stepscope.questions.study_apart import study_apart
 
     refuse_beside("--module" if module else "--model", "--arg", "--batch-size", "--seq-len", *takes)
-    return answer_of_own(study, own.factory, own.arguments, **options)
+    return study_apart(study, own.factory, own.arguments, **options)
 
 
 def refuse_preset(model: str | None) -> None:
@@ -307,13 +307,13 @@ class OneModel:
 
         Raises InputError for options that say nothing of such a model.
         """
-        from stepscope.questions.of_own_model import answer_of_own, study_function
+        from stepscope.questions.study_apart import study_apart, study_function
 
         named = {name: getattr(self, name) for name in ("model", "module", "arg", "batch_size", "seq_len")}
         said: Mapping[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
         own = OneWorkload(said).own
         if own is not None:
-            return answer_of_own(study, own.factory, own.arguments, seed=self.seed, **options)
+            return study_apart(study, own.factory, own.arguments, seed=self.seed, **options)
         workload = OneWorkload(said).workload(model="tiny", batch_size=4, seq_len=64)
 
         def told(name: str, share: float) -> None:

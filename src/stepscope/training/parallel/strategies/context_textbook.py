@@ -61,9 +61,9 @@ class _GatherSequence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         (whole_BHSD,) = gradients
         parts = by_rank(whole_BHSD, _SEQUENCE, dist.get_world_size())
-        own = torch.empty_like(parts[0])
-        dist.reduce_scatter_tensor(own, parts.flatten(0, 1))
-        return own
+        part = torch.empty_like(parts[0])
+        dist.reduce_scatter_tensor(part, parts.flatten(0, 1))
+        return part
 
 
 def attention_across(inner: AttentionFunction, ranks: Ranks) -> AttentionFunction:

@@ -44,8 +44,8 @@ class _Sharded:
         self._length = -(-self.count // ranks)  # the last shard is padded
         padded = torch.zeros(self._length * ranks, dtype=original.dtype, device=original.device)
         padded[: self.count] = original.detach().reshape(-1)
-        own = padded[rank * self._length : (rank + 1) * self._length].clone()
-        self.shard = nn.Parameter(own, requires_grad=original.requires_grad)
+        part = padded[rank * self._length : (rank + 1) * self._length].clone()
+        self.shard = nn.Parameter(part, requires_grad=original.requires_grad)
         mark_part(self.shard, self.count)
         dtype = compute_dtype if compute_dtype is not None and original.is_floating_point() else original.dtype
         self._padded = torch.empty(self._length * ranks, dtype=dtype, device=original.device)
@@ -91,10 +91,10 @@ class _Sharded:
         if gradient is not None:
             padded[: self.count] = gradient.reshape(-1)
         self.whole.grad = None
-        own = torch.empty_like(self.shard)
-        dist.reduce_scatter_tensor(own, padded)
-        own /= dist.get_world_size()
-        self.shard.grad = own if self.shard.grad is None else self.shard.grad + own
+        mean = torch.empty_like(self.shard)
+        dist.reduce_scatter_tensor(mean, padded)
+        mean /= dist.get_world_size()
+        self.shard.grad = mean if self.shard.grad is None else self.shard.grad + mean
         self.was_reduced = True
         self.let_go()
 

@@ -1,4 +1,4 @@
-"""A study of the user's own module, which runs with the user's rights in a process of its own."""
+"""Runs a study of a user's module, with the user's rights, in a process apart."""
 
 import importlib
 import inspect
@@ -28,7 +28,7 @@ _KEEPING = ("quality",)
 """Studies that answer from what is done already when they are interrupted."""
 
 
-def answer_of_own(study: str, named: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
+def study_apart(study: str, named: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
     """What a study answers, with these options, of the module that a factory or a configuration makes of these
     arguments."""
     what = f"--model {named}" if is_configuration(named) else f"--module {named}"
@@ -43,7 +43,7 @@ def study_function(study: str) -> Callable[..., Answer]:
 
 
 def main(_named: str, study: str, said: str) -> str:
-    """The answer as JSON, for `answer_of_own`."""
+    """The answer as JSON, for `study_apart`."""
     answer = study_function(study)
     told = {"tell": _teller()} if "tell" in inspect.signature(answer).parameters else {}
     return encode_answer(answer(**json.loads(said), **told))
