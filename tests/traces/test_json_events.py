@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
-from stepscope.traces.captures.digest import json_events
+from stepscope.traces.readers import json_events
 from stepscope.traces.readers.json_events import read_events
 
 decode = msgspec.json.Decoder(list[dict]).decode

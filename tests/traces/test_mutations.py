@@ -14,7 +14,8 @@ import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.traces.captures.attribution import attribute
-from stepscope.traces.captures.digest import json_events, read_trace
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.readers import json_events
 from tests.captures import (
     CALLS,
     COPIES,

@@ -14,9 +14,9 @@ import pytest
 from stepscope.core.errors import InputError
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
-from stepscope.traces.captures.digest import nsys as nsys_tables
 from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
+from stepscope.traces.readers import nsys as nsys_tables
 from stepscope.traces.table import DETAIL_SCHEMA, Damage, TraceTable
 from tests.captures import (
     AUTOGRAD,

@@ -12,7 +12,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from stepscope.core.profilers import with_texts_escaped
 from stepscope.recording.capture import export_kineto
-from stepscope.traces.captures.digest import json_events, read_trace
+from stepscope.traces.captures.digest import read_trace
+from stepscope.traces.readers import json_events
 from stepscope.traces.table import TraceTable
 
 NAMES = ['say "hi"', '5" disk', 'a", "b": {', 'ends"', '"', '{"loss": [', 'x", "pid": 3, "tid": 4, y', "plain"]

@@ -55,7 +55,7 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
     try:
         out.mkdir(parents=True, exist_ok=True)
         while True:
-            directory = out / _directory_name(moment, workload)
+            directory = out / f"{moment.strftime('%Y%m%dT%H%M%S.%f')[:-3]}-{workload.key}"
             try:
                 directory.mkdir()
                 return directory
@@ -65,10 +65,6 @@ def create_run_directory(out: Path, workload: Workload, now: datetime | None = N
         raise InputError(
             f"cannot write runs to {out}: {error.strerror or error}; choose another place with --runs"
         ) from error
-
-
-def _directory_name(moment: datetime, workload: Workload) -> str:
-    return f"{moment.strftime('%Y%m%dT%H%M%S.%f')[:-3]}-{workload.key}"
 
 
 def encode_run(run: Run) -> bytes:

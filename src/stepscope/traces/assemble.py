@@ -163,7 +163,9 @@ def _of_operators(rows: pl.DataFrame, operators: pl.DataFrame) -> pl.DataFrame:
 
 def _launches(calls: pl.DataFrame) -> pl.Series:
     """Whether each call puts work on a device."""
-    return calls["name"].is_in(_launching_names(calls["name"]).cast(pl.Categorical).implode())
+    distinct = calls["name"].unique().cast(pl.String)  # names are few, so each is looked at once
+    launching = distinct.filter(distinct.to_frame().select(is_launch(pl.col("name"))).to_series())
+    return calls["name"].is_in(launching.cast(pl.Categorical).implode())
 
 
 def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
@@ -197,12 +199,6 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
     at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
     found = records["key"].gather(at) == wanted
     return pl.select(pl.when(found).then(records["call"].gather(at))).to_series()
-
-
-def _launching_names(names: pl.Series) -> pl.Series:
-    """The names of calls that put work on a device. Names are few, so each is looked at once."""
-    distinct = names.unique().cast(pl.String)
-    return distinct.filter(distinct.to_frame().select(is_launch(pl.col(names.name))).to_series())
 
 
 def _with_process(work: pl.DataFrame, records: pl.DataFrame, processes: pl.Series | None) -> pl.DataFrame:

@@ -132,11 +132,6 @@ def range_kind(name: str) -> RangeKind:
     return "aside" if _ASIDE.match(name) else "module"
 
 
-def is_of_pytorch(name: str) -> bool:
-    """Whether PyTorch itself emits ranges of this name, in a loop that marks nothing."""
-    return _OF_PYTORCH.match(name) is not None
-
-
 def phase_of(name: str) -> str | None:
     """The phase that a range's name means, in any of the usual spellings, or None."""
     name = _undecorated(name)
@@ -184,7 +179,7 @@ def with_found_phases(
     """
     by_range = pl.when(pl.col("phase").is_not_null()).then(pl.lit(RANGES, _WAY)).alias("found_by")
     work = work.with_columns(by_range)
-    marked = {phase_of(name) for name in table.ranges["name"].unique().to_list() if not is_of_pytorch(name)}
+    marked = {phase_of(name) for name in table.ranges["name"].unique().to_list() if not _OF_PYTORCH.match(name)}
     wanted = [phase for phase in PHASES if phase not in marked]
     if not wanted or not work["phase"].has_nulls():
         return work, _NO_FORWARDS

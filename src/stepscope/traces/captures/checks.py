@@ -447,7 +447,8 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
     backward = attribution.kernels.filter(pl.col("phase") == BACKWARD)
     if not backward.height or table.on_cpu:
         return None
-    named = _phase_ranges(summary)
+    ranges = summary.attribution.table.ranges["name"].unique().to_list()
+    named = [name for name in ranges if phase_of(name) == BACKWARD]
     if not named:  # autograd's nodes told this backward, and they are on the threads that launch
         return None
     owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(named)).select(
@@ -464,11 +465,6 @@ def phases_span_threads(summary: TraceSummary) -> Finding | None:
         "thread of the process; a tool that goes by thread would lose them.",
         {"backward_ns": total, "same_thread_ns": by_thread},
     )
-
-
-def _phase_ranges(summary: TraceSummary) -> list[str]:
-    names = summary.attribution.table.ranges["name"].unique().to_list()
-    return [name for name in names if phase_of(name) == BACKWARD]
 
 
 def correlation_shared(summary: TraceSummary) -> Finding | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from stepscope.core.answer import TEXT, Cell, Line, Table, as_lines, table_of
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.range_names import STEP
 from stepscope.core.units import format_share, ms_text
+from stepscope.traces.captures.attribution import Attribution
 from stepscope.traces.captures.details import (
     Captured,
     Queue,
@@ -88,6 +90,7 @@ def details_as_json(summary: TraceSummary, view: View) -> dict[str, Any]:
     The trees are there where `view.top` says how many nodes: among a million ranges they cost what reading costs.
     """
     attribution = summary.attribution
+    queue_keys = ("device", "span_ns", "mean", "longest", "empty_share", "wait_ns", "over_time")
     trees = {"operator_tree": operator_tree, "range_tree": range_tree} if view.top is not None else {}
     return {
         "operators": operator_totals(summary).to_dicts(),
@@ -95,16 +98,11 @@ def details_as_json(summary: TraceSummary, view: View) -> dict[str, Any]:
         "host_calls": host_calls(attribution, _on_host(summary, attribution.table.calls)).to_dicts(),
         "data_loading": _loading(summary).to_dicts(),
         "copies_by_direction": copy_totals(attribution).to_dicts(),
-        "queues": [_queue_as_json(queue) for queue in _queues(summary)],
+        "queues": [{name: getattr(queue, name) for name in queue_keys} for queue in _queues(summary)],
         "graph_replays": graph_replays(attribution).drop("launch_rows").to_dicts(),
         **({"graph_nodes": nodes_of_graphs(attribution, view.captures).to_dicts()} if view.captures else {}),
         **{name: _whole(summary, tree(attribution, view.top)).to_dicts() for name, tree in trees.items()},
     }
-
-
-def _queue_as_json(queue: Queue) -> dict[str, Any]:
-    names = ("device", "span_ns", "mean", "longest", "empty_share", "wait_ns", "over_time")
-    return {name: getattr(queue, name) for name in names}
 
 
 def _arranged(table: Table, view: View, rows: int | None) -> Table:
@@ -315,8 +313,11 @@ def _graph_nodes(summary: TraceSummary, view: View) -> Table:
     )  # fmt: skip
 
 
-def _tree_table(summary: TraceSummary, head: str, tree: pl.DataFrame) -> Table:
+def _tree_table(
+    head: str, tree: Callable[[Attribution, int | None], pl.DataFrame], summary: TraceSummary, view: View
+) -> Table:
     steps = summary.steps
+    nodes = tree(summary.attribution, view.top or MOST_NODES)
     rows: list[tuple[Cell, ...]] = [
         (
             f"{'. ' * row['depth']}{name_shown(row['name'])}",
@@ -327,20 +328,12 @@ def _tree_table(summary: TraceSummary, head: str, tree: pl.DataFrame) -> Table:
             _each(row["host_ns"], steps),
             _each(row["self_host_ns"], steps),
         )
-        for row in _whole(summary, tree).iter_rows(named=True)
+        for row in _whole(summary, nodes).iter_rows(named=True)
     ]
     return table_of(
         head, ("calls", "g"), ("kernels", "g"), ("device ms", "ms of ns"), ("of it own", "ms of ns"),
         ("host ms", "ms of ns"), ("of it own", "ms of ns"), rows=rows,
     )  # fmt: skip
-
-
-def _operator_tree(summary: TraceSummary, view: View) -> Table:
-    return _tree_table(summary, "operator tree, a step", operator_tree(summary.attribution, view.top or MOST_NODES))
-
-
-def _range_tree(summary: TraceSummary, view: View) -> Table:
-    return _tree_table(summary, "range tree, a step", range_tree(summary.attribution, view.top or MOST_NODES))
 
 
 _DETAILS = (
@@ -352,6 +345,6 @@ _DETAILS = (
     _Detail("operators, a step", False, _operators),
     _Detail("kernel durations, us", False, _kernel_times),
     _Detail("queue", False, _queue_table),
-    _Detail("operator tree, a step", False, _operator_tree),
-    _Detail("range tree, a step", False, _range_tree),
+    _Detail("operator tree, a step", False, partial(_tree_table, "operator tree, a step", operator_tree)),
+    _Detail("range tree, a step", False, partial(_tree_table, "range tree, a step", range_tree)),
 )

@@ -645,7 +645,8 @@ def _architecture(kernel: KernelName) -> str:
         return "written for sm90 (Hopper), whose warp-group Tensor Core instructions (wgmma) no other GPU has"
     if number >= 90:
         return f"written for {built}"
-    fp32 = ": fp32 products on a Hopper are usually taken by kernels written for sm80" if _is_plain_fp32(kernel) else ""
+    plain = kernel.unit == "cuda core" and kernel.input_dtype == "fp32"
+    fp32 = ": fp32 products on a Hopper are usually taken by kernels written for sm80" if plain else ""
     where = f" (sm90, Hopper, say){fp32}" if number == 80 else ""
     return f"written for {built}, used on later GPUs too{where}"
 
@@ -666,10 +667,6 @@ def _types(kernel: KernelName) -> str:
     if kernel.output_dtype:
         text += f", result written as {kernel.output_dtype}"
     return text
-
-
-def _is_plain_fp32(kernel: KernelName) -> bool:
-    return kernel.unit == "cuda core" and kernel.input_dtype == "fp32"
 
 
 _WITHOUT_TF32 = ("sm70", "sm72", "sm75")

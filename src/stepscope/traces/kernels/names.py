@@ -485,14 +485,10 @@ _ELEMENT_DTYPES: tuple[tuple[str, Dtype], ...] = (
 )  # fmt: skip
 
 
-def _element_dtype(text: str) -> Dtype:
-    lower = text.lower()
-    return next(dtype for part, dtype in _ELEMENT_DTYPES if part in lower)
-
-
 def _dtypes(arguments: str) -> list[Dtype]:
     """Floating types among template arguments, each once, in order."""
-    return list(dict.fromkeys(_element_dtype(match) for match in _ELEMENT.findall(arguments[:NAME_LIMIT])))
+    elements = (element.lower() for element in _ELEMENT.findall(arguments[:NAME_LIMIT]))
+    return list(dict.fromkeys(next(dtype for part, dtype in _ELEMENT_DTYPES if part in one) for one in elements))
 
 
 _TRAITS = re.compile(r"[Ff]lash_(?:fwd|bwd)_kernel_traits<(?:\(int\))?(\d+), ?(?:\(int\))?(\d+), ?(?:\(int\))?(\d+)")
@@ -655,7 +651,8 @@ def _told_apart(label: str, names: list[str]) -> dict[str, str]:
     told: dict[str, str] = {}
     for number, (name, each) in enumerate(zip(names, lexemes, strict=True), 1):
         between = " ".join(each[begin : max(begin, len(each) - end)])
-        difference = name_shown(middle_cut(_spaced(between), _LONGEST_DIFFERENCE))
+        spaced = re.sub(r"(?<!,) (?=\W)|(?<=[^\w,]) ", "", between)  # as C++ is written: behind a comma alone
+        difference = name_shown(middle_cut(spaced, _LONGEST_DIFFERENCE))
         longer = f"{label} <{difference}>" if difference else label
         told[name] = longer if longer not in told.values() and difference else f"{longer} ({number})"
     return told
@@ -664,8 +661,3 @@ def _told_apart(label: str, names: list[str]) -> dict[str, str]:
 def _shared(rows: list[list[str]]) -> int:
     """How many lexemes from the front all rows share."""
     return next((i for i, column in enumerate(zip(*rows, strict=False)) if len(set(column)) > 1), min(map(len, rows)))
-
-
-def _spaced(text: str) -> str:
-    """Lexemes as C++ writes them: a space behind a comma alone."""
-    return re.sub(r"(?<!,) (?=\W)|(?<=[^\w,]) ", "", text)

@@ -45,12 +45,6 @@ _GUESSES = 3
 _TAIL_BYTES = 1 << 18
 
 
-def is_gzip(path: Path) -> bool:
-    """Whether the file begins as gzip does."""
-    with path.open("rb") as file:
-        return file.read(2) == b"\x1f\x8b"
-
-
 def is_bomb(packed_bytes: int, unpacked_bytes: int) -> bool:
     """Whether a file decompresses to more than any capture does."""
     return unpacked_bytes > _SUSPICIOUS_BYTES and unpacked_bytes > _SUSPICIOUS_RATIO * packed_bytes
@@ -77,7 +71,9 @@ class _Stream:
         self.path = path
         self._mended = mended
         self._size = path.stat().st_size
-        self._source = gzip.GzipFile(fileobj=file) if is_gzip(path) else file
+        packed = file.read(2) == b"\x1f\x8b"
+        file.seek(0)
+        self._source = gzip.GzipFile(fileobj=file) if packed else file
         self.position = 0
         self.ended = False
 

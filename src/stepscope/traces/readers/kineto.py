@@ -436,7 +436,8 @@ class _Reader:
         start, _ = self._times(told, "collectives")
         whole = ("correlation", "group_size", "elements_in", "elements_out")
         texts = {
-            name: [_word(getattr(given, name)) for given in arguments] for name in ("collective", "group", "dtype")
+            name: [bytes(getattr(given, name)).decode("utf-8", "replace").strip('"') for given in arguments]
+            for name in ("collective", "group", "dtype")
         }
         self._parts["collectives"].append(
             pl.DataFrame(
@@ -666,11 +667,6 @@ def _readable(text: object) -> str:
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
     return str(text).encode("utf-8", "replace").decode()
-
-
-def _word(raw: msgspec.Raw) -> str:
-    """A text without its quotes."""
-    return bytes(raw).decode("utf-8", "replace").strip('"')
 
 
 def _rank(fields: dict[str, Any]) -> tuple[int | None, int | None]:
