@@ -52,8 +52,9 @@ def _findings(base: Run, other: Run, setting: str) -> Iterator[Finding]:
     change = (after - before) / before
     reserves = f"reserves {format_bytes(after)} at the peak, without it {format_bytes(before)}"
     ratio = other.samples[STEP].speedup_over(base.samples[STEP])
-    told = ratio is not None and not ratio.undecided
-    time = f"it runs {times_as_fast(ratio, '.3f', '[]')}" if told else "whether its time changes cannot be told"
+    time = "whether its time changes cannot be told"
+    if ratio is not None and not ratio.undecided:
+        time = f"it runs {times_as_fast(ratio, '.3f', '[]')}"
     sentence = f"With {setting} the step {reserves} ({change * 100:+.1f} %); {time}."
     evidence = {"before": before, "after": after, "speed_up": ratio.value if ratio else None}
     unused = before - (peak_bytes(base) or before)

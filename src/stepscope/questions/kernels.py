@@ -13,9 +13,9 @@ from stepscope.core.finding import Finding, note
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.workloads import by_sizes
-from stepscope.questions.compare.comparison import ComparedRun
+from stepscope.questions.compare.comparison import ComparedRun, table_of_rows
 from stepscope.runs.metrics import median_s
-from stepscope.traces.captures.digest import KEPT_ROWS, RoofRow, TraceDigest
+from stepscope.traces.captures.digest import KEPT_ROWS, TraceDigest
 from stepscope.traces.captures.summary import FORWARD_AND_BACKWARD, KernelRow
 from stepscope.traces.kernels.names import kernel_label
 
@@ -151,7 +151,7 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
 
 
 def _times(letter: str, cells: list[CapturedCell]) -> _Part:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     slowed = []
     for cell in cells:
         traced = cell.capture.samples if cell.capture else {}
@@ -162,24 +162,21 @@ def _times(letter: str, cells: list[CapturedCell]) -> _Part:
                 continue
             sample, plain_s = traced.get(name), median_s(cell.run, name)
             rows.append(
-                (
-                    cell.cell,
-                    name,
-                    milliseconds(kernels_ns * _NS),
-                    milliseconds(sample.mean_s) if sample else None,
-                    milliseconds(sample.stdev_s) if sample else None,
-                    milliseconds(plain_s),
-                    digits(cell.slowed) if name == STEP else None,
-                    doubts,
-                )
+                {
+                    "cell": cell.cell,
+                    "phase": name,
+                    "kernels ms": milliseconds(kernels_ns * _NS),
+                    "profiled ms": milliseconds(sample.mean_s) if sample else None,
+                    "± ms": milliseconds(sample.stdev_s) if sample else None,
+                    "unprofiled ms": milliseconds(plain_s),
+                    "slowed, times": digits(cell.slowed) if name == STEP else None,
+                    "findings": doubts,
+                }
             )
         if cell.slowed:
             slowed.append((cell.slowed, cell.cell))
-    heads = ("kernels ms", "profiled ms", "± ms", "unprofiled ms", "slowed, times", "findings")
-    table = known_columns(
-        f"({letter}) Device time by phase, beside the measurements with and without the profiler",
-        ("cell", "phase", *heads), rows,
-    )  # fmt: skip
+    title = f"({letter}) Device time by phase, beside the measurements with and without the profiler"
+    table = table_of_rows(title, rows, known=True)
     return _with_range(table, slowed, "profiler-slows", "Under the profiler a step takes", "without it")
 
 
@@ -206,10 +203,8 @@ def _longest(letter: str, cells: list[CapturedCell]) -> _Part:
                 counted += 1
                 right += phase.product_kernels == expected
             rows.append((cell.cell, name, *_kernel(row), count(phase.product_kernels) if phase else None, expected))
-    table = known_columns(
-        f"({letter}) The kernel that takes longest in each phase",
-        ("cell", "phase", "kernel", "calls a step", "ms a step", "share %", "matrix products", "expected"), rows,
-    )  # fmt: skip
+    heads = ("cell", "phase", "kernel", "calls a step", "ms a step", "share %", "matrix products", "expected")
+    table = known_columns(f"({letter}) The kernel that takes longest in each phase", heads, rows)
     if not counted:
         return _Part(table=table)
     sentence = (
@@ -244,14 +239,8 @@ def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
         alone = inference.get(cell.group)
         phases = [cell.tables.phase(name) for name in (FORWARD, BACKWARD)]
         falls += phases[0] is not None and cell.tables.gemm_fraction < phases[0].gemm_fraction
-        rows.append(
-            (
-                cell.cell,
-                percent(alone.tables.gemm_fraction) if alone else None,
-                *(percent(phase.gemm_fraction) if phase else None for phase in phases),
-                percent(cell.tables.gemm_fraction),
-            )
-        )
+        shares = (percent(each.gemm_fraction) if each else None for each in (alone and alone.tables, *phases))
+        rows.append((cell.cell, *shares, percent(cell.tables.gemm_fraction)))
     shown = {cell.group for cell in training}
     rows += [
         (cell.cell, percent(cell.tables.gemm_fraction), None, None, None) for cell in cells if cell.group not in shown
@@ -263,7 +252,9 @@ def _fractions(letter: str, cells: list[CapturedCell]) -> _Part:
     panels = _over_lengths("share of matrix multiplication, %", cells, lambda cell: percent(cell.tables.gemm_fraction))
     if not training:
         return _Part(table=table, panels=panels)
-    why = ": the optimizer multiplies no matrices" if falls and _optimizer_without_products(cells) else ""
+    optimizers = [phase for cell in training if (phase := cell.tables.phase(OPTIMIZER))]
+    no_products = bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
+    why = ": the optimizer multiplies no matrices" if falls and no_products else ""
     sentence = (
         f"Over a whole training step the share is lower than in forward alone in {falls} of {len(training)} cells{why}."
     )
@@ -275,25 +266,17 @@ def _over_lengths(
     y_title: str, cells: list[CapturedCell], figure: Callable[[CapturedCell], float | None]
 ) -> tuple[Panel, ...]:
     """A panel of one figure over the sequence length, a line for each cell that differs in more; none without two."""
-    points = tuple(
-        Point(
-            line="-".join(cell.run.workload.words("seq_len")), x=seq_len, y=y,
-            doubted=bool(doubting_kinds(cell.run)),
-        )
-        for cell in cells
-        if (y := figure(cell)) is not None and (seq_len := cell.run.workload.seq_len)
-    )  # fmt: skip
-    panel = Panel(x_title="sequence length", y_title=y_title, points=points, x_log=True)
+    points: list[Point] = []
+    for cell in cells:
+        y, seq_len, line = figure(cell), cell.run.workload.seq_len, "-".join(cell.run.workload.words("seq_len"))
+        if y is not None and seq_len:
+            points.append(Point(line=line, x=seq_len, y=y, doubted=bool(doubting_kinds(cell.run))))
+    panel = Panel(x_title="sequence length", y_title=y_title, points=tuple(points), x_log=True)
     return (panel,) if len({point.x for point in points}) > 1 else ()
 
 
-def _optimizer_without_products(cells: list[CapturedCell]) -> bool:
-    optimizers = [phase for cell in cells if cell.trains and (phase := cell.tables.phase(OPTIMIZER))]
-    return bool(optimizers) and not any(phase.gemm_ns for phase in optimizers)
-
-
 def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     costs: dict[int, float] = {}
     for i, cell in enumerate(cells):
         if len(cell.tables.attention) != 4:
@@ -305,22 +288,24 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
         flop_ratio = products / softmax.flops if products and softmax.flops else None
         if flop_ratio and time_ratio:
             costs[i] = flop_ratio / time_ratio
+        layers = cell.run.workload.layers
         rows.append(
-            (
-                cell.cell,
-                *(milliseconds(row.busy_ns * _NS) for row in (scores, scaling, softmax, output)),
-                digits(softmax.busy_ns * 1e-3 / layers) if (layers := cell.run.workload.layers) else None,
-                digits(products / 1e9) if products else None,
-                digits(softmax.flops / 1e9) if softmax.flops else None,
-                *(digits(ratio) for ratio in (time_ratio, flop_ratio, costs.get(i))),
-            )
+            {
+                "cell": cell.cell,
+                "Q K^T ms": milliseconds(scores.busy_ns * _NS),
+                "scale, mask ms": milliseconds(scaling.busy_ns * _NS),
+                "softmax ms": milliseconds(softmax.busy_ns * _NS),
+                "P V ms": milliseconds(output.busy_ns * _NS),
+                "softmax of a layer µs": digits(softmax.busy_ns * 1e-3 / layers) if layers else None,
+                "products GFLOP": digits(products / 1e9) if products else None,
+                "softmax GFLOP": digits(softmax.flops / 1e9) if softmax.flops else None,
+                "time ratio": digits(time_ratio),
+                "FLOP ratio": digits(flop_ratio),
+                "ratio of ratios": digits(costs.get(i)),
+            }
         )
-    heads = (
-        "Q K^T ms", "scale, mask ms", "softmax ms", "P V ms", "softmax of a layer µs", "products GFLOP",
-        "softmax GFLOP", "time ratio", "FLOP ratio", "ratio of ratios",
-    )  # fmt: skip
     title = f"({letter}) Softmax beside the two products of attention, in forward: both products over softmax"
-    table = known_columns(title, ("cell", *heads), rows)
+    table = table_of_rows(title, rows, known=True)
     if not costs:
         return _Part(table=table)
     least, most = min(costs.values()), max(costs.values())
@@ -356,18 +341,11 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
             ratios.append((ratio, cell.cell))
         shown = [cell.family_ns(family) for family in busiest]
         rest = (cell.kernel_ns(STEP) or 0.0) - sum(shown)
-        rows.append(
-            (
-                cell.cell,
-                digits(ratio),
-                *(milliseconds(ns * _NS) if ns else None for ns in shown),
-                milliseconds(max(rest, 0.0) * _NS),
-            )
-        )
-    table = Table(
-        title=f"({letter}) Backward against forward, and where the device's time goes",
-        columns=("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms"), rows=tuple(rows),
-    )  # fmt: skip
+        times = (milliseconds(ns * _NS) if ns else None for ns in shown)
+        rows.append((cell.cell, digits(ratio), *times, milliseconds(max(rest, 0.0) * _NS)))
+    title = f"({letter}) Backward against forward, and where the device's time goes"
+    columns = ("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms")
+    table = Table(title=title, columns=columns, rows=tuple(rows))
     base = f"forward{', for twice the matrix products' if _twice_the_products(cells) else ''}"
     return _with_range(table, ratios, "backward-forward", "In kernel time backward takes", base)
 
@@ -390,7 +368,9 @@ def _roofs(letter: str, cells: list[CapturedCell]) -> _Part:
         roofs = {roof.family: roof for roof in cell.tables.roofs if roof.over_bound is not None}
         if not any(family in roofs for family in busiest):
             continue
-        rows.append((cell.cell, *(_over_bound(roofs.get(family)) for family in busiest)))
+        words = {name: (roof.verdict or "mixed").removesuffix("-bound") for name, roof in roofs.items()}
+        bounds = [f"{roofs[name].over_bound:.2f} {words[name]}" if name in roofs else None for name in busiest]
+        rows.append((cell.cell, *bounds))
         for family in (family for family in busiest if family in roofs):
             verdict = roofs[family].verdict or "mixed"
             counts = verdicts.setdefault(family, {})
@@ -409,12 +389,8 @@ def _roofs(letter: str, cells: list[CapturedCell]) -> _Part:
     return _Part(table=known_columns(title, ("cell, times the bound", *busiest), rows), findings=tuple(findings))
 
 
-def _over_bound(roof: RoofRow | None) -> str | None:
-    return f"{roof.over_bound:.2f} {(roof.verdict or 'mixed').removesuffix('-bound')}" if roof else None
-
-
 def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     times, points = [], []
     for cell in cells:
         for phase in cell.tables.phases if cell.other else ():
@@ -423,18 +399,22 @@ def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
                 continue
             times.append(twin.busy_ns / phase.busy_ns - 1)
             points.append((twin.gemm_fraction - phase.gemm_fraction) * 100)
-            both = (milliseconds(each.busy_ns * _NS) for each in (phase, twin))
-            shares = (percent(each.gemm_fraction) for each in (phase, twin))
-            counts = (count(each.kernels) for each in (phase, twin))
-            ends = (round(times[-1] * 100, 2), *shares, round(points[-1], 2))
-            rows.append((cell.cell, phase.phase, *counts, *both, *ends))
+            rows.append(
+                {
+                    "cell": cell.cell,
+                    "phase": phase.phase,
+                    "kernels": count(phase.kernels),
+                    "other kernels": count(twin.kernels),
+                    "ms": milliseconds(phase.busy_ns * _NS),
+                    "other ms": milliseconds(twin.busy_ns * _NS),
+                    "differ %": round(times[-1] * 100, 2),
+                    "matrix share %": percent(phase.gemm_fraction),
+                    "other matrix share %": percent(twin.gemm_fraction),
+                    "points": round(points[-1], 2),
+                }
+            )
     first = cells[0].tables.profiler if cells else ""
-    heads = (
-        "kernels", "other kernels", "ms", "other ms", "differ %", "matrix share %", "other matrix share %", "points",
-    )  # fmt: skip
-    table = Table(
-        title=f"({letter}) The same cell by the other profiler", columns=("cell", "phase", *heads), rows=tuple(rows)
-    )
+    table = table_of_rows(f"({letter}) The same cell by the other profiler", rows)
     if not times:
         return _Part(table=table)
     apart, share = max(map(abs, times)) * 100, max(map(abs, points))
@@ -447,16 +427,13 @@ def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
 
 def _doubts(cells: list[CapturedCell]) -> list[Finding]:
     """What the captures' own findings say to take care with, each with its cell."""
-    return [
-        Finding(
-            kind=finding.kind, severity=finding.severity, evidence=finding.evidence, remedy=finding.remedy,
-            sentence=f"{cell.cell}: {finding.severity} {finding.kind}: {finding.sentence}"
-            + (f" Remedy: {finding.remedy}." if finding.remedy else ""),
-        )
-        for cell in cells
-        for finding in cell.tables.findings
-        if finding.severity != "note"
-    ]  # fmt: skip
+    doubts: list[Finding] = []
+    for cell in cells:
+        for finding in (finding for finding in cell.tables.findings if finding.severity != "note"):
+            remedy = f" Remedy: {finding.remedy}." if finding.remedy else ""
+            sentence = f"{cell.cell}: {finding.severity} {finding.kind}: {finding.sentence}{remedy}"
+            doubts.append(msgspec.structs.replace(finding, sentence=sentence))
+    return doubts
 
 
 QUESTIONS: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {

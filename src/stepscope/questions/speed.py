@@ -8,7 +8,15 @@ from typing import Any
 
 from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError, choose
-from stepscope.core.figures import digits, doubting_kinds, gibibytes, milliseconds, percent, times_within, within_ms
+from stepscope.core.figures import (
+    digits,
+    doubting_kinds,
+    gibibytes,
+    median_within_ms,
+    milliseconds,
+    percent,
+    times_within,
+)
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
@@ -29,7 +37,9 @@ from stepscope.questions.compare.comparison import (
     over_sizes,
     replaced_runs,
     speed_ups_of,
+    table_of_rows,
     unlike_environments,
+    within,
 )
 from stepscope.runs.metrics import launch_bound_share, median_s, memory_of
 
@@ -458,18 +468,21 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
 
 
 def _times(study: SpeedStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for cell in study.cells:
         pair = study.pair_of(cell)
-        medians = (milliseconds(median_s(cell.run, phase)) for phase in (FORWARD, BACKWARD, "forward-backward"))
-        speed_up = times_within(pair.speed_up if pair else None)
-        doubts = ", ".join(doubting_kinds(cell.run))
-        rows.append((cell.name, cell.value, *medians, *within_ms(cell.samples(cell.PART)), *speed_up, doubts))
-    heads = (
-        "forward ms", "backward ms", "both ms", "both from", "both to", "speed-up", "speed-up from", "speed-up to",
-        "findings",
-    )  # fmt: skip
-    return Table(title=TIMES, columns=("cell", "dtype", *heads), rows=tuple(rows))
+        rows.append(
+            {
+                "cell": cell.name,
+                "dtype": cell.value,
+                "forward ms": milliseconds(median_s(cell.run, FORWARD)),
+                "backward ms": milliseconds(median_s(cell.run, BACKWARD)),
+                **within("both ms", "both", median_within_ms(cell.samples(cell.PART))),
+                **within("speed-up", "speed-up", times_within(pair.speed_up if pair else None)),
+                "findings": ", ".join(doubting_kinds(cell.run)),
+            }
+        )
+    return table_of_rows(TIMES, rows)
 
 
 def _memory(study: SpeedStudy) -> Table:
@@ -488,35 +501,49 @@ def _memory(study: SpeedStudy) -> Table:
 
 
 def _parts(study: SpeedStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for cell in study.cells:
         parts = cell.parts
         if parts is None:
             continue
-        times = map(milliseconds, (parts.products_s, parts.rest_s, parts.casts_s, parts.between_s))
         between = parts.between_s / parts.total_s if parts.between_s is not None else None
-        shares = (percent(parts.product_share), percent(between))
-        rows.append((cell.name, cell.value, round(parts.kernels), *times, *shares))
-    heads = (
-        "kernels", "products ms", "other kernels ms", "of them copies, casts ms", "no kernel ms",
-        "products % of kernel time", "no kernel %",
-    )  # fmt: skip
-    return Table(title=PARTS, columns=("cell", "dtype", *heads), rows=tuple(rows))
+        rows.append(
+            {
+                "cell": cell.name,
+                "dtype": cell.value,
+                "kernels": round(parts.kernels),
+                "products ms": milliseconds(parts.products_s),
+                "other kernels ms": milliseconds(parts.rest_s),
+                "of them copies, casts ms": milliseconds(parts.casts_s),
+                "no kernel ms": milliseconds(parts.between_s),
+                "products % of kernel time": percent(parts.product_share),
+                "no kernel %": percent(between),
+            }
+        )
+    return table_of_rows(PARTS, rows)
 
 
 def _law(study: SpeedStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for pair in study.pairs:
         if (law := pair.amdahl) is not None:
-            faster = (percent(law.product_share), digits(law.products), digits(law.rest))
-            won = map(milliseconds, (law.products_gain_s, law.rest_gain_s, law.between_gain_s))
-            whole = map(digits, (law.kernels, law.whole, pair.speed_up.value, law.limit))
-            rows.append((pair.other.name, pair.other.value, *faster, *won, *whole))
-    heads = (
-        "fp32 in products %", "products x", "others x", "won in products ms", "in others ms", "where no kernel ran ms",
-        "kernels x", "by the parts x", "measured x", "limit x",
-    )  # fmt: skip
-    return Table(title=LAW, columns=("cell", "dtype", *heads), rows=tuple(rows))
+            rows.append(
+                {
+                    "cell": pair.other.name,
+                    "dtype": pair.other.value,
+                    "fp32 in products %": percent(law.product_share),
+                    "products x": digits(law.products),
+                    "others x": digits(law.rest),
+                    "won in products ms": milliseconds(law.products_gain_s),
+                    "in others ms": milliseconds(law.rest_gain_s),
+                    "where no kernel ran ms": milliseconds(law.between_gain_s),
+                    "kernels x": digits(law.kernels),
+                    "by the parts x": digits(law.whole),
+                    "measured x": digits(pair.speed_up.value),
+                    "limit x": digits(law.limit),
+                }
+            )
+    return table_of_rows(LAW, rows)
 
 
 def _panels(study: SpeedStudy) -> tuple[Panel, ...]:

@@ -319,6 +319,19 @@ def compared_answer(comparison: Comparison[Any, Any], base: ComparedRun, **parts
     return measured_answer(base.run.environment, date=date, intervals=comparison.intervals, **parts)
 
 
+def table_of_rows(title: str, rows: Iterable[Mapping[str, Cell]], *, known: bool = False) -> Table:
+    """A table from its rows, each a map of heads to cells. known: without columns that hold nothing."""
+    maps = list(rows)
+    heads = list(dict.fromkeys(head for row in maps for head in row))
+    heads = [head for head in heads if not known or any(row.get(head) is not None for row in maps)]
+    return Table(title=title, columns=tuple(heads), rows=tuple(tuple(row.get(head) for head in heads) for row in maps))
+
+
+def within(head: str, low_head: str, figures: Sequence[Cell]) -> dict[str, Cell]:
+    """A figure and the ends of its interval under their heads: `low_head from` and `low_head to`."""
+    return dict(zip((head, f"{low_head} from".strip(), f"{low_head} to".strip()), figures, strict=True))
+
+
 def times_as_fast(ratio: Ratio, form: str = ".3g", brackets: str = "()") -> str:
     """How many times as fast, with the interval: `1.23 (1.2 to 1.26) times as fast`."""
     within = ""

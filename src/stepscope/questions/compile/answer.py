@@ -44,7 +44,9 @@ from stepscope.questions.compare.comparison import (
     over_sizes,
     replaced_runs,
     speed_ups_of,
+    table_of_rows,
     unlike_environments,
+    within,
 )
 from stepscope.runs.checks.computation import compile_fallback, compile_not_used
 from stepscope.runs.metrics import median_s, memory_of
@@ -277,6 +279,12 @@ def _spent_s(samples: Samples, steps: int) -> float:
 class CompilePair(Pair[CompileCell]):
     """A compiled step, and the same eager."""
 
+    @property
+    def is_noise(self) -> bool:
+        """Whether the step changes by no more than its optimizer does, which is the same code in both."""
+        optimizer_s, step_s = self.won_s(OPTIMIZER), self.won_s(STEP)
+        return optimizer_s is not None and step_s is not None and 0 < abs(step_s) <= abs(optimizer_s)
+
     @cached_property
     def payback(self) -> Payback | None:
         base, other = self.base.samples(STEP), self.other.samples(STEP)
@@ -349,11 +357,8 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         priced = " --prices says what each costs." if pair.other.run.workload.factory else ""
         sentence = f"{pair.label}: {fault.sentence}{more}{eager}{priced}"
         yield Finding(kind=fault.kind, severity=fault.severity, sentence=sentence, evidence=fault.evidence)
-    reported = [
-        (pair, report)
-        for pair in study.pairs
-        if (report := pair.other.run.evidence.compilation) and not pair.other.fault
-    ]  # fmt: skip
+    reports = [(pair, pair.other.run.evidence.compilation) for pair in study.pairs if not pair.other.fault]
+    reported = [(pair, report) for pair, report in reports if report]
     if reported:
         frames = sum(report.frames_compiled for _, report in reported)
         yield note(
@@ -391,10 +396,10 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             f"compile {mode} against eager ({shape}), speed-up of the step: {speed_ups}.",
             {pair.other.model: pair.speed_up.value for pair in pairs},
         )
-    bound = [pair for pair in study.pairs if _optimizer_share(pair)]
-    if bound:
-        most = max(bound, key=lambda pair: _optimizer_share(pair) or 0.0)
-        share, before = _optimizer_share(most) or 0.0, (median_s(most.base.run, OPTIMIZER) or 0.0)
+    shares = {pair: (median_s(pair.other.run, OPTIMIZER) or 0.0) / pair.other.time_s for pair in study.pairs}
+    most = max(shares, key=lambda pair: shares[pair])
+    if shares[most]:
+        share, before = shares[most], (median_s(most.base.run, OPTIMIZER) or 0.0)
         yield note(
             "optimizer-eager",
             f"The optimizer is not compiled: in {most.label} it takes {format_share(share)} of the step, eagerly "
@@ -403,14 +408,14 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
         )
     yield from _process_noise(study)
     for pair in study.pairs:
-        if pair.slower and not _is_noise(pair):
+        if pair.slower and not pair.is_noise:
             yield warning(
                 "slower",
                 f"Compiling does not pay for {pair.label}: a step takes {format_seconds(pair.other.time_s)}, "
                 f"eagerly {format_seconds(pair.base.time_s)}.",
                 {"speed_up": pair.speed_up.value},
             )
-    noise = [pair.label for pair in study.pairs if _is_noise(pair)]
+    noise = [pair.label for pair in study.pairs if pair.is_noise]
     if noise:
         yield warning(
             "no-more-than-noise",
@@ -434,12 +439,6 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             "speed-up holds 1.",
             speed_ups_of(level),
         )
-
-
-def _is_noise(pair: CompilePair) -> bool:
-    """Whether the step changes by no more than its optimizer does, which is the same code in both."""
-    optimizer_s, step_s = pair.won_s(OPTIMIZER), pair.won_s(STEP)
-    return optimizer_s is not None and step_s is not None and 0 < abs(step_s) <= abs(optimizer_s)
 
 
 def _by_phase(pair: CompilePair) -> str:
@@ -471,29 +470,23 @@ def _process_noise(study: CompileStudy) -> Iterator[Finding]:
         )
 
 
-def _optimizer_share(pair: CompilePair) -> float | None:
-    optimizer_s = median_s(pair.other.run, OPTIMIZER)
-    return optimizer_s / pair.other.time_s if optimizer_s else None
-
-
 def _cost_findings(study: CompileStudy) -> Iterator[Finding]:
-    certain = [pair for pair in study.pairs if not _is_noise(pair)]
+    certain = [pair for pair in study.pairs if not pair.is_noise]
     paid = [(pair, pair.payback) for pair in certain if pair.payback and pair.payback.steps is not None]
     paid.sort(key=lambda both: both[1].steps or 0)
     for pair, payback in dict.fromkeys([*paid[:1], *paid[-1:]]):
+        most = "no end known" if payback.most is None else f"{payback.most:,}"
+        bounds = "" if payback.least is None else f" ({payback.least:,} to {most})"
         yield note(
             "paid-after",
             f"{pair.label}: compiling costs {format_seconds(payback.extra_s)} and wins "
             f"{format_seconds(payback.won_s)} a step, so it is paid for after {payback.steps:,} steps"
-            f"{_range(payback)}, {format_seconds((payback.steps or 0) * pair.base.time_s)} of eager ones.",
+            f"{bounds}, {format_seconds((payback.steps or 0) * pair.base.time_s)} of eager ones.",
             {"extra_s": payback.extra_s, "won_s": payback.won_s, "steps": payback.steps},
         )
     never = [pair.label for pair in certain if pair.payback and pair.payback.steps is None]
     if never:
-        yield warning(
-            "never-paid",
-            f"Compiling is never paid for in {listed(never)}: no step is faster.",
-        )
+        yield warning("never-paid", f"Compiling is never paid for in {listed(never)}: no step is faster.")
     reports = [(pair, report) for pair in study.pairs if (report := pair.other.run.evidence.compilation)]
     cached = [pair.label for pair, report in reports if report.cached_graphs]
     if cached:
@@ -510,13 +503,6 @@ def _cost_findings(study: CompileStudy) -> Iterator[Finding]:
             "runs: their cost is that of a first start only if the caches were cold.",
             {"cells": uncounted},
         )
-
-
-def _range(payback: Payback) -> str:
-    if payback.least is None:
-        return ""
-    most = "no end known" if payback.most is None else f"{payback.most:,}"
-    return f" ({payback.least:,} to {most})"
 
 
 def _kernel_findings(study: CompileStudy) -> Iterator[Finding]:
@@ -559,9 +545,8 @@ def _fused(pair: CompilePair, kernels: Kernels) -> Finding:
 
 
 def _gains(pair: CompilePair, kernels: Kernels) -> Finding:
-    fusions_s = kernels.won_s((*FUSABLE, GENERATED))
     parts = [
-        (fusions_s, "by fusion"),
+        (kernels.won_s((*FUSABLE, GENERATED)), "by fusion"),
         (kernels.won_s([PRODUCTS]), "in products"),
         (kernels.won_s([ATTENTION]), "in fused attention"),
         (kernels.won_s([OPTIMIZER_KERNELS]), "in the optimizer"),
@@ -572,9 +557,7 @@ def _gains(pair: CompilePair, kernels: Kernels) -> Finding:
     words = ", ".join(f"{'' if won_s >= 0 else '-'}{format_seconds(abs(won_s))} {where}" for won_s, where in named)
     return note(
         "gain",
-        f"{pair.label}: a step wins {format_seconds(total_s)}: {words}."
-        if total_s > 0
-        else f"{pair.label}: a step loses {format_seconds(-total_s)}: {words}.",
+        f"{pair.label}: a step {'wins' if total_s > 0 else 'loses'} {format_seconds(abs(total_s))}: {words}.",
         {f"won_{where.replace(' ', '_')}_s": won_s for won_s, where in parts},
     )
 
@@ -711,93 +694,72 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
 
 
 def _times(study: CompileStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for pair in study.pairs:
+        kinds = dict.fromkeys(doubting_kinds(pair.base.run, pair.other.run))
+        if pair.other.fault:
+            kinds[pair.other.fault.kind] = None
         for part in PARTS:
             base, other, ratio = pair.base.samples(part), pair.other.samples(part), pair.ratio(part)
-            if base is None or other is None or ratio is None:
-                continue
-            rows.append(
-                (
-                    pair.other.name,
-                    pair.other.value,
-                    part,
-                    *median_within_ms(base),
-                    *median_within_ms(other),
-                    *times_within(ratio),
-                    _doubts(pair) if part == STEP else "",
+            if base is not None and other is not None and ratio is not None:
+                rows.append(
+                    {
+                        **_cell(pair.other),
+                        "phase": part,
+                        **within("eager ms", "eager", median_within_ms(base)),
+                        **within("compiled ms", "compiled", median_within_ms(other)),
+                        **within("speed-up", "speed-up", times_within(ratio)),
+                        "findings": ", ".join(kinds) if part == STEP else "",
+                    }
                 )
-            )
-    heads = (
-        "eager ms", "eager from", "eager to", "compiled ms", "compiled from", "compiled to", "speed-up",
-        "speed-up from", "speed-up to", "findings",
-    )  # fmt: skip
-    return Table(title=TIMES, columns=("cell", "compile", "phase", *heads), rows=tuple(rows))
+    return table_of_rows(TIMES, rows)
 
 
-def _doubts(pair: CompilePair) -> str:
-    kinds = doubting_kinds(pair.base.run, pair.other.run)
-    return ", ".join(dict.fromkeys([*kinds, *([pair.other.fault.kind] if pair.other.fault else [])]))
+def _cell(cell: CompileCell) -> dict[str, Cell]:
+    return {"cell": cell.name, "compile": cell.value}
 
 
 def _cost(study: CompileStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for pair in study.pairs:
         paid, report = pair.payback, pair.other.run.evidence.compilation
-        spent_s = _spent_until_even(pair)
         rows.append(
-            (
-                pair.other.name,
-                pair.other.value,
-                digits(pair.base.first_step_s),
-                digits(pair.other.first_step_s),
-                digits(report.compile_s) if report else None,
-                digits(paid.extra_s) if paid else None,
-                milliseconds(paid.won_s) if paid else None,
-                paid.steps if paid else None,
-                paid.least if paid else None,
-                paid.most if paid else None,
-                digits(spent_s),
-            )
+            {
+                **_cell(pair.other),
+                "eager first step s": digits(pair.base.first_step_s),
+                "compiled first step s": digits(pair.other.first_step_s),
+                "of it dynamo's s": digits(report.compile_s) if report else None,
+                "costs s": digits(paid.extra_s) if paid else None,
+                "a step wins ms": milliseconds(paid.won_s) if paid else None,
+                "paid after steps": paid.steps if paid else None,
+                "steps from": paid.least if paid else None,
+                "steps to": paid.most if paid else None,
+                "of eager steps s": digits(paid.steps * pair.base.time_s) if paid and paid.steps is not None else None,
+            }
         )
-    heads = (
-        "eager first step s", "compiled first step s", "of it dynamo's s", "costs s", "a step wins ms",
-        "paid after steps", "steps from", "steps to", "of eager steps s",
-    )  # fmt: skip
-    return Table(title=COST, columns=("cell", "compile", *heads), rows=tuple(rows))
-
-
-def _spent_until_even(pair: CompilePair) -> float | None:
-    paid = pair.payback
-    return paid.steps * pair.base.time_s if paid and paid.steps is not None else None
+    return table_of_rows(COST, rows)
 
 
 def _report(study: CompileStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for cell in (pair.other for pair in study.pairs):
         report, generated = cell.run.evidence.compilation, cell.generated if cell.on_gpu else None
-        counted: tuple[Cell, ...] = (None,) * 6
-        reasons: tuple[str, ...] = ()
-        if report is not None:
-            frames = f"{report.frames_compiled} of {report.frames_total}"
-            numbers = (report.graphs, report.graph_breaks, report.recompiles)
-            counted = (frames, *numbers, report.limit_hit, report.cached_graphs)
-            reasons = (*report.graph_break_reasons, *report.recompile_reasons)
+        reasons = (*report.graph_break_reasons, *report.recompile_reasons) if report else ()
         rows.append(
-            (
-                cell.name,
-                cell.value,
-                cell.ran,
-                *counted,
-                None if generated is None else round(generated),
-                "; ".join(reasons),
-            )
+            {
+                **_cell(cell),
+                "what ran": cell.ran,
+                "frames compiled": f"{report.frames_compiled} of {report.frames_total}" if report else None,
+                "graphs": report.graphs if report else None,
+                "graph breaks": report.graph_breaks if report else None,
+                "recompiles": report.recompiles if report else None,
+                "limit hit": report.limit_hit if report else None,
+                "from caches": report.cached_graphs if report else None,
+                "generated kernels": None if generated is None else round(generated),
+                "reasons": "; ".join(reasons),
+            }
         )
-    heads = (
-        "what ran", "frames compiled", "graphs", "graph breaks", "recompiles", "limit hit", "from caches",
-        "generated kernels", "reasons",
-    )  # fmt: skip
-    return Table(title=REPORT, columns=("cell", "compile", *heads), rows=tuple(rows))
+    return table_of_rows(REPORT, rows)
 
 
 def _kernels(study: CompileStudy) -> Table:
@@ -830,12 +792,9 @@ def _memory(study: CompileStudy) -> Table:
 
 
 def _missing(study: CompileStudy) -> Table:
-    alone = [(cell.name, cell.value, f"no {_counterpart(cell)} run beside it") for cell in study.alone]
+    lacking = {cell: "compiled" if cell.is_base else BASELINE for cell in study.alone}
+    alone = [(cell.name, cell.value, f"no {counterpart} run beside it") for cell, counterpart in lacking.items()]
     return missing_cells(MISSING, CompileCell.FIELD, study.unmeasured, alone)
-
-
-def _counterpart(cell: CompileCell) -> str:
-    return "compiled" if cell.is_base else cell.BASELINE
 
 
 def _panels(study: CompileStudy) -> tuple[Panel, ...]:

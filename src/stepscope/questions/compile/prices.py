@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.answer import Answer, Cell, Table, known_columns, measured_answer
+from stepscope.core.answer import Answer, Cell, Table, measured_answer
 from stepscope.core.figures import digits, median_ms, milliseconds, times_within
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.run import Settings
@@ -21,7 +21,7 @@ from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak
 from stepscope.core.units import counted, format_bytes, format_seconds
 from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.user_code import answer_apart, ask_apart
-from stepscope.questions.compare.comparison import times_as_fast
+from stepscope.questions.compare.comparison import table_of_rows, times_as_fast, within
 
 BREAKS, AGAIN, SHAPES = (
     "What each graph break costs a step in which no other could be avoided, the dearest first",
@@ -47,31 +47,28 @@ def answer_prices(prices: CompilePrices) -> Answer:
 
 
 def _breaks(prices: CompilePrices) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for each in prices.ranked:
         slow, fast = each.with_them, each.without
+        peaks = [step.peak_bytes if step else None for step in (slow, fast)]
         rows.append(
-            (
-                ", ".join(dict.fromkeys(one.place for one in each.breaks)),
-                why(each.breaks[0]),
-                each.how or "nothing here",
-                slow.pieces if slow else None,
-                fast.pieces if fast else None,
-                each.saved_bytes,
-                _peak(each),
-                median_ms(slow.samples) if slow else None,
-                median_ms(fast.samples) if fast else None,
-                milliseconds(each.decided_s) if each.decided_s else None,
-                *times_within(speed_up(slow, fast)),
-                median_ms(each.eagerly.samples) if each.eagerly else None,
-                f"not measurable: {each.why_not}" if each.why_not else None,
-            )
+            {
+                "where": ", ".join(dict.fromkeys(one.place for one in each.breaks)),
+                "why": why(each.breaks[0]),
+                "avoided by": each.how or "nothing here",
+                "pieces with it": slow.pieces if slow else None,
+                "without": fast.pieces if fast else None,
+                "saved B more": each.saved_bytes,
+                "peak B more": peaks[0] - peaks[1] if peaks[0] is not None and peaks[1] is not None else None,
+                "ms with it": median_ms(slow.samples) if slow else None,
+                "ms without": median_ms(fast.samples) if fast else None,
+                "costs ms": milliseconds(each.decided_s) if each.decided_s else None,
+                **within("without it, times as fast", "", times_within(speed_up(slow, fast))),
+                "its function eagerly ms": median_ms(each.eagerly.samples) if each.eagerly else None,
+                "price": f"not measurable: {each.why_not}" if each.why_not else None,
+            }
         )
-    heads = (
-        "where", "why", "avoided by", "pieces with it", "without", "saved B more", "peak B more", "ms with it",
-        "ms without", "costs ms", "without it, times as fast", "from", "to", "its function eagerly ms", "price",
-    )  # fmt: skip
-    return known_columns(BREAKS, heads, rows)
+    return table_of_rows(BREAKS, rows, known=True)
 
 
 def _again(prices: CompilePrices) -> Table:
@@ -84,19 +81,24 @@ def _again(prices: CompilePrices) -> Table:
 
 def _variants(prices: CompilePrices) -> Table:
     named = {"as it is": prices.as_it_is, _CLEAN: prices.clean, "dynamic=True": prices.dynamic}
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for name, step in named.items():
         if step is None or (name == _CLEAN and step == prices.as_it_is):
             continue
         ratio = speed_up(prices.as_it_is, step) if step is not prices.as_it_is else None
         rows.append(
-            (
-                name, step.pieces, step.graphs, None if name == _CLEAN else digits(step.compile_s),
-                step.saved_bytes, step.peak_bytes, median_ms(step.samples), *times_within(ratio),
-            )
-        )  # fmt: skip
-    heads = ("pieces", "graphs", "compiling s", "saved B", "peak B", "ms", "times as fast", "from", "to")
-    return known_columns(SHAPES, ("compiled", *heads), rows)
+            {
+                "compiled": name,
+                "pieces": step.pieces,
+                "graphs": step.graphs,
+                "compiling s": None if name == _CLEAN else digits(step.compile_s),
+                "saved B": step.saved_bytes,
+                "peak B": step.peak_bytes,
+                "ms": median_ms(step.samples),
+                **within("times as fast", "", times_within(ratio)),
+            }
+        )
+    return table_of_rows(SHAPES, rows, known=True)
 
 
 def why(one: GraphBreak) -> str:
@@ -111,11 +113,6 @@ def speed_up(slow: CompiledStep | None, fast: CompiledStep | None) -> Ratio | No
     if slow is None or fast is None or slow.samples is None or fast.samples is None:
         return None
     return fast.samples.speedup_over(slow.samples)
-
-
-def _peak(each: PricedBreak) -> int | None:
-    peaks = [step.peak_bytes for step in (each.with_them, each.without) if step is not None]
-    return peaks[0] - peaks[1] if len(peaks) == 2 and peaks[0] is not None and peaks[1] is not None else None
 
 
 def _slowest(recompilations: tuple[Recompilation, ...]) -> list[Recompilation]:
