@@ -99,6 +99,16 @@ def test_the_picture_of_the_rooms_is_made_from_the_imports():
     assert renewed == text
 
 
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_the_files_that_a_page_names_are_there(page: str):
+    root = SOURCE.parents[1]
+    names = set(re.findall(r"`([\w./]+\.py|\w+/[\w/]*)`", (root / page).read_text()))
+    assert len(names) > 20
+    beside = {file.name for file in (*SOURCE.rglob("*.py"), *(root / "tests").rglob("*.py"))}
+    there = {name for name in names if any((place / name).exists() for place in (root, SOURCE, SOURCE.parent))}
+    assert {name for name in names - there if "/" in name or name not in beside} == set()
+
+
 def test_no_files_import_one_another():
     assert circles(files_imported(SOURCE)) == []
 
