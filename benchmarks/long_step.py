@@ -41,7 +41,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.workloads import TextbookWorkload, by_sizes
 
 KIND = "long-step"
 LEARNING_RATE, SPREAD, SEED = 1e-4, 0.02, 1234
@@ -487,18 +487,19 @@ def _described(settings: Mapping[str, Any]) -> str:
 
 
 def _row_of_run(run: Run) -> dict[str, Any]:
-    textbook, step = run.workload, run.samples.get("step")
+    workload, step = run.workload, run.samples.get("step")
+    flops = by_sizes(workload, step_flops)
     median = step.median_s if step else None
     of_ranks = run.shared.ranks if run.shared else ()
     memories = [figures.memory for figures in of_ranks] if of_ranks else [run.evidence.memory]
-    ranks = run.workload.ranks
+    ranks = workload.ranks
     devices = [figures.device_name for figures in of_ranks]
     return {
-        "step": "stepscope, " + " ".join(run.workload.words("batch_size", "seq_len")),
+        "step": "stepscope, " + " ".join(workload.words("batch_size", "seq_len")),
         "devices": devices or ([run.environment.device_name] if run.environment else []),
-        "shape": f"{textbook.batch_size} x {textbook.seq_len}" if textbook else "",
+        "shape": f"{workload.batch_size} x {workload.seq_len}" if flops else "",
         "samples_s": list(step.values_s) if step else [],
-        "tflops": step_flops(textbook) / ranks / median / 1e12 if textbook and median else None,
+        "tflops": flops / ranks / median / 1e12 if flops and median else None,
         "peaks": [memory.allocated_peak for memory in memories if memory and memory.allocated_peak],
         "fault": run.failure.message if run.failure else (None if median else f"its run is {run.status}"),
     }
