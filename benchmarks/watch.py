@@ -37,7 +37,7 @@ from stepscope.core.samples import Samples
 from stepscope.core.units import format_count, format_seconds
 from stepscope.recording.device import resolve_device, timing_device
 from stepscope.recording.environment import read_environment
-from stepscope.recording.watch.loop import Found
+from stepscope.recording.watch.loop import LoopStep
 from stepscope.recording.watch.stopwatch import Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, Watch
 from stored import bounds_of, keep, ratios_of
@@ -187,7 +187,7 @@ class Reporting:
         self._device, self._steps = device, steps
         self.stopwatch = Stopwatch(marks_for(device, 0))
 
-    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
         # The stage begins with the second step, and ends after those that are timed, which reading them would delay.
         end = first_step + UNTIMED + self._steps
         return [TimedSteps(self.stopwatch, Settings(steps_floor=1), between=(first_step, end))]

@@ -126,8 +126,8 @@ class _Parameters:
         base = torch.empty(32, dtype=torch.uint8)
         described = object.__new__(of.kind)
         described.__dict__.update(of.same, base=base[-base.data_ptr() % 16 :])
-        made = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg(described, metadata)[0]
-        self.descriptors.append((self._add(ctypes.string_at(id(made) + _MAP_BYTES, _MAP_BYTES)), of.tensor, 0))
+        packed = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg(described, metadata)[0]
+        self.descriptors.append((self._add(ctypes.string_at(id(packed) + _MAP_BYTES, _MAP_BYTES)), of.tensor, 0))
         for size in of.same["shape"]:
             self.number("i", size)
         for stride in of.same["strides"]:
@@ -156,18 +156,18 @@ class Operation:
 
     def key(self, inputs: Sequence[Tensor], options: Sequence[int]) -> bytes:
         """What the launches of a call depend on."""
-        found = extension()
-        assert found is not None  # nobody asks without it
-        return found.key(self.number, inputs, options)
+        library = extension()
+        assert library is not None  # nobody asks without it
+        return library.key(self.number, inputs, options)
 
     def call(self, inputs: Sequence[Tensor], options: Sequence[int]) -> list[Tensor] | None:
         """The outputs of a call whose launches are known; None of any other."""
-        found = extension()
-        if found is None or launches_watched():
+        library = extension()
+        if library is None or launches_watched():
             return None
         device = inputs[0].device
         stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-        return found.call(self.number, inputs, options, stream)
+        return library.call(self.number, inputs, options, stream)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +199,9 @@ def teach(
     by_python: makes the gradients, of the outputs' gradients and the saved tensors, where the launches do not hold.
     any_order: whether backward adds its sums up in any order: they do not hold where PyTorch must be deterministic.
     """
-    found = extension()
-    if found is not None:
-        full = found.learn(
+    library = extension()
+    if library is not None:
+        full = library.learn(
             forward.key,
             {
                 "name": forward.operation.name, "any_order": any_order, "inputs": forward.inputs,
@@ -220,9 +220,9 @@ def _as_dict(ran: Pass) -> dict[str, Any]:
 def forget() -> None:
     """Forget all that was learnt, as when other configurations are chosen."""
     _tries.clear()
-    found = extension()
-    if found is not None:
-        found.forget()
+    library = extension()
+    if library is not None:
+        library.forget()
 
 
 def layout_of(tensor: Tensor) -> Layout:
@@ -302,9 +302,9 @@ class Watched:
         tensors = list(enumerate([*self._given, *self._mode.made]))
         at = tensor.data_ptr()
         spans = [(number, each.data_ptr(), _extent(each)) for number, each in tensors if each.numel()]
-        found = [(number, start) for number, start, _ in spans if at == start]
-        found = found or [(number, start) for number, start, size in spans if start < at < start + size]
-        return Place(found[0][0], at - found[0][1]) if len(found) == 1 else None
+        places = [(number, start) for number, start, _ in spans if at == start]
+        places = places or [(number, start) for number, start, size in spans if start < at < start + size]
+        return Place(places[0][0], at - places[0][1]) if len(places) == 1 else None
 
     def ran(self, results: Sequence[Tensor | None]) -> Pass | None:
         """The pass; None where it cannot be launched by what was seen."""
@@ -312,21 +312,21 @@ class Watched:
         if self._mode.other or any(each.device != there for each in self._mode.made) or not _aligned(self._given):
             return None
         launches = [self._launch(*each) for each in self._launched]
-        found: list[tuple[int, int, Layout] | None] = []
+        outputs: list[tuple[int, int, Layout] | None] = []
         for tensor in results:
             place = None if tensor is None else self.place_of(tensor)
             if tensor is not None and place is None:
                 return None
             if tensor is None or place is None:
-                found.append(None)
+                outputs.append(None)
             else:
-                found.append((place.tensor, place.offset // tensor.element_size(), layout_of(tensor)))
+                outputs.append((place.tensor, place.offset // tensor.element_size(), layout_of(tensor)))
         if any(each is None for each in launches):
             return None
         return Pass(
             made=[layout_of(each) for each in self._mode.made],
             launches=[each for each in launches if each is not None],
-            results=found,
+            results=outputs,
         )
 
     def _launch(self, compiled: Any, grid: tuple[int, ...], arguments: tuple[object, ...]) -> dict[str, Any] | None:

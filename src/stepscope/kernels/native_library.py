@@ -60,8 +60,8 @@ def library() -> Path | None:
     """Where the launcher is or would be built; None without a directory of caches."""
     caches = cache_directory()
     here = torch.__version__, triton.__version__, sys.implementation.cache_tag, platform.machine(), platform.libc_ver()
-    made = hashlib.sha256(repr(here).encode() + SOURCE.read_bytes()).hexdigest()[:12]
-    return caches / f"launcher-{made}" / f"{NAME}.so" if caches else None
+    digest = hashlib.sha256(repr(here).encode() + SOURCE.read_bytes()).hexdigest()[:12]
+    return caches / f"launcher-{digest}" / f"{NAME}.so" if caches else None
 
 
 def build() -> Path:
@@ -107,15 +107,17 @@ def _build_there(path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
     warn("building the launcher in C++, once")
     with tempfile.TemporaryDirectory(dir=path.parent) as place:
-        said = _run([*command, place], here)
+        output = _run([*command, place], here)
         built = Path(place) / path.name
-        if not said and built.is_file():
+        if not output and built.is_file():
             digest = hashlib.sha256(built.read_bytes()).hexdigest()
             built.replace(path)
             replace_file(path.with_suffix(".sha256"), digest.encode())
             return
     telling = ("error: ", "No space left", "File too large", "not found", "Killed")
-    wrong = next((line for line in said if any(words in line for words in telling)), said[-1] if said else "no library")
+    wrong = next(
+        (line for line in output if any(words in line for words in telling)), output[-1] if output else "no library"
+    )
     why = f"the launcher in C++ cannot be built ({printable(wrong.strip())[:300]})"
     if not _REFUSED.search(wrong):
         raise InputError(f"{why}: the next process tries again; STEPSCOPE_NATIVE=0 does without")

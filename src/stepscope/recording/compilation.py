@@ -157,8 +157,8 @@ def _options(compiled: nn.Module | None) -> dict[str, bool | int | str | None] |
 
 def _compiled_by_themselves(module: nn.Module | None) -> list[object]:
     """What `Module.compile` made of the modules in it."""
-    found = (getattr(part, "_compiled_call_impl", None) for part in (module.modules() if module is not None else ()))
-    return [made for made in found if made is not None]
+    calls = (getattr(part, "_compiled_call_impl", None) for part in (module.modules() if module is not None else ()))
+    return [made for made in calls if made is not None]
 
 
 def _places_of_breaks() -> dict[str, str]:
@@ -446,11 +446,11 @@ def _recompilation(step: int, metric: Any) -> Recompilation:
 def _disabled(make: Make, one: GraphBreak) -> Iterator[bool]:
     """A context in which the function that holds a break runs eagerly; gives whether it was found among the methods of
     the step's modules."""
-    found = _owner(make().model.modules(), one)
-    if found is None:
+    method = _owner(make().model.modules(), one)
+    if method is None:
         yield False
         return
-    owner, name, function = found
+    owner, name, function = method
     setattr(owner, name, torch.compiler.disable(function))
     try:
         yield True

@@ -64,25 +64,25 @@ def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out:
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OperatorCall:
     """The arguments as a trace would record them, in the schema's order, with the defaults of those left out."""
     left_out = func._schema.arguments[len(args) :]
-    given = [*args, *(kwargs.get(each.name, each.default_value) for each in left_out)]
-    return OperatorCall(func._schema.name, tuple(map(_argument, given)), tuple(map(_value, given)))
+    values = [*args, *(kwargs.get(each.name, each.default_value) for each in left_out)]
+    return OperatorCall(func._schema.name, tuple(map(_argument, values)), tuple(map(_value, values)))
 
 
-def _argument(given: Any) -> Operand | TensorList | None:
-    if isinstance(given, torch.Tensor):
-        if given.layout in _SPARSE:
+def _argument(value: Any) -> Operand | TensorList | None:
+    if isinstance(value, torch.Tensor):
+        if value.layout in _SPARSE:
             raise Unknown  # its shape does not say how many numbers multiply
-        return Operand(tuple(map(int, given.shape)), _NAMES.get(given.dtype), given.element_size())
-    if isinstance(given, (list, tuple)) and given and all(isinstance(each, torch.Tensor) for each in given):
-        return TensorList(tuple(operand for each in given if isinstance(operand := _argument(each), Operand)))
+        return Operand(tuple(map(int, value.shape)), _NAMES.get(value.dtype), value.element_size())
+    if isinstance(value, (list, tuple)) and value and all(isinstance(each, torch.Tensor) for each in value):
+        return TensorList(tuple(operand for each in value if isinstance(operand := _argument(each), Operand)))
     return None
 
 
-def _value(given: Any) -> Value:
-    if isinstance(given, (bool, int)):
-        return given
-    if isinstance(given, (list, tuple)) and all(isinstance(each, int) for each in given):
-        return tuple(map(int, given))
+def _value(value: Any) -> Value:
+    if isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, (list, tuple)) and all(isinstance(each, int) for each in value):
+        return tuple(map(int, value))
     return None
 
 
@@ -204,16 +204,16 @@ class _Operators(TorchDispatchMode):
     @contextlib.contextmanager
     def _inside(self, func: Any) -> Iterator[None]:
         """A context in which what an operator that is written in Python calls is told of too, as a trace shows it."""
-        made = OPDEFS.get(func.name().partition(".")[0])
-        if made is None or is_product(func._schema.name) or func._overloadpacket in flop_registry:
+        definition = OPDEFS.get(func.name().partition(".")[0])
+        if definition is None or is_product(func._schema.name) or func._overloadpacket in flop_registry:
             yield
             return
-        written = dict(made._backend_fns)
-        made._backend_fns.update({device: self._under(function) for device, function in written.items()})
+        written = dict(definition._backend_fns)
+        definition._backend_fns.update({device: self._under(function) for device, function in written.items()})
         try:
             yield
         finally:
-            made._backend_fns.update(written)
+            definition._backend_fns.update(written)
 
     def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -668,10 +668,10 @@ class HabitsRecorder(Recorder):
             self._reads.counting, self._operators.looking = counting, True
 
     def _look_at_inputs(self) -> None:
-        given = self._inputs()
-        if given is None:
+        inputs = self._inputs()
+        if inputs is None:
             return
-        tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(given)[0] if isinstance(leaf, torch.Tensor)]
+        tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(inputs)[0] if isinstance(leaf, torch.Tensor)]
         self._reads.follow((), [leaf for _, leaf in tensors], always=True)
         self._shapes.append({_named(path): " x ".join(map(str, leaf.shape)) for path, leaf in tensors})
 

@@ -46,24 +46,24 @@ class Keepers:
 
     def kept(self) -> tuple[list[torch.Tensor], list[torch.Tensor], tuple[KeptTensor, ...]]:
         """The new tensors of Python's, those that graphs keep, and what holds each storage, as far as it is known."""
-        found: dict[int, str] = {}
+        keepers: dict[int, str] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
             new = [tensor for tensor in self._tensors() if not self._is_known(tensor)]
             paths = _Search(self._names).paths(new)
             for tensor in new:
                 path = paths.get(id(tensor), "")
-                if path or _address(tensor) not in found:
-                    found[_address(tensor)] = path
+                if path or _address(tensor) not in keepers:
+                    keepers[_address(tensor)] = path
             saved = list(self._saved(new, paths))
             for tensor, keeper in saved:
-                found[_address(tensor)] = found.get(_address(tensor)) or keeper
-        kept = tuple(KeptTensor(address=address, kept_by=by) for address, by in found.items() if address and by)
+                keepers[_address(tensor)] = keepers.get(_address(tensor)) or keeper
+        kept = tuple(KeptTensor(address=address, kept_by=by) for address, by in keepers.items() if address and by)
         return new, [tensor for tensor, _ in saved], kept
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for found in gc.get_objects():
-            if issubclass(type(found), torch.Tensor) and _address(found) and found.device == self._device:
-                yield found
+        for tensor in gc.get_objects():
+            if issubclass(type(tensor), torch.Tensor) and _address(tensor) and tensor.device == self._device:
+                yield tensor
 
     def _is_known(self, tensor: torch.Tensor) -> bool:
         known = self._known.get(id(tensor))

@@ -87,9 +87,9 @@ class TensorNotes:
         already = len(self._notes)
         for tensor, category, name in self._residents():
             self._note(tensor, category, name)
-        found = self._notes[already:]
+        notes = self._notes[already:]
         if self._before is None:
-            self._before = {note.address: note.bytes for note in found}
+            self._before = {note.address: note.bytes for note in notes}
 
     def _residents(self) -> Iterator[tuple[object, MemoryCategory, str]]:
         """What outlives a phase, each with its category and name."""
@@ -177,7 +177,7 @@ class TensorNotes:
             if storage.nbytes() == 0:
                 continue
             # A tensor made of others has their bytes; any other has its own shape, of which a rank holds a part.
-            told = tensor if len(parts) == 1 else part
+            described = tensor if len(parts) == 1 else part
             self._notes.append(
                 TensorNote(
                     address=storage.data_ptr(),
@@ -185,8 +185,8 @@ class TensorNotes:
                     bytes=storage.nbytes(),
                     category=category,
                     name=name,
-                    shape=tuple(told.shape),
-                    dtype=str(told.dtype).removeprefix("torch."),
+                    shape=tuple(described.shape),
+                    dtype=str(described.dtype).removeprefix("torch."),
                     operator=operator,
                     module=module,
                 )
@@ -357,18 +357,18 @@ class ProfilerRecording(Recorder):
 
     def _changes(self) -> list[_Change]:
         """Every allocator event of the tree, in the order of time."""
-        found: list[_Change] = []
+        changes: list[_Change] = []
         waiting = [(event, _Place()) for event in self._tree]
         while waiting:
             event, place = waiting.pop()
             fields = event.extra_fields
             if isinstance(fields, _ExtraFields_Allocation):
                 if fields.device.type == "cpu":
-                    found.append(_Change(event.start_time_ns, fields.ptr, fields.alloc_size, place))
+                    changes.append(_Change(event.start_time_ns, fields.ptr, fields.alloc_size, place))
             elif isinstance(fields, _ExtraFields_TorchOp):
                 place = self._inside(event, fields.sequence_number, place)
             waiting += ((child, place) for child in event.children)
-        return sorted(found, key=lambda change: change.time_ns)
+        return sorted(changes, key=lambda change: change.time_ns)
 
     def _inside(self, event: _ProfilerEvent, sequence_nr: int, place: _Place) -> _Place:
         name = event.name
@@ -384,9 +384,9 @@ class ProfilerRecording(Recorder):
 
     def _with_releases(self, changes: list[_Change], resident: dict[int, int]) -> list[_Change]:
         """The changes, and the releases of memory that was there before. What takes such an address comes after."""
-        taken = {change.address: change.time_ns for change in reversed(changes) if change.bytes > 0}
+        allocated = {change.address: change.time_ns for change in reversed(changes) if change.bytes > 0}
         released = [
-            _Change(min(at, taken.get(address, at)), address, -resident[address], _Place())
+            _Change(min(at, allocated.get(address, at)), address, -resident[address], _Place())
             for address, at in self._releases.time_ns.items()
             if address in resident
         ]
@@ -720,7 +720,7 @@ class MemoryRecorder(Recorder):
     def save(self, directory: Path, *, workload: Workload, device_name: str = "") -> PhaseMemory:
         """Write `memory.pickle.gz`; returns the figures of the phases."""
         snapshot, measured = self._history.snapshot(self._notes)
-        told = MemoryNotes(
+        notes = MemoryNotes(
             workload=workload,
             device_name=device_name,
             measured=measured,
@@ -729,7 +729,7 @@ class MemoryRecorder(Recorder):
             step_ends_us=tuple(self._ends_us),
             kept=self._kept,
         )
-        _write({**snapshot, NOTES_KEY: msgspec.to_builtins(told)}, directory / MEMORY_FILE)
+        _write({**snapshot, NOTES_KEY: msgspec.to_builtins(notes)}, directory / MEMORY_FILE)
         return measured
 
     def _end(self, name: str) -> None:

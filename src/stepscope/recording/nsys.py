@@ -45,8 +45,8 @@ def require_nsys() -> Nsys:
         raise InputError(f"{path} cannot be run: {one_line(error)}") from None
     match = re.search(r"Nsight Systems version (\S+)", done.stdout)
     if done.returncode or not match:
-        said = last_words(done.stderr or done.stdout) or f"it ended with code {done.returncode}"
-        raise InputError(f"{path} is no Nsight Systems that works: {said}")
+        message = last_words(done.stderr or done.stdout) or f"it ended with code {done.returncode}"
+        raise InputError(f"{path} is no Nsight Systems that works: {message}")
     return Nsys(path=path, version=match[1], importer=find_importer(path))
 
 

@@ -191,7 +191,7 @@ class Observer(Recorder):
     def _covers_batch(self) -> bool | None:
         if self._batch is None or not self._batch.dim():
             return None
-        alike = all(taken.shape[1:] == self._batch.shape[1:] for taken in self._taken)
+        alike = all(tokens.shape[1:] == self._batch.shape[1:] for tokens in self._taken)
         return bool(self._taken) and alike and torch.equal(torch.cat(self._taken), self._batch)
 
     def _count_block(self, *_: object) -> None:
@@ -412,11 +412,11 @@ class TrafficCounts(Recorder):
         kind = kind_of(name)
         if kind is OTHER:
             return
-        given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        message = max((_bytes(value) for value in (*given.values(), out)), default=0)
-        group = _group_of(given)
+        arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+        message = max((_bytes(value) for value in (*arguments.values(), out)), default=0)
+        group = _group_of(arguments)
         size = group.size() if group is not None else dist.get_world_size()
-        root = next((given[name] for name in _ROOTS if name in given), None)
+        root = next((arguments[name] for name in _ROOTS if name in arguments), None)
         is_root = root is not None and root == (group.rank() if group is not None else dist.get_rank())
         sent, received = sent_and_received(
             kind.name, message, size, is_root=is_root, receives=name.startswith(("recv", "irecv"))
@@ -469,11 +469,11 @@ def _bytes(value: Any) -> int:
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
-def _group_of(given: dict[str, Any]) -> Any:
+def _group_of(arguments: dict[str, Any]) -> Any:
     """The process group that a call names, by itself or by its name; None where it says neither."""
-    if (name := given.get("group_name")) is not None:
+    if (name := arguments.get("group_name")) is not None:
         return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateImportUsage]
-    boxed = given.get("process_group")
+    boxed = arguments.get("process_group")
     return dist.ProcessGroup.unbox(boxed) if boxed is not None else None
 
 

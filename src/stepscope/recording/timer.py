@@ -379,8 +379,8 @@ class Leads:
     @functools.cached_property
     def _fill_s(self) -> float:
         fills = 10
-        found = self._trial("fill", LedCall(self._fills(fills)))
-        return (found.samples["call"].median_s or 1e-4) / fills
+        measured = self._trial("fill", LedCall(self._fills(fills)))
+        return (measured.samples["call"].median_s or 1e-4) / fills
 
     def _trial(self, name: str, subject: Driven) -> Measurement:
         return measure({name: subject}, device=self._timing, settings=_TRIAL, clock=self._clock)[name]
@@ -399,12 +399,12 @@ def overwrite_cache(device: torch.device) -> Callable[[], object]:
     return torch.empty(max(4 * l2_bytes, _SMALLEST_BUFFER_BYTES), dtype=torch.uint8, device=device).zero_
 
 
-def launches_hidden(found: Measurement) -> bool:
+def launches_hidden(measured: Measurement) -> bool:
     """Whether the host had issued the whole step before the device began its own work."""
-    lead = found.samples.get(LEAD)
+    lead = measured.samples.get(LEAD)
     if lead is None or not lead.count:
         return False
-    return (found.samples["host"].median_s or 0.0) <= (lead.median_s or 0.0)
+    return (measured.samples["host"].median_s or 0.0) <= (lead.median_s or 0.0)
 
 
 def median_call_s(run: Callable[[], object], device: torch.device, settings: Settings) -> float:

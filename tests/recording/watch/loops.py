@@ -9,7 +9,7 @@ from torch.amp.grad_scaler import GradScaler
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.recording.step import Recorder
-from stepscope.recording.watch.loop import Found
+from stepscope.recording.watch.loop import LoopStep
 from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
 from stepscope.recording.watch.watch import Stage, Watch
 
@@ -91,12 +91,12 @@ class Told:
 
     def __init__(self, *stages: Stage) -> None:
         self._given = stages
-        self.answer: Found | None = None
+        self.answer: LoopStep | None = None
         self.reason: str | None = None
         self.faults: list[str] = []
         self.over = self.gone = False
 
-    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
         self.answer, self.first_step = found, first_step
         return self._given
 

@@ -49,7 +49,7 @@ from stepscope.recording.gpu_samples import sampler_of
 from stepscope.recording.nvml import read_gpu
 from stepscope.recording.updates import Changes, most_updates
 from stepscope.recording.watch.finder import backward_has_run
-from stepscope.recording.watch.loop import CallSeen, Found, Loose, ModuleSeen, class_name, models_of
+from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name, models_of
 from stepscope.recording.watch.phases import keep_out_of_graphs
 from stepscope.recording.watch.script_profilers import ScriptProfilers
 from stepscope.recording.watch.stages import (
@@ -73,7 +73,7 @@ from stepscope.training.user_module.user_code import source_digest, structure_di
 class WatchedDraft(RunDraft):
     """The draft of a watched loop's run. When it is made, it makes the directory and writes the first record."""
 
-    def __init__(self, request: WatchRequest, found: Found, device: torch.device) -> None:
+    def __init__(self, request: WatchRequest, found: LoopStep, device: torch.device) -> None:
         self.device, self._request = device, request
         self._model = weakref.ref(found.model)
         self.loop = _loop(found)
@@ -164,7 +164,7 @@ class WatchedDraft(RunDraft):
         self.keep_files(kineto=KINETO_FILE)
 
 
-def watched_workload(found: Found, loop: WatchedLoop, program: str) -> WatchedWorkload:
+def watched_workload(found: LoopStep, loop: WatchedLoop, program: str) -> WatchedWorkload:
     """The loop as an experiment, described by one of its steps."""
     model = found.model
     world = int(os.environ.get("WORLD_SIZE", "1") or 1)
@@ -196,7 +196,7 @@ def _script() -> Path | None:
     return Path(file) if file is not None else None
 
 
-def _loop(found: Found) -> WatchedLoop:
+def _loop(found: LoopStep) -> WatchedLoop:
     dtypes: dict[str, int] = {}
     for parameter in found.model.parameters():
         name = str(parameter.dtype).removeprefix("torch.")
@@ -297,7 +297,7 @@ class WatchedRun:
         when_imported("torch._dynamo.trace_rules", keep_out_of_graphs)  # To make any optimizer imports it.
         self.watch.start()
 
-    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
         """Make the run's directory, and return the stages for the steps that follow."""
         device = next(found.model.parameters()).device
         if device.type not in ("cpu", "cuda"):
@@ -501,7 +501,7 @@ class _Readings:
     _root: nn.Module | None = weakly(or_none=True)
     _optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
 
-    def __init__(self, draft: WatchedDraft, found: Found) -> None:
+    def __init__(self, draft: WatchedDraft, found: LoopStep) -> None:
         self._draft, self._is_compiled = draft, found.compiled
         self._optimizer, self._root = found.optimizer, found.forward_module
         self._optimizers = found.optimizers

@@ -339,9 +339,9 @@ class Backward:
             causal=self.causal, scale=self.scale, configuration=configuration, launcher=self.launch,
         )  # fmt: skip
         self.finish(sums, self.padded)
-        found = _required_hopper().sharing_of(self.q, self.k, causal=self.causal, configuration=configuration)
-        if found.shared:
-            self.finish_keys(sums, found)
+        sharing = _required_hopper().sharing_of(self.q, self.k, causal=self.causal, configuration=configuration)
+        if sharing.shared:
+            self.finish_keys(sums, sharing)
         return compiled
 
     def _operands(self, tiles: Tiles) -> tuple[Tensor | TensorDescriptor, ...]:

@@ -254,8 +254,8 @@ class Backward(NamedTuple):
 
 def call_native(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, configuration: int) -> Tensor | None:
     """The output of a call in C++; None where its launches are not known."""
-    found = ATTENTION.call((q, k, v), _options(causal, scale, configuration))
-    return None if found is None else found[0]
+    outputs = ATTENTION.call((q, k, v), _options(causal, scale, configuration))
+    return None if outputs is None else outputs[0]
 
 
 def _options(causal: bool, scale: float, configuration: int) -> tuple[int, ...]:
@@ -274,8 +274,8 @@ def teach_native(
     def by_python(gradient: Tensor | None, *saved: Tensor) -> tuple[Tensor, ...]:
         return torch.ops.stepscope.flash_attention_backward(gradient, None, *saved, causal, scale, None, None)
 
-    out_layout, made = layout_of(out), [layout_of(out), layout_of(logsumexp)]
-    ran = _pass(key, made, [(_OUT, out_layout)])
+    out_layout, allocated = layout_of(out), [layout_of(out), layout_of(logsumexp)]
+    ran = _pass(key, allocated, [(_OUT, out_layout)])
     of_backward = None
     if backward is not None:
         buffers = [backward.statistics, *([] if backward.sums is None else [backward.sums])]

@@ -70,14 +70,14 @@ class _Backward(torch.autograd.Function):
 
 def _folded(size: int, in_dims: Sequence[int | None], tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The tensors with the mapped dimension, of length `size`, folded into the first dimension, the batch."""
-    found: list[Tensor | None] = []
+    folded: list[Tensor | None] = []
     for dim, tensor in zip(in_dims, tensors, strict=True):
         if tensor is None:
-            found.append(None)
+            folded.append(None)
             continue
         whole = tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-        found.append(whole.flatten(0, 1))
-    return found
+        folded.append(whole.flatten(0, 1))
+    return folded
 
 
 def _bounds_of_many(size: int, dim: int | None, bounds: Tensor | None) -> Tensor | None:

@@ -162,42 +162,42 @@ def _listed(problem: Problem, kernel: str) -> list[tuple[Tiles, bool]]:
     lists = (fp32 if problem.bytes_per_element == 4 else _SHAPES)[kernel]
     shapes = next(shapes for limit, shapes in lists.items() if problem.head_dim <= limit)
     described = problem.capability >= (9, 0)
-    found = [(tiles(*shape[:4]), shape[4]) for shape in shapes if described or not shape[4]]
+    shapes_and_tma = [(tiles(*shape[:4]), shape[4]) for shape in shapes if described or not shape[4]]
     if kernel == "keys" and problem.capability[0] == 9 and problem.head_dim <= 64 and problem.bytes_per_element == 2:
-        found.insert(0, (tiles(64, 64, 4, 2, 168), True))
-    return found
+        shapes_and_tma.insert(0, (tiles(64, 64, 4, 2, 168), True))
+    return shapes_and_tma
 
 
 def _hopper_columns(problem: Problem) -> int | None:
     """The columns of tiles of the kernels in Gluon; None where they do not take the problem."""
-    taken = problem.capability == (9, 0) and problem.bytes_per_element == 2
-    return hopper_columns(problem.head_dim) if taken else None
+    takes = problem.capability == (9, 0) and problem.bytes_per_element == 2
+    return hopper_columns(problem.head_dim) if takes else None
 
 
 def forward_candidates(problem: Problem, *, hopper: bool = True) -> list[ForwardConfiguration]:
     """At most ten forward configurations to try, the default first; without `hopper`, none of the kernel in Gluon."""
     default = default_forward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
-    found = [default if hopper else plain]
+    first = [default if hopper else plain]
     if hopper and (columns := _hopper_columns(problem)) is not None:
-        found += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_FORWARDS[columns]]
+        first += [msgspec.structs.replace(default, hopper=each) for each in _HOPPER_FORWARDS[columns]]
     listed = [
         ForwardConfiguration(tiles=each, tma=tma, rows_first=default.rows_first)
         for each, tma in _listed(problem, "forward")
     ]
-    return list(dict.fromkeys([*found, plain, *listed]))[:MOST]
+    return list(dict.fromkeys([*first, plain, *listed]))[:MOST]
 
 
 def backward_candidates(problem: Problem, *, hopper: bool = True) -> list[BackwardConfiguration]:
     """Whole backward passes to try first, the default before others; at most ten with those that `search` adds."""
     default = default_backward(problem)
     plain = msgspec.structs.replace(default, hopper=None)
-    found = [default if hopper else plain]
+    candidates = [default if hopper else plain]
     if hopper and (columns := _hopper_columns(problem)) is not None:
         # Under a causal mask nothing is spread.
         listed = [each for each in _HOPPER_BACKWARDS[columns] if not (each.spread and problem.causal)]
-        found += [msgspec.structs.replace(default, hopper=each) for each in listed]
-    return list(dict.fromkeys([*found, plain]))
+        candidates += [msgspec.structs.replace(default, hopper=each) for each in listed]
+    return list(dict.fromkeys([*candidates, plain]))
 
 
 def part_candidates(problem: Problem, kernel: Literal["keys", "queries"]) -> list[Part]:
@@ -293,17 +293,17 @@ def search(
 
 def _passes(trying: Search, keys: list[Part], queries: list[Part], rows_first: bool) -> list[BackwardConfiguration]:
     """Whole passes of the fastest kernels: with descriptors and with pointers, apart and joint."""
-    found = []
+    passes = []
     for tma in (True, False):
         over_keys, over_queries = (trying.fastest([p for p in parts if p.tma == tma]) for parts in (keys, queries))
         if over_keys is not None and over_queries is not None:
-            found += [
+            passes += [
                 BackwardConfiguration(
                     way=way, keys=over_keys.tiles, queries=over_queries.tiles, tma=tma, rows_first=rows_first
                 )
                 for way in ("apart", "joint")
             ]
-    return found
+    return passes
 
 
 def _chosen(trying: Search, candidates: list[_Whole], default: _Whole) -> tuple[_Whole, float | None]:

@@ -89,7 +89,7 @@ def kept_choices(name: str) -> dict[Problem, Choice]:
     if path is None:
         return {}
     try:
-        found = msgspec.json.decode(read_document(path), type=Choices)
+        stored = msgspec.json.decode(read_document(path), type=Choices)
     except FileNotFoundError:
         return {}
     except (InputError, OSError, ValueError, RecursionError) as error:
@@ -99,7 +99,7 @@ def kept_choices(name: str) -> dict[Problem, Choice]:
             stacklevel=2,
         )
         return {}
-    return {choice.problem: choice for choice in found.choices}
+    return {choice.problem: choice for choice in stored.choices}
 
 
 def keep(name: str, choice: Choice) -> Path | None:

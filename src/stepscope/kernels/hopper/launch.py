@@ -118,8 +118,8 @@ def sums_for(q: Tensor, k: Tensor, statistics: Tensor, *, causal: bool, configur
     After them it has what programs leave of shared tiles of keys: (2, BLOCK_N, D) of each.
     """
     rows, padded = statistics.shape
-    found = sharing_of(q, k, causal=causal, configuration=configuration)
-    more = found.shared * found.parts * 2 * BLOCK_N
+    sharing = sharing_of(q, k, causal=causal, configuration=configuration)
+    more = sharing.shared * sharing.parts * 2 * BLOCK_N
     return torch.empty((rows // 2 * padded + more, q.shape[3]), dtype=torch.float32, device=q.device)
 
 
@@ -128,22 +128,22 @@ def launch_hopper_gradients(
     *, causal: bool, scale: float, configuration: HopperBackward, launcher: Launcher,
 ) -> object:  # fmt: skip
     """Fill dk and dv, and add dQ / scale to the sums. The statistics are padded to a multiple of BLOCK_N."""
-    found = sharing_of(q, k, causal=causal, configuration=configuration)
+    sharing = sharing_of(q, k, causal=causal, configuration=configuration)
     batches, heads, queries, head_dim = q.shape
     kv_heads, keys = k.shape[1], k.shape[2]
     rows, padded = batches * heads, statistics.shape[1]
     flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     half = [BLOCK_M, _columns(q) // 2]
     return launcher(
-        hopper_gradients, (found.programs,),
+        hopper_gradients, (sharing.programs,),
         _described(q, BLOCK_M), _described(k, BLOCK_N), _described(v, BLOCK_N), _described(gradient, BLOCK_M),
         TensorDescriptor(statistics, list(statistics.shape), [padded, 1], [1, BLOCK_M], flat),
         TensorDescriptor(sums, list(sums.shape), [head_dim, 1], half, _swizzled(half, gl.float32)),
         dk, dv, sums, *dk.stride()[:3], *dv.stride()[:3],
         batches, kv_heads, queries, keys, rows, padded, _together(queries, q, batches * kv_heads, causal),
-        found.whole, found.parts,
+        sharing.whole, sharing.parts,
         scale, scale * LOG2E.value, heads // kv_heads,
         causal, keys % BLOCK_N == 0, configuration.v_in_registers, STAGES, head_dim,
-        configuration.spread and not causal, found.shared > 0, configuration.ahead,
+        configuration.spread and not causal, sharing.shared > 0, configuration.ahead,
         num_warps=4, maxnreg=_BACKWARD_REGISTERS,
     )  # fmt: skip

@@ -21,8 +21,8 @@ from stepscope.recording.step import Recorder
 from stepscope.recording.watch.loop import (
     BackwardSeen,
     CallSeen,
-    Found,
     LoopSeen,
+    LoopStep,
     TensorSeen,
     Unclear,
     UpdateSeen,
@@ -58,7 +58,7 @@ class Finder(Recorder):
     def __init__(
         self,
         phases: Phases,
-        ended: Callable[[Found | Unclear | None], None],
+        ended: Callable[[LoopStep | Unclear | None], None],
         *,
         step_of: str | None = None,
         model: nn.Module | None = None,
@@ -72,7 +72,7 @@ class Finder(Recorder):
         """Whether any optimizer has stepped."""
         self._turns: list[weakref.ref[torch.optim.Optimizer]] = []
         """The optimizer of each update so far; the same reference for each update of one."""
-        self._said = 0
+        self._marked = 0
         """Steps that the loop has said to have ended. From the first one on, updates end nothing."""
         self._in_backward: set[int] = set()
         """The ids of optimizers that step inside backward, as hooks on gradients make them."""
@@ -103,7 +103,7 @@ class Finder(Recorder):
 
     def step(self) -> None:
         """The loop says itself that a step has ended."""
-        self._said += 1
+        self._marked += 1
         seen = self._seen
         if seen is None:
             self._look()
@@ -111,12 +111,12 @@ class Finder(Recorder):
             self._ended(None)
             return
         seen.updates.append(UpdateSeen())
-        self._ended(decide(seen, model=self._model, said=True, in_backward=len(self._in_backward)))
+        self._ended(decide(seen, model=self._model, marked=True, in_backward=len(self._in_backward)))
 
-    def steps(self, found: Found | None) -> int:
+    def steps(self, found: LoopStep | None) -> int:
         """Steps that have ended so far. Until it is known what a step is, the updates of the first optimizer."""
-        if self._said:
-            return self._said
+        if self._marked:
+            return self._marked
         ends = found.optimizer if found is not None else next((each() for each in self._turns), None)
         return sum(each() is ends for each in self._turns if ends is not None)
 
@@ -139,7 +139,7 @@ class Finder(Recorder):
         _let_modules_call(self._call)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
-        if self._said:
+        if self._marked:
             return
         seen, self.stepped = self._seen, True
         anew = bool(self._turns) and all(each() is None for each in self._turns)
@@ -159,12 +159,12 @@ class Finder(Recorder):
         with uncompiled():
             self._ended(self._answer(seen, optimizer))
 
-    def _answer(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> Found | Unclear | None:
+    def _answer(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopStep | Unclear | None:
         """What a step is, now that this optimizer has stepped; None while that does not show."""
         known, turns = {"step_of": self._step_of, "model": self._model}, self._turns
         if self._optimizer is not None:
-            given = optimizer is self._optimizer
-            return decide(self._since_its_last(seen, optimizer), optimizer=optimizer, **known) if given else None
+            ends = optimizer is self._optimizer
+            return decide(self._since_its_last(seen, optimizer), optimizer=optimizer, **known) if ends else None
         alone = len({id(each) for each in turns}) == 1
         patient = len(turns) < (_MOST_OF_ONE if alone else _MOST_UPDATES)
         if self._step_of is not None:

@@ -268,7 +268,7 @@ class Loose(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Found:
+class LoopStep:
     """What a step is: from one end of the optimizer's step to the next."""
 
     roots: tuple[ModuleSeen, ...]
@@ -431,27 +431,27 @@ def decide(
     step_of: str | None = None,
     model: nn.Module | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    said: bool = False,
+    marked: bool = False,
     in_backward: int = 0,
-) -> Found | Unclear:
+) -> LoopStep | Unclear:
     """Decide what a step is from what one step called. `step_of` names a class of module or optimizer.
 
-    said: whether the loop says itself where a step ends, so that no optimizer is needed. in_backward: how many
+    marked: whether the loop says itself where a step ends, so that no optimizer is needed. in_backward: how many
     optimizers step inside backward, whose end says it then.
     """
     if in_backward:
-        found = decide(seen, model=model, said=True)
+        found = decide(seen, model=model, marked=True)
         why = "the optimizers step inside it"
         return found if isinstance(found, Unclear) else replace(found, in_backward=in_backward, why=why)
     if model is None:
-        return _decide(seen, seen.modules, step_of, optimizer, said=said, apart=False)
+        return _decide(seen, seen.modules, step_of, optimizer, marked=marked, apart=False)
     whole = [each for each in seen.modules if any(part is model for part in each.module.modules())]
     modules = whole or _inside(seen.modules, model)
-    if not modules and not said and optimizer is None and not seen.optimizers:
+    if not modules and not marked and optimizer is None and not seen.optimizers:
         return Unclear(f"the loop never called {class_name(model)}, which was given, with gradients on")
     if not modules:
         return _without_forward(seen, [optimizer] if optimizer else seen.optimizers, "the model was given", model)
-    found = _decide(seen, modules, step_of, optimizer, said=said, apart=not whole)
+    found = _decide(seen, modules, step_of, optimizer, marked=marked, apart=not whole)
     return found if whole or isinstance(found, Unclear) else replace(found, given=model)
 
 
@@ -461,12 +461,12 @@ def _decide(
     step_of: str | None,
     optimizer: torch.optim.Optimizer | None,
     *,
-    said: bool,
+    marked: bool,
     apart: bool,
-) -> Found | Unclear:
+) -> LoopStep | Unclear:
     """Decide what a step is from the modules that count. apart: whether several of them may be parts of one model."""
-    if said:
-        return _as_said(seen, modules)
+    if marked:
+        return _as_marked(seen, modules)
     if optimizer is not None:
         return _of_optimizer(optimizer, seen, modules, "the one that was given")
     if step_of is not None:
@@ -477,23 +477,23 @@ def _decide(
         return _of_optimizer(seen.optimizers[0], seen, modules, "the only one that steps", alone=not apart)
     # They step in turn. The last one ends the step.
     found = _of_optimizer(seen.optimizers[-1], seen, modules, f"a round of {len(seen.optimizers)} optimizers")
-    if isinstance(found, Found) and len(found.roots) > 1:
+    if isinstance(found, LoopStep) and len(found.roots) > 1:
         found = replace(found, given=_together(found.roots))
     return found
 
 
-def _as_said(seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:
+def _as_marked(seen: LoopSeen, modules: Sequence[ModuleSeen]) -> LoopStep | Unclear:
     """The step of a loop that says itself where one ends."""
     why, roots = "the loop says where", _outermost(modules)
     if not roots:
         return _without_forward(seen, [], why)
-    given = _together(roots) if len(roots) > 1 else None
-    return Found(
-        roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=given, quiet=_quiet(seen, roots)
+    model = _together(roots) if len(roots) > 1 else None
+    return LoopStep(
+        roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=model, quiet=_quiet(seen, roots)
     )
 
 
-def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> Found | Unclear:
+def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> LoopStep | Unclear:
     by_optimizer = [each for each in seen.optimizers if class_name(each) == name]
     if len(by_optimizer) > 1:
         return Unclear(f"{len(by_optimizer)} optimizers are of class {name}: name the class of the model")
@@ -520,7 +520,7 @@ def _of_optimizer(
     *,
     alone: bool = False,
     first: Sequence[ModuleSeen] = (),
-) -> Found | Unclear:
+) -> LoopStep | Unclear:
     """The step that this optimizer ends. `first` are its models, where they are known; those of other optimizers that
     step in it count as forward too. alone: whether its models must be one, or parts of one."""
     others = [each for each in seen.optimizers if each is not optimizer]
@@ -532,7 +532,7 @@ def _of_optimizer(
         names = _names(root.module for root in mine)
         return Unclear(f"{len(mine)} modules with parameters of {class_name(optimizer)} are called ({names})")
     roots = _outermost([*mine, *(each for each in _owned(modules, others) if each not in mine)])
-    return Found(
+    return LoopStep(
         roots=tuple(roots),
         optimizers=(optimizer, *others),
         backwards=seen.backwards,
@@ -546,7 +546,7 @@ def _of_optimizer(
 
 def _without_forward(
     seen: LoopSeen, optimizers: Sequence[torch.optim.Optimizer], why: str, model: nn.Module | None = None
-) -> Found | Unclear:
+) -> LoopStep | Unclear:
     """A step without a forward, since the loop calls no module that trains: it computes by functions, or by the
     module's method. Its model is the smallest module of this process that holds what trains."""
     tensors = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
@@ -556,7 +556,7 @@ def _without_forward(
     wanted = {id(tensor) for tensor in tensors}
     given = model or _smallest(lambda module: wanted <= set(map(id, module.parameters()))) or Loose(tensors)
     update = seen.update_by(optimizers[0]) if optimizers else None
-    return Found(
+    return LoopStep(
         roots=(),
         optimizers=tuple(optimizers),
         backwards=seen.backwards,
@@ -579,9 +579,9 @@ def _trained(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
     return [each for each in modules if each.made[0].reached and next(each.module.parameters(), None) is not None]
 
 
-def models_of(optimizer: torch.optim.Optimizer, found: Found) -> list[str]:
+def models_of(optimizer: torch.optim.Optimizer, step: LoopStep) -> list[str]:
     """The classes of the models whose parameters this optimizer holds."""
-    return list(dict.fromkeys(class_name(each.module) for each in _owned(found.roots, [optimizer])))
+    return list(dict.fromkeys(class_name(each.module) for each in _owned(step.roots, [optimizer])))
 
 
 def _owned(modules: Sequence[ModuleSeen], optimizers: Sequence[torch.optim.Optimizer]) -> list[ModuleSeen]:
@@ -622,8 +622,8 @@ def _smallest_that_holds(modules: Sequence[nn.Module]) -> nn.Module | None:
 
 def _smallest(holds: Callable[[nn.Module], bool]) -> nn.Module | None:
     """The smallest module of this process of which this is true; None without one."""
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and holds(thing)]
-    return min(found, key=lambda module: sum(1 for _ in module.modules()), default=None)
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module) and holds(thing)]
+    return min(modules, key=lambda module: sum(1 for _ in module.modules()), default=None)
 
 
 def _names(things: Iterable[object]) -> str:

@@ -27,7 +27,7 @@ from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.observe import PhasePeaks, parameter_bytes
 from stepscope.recording.step import Phase, Recorder, Step
 from stepscope.recording.updates import Changes
-from stepscope.recording.watch.loop import Found
+from stepscope.recording.watch.loop import LoopStep
 from stepscope.recording.watch.phases import Phases
 from stepscope.recording.watch.script_profilers import ScriptProfilers
 from stepscope.recording.watch.stopwatch import Stopwatch, marks_for
@@ -53,12 +53,12 @@ class WatchedStep:
     optimizers: Sequence[torch.optim.Optimizer] = weakly_each()
     """All optimizers that step in a step, the one that ends it first."""
 
-    def __init__(self, found: Found) -> None:
-        self.forward_module = found.forward_module
-        self.model = found.model
-        self.optimizer = found.optimizer
-        self.optimizers = found.optimizers
-        self.compiled = found.compiled
+    def __init__(self, step: LoopStep) -> None:
+        self.forward_module = step.forward_module
+        self.model = step.model
+        self.optimizer = step.optimizer
+        self.optimizers = step.optimizers
+        self.compiled = step.compiled
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
         return ()  # The batch of a watched step is not known before the step runs.

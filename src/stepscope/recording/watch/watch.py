@@ -18,7 +18,7 @@ from stepscope.core.evidence import Saved
 from stepscope.recording.habits import users_line
 from stepscope.recording.step import Recorder
 from stepscope.recording.watch.finder import Finder
-from stepscope.recording.watch.loop import Found, Unclear
+from stepscope.recording.watch.loop import LoopStep, Unclear
 from stepscope.recording.watch.phases import (
     OptimizerWatch,
     Phases,
@@ -117,10 +117,10 @@ class Recording(Stage, Protocol):
         ...
 
 
-class Told(Protocol):
+class WatchOwner(Protocol):
     """The owner of a Watch, who is told what becomes of it."""
 
-    def found(self, found: Found, first_step: int) -> Sequence[Stage]:
+    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
         """Take note of what a step is. Returns the stages for the steps from this number on."""
         ...
 
@@ -149,7 +149,7 @@ class Watch:
 
     def __init__(
         self,
-        told: Told,
+        owner: WatchOwner,
         *,
         step_of: str | None = None,
         model: nn.Module | None = None,
@@ -163,7 +163,7 @@ class Watch:
         """Steps that have ended."""
         self.left_out: dict[str, str | None] = {}
         """The names of the stages that are not over, and why they could not begin; None where the loop had ended."""
-        self._told, self._profilers = told, profilers
+        self._owner, self._profilers = owner, profilers
         self._finder = Finder(self.phases, self._looked, step_of=step_of, model=model, optimizer=optimizer)
         self._stages: list[Stage] = []
         self._stage: Stage | None = None
@@ -175,7 +175,7 @@ class Watch:
         """Steps by which the stage has outlasted its own, since a range was open."""
         self._lives: list[weakref.ref[Any]] = []
         self._undo: list[Undo] = []
-        self._knows = self._said = False
+        self._knows = self._marked = False
         self.running = False
 
     @property
@@ -212,10 +212,10 @@ class Watch:
         if not self.running:
             return
         if not self._knows:
-            self._said = True
+            self._marked = True
             self._finder.step()
             return
-        self._said = True
+        self._marked = True
         self._step_ended()
 
     def leave_alone(self) -> None:
@@ -237,39 +237,39 @@ class Watch:
         if self._profilers is not None:
             self._profilers.stop()
 
-    def _looked(self, answer: Found | Unclear | None) -> None:
+    def _looked(self, answer: LoopStep | Unclear | None) -> None:
         """Take the finder's answer at the end of a step that it looked at."""
         if not self.running:
             return
-        self.steps = self._finder.steps(answer if isinstance(answer, Found) else None)
+        self.steps = self._finder.steps(answer if isinstance(answer, LoopStep) else None)
         if isinstance(answer, Unclear):
             self.running = False
             self._take_off()
-            self._told.unclear_step(answer.reason)
+            self._owner.unclear_step(answer.reason)
         elif answer is not None:
             self._guarded("start", lambda: self._begin(answer))
 
-    def _begin(self, found: Found) -> None:
+    def _begin(self, step: LoopStep) -> None:
         """Begin the stages. From here on nothing of the loop is kept alive."""
         self._finder.stop()
         self._knows = True
-        self._stages = list(self._told.found(found, self.steps))
+        self._stages = list(self._owner.found(step, self.steps))
         phases = self.phases
-        for root in found.roots:
+        for root in step.roots:
             self._undo.append(watch_forward(root.module, phases, training=root.training))
-        self._undo += [watch_quiet(module, phases) for module in found.quiet]
+        self._undo += [watch_quiet(module, phases) for module in step.quiet]
         self._undo += [watch_backward(phases), watch_data(phases), self.saves.watch(phases, lambda: self.steps)]
-        if found.in_backward:
+        if step.in_backward:
             self._undo.append(end_with_backward(self._backward_ended))
-        if found.optimizers:
-            self._undo.append(OptimizerWatch(found.optimizers, phases, self._optimizer_ended).install())
-        vital = (found.forward_module, *found.optimizers[:1])
+        if step.optimizers:
+            self._undo.append(OptimizerWatch(step.optimizers, phases, self._optimizer_ended).install())
+        vital = (step.forward_module, *step.optimizers[:1])
         self._lives = [weakref.ref(each, self._died) for each in vital]
         phases.listen()
         self._next_stage()
 
     def _backward_ended(self) -> None:
-        if threading.get_ident() == self.phases.thread and not self._said:
+        if threading.get_ident() == self.phases.thread and not self._marked:
             self._step_ended()
 
     def _died(self, _: object) -> None:
@@ -279,11 +279,11 @@ class Watch:
 
     def _loop_is_gone(self) -> None:
         if self.running:
-            self._guarded("finish", self._told.loop_gone)
+            self._guarded("finish", self._owner.loop_gone)
             self.stop()
 
     def _optimizer_ended(self) -> None:
-        if not self._said:
+        if not self._marked:
             self._step_ended()
 
     def _step_ended(self) -> None:
@@ -337,7 +337,7 @@ class Watch:
             self.steps += 1
             over = stage.is_over(self.steps - 1)
         except Exception as error:  # An error of the watch must not end the loop that is watched.
-            self._told.stage_failed(stage.name, error)
+            self._owner.stage_failed(stage.name, error)
             over = True
         finally:
             set_eval_frame(before)
@@ -388,14 +388,14 @@ class Watch:
             self._once_closed(self._next_stage, lambda: None)
             return
         self.stop()
-        self._guarded("finish", self._told.stages_over)
+        self._guarded("finish", self._owner.stages_over)
 
     def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
         try:
             with uncompiled():
                 call()
         except Exception as error:  # An error of the watch must not end the loop that is watched.
-            self._told.stage_failed(stage, error)
+            self._owner.stage_failed(stage, error)
             if stage == "start":
                 self._take_off()
                 self.running = False
