@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,9 +14,10 @@ import stepscope
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding
-from stepscope.core.formulas.transformer import parameter_count
-from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.environment import cpu_name
+
+if TYPE_CHECKING:
+    from stepscope.core.workloads import TextbookWorkload
 
 # Where an experiment runs: the name of its machine, its versions, its threads, and whether a step can fit at all.
 
@@ -54,13 +56,15 @@ def threads_for(parameters: int, tokens: int) -> contextlib.AbstractContextManag
     return one_thread() if parameters * tokens < _SMALL_WORK else contextlib.nullcontext()
 
 
-def check_room(workload: TextbookWorkload, device: torch.device, *, bytes_per_parameter: int) -> None:
+def check_room(workload: "TextbookWorkload", device: torch.device, *, bytes_per_parameter: int) -> None:
     """Raise InputError where parameters and what is kept for backward alone are more than the device has.
 
     Linux ends a process that takes more memory than there is; this line comes before. Of what is kept only the largest
     is counted, in fp32: the logits and their gradient, and in each layer the weights of attention and the inner
     activations of the feed-forward. So what passes may still not fit.
     """
+    from stepscope.core.formulas.transformer import parameter_count
+
     model, tokens = workload.model, workload.tokens
     parameters = parameter_count(model) * bytes_per_parameter
     by_layer = tokens * (model.heads * workload.seq_len + model.d_ff) * 4

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 import msgspec
 import typer
 
-from stepscope.app.cli.options import Recording
+from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.app.cli.sweep import measure_and_report, type_of_device
 from stepscope.app.cli.verb import verb
@@ -58,7 +58,7 @@ def run(
     *,
     said: OneWorkload,
     device: str,
-    settings: Settings,
+    timing: Timing,
     repeat: int,
     against: Against = None,
     peak_flops: float | None,
@@ -84,7 +84,7 @@ def run(
     if repeat > 1 or against is not None or (parallel and place is None):
         from stepscope.engine.plan import SweepPlan
 
-        cells = _cells(said, against, runs, settings, repeat, on_gpu=type_of_device(device) == "cuda")
+        cells = _cells(said, against, runs, timing.settings, repeat, on_gpu=type_of_device(device) == "cuda")
         plan = SweepPlan(
             cells=cells, devices=(device,), out=str(runs), tag=tag, memory_limit_bytes=memory,
             peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
@@ -98,7 +98,7 @@ def run(
     on_gpu = resolve_device(device).type == "cuda"
     workload = own or _usual(said, on_gpu)
     request = StepRequest(
-        workload=workload, settings=settings, device=device, out=str(runs), tag=tag,
+        workload=workload, settings=timing.settings, device=device, out=str(runs), tag=tag,
         memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace, memory=recording.memory,
         place=place if parallel else None,
     )  # fmt: skip

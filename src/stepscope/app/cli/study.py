@@ -114,7 +114,7 @@ class _Studies(Verbs):
         """The command of a Question, or a function that is one already."""
         if not isinstance(registered, Question):
             return registered
-        from stepscope.app.cli.studies.answering import command_of
+        from stepscope.app.cli.questions import command_of
 
         return command_of(registered)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 import typer
 
-from stepscope.app.cli.options import Recording
+from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, sweep_progress, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer
@@ -25,7 +25,7 @@ from stepscope.core.errors import (
 )
 from stepscope.core.finding import worst
 from stepscope.core.options import MEASURING, SWEEPING, Option, completed
-from stepscope.core.run import Run, Settings
+from stepscope.core.run import Run
 from stepscope.core.units import counted
 from stepscope.core.workloads import DTYPES, PHASES
 from stepscope.engine.workload_options import ManyWorkloads
@@ -77,7 +77,7 @@ def sweep(
     *,
     said: ManyWorkloads,
     device: Device = ("auto",),
-    settings: Settings,
+    timing: Timing,
     repeat: int,
     peak_flops: float | None,
     recording: Recording,
@@ -102,7 +102,9 @@ def sweep(
     else:
         workloads = said.workloads(model="tiny", seq_len=128)
     plan = SweepPlan(
-        cells=order_cells(repeated([Cell(workload=workload, settings=settings) for workload in workloads], repeat)),
+        cells=order_cells(
+            repeated([Cell(workload=workload, settings=timing.settings) for workload in workloads], repeat)
+        ),
         devices=device,
         out=str(runs),
         tag=tag,

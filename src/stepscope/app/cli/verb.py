@@ -22,19 +22,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stepscope.app.cli import completion
-from stepscope.app.cli.options import OPTIONS, Recording, recording_from
+from stepscope.app.cli.options import OPTIONS
 from stepscope.app.cli.output import warn
 from stepscope.core.errors import InputError
 from stepscope.core.options import GROUPS, Option, completed, remember, several
-from stepscope.core.run import Settings, settings_from
-
-
-def _settings(*, warmup: int | None, steps: int | None, seconds: float, no_profile: bool) -> Settings:
-    return settings_from(warmup, steps, seconds, no_profile)
-
-
-_MAKERS: dict[Any, Callable[..., Any]] = {Settings: _settings, Recording: recording_from}
-"""What makes a record of options, where that is not its class: its parameters name the options."""
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 """What stands for a value in a help text; several values are `N,...`."""
@@ -104,8 +95,8 @@ def options_of(takes: Callable[..., Any], verb_name: str, usual: Mapping[str, st
             stated = dataclasses.replace(stated, name=name.rstrip("_"), takes=stated.takes or _one_value(annotation))
         if (is_many := getattr(annotation, "IS_MANY", None)) is not None:
             inner = _options_of_workload(annotation, verb_name, usual, is_many, signature)
-        elif annotation in _MAKERS or (isinstance(annotation, type) and is_dataclass(annotation)):
-            inner = options_of(_MAKERS.get(annotation, annotation), verb_name, usual)
+        elif isinstance(annotation, type) and is_dataclass(annotation):
+            inner = options_of(annotation, verb_name, usual)
         else:
             option = stated or line_of(name.rstrip("_"), verb_name)
             assert option is not None, f"{verb_name}: no option {name} in the table"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from stepscope.app.cli.options import Recording
+from stepscope.app.cli.measuring import Recording
 from stepscope.app.cli.output import give_back, show, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts

@@ -1,15 +1,13 @@
-"""How a study's verb comes to its answer: run, measured in cells, or read; then shown, written as JSON, drawn."""
+"""How a study comes to its answer that measures cells, or looks at one model."""
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
+from stepscope.app.cli.output import Presentation, warn
+from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.sweep import (
     captured,
     finished_answer,
@@ -19,57 +17,17 @@ from stepscope.app.cli.sweep import (
     unread,
     wanted_runs,
 )
-from stepscope.app.cli.verb import verb
-from stepscope.core.answer import Answer, decode_answer
-from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
+from stepscope.core.answer import Answer
+from stepscope.core.errors import InputError
 from stepscope.core.factory_arguments import is_configuration
-from stepscope.core.files import read_named
 from stepscope.core.options import STORED, Option, refuse_beside
-from stepscope.core.process_memory import require_room_for_torch
 from stepscope.core.run import Run, settings_from
 from stepscope.engine.request import Stage, Tell, TraceRequest
 from stepscope.engine.workload_options import ManyWorkloads, OneWorkload, factory_arguments
-from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
     from stepscope.engine.plan import Cell, SweepPlan
     from stepscope.questions.compare.comparison import ComparedRun, Sizes
-
-_Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answering:
-    """What becomes of the answer of one study."""
-
-    study: str
-    shown: Presentation
-    save: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_picture(self.save)
-
-    def run(self, made: Callable[[Tell], Answer]) -> None:
-        """Make the answer, under a display, and show it. One that ended early shows what it has, and ends the command
-        with the code of an interrupt, or of a device that failed."""
-        with stdout_kept_clean(), progress() as tell:
-            found = made(tell)
-        self.show(found)
-        if any(finding.kind == "interrupted" for finding in found.findings):
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if any(finding.kind == "ended-early" for finding in found.findings):
-            raise typer.Exit(EXIT_DEVICE_FAILED)
-
-    def read(self, path: Path) -> None:
-        """Show an answer that --json wrote."""
-        found = decode_answer(read_named(path), str(path))
-        if found.study != self.study:
-            raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
-        self.show(found)
-
-    def show(self, found: Answer) -> None:
-        self.shown.show(found)  # first: what was measured is not lost where nothing can be drawn
-        draw(found, self.save)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,44 +206,6 @@ def refuse_sizes(**sizes: int | None) -> None:
     given = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
     if given:
         raise InputError(f"{given} belongs to --model CONFIG.json here: leave it out, or name one")
-
-
-def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _Decorator:
-    """A decorator that makes a verb of a function that answers: its options, and those that every study has.
-
-    A parameter `tell` of the function is no option: it is told of progress. plot: whether the answer has curves.
-    """
-    shared = inspect.signature(_every_study).parameters.values()
-
-    def make(run: Callable[..., Answer]) -> Callable[..., None]:
-        parameters = inspect.signature(run).parameters
-
-        @functools.wraps(run)
-        def made(*, from_: Path | None, shown: Presentation, save: Path | None = None, **asked: Any) -> None:
-            answering = Answering(study=study, shown=shown, save=save)
-            if from_ is not None:
-                refuse_beside("--from")
-                answering.read(from_)
-            else:
-                require_room_for_torch()
-                answering.run(lambda tell: run(**asked, **({"tell": tell} if "tell" in parameters else {})))
-
-        own = [parameter for parameter in parameters.values() if parameter.name != "tell"]
-        own += [parameter for parameter in shared if plot or parameter.name != "save"]
-        made.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-        return verb(f"study {study}", *examples, **usual)(made)
-
-    return make
-
-
-def command_of(question: Question) -> Callable[..., None]:
-    """The command of a question."""
-    make = study_verb(question.name, *question.examples, plot=question.has_curves, **question.defaults)
-    return make(question.measure)
-
-
-def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:
-    """The options of every study, as the parameters of a verb."""
 
 
 # The model that a study looks at: the textbook's by its sizes, or one of the user's own.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.app.cli.output import Presentation, stdout_kept_clean, warn
-from stepscope.app.cli.studies.answering import Answering
+from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.steps import STUDY, check_only, read_steps
 from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts

@@ -4,14 +4,8 @@ from functools import partial
 from typing import Annotated, Any
 
 from stepscope.app.cli.compare import options_in
-from stepscope.app.cli.studies.answering import (
-    OneModel,
-    given_ones,
-    of_own_model,
-    refuse_preset,
-    refuse_sizes,
-    study_verb,
-)
+from stepscope.app.cli.questions import study_verb
+from stepscope.app.cli.studies.answering import OneModel, given_ones, of_own_model, refuse_preset, refuse_sizes
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.model_config import PRESETS, configure

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli.options import recording_from
+from stepscope.app.cli.measuring import Record, Recording, Timing, TraceSteps
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
-from stepscope.app.cli.studies.answering import (
-    Answering,
-    AskedSteps,
-    AskedStepsOfAny,
-    Comparing,
-    given_ones,
-    study_verb,
-)
+from stepscope.app.cli.questions import Answering, study_verb
+from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing, given_ones
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
@@ -29,7 +23,7 @@ from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.options import MEASURING, OUTPUT, PARALLEL, STORED, WORKLOAD, Option, refuse_beside
 from stepscope.core.parts import named_kernels
 from stepscope.core.ranks import place_in_job
-from stepscope.core.run import Run, Settings, settings_from
+from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.strategies import SCALINGS, spelled
 from stepscope.core.units import parse_bytes
@@ -187,8 +181,8 @@ def kernels(
     warmup: int | None,
     steps: int | None,
     seconds: float = 2.0,
-    record: tuple[str, ...] = (),
-    trace_steps: int,
+    record: Record = (),
+    trace_steps: TraceSteps = 2,
     keep_digests: bool,
     tool: Tool = "kineto",
     runs: Path,
@@ -220,7 +214,7 @@ def kernels(
     from stepscope.engine.plan import Policy, SweepPlan
     from stepscope.questions.compare.comparison import compared_cells
 
-    recording = recording_from(record or (tool,), trace_steps)
+    recording = Recording(record=record or (tool,), trace_steps=trace_steps)
     plan = SweepPlan(
         cells=compared_cells(
             models=[configure(name) for name in model], seq_lens=seq_len, batch_size=batch_size, dtypes=dtype,
@@ -476,7 +470,7 @@ def allocator(
     said: OneWorkload,
     setting: Setting = "expandable_segments:True",
     device: str,
-    settings: Settings,
+    timing: Timing,
     tag: str | None,
     runs: Path,
     shown: Presentation,
@@ -495,7 +489,9 @@ def allocator(
     from stepscope.engine.sweep import run_sweep
     from stepscope.questions.allocator import answer_allocator
 
-    plan = SweepPlan(cells=(Cell(workload=workload, settings=settings),), devices=(device,), out=str(runs), tag=tag)
+    plan = SweepPlan(
+        cells=(Cell(workload=workload, settings=timing.settings),), devices=(device,), out=str(runs), tag=tag
+    )
     found: list[Run] = []
     with sweep_progress() as tell:
         found += run_sweep(plan, Policy(fresh=True), tell)
