@@ -387,10 +387,13 @@ def _category_table(explained: Explained, moment: Moment) -> Table:
     rows.append(("all", moment.allocated_bytes, None, moment.alive.height, *([] if certainty is None else [""])))
     columns = ("category", ("allocated", "B"), ("share", "%"), ("allocations", ","))
     return table_of(
-        *columns, *([] if certainty is None else ["known by"]), rows=rows,
-        rules=(len(rows) - 1,), tones={len(rows) - 1: "strong"},
+        *columns,
+        *([] if certainty is None else ["known by"]),
+        rows=rows,
+        rules=(len(rows) - 1,),
+        tones={len(rows) - 1: "strong"},
         notes=as_lines(*_reserved_words(explained, moment), *_free_words(explained, moment)),
-    )  # fmt: skip
+    )
 
 
 def _known_by(certainty: dict[str, dict[Certainty, int]] | None, category: str) -> list[str]:
@@ -459,12 +462,16 @@ def _largest_table(moment: Moment) -> Table:
     keys = ("block", "category", "name", "shape", "dtype", "operator", "site")
     alike_rows = moment.alive.group_by(keys, maintain_order=True).len().head(_LARGEST_SHOWN)
     return table_of(
-        "largest alive, allocated at", "tensor", "category", ("times", TEXT), ("each", "B"),
+        "largest alive, allocated at",
+        "tensor",
+        "category",
+        ("times", TEXT),
+        ("each", "B"),
         rows=[
             (row["site"], _tensor(row), row["category"], row["len"], row["block"])
             for row in alike_rows.iter_rows(named=True)
         ],
-    )  # fmt: skip
+    )
 
 
 def _stack_tables(explained: Explained, moment: Moment, count: int) -> list[Table]:
@@ -483,11 +490,14 @@ def _site_table(moment: Moment) -> Table:
     by_site = sites(moment.alive)
     rows: list[tuple[Cell, ...]] = [
         (
-            row["site"] or "(unknown)", row["bytes"], _share(row["bytes"], moment.allocated_bytes),
-            row["allocations"], row["category"],
+            row["site"] or "(unknown)",
+            row["bytes"],
+            _share(row["bytes"], moment.allocated_bytes),
+            row["allocations"],
+            row["category"],
         )
         for row in by_site.head(_SITES_SHOWN).iter_rows(named=True)
-    ]  # fmt: skip
+    ]
     rest = by_site.tail(max(0, by_site.height - _SITES_SHOWN))
     if rest.height:
         held = int(rest["bytes"].sum())

@@ -50,13 +50,16 @@ def panel_of(
         for at, held in zip(times, thinned[name].to_list(), strict=True)
     ]
     return Panel(
-        x_title="time", y_title="live memory", kind="areas", points=tuple(points),
+        x_title="time",
+        y_title="live memory",
+        kind="areas",
+        points=tuple(points),
         frame=Frame(
             heading=heading,
             spans=tuple(Span(phase.name, float(phase.start_us), float(phase.end_us)) for phase in phases),
             guides=(Guide(name="reserved", y=(float(reserved_bytes),)),) if reserved_bytes else (),
         ),
-    )  # fmt: skip
+    )
 
 
 def thin(timeline: pl.DataFrame, points: int = POINTS) -> pl.DataFrame:
@@ -293,9 +296,13 @@ def new_segments(explained: Explained) -> list[NewSegment]:
         ]
         if sum(pieces) >= first["requested"]:
             new = NewSegment(
-                time_us=explained.time_us(i), requested_bytes=first["requested"], segment_bytes=segment.size,
-                largest_free_bytes=max(pieces), free_bytes=sum(pieces), site=first["site"],
-            )  # fmt: skip
+                time_us=explained.time_us(i),
+                requested_bytes=first["requested"],
+                segment_bytes=segment.size,
+                largest_free_bytes=max(pieces),
+                free_bytes=sum(pieces),
+                site=first["site"],
+            )
             found.append(new)
     return found
 
@@ -398,12 +405,16 @@ def pool_finding(explained: Explained) -> Finding | None:
         f"At the end, {whose} {held} of the {format_bytes(reserved)} that are reserved: {format_bytes(used)} of it are "
         f"allocated, and {format_bytes(free)}, which replays of its graphs may use, serve nobody else.{most}",
         {
-            "pools": len(private), "first": str(first.pool), "free_bytes": free, "allocated_bytes": used,
-            "private_reserved_bytes": sum(use.reserved_bytes for use in private), "reserved_bytes": reserved,
+            "pools": len(private),
+            "first": str(first.pool),
+            "free_bytes": free,
+            "allocated_bytes": used,
+            "private_reserved_bytes": sum(use.reserved_bytes for use in private),
+            "reserved_bytes": reserved,
         },
         "capture graphs into one pool, the largest first (torch.cuda.graph(g, pool=first.pool())); drop a graph or "
         "MemPool that is done, then call torch.cuda.empty_cache()",
-    )  # fmt: skip
+    )
 
 
 def _owner(explained: Explained, pool: PoolId) -> str:

@@ -53,9 +53,12 @@ def growth_tables(growth: MemoryGrowth | None) -> list[Table]:
             "held them, which it finds now and then."
         )
     ends = table_of(
-        "allocated at the end of", ("allocated", "B"), ("change", "B"),
-        rows=list(zip(names, growth.ends, changes, strict=True)), notes=as_lines(*said),
-    )  # fmt: skip
+        "allocated at the end of",
+        ("allocated", "B"),
+        ("change", "B"),
+        rows=list(zip(names, growth.ends, changes, strict=True)),
+        notes=as_lines(*said),
+    )
     if not growth.left:
         return [ends]
     shown = growth.left[:SHOWN]

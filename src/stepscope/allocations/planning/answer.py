@@ -312,29 +312,39 @@ def _best_table(planning: Planning) -> Table:
 def _parts_table(best: Planned) -> Table:
     rows = [(part, best.time.parts[part], best.time.parts[part] / best.time.step_s) for part in PARTS]
     return table_of(
-        "part", ("seconds", "s"), ("share", "%"), title="What the best step is made of",
+        "part",
+        ("seconds", "s"),
+        ("share", "%"),
+        title="What the best step is made of",
         rows=[row for row in rows if row[1]],
-    )  # fmt: skip
+    )
 
 
 def _memory_table(best: Planned, planning: Planning) -> Table:
     needs = best.needs
     assert needs is not None
     parts = {
-        "parameters": needs.parameters, "gradients": needs.gradients, "moments of the optimizer": needs.moments,
-        "buckets of gradients": needs.buckets, "gathered or cast copies": needs.gathered,
+        "parameters": needs.parameters,
+        "gradients": needs.gradients,
+        "moments of the optimizer": needs.moments,
+        "buckets of gradients": needs.buckets,
+        "gathered or cast copies": needs.gathered,
         "saved for micro-batches in flight": needs.saved,
-        "the micro-batch at work": needs.working, "data and workspaces": needs.fixed,
-    }  # fmt: skip
+        "the micro-batch at work": needs.working,
+        "data and workspaces": needs.fixed,
+    }
     left = planning.machine.budget.usable_bytes - COMMUNICATION_BYTES
     return table_of(
-        "memory of a rank", ("bytes", "B"), ("share", "%"), title="Memory of the rank that needs most",
+        "memory of a rank",
+        ("bytes", "B"),
+        ("share", "%"),
+        title="Memory of the rank that needs most",
         rows=[(name, count, count / needs.peak) for name, count in parts.items() if count],
         notes=as_lines(
             f"Pipeline rank {needs.rank}. A layout fits where its peak and 4 % more are within {format_bytes(left)}: "
             f"what the device has, less its context and {format_bytes(COMMUNICATION_BYTES)} for NCCL, an assumption."
         ),
-    )  # fmt: skip
+    )
 
 
 def _traffic_table(best: Planned, planning: Planning) -> Table:
@@ -356,11 +366,15 @@ def _traffic_row(transfer: Transfer, layout: Layout, planning: Planning) -> tupl
     rounds = 1 if transfer.when == "step" else layout.micro_batches
     times = rounds * transfer.times
     return (
-        f"{transfer.dimension}: {transfer.what}, {transfer.when}", transfer.kind,
-        f"{transfer.group.ranks} by {transfer.group.stride}", transfer.message_bytes, times,
-        rounds * transfer.link_bytes, times * transfer_s(planning.machine.network, transfer),
+        f"{transfer.dimension}: {transfer.what}, {transfer.when}",
+        transfer.kind,
+        f"{transfer.group.ranks} by {transfer.group.stride}",
+        transfer.message_bytes,
+        times,
+        rounds * transfer.link_bytes,
+        times * transfer_s(planning.machine.network, transfer),
         "as far as it goes" if transfer.overlaps else "no",
-    )  # fmt: skip
+    )
 
 
 def _refusals(plan: Plan) -> Table:
@@ -431,13 +445,17 @@ def _simulation_table(planning: Planning) -> Table:
     if uneven is not None:
         rows.append(_played(f"played, ranks differ by {planning.spread:.1%}", uneven, best))
     return table_of(
-        "step", ("seconds", "s"), ("over the formula", "+%"), ("ranks wait", "%"), title="The step played through",
+        "step",
+        ("seconds", "s"),
+        ("over the formula", "+%"),
+        ("ranks wait", "%"),
+        title="The step played through",
         rows=rows,
         notes=as_lines(
             "Each rank's speed is drawn once from a normal distribution of that standard deviation, with a fixed seed"
             + (f"; {uneven.replicas} data-parallel replicas were played." if uneven is not None else ".")
         ),
-    )  # fmt: skip
+    )
 
 
 def _played(name: str, played: Simulated, best: Planned) -> tuple[str, float, float, float | None]:
@@ -461,7 +479,9 @@ def _panels(planning: Planning) -> Iterable[Panel]:
     if not best:
         return
     yield Panel(
-        x_title="", y_title="seconds", kind="stack",
+        x_title="",
+        y_title="seconds",
+        kind="stack",
         points=tuple(
             Point(line=name, name=one.layout.name, y=seconds)
             for one in best
@@ -469,27 +489,34 @@ def _panels(planning: Planning) -> Iterable[Panel]:
             if (seconds := sum(one.time.parts[part] for part in parts))
         ),
         frame=Frame(heading="What a step is made of, by layout", line_title="part"),
-    )  # fmt: skip
+    )
     curve = [one for one in planning.scaled if one.best is not None]
     if len(curve) > 1:
         yield Panel(
-            x_title="ranks", y_title="seconds a step", x_log=True, y_log=True,
+            x_title="ranks",
+            y_title="seconds a step",
+            x_log=True,
+            y_log=True,
             points=(
                 *_ideal(curve),
                 *(Point(line="planned", x=float(one.ranks), y=one.best.time.step_s) for one in curve if one.best),
             ),
             frame=Frame(heading="Strong scaling", line_title="step"),
-        )  # fmt: skip
+        )
     played = planning.uneven or planning.even
     if played is not None and played.slices:
         yield Panel(
-            x_title="ms", y_title="", points=(), kind="timeline", slices=played.slices,
+            x_title="ms",
+            y_title="",
+            points=(),
+            kind="timeline",
+            slices=played.slices,
             frame=Frame(
                 heading="The best step, played through",
                 note="timeline: one data-parallel replica, as simulated",
                 x_ends=(0.0, max(one.end for one in played.slices)),
             ),
-        )  # fmt: skip
+        )
 
 
 def _ideal(curve: Sequence[Scaled]) -> Iterable[Point]:

@@ -223,9 +223,10 @@ def open_to_mixtures(question: Question, alike: list[Layout], fit: list[bool]) -
     return [
         one
         for one in alike
-        if one.checkpointing == "selective" and (one.micro_batch, "selective") not in fitting
+        if one.checkpointing == "selective"
+        and (one.micro_batch, "selective") not in fitting
         and (one.micro_batch, "every-1") in fitting
-    ]  # fmt: skip
+    ]
 
 
 def mixed(layout: Layout, memory: RankMemory, room: int, *, exactly: bool = False) -> Layout | None:
@@ -491,9 +492,7 @@ def planned(layout: Layout, memory: RankMemory, clock: Clock) -> Planned:
     needs = memory.needs(layout, exactly=True)
     blocks = offload_of(layout.checkpointing)
     host_bytes = blocks * memory.offloaded(layout) if blocks else 0
-    return Planned(
-        layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs, host_bytes=host_bytes
-    )  # fmt: skip
+    return Planned(layout=layout, time=clock.step(layout), peak_bytes=needs.peak, needs=needs, host_bytes=host_bytes)
 
 
 def planned_step(workload: TextbookWorkload, spec: DeviceSpec, network: Network) -> Planned | None:
@@ -519,9 +518,12 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
         )
         predicted = estimate(workload)
         found = Planned(
-            layout=layout, time=clock.step(layout), peak_bytes=predicted.peak_bytes, needs=None,
+            layout=layout,
+            time=clock.step(layout),
+            peak_bytes=predicted.peak_bytes,
+            needs=None,
             host_bytes=predicted.host_bytes,
-        )  # fmt: skip
+        )
         return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or predicted.peak_bytes
 
     every: list[Layout] = []

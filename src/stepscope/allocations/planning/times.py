@@ -70,9 +70,12 @@ share out: `fully_shard` runs its hooks in Python. Forward and backward of `larg
 37 such units (fsdp2 over four H200, 6 sequences a rank, results/h200-x4/scaling), and 27 and 37 ms for one without
 ranks (results/h200/eager-parts)."""
 ATTENTION_SHARES = {
-    "flash": (0.477, 0.628), "sdpa-cudnn": (0.460, 0.595), "flex": (0.313, 0.394), "sdpa-flash": (0.279, 0.306),
+    "flash": (0.477, 0.628),
+    "sdpa-cudnn": (0.460, 0.595),
+    "flex": (0.313, 0.394),
+    "sdpa-flash": (0.279, 0.306),
     "sdpa": (0.460, 0.595),
-}  # fmt: skip
+}
 """Shares of the peak that attention of 16,384 tokens reaches in bf16, with a head_dim of 64 and of 128; below 128 the
 first is taken. PyTorch's own choice, `sdpa`, is cuDNN's on Hopper (results/h200/best). Another fused one is taken for
 it, and one that is written out is made of products."""
@@ -203,7 +206,7 @@ def copies_s(layout: Layout, memory: RankMemory, rates: Rates) -> float:
 
 def offloading(
     layout: Layout, memory: RankMemory, rates: Rates, forward_s: float, fits: Callable[[Layout], bool]
-) -> Layout | None:  # fmt: skip
+) -> Layout | None:
     """The layout with as many blocks that offload as forward hides, or as are needed to fit. None where it does not fit
     with all of them.
 
@@ -359,12 +362,16 @@ class Clock:
         parts["optimizer"] = optimizer
         share = each.seconds / 2 / layout.chunks
         return StepTime(
-            step_s=sum(parts.values()), parts=parts, forward_s=chunk * block.forward_s + share,
-            backward_s=chunk * block.backward_s + share, send_s=send,
+            step_s=sum(parts.values()),
+            parts=parts,
+            forward_s=chunk * block.forward_s + share,
+            backward_s=chunk * block.backward_s + share,
+            send_s=send,
             last_forward_s=ends.forward_s - (fewer * block.forward_s if p > 1 else 0),
             last_backward_s=ends.backward_s - (fewer * block.backward_s if p > 1 else 0),
-            data_s=once.seconds, optimizer_s=optimizer,
-        )  # fmt: skip
+            data_s=once.seconds,
+            optimizer_s=optimizer,
+        )
 
     def _waits_s(self, layout: Layout, send: float, forward: float) -> float:
         """What sends cost between fill and drain. 1F1B waits for each answer from below, (p - 1) / p of a send there
@@ -381,11 +388,15 @@ class Clock:
         key = (*self._key(layout), layout.expert, _hooks_s(layout))
         if key not in self._blocks:
             layers, copies = self.model.config.layers, copies_s(layout, self.memory, self.rates)
-            block = self._blocks[key] = _mean([
-                (self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone)),
-                 span.blocks / layers)
-                for span in spans_of(layout.checkpointing, layers)
-            ])  # fmt: skip
+            block = self._blocks[key] = _mean(
+                [
+                    (
+                        self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone)),
+                        span.blocks / layers,
+                    )
+                    for span in spans_of(layout.checkpointing, layers)
+                ]
+            )
             for parts, seconds in ((block.forward, block.forward_s), (block.backward, block.backward_s)):
                 parts["waiting for copies to the host"] = max(0.0, copies - seconds)
         return self._blocks[key]
@@ -404,8 +415,9 @@ class Clock:
         attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
         forward = {"matrix products": products, "attention": attention}
         backward = {
-            "matrix products": 2 * products, "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
-        }  # fmt: skip
+            "matrix products": 2 * products,
+            "attention": attention * (_ATTENTION_BACKWARD if fused else 2),
+        }
         (span,) = spans_of(layout.checkpointing, 1)
         if span.multiplies_again:
             last = tokens * 2 * self.model.active * config.d_model * config.d_ff / layout.tensor
@@ -453,9 +465,13 @@ class Clock:
         return self._moved[key]
 
     def _add_elementwise(
-        self, forward: dict[str, float], backward: dict[str, float], moved: Moved, products: int,
+        self,
+        forward: dict[str, float],
+        backward: dict[str, float],
+        moved: Moved,
+        products: int,
         hooks: tuple[float, float] = (0.0, 0.0),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add elementwise kernels, and what the device waits for their launches, and for a host that runs hooks."""
         rates = self.rates
         for times, count, fused, kernels, launched, hooked in (
@@ -546,9 +562,10 @@ class Clock:
     def _copies(self, layout: Layout) -> Copies:
         copies, rate = data_copies(self.model, layout, bytes_of(self.workload, layout.sharding)), self.rates
         return Copies(
-            forward=copies.forward / rate.fused_bytes_per_s, backward=copies.backward / rate.fused_bytes_per_s,
+            forward=copies.forward / rate.fused_bytes_per_s,
+            backward=copies.backward / rate.fused_bytes_per_s,
             step=copies.step / rate.fused_bytes_per_s,
-        )  # fmt: skip
+        )
 
     def _optimizer_s(self, layout: Layout) -> float:
         """AdamW over the parameters that the rank updates."""

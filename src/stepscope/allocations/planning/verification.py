@@ -28,9 +28,12 @@ from stepscope.core.workloads import TextbookWorkload, by_sizes
 
 _H100 = DATASHEET["NVIDIA H100 80GB HBM3"]
 _H100_96 = msgspec.structs.replace(
-    _H100, name="H100 96GB HBM2e, 500 W", memory_bytes=96 * 10**9, peak_bytes_per_s=2.4e12,
+    _H100,
+    name="H100 96GB HBM2e, 500 W",
+    memory_bytes=96 * 10**9,
+    peak_bytes_per_s=2.4e12,
     source="torchtitan, benchmarks/llama3_h100_202412_torchtitan.md",
-)  # fmt: skip
+)
 _HERD = "Grattafiori et al. 2024, table 4"
 _TITAN = "torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 
@@ -135,9 +138,13 @@ def _published_row(one: Published) -> tuple[Cell, ...]:
     peak = found.peak_bytes / GIB
     return (
         f"{one.model}, {ranks:,} GPUs, sequence {one.seq_len:,}, {one.layout.name}, {one.compile}",
-        _said(published, is_share=one.mfu is not None), _said(plan, is_share=one.mfu is not None), plan / published - 1,
-        one.peak_gib, peak, peak / one.peak_gib - 1 if one.peak_gib else None,
-    )  # fmt: skip
+        _said(published, is_share=one.mfu is not None),
+        _said(plan, is_share=one.mfu is not None),
+        plan / published - 1,
+        one.peak_gib,
+        peak,
+        peak / one.peak_gib - 1 if one.peak_gib else None,
+    )
 
 
 def _said(value: float, *, is_share: bool) -> str:

@@ -139,15 +139,23 @@ def accuracy_panels(accuracy: Accuracy) -> tuple[Panel, ...]:
     )
     x_title = "measured peak (GiB)"
     upper = Panel(
-        x_title=x_title, y_title="predicted peak (GiB)", kind="points", x_log=True, y_log=True,
+        x_title=x_title,
+        y_title="predicted peak (GiB)",
+        kind="points",
+        x_log=True,
+        y_log=True,
         points=tuple(_point(each, each.predicted.peak_bytes / GIB, apart=hollow) for each, hollow in both),
         frame=_with(frame, ends, (*_ribbons_about_the_diagonal(ends), Guide(x=ends, y=ends))),
-    )  # fmt: skip
+    )
     lower = Panel(
-        x_title=x_title, y_title="error of the prediction (%)", kind="points", x_log=True, y_log=False,
+        x_title=x_title,
+        y_title="error of the prediction (%)",
+        kind="points",
+        x_log=True,
+        y_log=False,
         points=tuple(_point(each, 100 * (each.error or 0.0), apart=hollow) for each, hollow in both),
         frame=_with(frame, (-reach, reach), (*_ribbons_about_zero(ends), Guide(y=(0.0,)))),
-    )  # fmt: skip
+    )
     return upper, lower
 
 
@@ -170,9 +178,13 @@ def _ribbons_about_zero(ends: tuple[float, float]) -> list[Guide]:
 
 def _point(each: Comparison, y: float, *, apart: bool) -> Point:
     return Point(
-        x=(each.measured_peak or 0) / GIB, y=y, line=each.workload.model.name, style=_what_ran(each.workload),
-        name=cell_name(each.workload), apart=apart,
-    )  # fmt: skip
+        x=(each.measured_peak or 0) / GIB,
+        y=y,
+        line=each.workload.model.name,
+        style=_what_ran(each.workload),
+        name=cell_name(each.workload),
+        apart=apart,
+    )
 
 
 def _what_ran(workload: TextbookWorkload) -> str:

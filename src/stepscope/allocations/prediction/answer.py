@@ -303,16 +303,20 @@ def answer_largest(found: Sequence[Largest], said: str) -> Answer:
     """The Answer on the largest batch and the longest sequence of each model."""
     first = found[0].workload
     table = table_of(
-        "model", ("parameters", ","), (f"batch at sequence {first.seq_len}", TEXT),
+        "model",
+        ("parameters", ","),
+        (f"batch at sequence {first.seq_len}", TEXT),
         (f"sequence at batch {first.batch_size}", TEXT),
         rows=[
             (
-                largest.workload.model.name, parameter_count(largest.workload.model),
-                str(largest.batch_size or "none"), str(largest.seq_len or "none"),
+                largest.workload.model.name,
+                parameter_count(largest.workload.model),
+                str(largest.batch_size or "none"),
+                str(largest.seq_len or "none"),
             )
             for largest in found
         ],
-    )  # fmt: skip
+    )
     choices = describe_workload(first).split(" tokens, ", 1)[1]
     lead = (Line(f"The largest that fits into {said}: {choices}."),)
     return Answer(study="fit", question="What is the largest that fits?", lead=lead, tables=(table,))

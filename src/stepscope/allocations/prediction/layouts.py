@@ -479,9 +479,13 @@ def moved_by_stage(stage: Stage) -> Moved:
     _run(stage, model, tape, made)
     (forward, kernels, fused), (both, all_kernels, all_fused) = made
     return Moved(
-        forward=forward, backward=both - forward, kernels_forward=kernels, kernels_backward=all_kernels - kernels,
-        fused_forward=fused, fused_backward=all_fused - fused,
-    )  # fmt: skip
+        forward=forward,
+        backward=both - forward,
+        kernels_forward=kernels,
+        kernels_backward=all_kernels - kernels,
+        fused_forward=fused,
+        fused_backward=all_fused - fused,
+    )
 
 
 def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, int]] | None = None) -> StageNeeds:
@@ -511,10 +515,13 @@ def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, 
     _note(ledger, made)
     at_peak = ledger.at_peak
     return StageNeeds(
-        forward=forward, backward=ledger.peak, saved=saved, gathered_forward=gathered_forward,
+        forward=forward,
+        backward=ledger.peak,
+        saved=saved,
+        gathered_forward=gathered_forward,
         gathered_backward=at_peak[GATHERED] + (at_peak[ON_THEIR_WAY] if units is not None else 0),
         offloaded=tape.offloaded,
-    )  # fmt: skip
+    )
 
 
 def _note(ledger: Ledger, made: list[tuple[int, int, int]] | None) -> None:
@@ -602,9 +609,13 @@ def _needs(question: _Question) -> StageNeeds:
 def _stage(question: _Question) -> Stage:
     share = Share(model=question.model, tensor=question.tensor, context=question.context)
     return Stage(
-        workload=question.workload, share=share, first=question.first, last=question.last,
-        gradients=question.gradients, shards=question.shards,
-    )  # fmt: skip
+        workload=question.workload,
+        share=share,
+        first=question.first,
+        last=question.last,
+        gradients=question.gradients,
+        shards=question.shards,
+    )
 
 
 def _interpolated(low: StageNeeds, high: StageNeeds, steps: float, *, beyond: StageNeeds | None = None) -> StageNeeds:
@@ -724,10 +735,12 @@ class RankMemory:
         parameters, gradients, moments = self._states(layout, sizes, held)
         made_here = layout.micro_batches * layout.chunks == 1 and self.model.experts == 1
         stage = _RankStage(
-            blocks=largest_stage(self.model.config.layers, layout.stages), first=rank == 0,
-            last=rank == layout.pipeline - 1, gradients="made" if made_here else "elsewhere",
+            blocks=largest_stage(self.model.config.layers, layout.stages),
+            first=rank == 0,
+            last=rank == layout.pipeline - 1,
+            gradients="made" if made_here else "elsewhere",
             shards=self._shards(layout, sizes, held[2]),
-        )  # fmt: skip
+        )
         if layout.chunks > 1 and layout.pipeline > 1 and stage.last:
             stage = msgspec.structs.replace(stage, first=False)  # the embedding is in another chunk
         needs = self._stage_needs(layout, stage, exactly)
@@ -760,11 +773,12 @@ class RankMemory:
         if not sharding.gradients:
             return None
         return Shards(
-            ranks=layout.shard, root=outside,
+            ranks=layout.shard,
+            root=outside,
             block=self.model.local_block(layout.tensor) + self.model.local_experts(layout.tensor, layout.expert),
             gathered_bytes=self._gathered_bytes(layout, sizes) if sharding.gathers == "each pass" else 0,
             reduced_bytes=sizes.gradients,
-        )  # fmt: skip
+        )
 
     def _question(self, layout: Layout, stage: "_RankStage") -> _Question:
         return _Question(
@@ -790,15 +804,22 @@ class RankMemory:
         gathered = (2 * shards.block + shards.root) * shards.gathered_bytes
         both = gathered + (shards.block + shards.root) * shards.reduced_bytes
         return msgspec.structs.replace(
-            plain, forward=plain.forward + gathered, backward=plain.backward + both, gathered_forward=gathered,
+            plain,
+            forward=plain.forward + gathered,
+            backward=plain.backward + both,
+            gathered_forward=gathered,
             gathered_backward=both,
-        )  # fmt: skip
+        )
 
     def _key(self, layout: Layout, stage: "_RankStage") -> tuple[object, ...]:
         return (
-            layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, stage,
+            layout.tensor,
+            layout.context,
+            layout.micro_batch,
+            layout.checkpointing,
+            stage,
             SHARDINGS[layout.sharding].in_compute_dtype,
-        )  # fmt: skip
+        )
 
     def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs by interpolation between few and more blocks, one sequence and two."""
@@ -849,9 +870,13 @@ def sharded_peak(workload: TextbookWorkload, gpus: int) -> int:
     """Peak bytes on each of so many GPUs that share the step's state by `fully_shard`, block by block, and have each a
     batch as large as the workload's."""
     layout = Layout(
-        data=gpus, shard=gpus, sharding="zero3-autocast", micro_batch=workload.micro_batch_size,
-        micro_batches=workload.accumulation, checkpointing=workload.checkpointing,
-    )  # fmt: skip
+        data=gpus,
+        shard=gpus,
+        sharding="zero3-autocast",
+        micro_batch=workload.micro_batch_size,
+        micro_batches=workload.accumulation,
+        checkpointing=workload.checkpointing,
+    )
     # A layout's ranks share the workload's tokens, and these have as many each.
     of_others = 2 * DISTINCT_BATCHES * 8 * (workload.tokens - workload.tokens // gpus)
     return RankMemory(workload, PlannedModel(config=workload.model)).needs(layout).peak + of_others

@@ -232,7 +232,7 @@ def _let_go(leaving: "deque[_Offloaded | None]") -> None:
 
 def _fetching(
     leaving: "deque[_Offloaded | None]", block: _Offloaded, tape: Tape, gradient: Storage
-) -> Sequence[Storage]:  # fmt: skip
+) -> Sequence[Storage]:
     """The backward of what a block returns, before the block's own."""
     while leaving:
         _let_go(leaving)
@@ -714,9 +714,13 @@ class FusedSymbolicModel(SymbolicModel):
             return of_x, of_branch, of_weight
 
         normal = tape.op(
-            "AddRmsNorm", elements, self.sizes.products, [x, branch, weight], also_saves=[total, roots],
+            "AddRmsNorm",
+            elements,
+            self.sizes.products,
+            [x, branch, weight],
+            also_saves=[total, roots],
             backward=backward,
-        )  # fmt: skip
+        )
         return _second_result(tape, Tensor(total, elements, itemsize, normal.node), of_total), normal
 
     def _of_norm(self, elements: int, weight: Parameter) -> "_OfWeight":
@@ -776,9 +780,13 @@ class FusedSymbolicModel(SymbolicModel):
             del factors
         count, sizes = tape.storage(8), (of_hidden.bytes, weight.bytes)
         loss = tape.op(
-            "LinearCrossEntropy", 1, 4, [hidden, weight], also_saves=[of_hidden, of_weight, count],
+            "LinearCrossEntropy",
+            1,
+            4,
+            [hidden, weight],
+            also_saves=[of_hidden, of_weight, count],
             backward=lambda tape, _: [tape.storage(size) for size in sizes],
-        )  # fmt: skip
+        )
         self._stream = None
         return loss
 

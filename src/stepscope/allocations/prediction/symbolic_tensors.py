@@ -174,9 +174,13 @@ class Node:
     __slots__ = ("backward", "gives_views", "inputs", "number", "operator", "saved", "saving", "segment")
 
     def __init__(
-        self, number: int, operator: str, inputs: "Sequence[Node | Parameter | None]",
-        saved: Sequence[Storage], backward: Backward,
-    ) -> None:  # fmt: skip
+        self,
+        number: int,
+        operator: str,
+        inputs: "Sequence[Node | Parameter | None]",
+        saved: Sequence[Storage],
+        backward: Backward,
+    ) -> None:
         self.number, self.operator, self.inputs, self.backward = number, operator, inputs, backward
         self.gives_views = False
         self.saving = False
@@ -300,9 +304,13 @@ class Tape:
         return Tensor(output, elements, itemsize, node)
 
     def alias(
-        self, operator: str, x: Tensor, backward: Backward,
-        parameters: Sequence[Parameter] = (), saved: Sequence[Storage] = (),
-    ) -> Tensor:  # fmt: skip
+        self,
+        operator: str,
+        x: Tensor,
+        backward: Backward,
+        parameters: Sequence[Parameter] = (),
+        saved: Sequence[Storage] = (),
+    ) -> Tensor:
         """A view that has its own node, since its backward does something; it shares the storage of x."""
         node = self._node(operator, [x, *parameters], saved, backward, False) if self.recording else None
         return Tensor(x.storage, x.elements, x.itemsize, node)
@@ -335,9 +343,13 @@ class Tape:
             self.workspace_bytes = 0
 
     def _node(
-        self, operator: str, inputs: "Sequence[Tensor | Parameter]", saved: Sequence[Storage], backward: Backward,
+        self,
+        operator: str,
+        inputs: "Sequence[Tensor | Parameter]",
+        saved: Sequence[Storage],
+        backward: Backward,
         after_output: bool,
-    ) -> Node | None:  # fmt: skip
+    ) -> Node | None:
         """The operation's node. after_output: it saves something when its output is made, that output for one."""
         above = [i if isinstance(i, Parameter) else i.node for i in inputs]
         if not any(above):
