@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import PurePath
@@ -87,6 +87,10 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
         saved_table = explained.alive(end).filter(saved)
     else:
         saved_table = table.filter(saved)
+
+    def natural(path: str) -> tuple[tuple[int, str], ...]:
+        return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.split("."))
+
     gradients: dict[str, int] = {}
     for name, module, count in (
         table.filter(pl.col("category") == "gradients").select("name", "module", "requested").iter_rows()
@@ -106,7 +110,7 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
                 _contributor(row, block) for row in sorted(rows, key=lambda r: -r["requested"])[:CONTRIBUTORS]
             ),
         )
-        for block, rows in sorted(found.items(), key=lambda item: _natural(item[0]))
+        for block, rows in sorted(found.items(), key=lambda item: natural(item[0]))
     ]
 
 
@@ -121,10 +125,6 @@ def _contributor(row: dict[str, Any], block: str) -> Contributor:
         bytes=row["requested"],
         site=row["site"],
     )
-
-
-def _natural(path: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.split("."))
 
 
 def alike(blocks: list[SavedByBlock]) -> list[SavedByBlock]:
@@ -224,15 +224,15 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "moment": moment.name,
         "alive": moment.alive.height,
         "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
-        "pools": [msgspec.to_builtins(use) for use in moment.pools],
+        "pools": msgspec.to_builtins(moment.pools),
         "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
         "free_pieces": _pieces(explained, moment),
         "new_segments": [new._asdict() for new in new_segments(explained)],
         "growth": None if growth is None else {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
-        "findings": [msgspec.to_builtins(finding) for finding in memory_findings(explained, growth)],
-        "phases": [msgspec.to_builtins(peak) for peak in phase_peaks(explained)],
+        "findings": msgspec.to_builtins(memory_findings(explained, growth)),
+        "phases": msgspec.to_builtins(phase_peaks(explained)),
         "sites": sites(moment.alive).head(SITES).to_dicts(),
-        "saved_by_block": [msgspec.to_builtins(block) for block in saved_by_block(explained)],
+        "saved_by_block": msgspec.to_builtins(saved_by_block(explained)),
         "exact": explained.exact_at(moment.event),
         "unsure_blocks": explained.unsure_at(moment.event),
         "by_notes": explained.noted,
@@ -240,7 +240,7 @@ def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
         "notes": list(explained.notes),
         "measured": msgspec.to_builtins(explained.measured),
         "device": snapshot.device,
-        "devices": [msgspec.to_builtins(use) for use in devices_of(explained)],
+        "devices": msgspec.to_builtins(devices_of(explained)),
         "start_time_us": snapshot.start_us,
         "events": len(snapshot.events),
     }
@@ -530,31 +530,26 @@ def _block_tables(blocks: list[SavedByBlock]) -> list[Table]:
     largest = table_of(
         f"largest saved by {first.block}", "tensor", ("saved", "B"), ("share", "%"),
         rows=[
-            (_place(contributor), _contributed(contributor), contributor.bytes,
-             _share(contributor.bytes, first.saved_bytes))
-            for contributor in first.largest
+            (
+                f"{one.module or '(the block itself)'}, {one.site}".removesuffix(", "),
+                _tensor_words(one.name, one.operator, one.shape, one.dtype),
+                one.bytes,
+                _share(one.bytes, first.saved_bytes),
+            )
+            for one in first.largest
         ],
     )  # fmt: skip
     return [saved, largest]
 
 
-def _place(contributor: Contributor) -> str:
-    return f"{contributor.module or '(the block itself)'}, {contributor.site}".removesuffix(", ")
-
-
-def _contributed(contributor: Contributor) -> str:
-    shape = "" if contributor.shape is None else " x ".join(map(str, contributor.shape))
-    what = f"{contributor.name} of {contributor.operator}" if contributor.operator else contributor.name
-    return " ".join(part for part in (what, shape, contributor.dtype) if part)
-
-
 def _tensor(row: dict[str, Any]) -> str:
     known = tensor_of(row)
-    if known is None:
-        return ""
-    what = f"{known['name']} of {known['operator']}" if known["operator"] else known["name"]
-    shape = "" if known["shape"] is None else " x ".join(map(str, known["shape"]))
-    return " ".join(part for part in (what, shape, known["dtype"]) if part)
+    return "" if known is None else _tensor_words(**known)
+
+
+def _tensor_words(name: str, operator: str, shape: Iterable[int] | None, dtype: str) -> str:
+    what = f"{name} of {operator}" if operator else name
+    return " ".join(part for part in (what, " x ".join(map(str, shape or ())), dtype) if part)
 
 
 def _share(part: int, whole: int) -> float | None:

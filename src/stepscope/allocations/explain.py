@@ -298,8 +298,7 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     is_known = never & (pl.col("category") == "parameters")
     is_told = pl.col("category") == "optimizer state"
     sizes = _gradients_together(table)
-    gradients_stay = False
-    states = 0
+    gradients_stay, states = False, 0
     if sizes.height:
         counted = table.filter(resident | is_known).join(sizes, on="requested")
         per_gradient = int(counted["requested"].sum()) / int((sizes["requested"] * sizes["count"]).sum())
@@ -307,7 +306,10 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
             states = min(max(int(per_gradient + 0.1) - 1, 0), _STATES_AT_MOST)
         said = "as much is called parameters as there are gradients of the same sizes"
     elif table.select((is_told & never).any()).item():
-        sizes = _states_of_a_line(table.filter(is_told & never))
+        # By size, the most states of it that one line of code made: one for each parameter.
+        kept = table.filter(is_told & never & (pl.col("requested") > 0))
+        of_line = kept.group_by("requested", "site").agg(count=pl.len().cast(pl.Int64))
+        sizes = of_line.group_by("requested").agg(pl.col("count").max())
         said = "as much is called parameters as one line of the optimizer keeps states of the same sizes"
     else:
         staged = bool((table["stage"] != "").any())
@@ -352,12 +354,6 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
     told = {1: ", once as much optimizer state", 2: ", twice as much optimizer state (Adam's)"}.get(states, "")
     rest = f'the rest (buffers and batches among it) is called "{THERE_BEFORE}"'
     return table, f"Of what was there throughout, {said}{told}; {rest}."
-
-
-def _states_of_a_line(states: pl.DataFrame) -> pl.DataFrame:
-    """By size (`requested`), the most states of it that one line of code made (`count`): one for each parameter."""
-    of_line = states.filter(pl.col("requested") > 0).group_by("requested", "site").agg(count=pl.len().cast(pl.Int64))
-    return of_line.group_by("requested").agg(pl.col("count").max())
 
 
 def _gradients_together(table: pl.DataFrame) -> pl.DataFrame:

@@ -58,17 +58,13 @@ class Contradiction(Exception):
 def rounded(size: int, settings: Settings) -> int:
     """Bytes that a request is rounded up to (round_size, roundup_power2_next_division)."""
     if size >= SMALLEST and settings.roundup_power2_divisions:
-        divisions = _divisions(size, settings.roundup_power2_divisions)
+        # There is one number of divisions for each power of two from 1 MiB to 32 GiB.
+        power = min(max(size.bit_length() - 1 - 20, 0), 15)
+        divisions = settings.roundup_power2_divisions.get(str(1 << power), 0)
         if divisions > 1 and size > SMALLEST * divisions and size & (size - 1):
             step = (1 << (size.bit_length() - 1)) >> (divisions.bit_length() - 1)
             return -(-size // step) * step if step else 1 << size.bit_length()
     return rounded_by_default(size)
-
-
-def _divisions(size: int, by_mib: dict[str, int]) -> int:
-    """Divisions of the power of two below a size. There is one number for each power from 1 MiB to 32 GiB."""
-    power = min(max(size.bit_length() - 1 - 20, 0), 15)
-    return by_mib.get(str(1 << power), 0)
 
 
 class Layout:

@@ -279,16 +279,14 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
             f"{source}: its notes of stepscope have version {said}; this stepscope reads version {NOTES_VERSION}: "
             "upgrade stepscope, or take the snapshot again"
         )
+    notes = {**_dict(value)}
+    if isinstance(workload := notes.get("workload"), dict):
+        # Those that were written before there were several kinds of workload say none.
+        notes["workload"] = {"kind": "textbook", **workload}
     try:
-        return _convert(_with_kind(_dict(value)), MemoryNotes, source, NOTES_KEY)
+        return _convert(notes, MemoryNotes, source, NOTES_KEY)
     except InputError as fault:
         raise InputError(one_line(fault)) from None
-
-
-def _with_kind(notes: dict[Any, Any]) -> dict[Any, Any]:
-    """Notes whose workload says its kind, which those written before there were several do not."""
-    workload = notes.get("workload")
-    return {**notes, "workload": {"kind": "textbook", **workload}} if isinstance(workload, dict) else notes
 
 
 def _check_device(asked: int | None, lengths: dict[int, int], devices: tuple[int, ...], source: str) -> None:
@@ -437,7 +435,11 @@ def signs_of(frame: Frame) -> Sign:
         signs |= Sign.TORCH | Sign.LIBRARY
     elif (own and not own[1]) or (not own and _INSTALLED.search(path)):
         signs |= Sign.LIBRARY
-    if "torch/optim/" in path or _is_optimizers(path, name):
+    if (
+        "torch/optim/" in path
+        or (_OPTIMIZER_CALL.fullmatch(name) and (_OPTIMIZER_FILE.search(path) or _OPTIMIZER_FOLDER.search(path)))
+        or (_OPTIMIZER_MADE.fullmatch(name) and _OPTIMIZER_FILE.search(path))
+    ):
         signs |= Sign.OPTIMIZER
     elif _STEP_CALL.fullmatch(name) and not signs & Sign.LIBRARY:
         signs |= Sign.STEP
@@ -457,12 +459,6 @@ def signs_of(frame: Frame) -> Sign:
     if path.endswith("amp/autocast_mode.py") and name == "__exit__":
         signs |= Sign.AUTOCAST_EXIT
     return signs
-
-
-def _is_optimizers(path: str, name: str) -> bool:
-    if _OPTIMIZER_CALL.fullmatch(name):
-        return bool(_OPTIMIZER_FILE.search(path) or _OPTIMIZER_FOLDER.search(path))
-    return bool(_OPTIMIZER_MADE.fullmatch(name) and _OPTIMIZER_FILE.search(path))
 
 
 class Stacks:

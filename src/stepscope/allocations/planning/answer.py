@@ -1,7 +1,7 @@
 """A plan as an Answer: the best layouts, why others are not, what bounds a step, where it stops scaling."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -492,13 +492,22 @@ def _panels(planning: Planning) -> Iterable[Panel]:
     )
     curve = [one for one in planning.scaled if one.best is not None]
     if len(curve) > 1:
+        first = curve[0]
+        assert first.best is not None
         yield Panel(
             x_title="ranks",
             y_title="seconds a step",
             x_log=True,
             y_log=True,
             points=(
-                *_ideal(curve),
+                *(
+                    Point(
+                        line="ideal",
+                        x=float(one.ranks),
+                        y=first.best.time.step_s * first.ranks / one.ranks,
+                    )
+                    for one in curve
+                ),
                 *(Point(line="planned", x=float(one.ranks), y=one.best.time.step_s) for one in curve if one.best),
             ),
             frame=Frame(heading="Strong scaling", line_title="step"),
@@ -517,13 +526,6 @@ def _panels(planning: Planning) -> Iterable[Panel]:
                 x_ends=(0.0, max(one.end for one in played.slices)),
             ),
         )
-
-
-def _ideal(curve: Sequence[Scaled]) -> Iterable[Point]:
-    first = curve[0]
-    assert first.best is not None
-    for one in curve:
-        yield Point(line="ideal", x=float(one.ranks), y=first.best.time.step_s * first.ranks / one.ranks)
 
 
 _NEARLY_FULL = 0.85

@@ -152,17 +152,13 @@ def _said(value: float, *, is_share: bool) -> str:
 
 
 def _published_table(rows: Iterable[tuple[Cell, ...]]) -> Table:
-    unknown = dict.fromkeys((one.source, _without_ranks(one.unknown)) for one in PUBLISHED)
+    unknown = dict.fromkeys((one.source, one.unknown.rpartition("GPUs; ")[2]) for one in PUBLISHED)
     return table_of(
         ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
         ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
         title="Published figures", rows=rows,
         notes=as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
     )  # fmt: skip
-
-
-def _without_ranks(unknown: str) -> str:
-    return unknown.rpartition("GPUs; ")[2]
 
 
 def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:

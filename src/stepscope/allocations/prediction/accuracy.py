@@ -74,41 +74,31 @@ class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(runs: Sequence[Run], apart: Sequence[Run] = ()) -> Accuracy:
     """Every run on a GPU that finished its steps or ran out of memory, beside its prediction."""
-    return Accuracy(
-        comparisons=tuple(_compared(runs)),
-        apart=tuple(_compared(apart)),
-    )
+    return Accuracy(comparisons=tuple(_compared(runs)), apart=tuple(_compared(apart)))
 
 
 def _compared(runs: Sequence[Run]) -> Iterator[Comparison]:
     for run in runs:
-        if is_predicted(run.workload) and _has_a_peak(run):
-            yield _compare(run, run.workload)
-
-
-def _has_a_peak(run: Run) -> bool:
-    on_gpu = run.environment is not None and run.environment.device_type == "cuda"
-    measured = run.evidence.memory is not None and run.evidence.memory.allocated_peak is not None
-    return on_gpu and (run.status == "out-of-memory" or (run.status == "done" and measured))
-
-
-def _compare(run: Run, workload: TextbookWorkload) -> Comparison:
-    memory, environment = run.evidence.memory, run.environment
-    budget = None
-    if environment is not None and environment.memory_limit_bytes:
-        budget = budget_of_memory(environment.memory_limit_bytes)
-    elif environment is not None and environment.memory_bytes:
-        budget = budget_of_total(environment.memory_bytes, environment.device_name)
-    predicted = estimate(workload)
-    return Comparison(
-        run_id=run.id,
-        workload=workload,
-        predicted=predicted,
-        measured_peak=memory.allocated_peak if memory else None,
-        measured_reserved=memory.reserved_peak if memory else None,
-        ran=run.status == "done",
-        foretold=will_fit(workload, budget, predicted) if budget is not None else None,
-    )
+        workload, memory, environment = run.workload, run.evidence.memory, run.environment
+        peak = memory.allocated_peak if memory else None
+        ended = run.status == "out-of-memory" or (run.status == "done" and peak is not None)
+        if not is_predicted(workload) or environment is None or environment.device_type != "cuda" or not ended:
+            continue
+        budget = None
+        if environment.memory_limit_bytes:
+            budget = budget_of_memory(environment.memory_limit_bytes)
+        elif environment.memory_bytes:
+            budget = budget_of_total(environment.memory_bytes, environment.device_name)
+        predicted = estimate(workload)
+        yield Comparison(
+            run_id=run.id,
+            workload=workload,
+            predicted=predicted,
+            measured_peak=peak,
+            measured_reserved=memory.reserved_peak if memory else None,
+            ran=run.status == "done",
+            foretold=will_fit(workload, budget, predicted) if budget is not None else None,
+        )
 
 
 # Predicted against measured peaks as points: on the diagonal or off it, and below how far off.
@@ -137,43 +127,31 @@ def accuracy_panels(accuracy: Accuracy) -> tuple[Panel, ...]:
         style_title="what ran",
         x_ends=ends,
     )
-    x_title = "measured peak (GiB)"
+    about_diagonal = [
+        Guide(x=ends, y=tuple(at * (1 - band) for at in ends), to=tuple(at * (1 + band) for at in ends))
+        for band in reversed(BANDS)
+    ]
+    about_zero = [
+        Guide(x=ends, y=(-100 * band,) * 2, to=(100 * band,) * 2, name=f"±{100 * band:g} %") for band in reversed(BANDS)
+    ]
+    with_ends = msgspec.structs.replace(frame, y_ends=ends, guides=(*about_diagonal, Guide(x=ends, y=ends)))
     upper = Panel(
-        x_title=x_title,
+        x_title="measured peak (GiB)",
         y_title="predicted peak (GiB)",
         kind="points",
         x_log=True,
         y_log=True,
         points=tuple(_point(each, each.predicted.peak_bytes / GIB, apart=hollow) for each, hollow in both),
-        frame=_with(frame, ends, (*_ribbons_about_the_diagonal(ends), Guide(x=ends, y=ends))),
+        frame=with_ends,
     )
-    lower = Panel(
-        x_title=x_title,
+    lower = msgspec.structs.replace(
+        upper,
         y_title="error of the prediction (%)",
-        kind="points",
-        x_log=True,
         y_log=False,
         points=tuple(_point(each, 100 * (each.error or 0.0), apart=hollow) for each, hollow in both),
-        frame=_with(frame, (-reach, reach), (*_ribbons_about_zero(ends), Guide(y=(0.0,)))),
+        frame=msgspec.structs.replace(frame, y_ends=(-reach, reach), guides=(*about_zero, Guide(y=(0.0,)))),
     )
     return upper, lower
-
-
-def _with(frame: Frame, y_ends: tuple[float, float], guides: Sequence[Guide]) -> Frame:
-    return msgspec.structs.replace(frame, y_ends=y_ends, guides=tuple(guides))
-
-
-def _ribbons_about_the_diagonal(ends: tuple[float, float]) -> list[Guide]:
-    return [
-        Guide(x=ends, y=tuple(at * (1 - band) for at in ends), to=tuple(at * (1 + band) for at in ends))
-        for band in reversed(BANDS)
-    ]
-
-
-def _ribbons_about_zero(ends: tuple[float, float]) -> list[Guide]:
-    return [
-        Guide(x=ends, y=(-100 * band,) * 2, to=(100 * band,) * 2, name=f"±{100 * band:g} %") for band in reversed(BANDS)
-    ]
 
 
 def _point(each: Comparison, y: float, *, apart: bool) -> Point:

@@ -82,7 +82,12 @@ def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memo
     if name.lower() in _PLAIN:
         return DATASHEET[_PLAIN[name.lower()]]
     wanted = name.lower().replace("-", " ").split()
-    matching = [spec for spec in DATASHEET.values() if _is_meant(spec, wanted)]
+    # Each word begins a word of the device's name: h200 is no GH200.
+    matching = [
+        spec
+        for spec in DATASHEET.values()
+        if all(any(word.startswith(begin) for word in spec.name.lower().replace("-", " ").split()) for begin in wanted)
+    ]
     matching = [spec for spec in matching if spec.name.lower() == name.lower()] or matching
     if wanted and len({spec.memory_bytes for spec in matching}) == 1:
         return matching[0]  # or another of the same memory: nothing else is asked of it
@@ -90,12 +95,6 @@ def device_named(name: str, *, otherwise: str = "; or say --memory, as in --memo
     known = ", ".join(spec.name for spec in (matching if several else DATASHEET.values()))
     what = "matches several devices" if several else "is in no datasheet that stepscope has"
     raise InputError(f"--device {name!r} {what}: choose one of {known}{otherwise}")
-
-
-def _is_meant(spec: DeviceSpec, wanted: list[str]) -> bool:
-    """Whether each word begins a word of the device's name: h200 is no GH200."""
-    words = spec.name.lower().replace("-", " ").split()
-    return all(any(word.startswith(begin) for word in words) for begin in wanted)
 
 
 # What is predicted of a step.
