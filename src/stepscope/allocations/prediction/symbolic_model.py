@@ -713,14 +713,8 @@ class FusedSymbolicModel(SymbolicModel):
             of_total.clear()
             return of_x, of_branch, of_weight
 
-        normal = tape.op(
-            "AddRmsNorm",
-            elements,
-            self.sizes.products,
-            [x, branch, weight],
-            also_saves=[total, roots],
-            backward=backward,
-        )
+        taken, kept = [x, branch, weight], [total, roots]
+        normal = tape.op("AddRmsNorm", elements, self.sizes.products, taken, also_saves=kept, backward=backward)
         return _second_result(tape, Tensor(total, elements, itemsize, normal.node), of_total), normal
 
     def _of_norm(self, elements: int, weight: Parameter) -> "_OfWeight":
