@@ -311,9 +311,15 @@ class UpdateOfMany:
             return
         self._find(gradients)
         launch(
-            square_sums, (self.sums,), *self._tables, into, len(self._updated), self._chunks,
-            ALIGNED=self._gradients_are_aligned, **_options(),
-        )  # fmt: skip
+            square_sums,
+            (self.sums,),
+            *self._tables,
+            into,
+            len(self._updated),
+            self._chunks,
+            ALIGNED=self._gradients_are_aligned,
+            **_options(),
+        )
 
     @property
     def _tables(self) -> tuple[Tensor, ...]:

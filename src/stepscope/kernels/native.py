@@ -89,10 +89,15 @@ def launch_of(compiled: Any, grid: tuple[int, ...], arguments: Sequence[object])
     for _ in range(2):
         parameters.address(None)
     return {
-        "function": compiled.function, "grid": (*grid, 1, 1)[:3], "threads": 32 * warps, "shared": shared,
-        "bytes": bytes(parameters.bytes), "places": parameters.places, "addresses": parameters.addresses,
+        "function": compiled.function,
+        "grid": (*grid, 1, 1)[:3],
+        "threads": 32 * warps,
+        "shared": shared,
+        "bytes": bytes(parameters.bytes),
+        "places": parameters.places,
+        "addresses": parameters.addresses,
         "descriptors": parameters.descriptors,
-    }  # fmt: skip
+    }
 
 
 class _Parameters:
@@ -191,9 +196,13 @@ class Forward:
 
 
 def teach(
-    forward: Forward, by_python: Callable[..., Sequence[Tensor | None]], *, backward: Pass | None = None,
-    gradients: Sequence[Layout] = (), any_order: bool = False,
-) -> None:  # fmt: skip
+    forward: Forward,
+    by_python: Callable[..., Sequence[Tensor | None]],
+    *,
+    backward: Pass | None = None,
+    gradients: Sequence[Layout] = (),
+    any_order: bool = False,
+) -> None:
     """Teach the launcher a call, of forward alone or of both passes.
 
     by_python: makes the gradients, of the outputs' gradients and the saved tensors, where the launches do not hold.
@@ -204,11 +213,16 @@ def teach(
         full = library.learn(
             forward.key,
             {
-                "name": forward.operation.name, "any_order": any_order, "inputs": forward.inputs,
-                "forward": _as_dict(forward.ran), "saved": forward.saved, "by_python": by_python,
-                "backward": None if backward is None else _as_dict(backward), "gradients": list(gradients),
+                "name": forward.operation.name,
+                "any_order": any_order,
+                "inputs": forward.inputs,
+                "forward": _as_dict(forward.ran),
+                "saved": forward.saved,
+                "by_python": by_python,
+                "backward": None if backward is None else _as_dict(backward),
+                "gradients": list(gradients),
             },
-        )  # fmt: skip
+        )
         if full:  # it has forgotten all others, which may be taught again
             _tries.clear()
 
@@ -356,9 +370,13 @@ Gradients = Callable[..., Sequence[Tensor | None]]
 
 
 def forward(  # noqa: PLR0917  (a call by names takes longer, and there is one in each block)
-    ctx: Any, operation: Operation, inputs: Sequence[Tensor], options: Sequence[int], run: Callable[[], Ran],
+    ctx: Any,
+    operation: Operation,
+    inputs: Sequence[Tensor],
+    options: Sequence[int],
+    run: Callable[[], Ran],
     gradients: Gradients,
-) -> tuple[Tensor, ...]:  # fmt: skip
+) -> tuple[Tensor, ...]:
     """Run forward from Python inside a Function, and save what `backward` needs. Where the launcher is there, watch the
     first such call, and teach it."""
     ctx.gradients = gradients

@@ -34,8 +34,12 @@ from stepscope.recording.environment import launched_from_python
 SOURCE = Path(__file__).with_name("native.cpp")
 NAME = "stepscope_launcher"
 DRIVER = (
-    "cuLaunchKernelEx", "cuTensorMapReplaceAddress", "cuDeviceGet", "cuDevicePrimaryCtxRetain", "cuCtxSetCurrent",
-)  # fmt: skip
+    "cuLaunchKernelEx",
+    "cuTensorMapReplaceAddress",
+    "cuDeviceGet",
+    "cuDevicePrimaryCtxRetain",
+    "cuCtxSetCurrent",
+)
 """The functions of the driver that it calls."""
 _KNOWN = ("3.6.", "3.7.")
 """The releases of Triton whose kernels take parameters as native.py says."""
@@ -155,9 +159,14 @@ def _compiler() -> tuple[list[str], dict[str, str]]:
 def _run(command: list[str], here: dict[str, str]) -> list[str]:
     """What the command said where it failed, in lines; none where it did not."""
     with subprocess.Popen(
-        command, env=here, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        command,
+        env=here,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
         start_new_session=True,
-    ) as process:  # fmt: skip
+    ) as process:
         try:
             out, _ = process.communicate(timeout=_PATIENCE_S)
         except BaseException as error:

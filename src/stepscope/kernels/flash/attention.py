@@ -96,10 +96,16 @@ def _forward(
 
     def call(tensors: tuple[Tensor, ...], launcher: Any) -> None:
         launch.launch_forward(
-            *tensors[:5], causal=causal, scale=scale, window=window, precision=precision,
-            parts=tensors[5 + len(packed) :], bounds=tensors[5] if packed else None,
-            configuration=tuning.forward_configuration(q, causal=causal), launcher=launcher,
-        )  # fmt: skip
+            *tensors[:5],
+            causal=causal,
+            scale=scale,
+            window=window,
+            precision=precision,
+            parts=tensors[5 + len(packed) :],
+            bounds=tensors[5] if packed else None,
+            configuration=tuning.forward_configuration(q, causal=causal),
+            launcher=launcher,
+        )
 
     tensors = (_dense(q), _dense(k), _dense(v), target, logsumexp, *packed, *launch.parts_for(precision, q, k, v))
     options = (causal, scale, window, len(packed), tuning.state(q))

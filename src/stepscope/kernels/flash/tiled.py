@@ -103,9 +103,14 @@ class FlashAttentionTiled(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None,
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        is_causal: bool = False,
+        scale: float | None = None,
         window: int | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         q, k, v = as_autocast(q, k, v)  # autograd casts the gradients back
         _check_inputs(q, k, v, window)
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -171,9 +171,13 @@ def problem_of(q: Tensor, *, causal: bool) -> Problem:
 def _problem(of: _Class) -> Problem:
     device, head_dim, bytes_per_element, causal, log2_queries, precision = of
     return Problem(
-        capability=_capability(device), head_dim=head_dim, bytes_per_element=bytes_per_element, causal=causal,
-        log2_queries=log2_queries, precision=precision,
-    )  # fmt: skip
+        capability=_capability(device),
+        head_dim=head_dim,
+        bytes_per_element=bytes_per_element,
+        causal=causal,
+        log2_queries=log2_queries,
+        precision=precision,
+    )
 
 
 @functools.cache

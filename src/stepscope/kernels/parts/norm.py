@@ -136,9 +136,14 @@ def _fake_forward(
 
 
 def _backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, roots: Tensor, dtype: torch.dtype,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    roots: Tensor,
+    dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x in its dtype, of the branch where that has another one, and of the weight."""
     dx = torch.empty(x.shape, dtype=dtype, device=x.device)
     apart = branch_dtype is not None and branch_dtype != dtype
@@ -174,9 +179,14 @@ def _summed(shares: Tensor, weight: Tensor) -> Tensor:
 
 
 def _fake_backward(
-    dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, roots: Tensor, dtype: torch.dtype,
+    dy: Tensor,
+    dtotal: Tensor | None,
+    x: Tensor,
+    weight: Tensor,
+    roots: Tensor,
+    dtype: torch.dtype,
     branch_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:
     apart = branch_dtype is not None and branch_dtype != dtype
     return (
         torch.empty(x.shape, dtype=dtype, device=x.device),
