@@ -10,26 +10,31 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-
-import torch
+from typing import Annotated
 
 from stepscope.core.answer import Answer, Cell, Panel, Table
 from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import whole_number
+from stepscope.core.options import NUMBERS, Option
 from stepscope.core.precisions import FORMATS
 from stepscope.core.units import counted
-from stepscope.questions.against_float64 import DTYPES
-from stepscope.questions.answers import computed_answer, curves
+from stepscope.questions.question import Question
 
 SUMS = ((1_000, 0.01), (10_000, 0.001))
 """How many addends, and which one, in each sum that is made when no other is asked for."""
 LARGEST_COUNT = 100_000
-ADDENDS = (*DTYPES, "tf32", "fp8-e4m3", "fp8-e5m2")
+ACCUMULATORS = ("fp32", "fp16", "bf16")
+ADDENDS = (*ACCUMULATORS, "tf32", "fp8-e4m3", "fp8-e5m2")
 """TF32 and the formats of 8 bits exist as what a matrix unit reads, not as what it adds in: they are addends, and no
 accumulators. PyTorch has no arithmetic in them; their number is rounded from its bits, and held in fp32, exactly."""
 
 _CURVE_POINTS = 200
+
+Addend = Annotated[
+    float | None, Option("The number that is added again and again; 0.01 if only --count is given.", NUMBERS)
+]
+Count = Annotated[int | None, Option("How many addends; 1000 if only --addend is given.", NUMBERS)]
 
 
 @dataclass(frozen=True)
@@ -63,11 +68,12 @@ class _Sum:
         return self.stopped_after is not None or not math.isfinite(self.result)
 
 
-def study_accumulation(*, addend: float | None = None, count: int | None = None) -> Answer:
-    """Add up in every pair of accumulator and addend, and by each remedy: each of SUMS, or the sum that is asked for.
+def study_accumulation(*, addend: Addend = None, count: Count = None) -> Answer:
+    """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
+    import torch
 
-    Raises InputError for an addend that is not a positive number, and for a count below 1 or above LARGEST_COUNT.
-    """
+    from stepscope.questions.answers import computed_answer
+
     requested = SUMS
     if addend is not None or count is not None:
         requested = ((SUMS[0][0] if count is None else count, SUMS[0][1] if addend is None else addend),)
@@ -94,11 +100,15 @@ def study_accumulation(*, addend: float | None = None, count: int | None = None)
 
 
 def _sums(count: int, each: float) -> list[_Sum]:
-    cases = [_in_turn(accumulator, addend, count, each) for accumulator in DTYPES for addend in ADDENDS]
-    return cases + [remedy(dtype, count, each) for dtype in DTYPES for remedy in (_kahan, _pairwise)]
+    cases = [_in_turn(accumulator, addend, count, each) for accumulator in ACCUMULATORS for addend in ADDENDS]
+    return cases + [remedy(dtype, count, each) for dtype in ACCUMULATORS for remedy in (_kahan, _pairwise)]
 
 
 def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
+    import torch
+
+    from stepscope.questions.against_float64 import DTYPES
+
     total = torch.tensor(0.0, dtype=DTYPES[accumulator])
     small = torch.tensor(FORMATS[addend].round(each), dtype=DTYPES.get(addend, torch.float32))
     running, last, stopped = [], 0.0, 0
@@ -114,6 +124,10 @@ def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
 
 def _kahan(dtype: str, count: int, each: float) -> _Sum:
     """The sum with Kahan's correction: a second number carries what the sum lost."""
+    import torch
+
+    from stepscope.questions.against_float64 import DTYPES
+
     small = torch.tensor(each, dtype=DTYPES[dtype])
     total, lost = torch.zeros_like(small), torch.zeros_like(small)
     for _ in range(count):
@@ -126,6 +140,10 @@ def _kahan(dtype: str, count: int, each: float) -> _Sum:
 
 def _pairwise(dtype: str, count: int, each: float) -> _Sum:
     """The pairwise sum: neighbours are added, then the sums of neighbours, until one is left."""
+    import torch
+
+    from stepscope.questions.against_float64 import DTYPES
+
     values = torch.tensor(each, dtype=DTYPES[dtype]).repeat(count)
     while len(values) > 1:
         odd = values[-1:] if len(values) % 2 else values[:0]
@@ -164,6 +182,8 @@ def _places(count: int) -> list[int]:
 
 
 def _panel(y_title: str, sums: list[_Sum]) -> Panel:
+    from stepscope.questions.answers import curves
+
     points = (
         (f"{case.accumulator} + {case.addend}", float(i), case.running[i - 1])
         for case in sums
@@ -208,3 +228,13 @@ def _remedies(sums: list[_Sum]) -> Iterator[Finding]:
             f"to {wide.result!r}{'' if wide.result == plain.exact else left}.",
             {"in_turn": plain.result, "pairwise": pairwise.result, "kahan": kahan.result, "fp32": wide.result},
         )
+
+
+QUESTION = Question(
+    "accumulation",
+    study_accumulation,
+    examples=(
+        "stepscope study accumulation --only findings",
+        "stepscope study accumulation --addend 0.1 --count 5000",
+    ),
+)

@@ -1,21 +1,27 @@
 """How fast do ranks communicate here? Each kind of collective over sizes, numbers of ranks and backends."""
 
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from stepscope.core import interrupts
 from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer, table_of
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.formulas.communication import algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
-from stepscope.core.ranks import RankPlace, steps_together
+from stepscope.core.options import MEASURING, Option
+from stepscope.core.ranks import RankPlace, place_in_job, steps_together
 from stepscope.core.samples import Samples
 from stepscope.core.study_results import CollectiveFit, CollectiveTime, keep_fits
-from stepscope.core.units import KIB, format_bytes, format_rate, format_seconds, format_share
+from stepscope.core.units import KIB, format_bytes, format_rate, format_seconds, format_share, parse_bytes
+from stepscope.engine.request import Stage, Tell
+from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
     from stepscope.training.parallel.collective_times import OneTime, RankTimes  # a module that needs torch
@@ -326,3 +332,52 @@ def _sizes(requested: Sequence[int] | None, largest: int | None, device: str) ->
     while sizes[-1] * _STEP <= end:
         sizes.append(sizes[-1] * _STEP)
     return tuple(sizes)
+
+
+Seconds = Annotated[float | None, Option("Seconds for each collective and size (default: 0.2).", MEASURING, least=0)]
+Ranks = Annotated[tuple[int, ...] | None, Option("Processes that take part, a device each.", MEASURING, least=2)]
+Backend = Annotated[
+    tuple[str, ...] | None,
+    Option("What the ranks talk over: gloo is for CPUs, nccl for GPUs.", MEASURING, choices=("gloo", "nccl")),
+]
+Sizes = Annotated[
+    tuple[int, ...] | None,
+    Option("Sizes of messages, as in 1KiB,1MiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
+]
+Largest = Annotated[
+    int | None,
+    Option("The largest message; sizes begin at 1 KiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
+]
+
+
+def measure_collectives(
+    tell: Tell, *, ranks: Ranks, backend: Backend, sizes: Sizes, largest: Largest, seconds: Seconds
+) -> Answer:
+    """Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, by size.
+
+    Inside torchrun or srun the ranks of that job take part.
+    """
+    place = place_in_job(os.environ)
+    options: dict[str, Any] = {"ranks": ranks, "backends": backend, "sizes": sizes, "largest": largest}
+    if seconds is not None:
+        options["seconds"] = seconds
+    with interrupts.raising():
+        answer = study_collectives(lambda name, share: tell(Stage(name=name, fraction=share)), place=place, **options)
+    if place is not None and place.rank:
+        sys.exit()  # the first rank shows what all measured
+    return answer
+
+
+QUESTION = Question(
+    "collectives",
+    measure_collectives,
+    examples=(
+        "stepscope study collectives --ranks 2 --backend gloo --largest 1MiB",
+        "stepscope study collectives --ranks 2,4,8 --save bandwidth.svg",
+    ),
+    defaults={
+        "ranks": "every GPU, or 2 on CPUs",
+        "backend": "nccl where GPUs are",
+        "largest": "1 GiB on GPUs, 16 MiB on CPUs",
+    },
+)

@@ -36,7 +36,7 @@ class _Studies(Verbs):
             "Range, precision and largest integer of every floating format, from its bits.",
         ),
         "accumulation": (
-            "stepscope.app.cli.studies.precision:accumulation_study",
+            "stepscope.questions.accumulation:QUESTION",
             "Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why.",
         ),
         "normalisation": (
@@ -99,7 +99,7 @@ class _Studies(Verbs):
             "Whether each implementation of attention is right: every dtype and shape, judged by float64.",
         ),
         "collectives": (
-            "stepscope.app.cli.studies.steps:collectives",
+            "stepscope.questions.collectives:QUESTION",
             "Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, "
             "by size.",
         ),

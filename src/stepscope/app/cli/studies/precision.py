@@ -1,4 +1,4 @@
-"""The studies of precision: formats, sums, softmax, norms, gradients, autocast, parity, shadow and quality."""
+"""The studies of precision: softmax, norms, gradients, autocast, parity, shadow and quality."""
 
 from functools import partial
 from typing import Annotated, Any
@@ -29,22 +29,6 @@ Configuration = Annotated[
 ]
 Steps = Annotated[int, Option("Training steps of each run.", TRAINING)]
 TrainingSteps = Annotated[int | None, Option("Training steps of each run.", TRAINING)]
-Addend = Annotated[
-    float | None, Option("The number that is added again and again; 0.01 if only --count is given.", NUMBERS)
-]
-Count = Annotated[int | None, Option("How many addends; 1000 if only --addend is given.", NUMBERS)]
-
-
-@study_verb(
-    "accumulation",
-    "stepscope study accumulation --only findings",
-    "stepscope study accumulation --addend 0.1 --count 5000",
-)
-def accumulation_study(*, addend: Addend, count: Count) -> Answer:
-    """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
-    from stepscope.questions.accumulation import study_accumulation
-
-    return study_accumulation(addend=addend, count=count)
 
 
 Widths = Annotated[

@@ -1,8 +1,6 @@
-"""The studies that measure steps in cells: speed, compile, kernels, parallel, attention-step, allocator,
-collectives, warmup."""
+"""The studies that measure steps in cells: speed, compile, kernels, parallel, attention-step, allocator, warmup."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,24 +9,21 @@ import typer
 
 from stepscope.app.cli.measuring import Record, Recording, Timing, TraceSteps
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
-from stepscope.app.cli.questions import Answering, study_verb
+from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing, given_ones
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
 from stepscope.app.cli.verb import verb
-from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.options import MEASURING, OUTPUT, PARALLEL, STORED, WORKLOAD, Option, refuse_beside
 from stepscope.core.parts import named_kernels
-from stepscope.core.ranks import place_in_job
 from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.strategies import SCALINGS, spelled
-from stepscope.core.units import parse_bytes
 from stepscope.core.workloads import COMPILES, DTYPES
-from stepscope.engine.request import Stage, Tell, TraceRequest
+from stepscope.engine.request import TraceRequest
 from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
@@ -534,49 +529,3 @@ def warmup(
     cells = warmup_cells(workload, steps, warmup)
     plan = SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag)
     measure_and_report(plan, Policy(), lambda found: report_runs(found, answer_warmup(found), shown))
-
-
-# `stepscope study collectives`: how fast ranks communicate.
-
-
-Seconds = Annotated[float | None, Option("Seconds for each collective and size (default: 0.2).", MEASURING, least=0)]
-Ranks = Annotated[tuple[int, ...] | None, Option("Processes that take part, a device each.", MEASURING, least=2)]
-Backend = Annotated[
-    tuple[str, ...] | None,
-    Option("What the ranks talk over: gloo is for CPUs, nccl for GPUs.", MEASURING, choices=("gloo", "nccl")),
-]
-Sizes = Annotated[
-    tuple[int, ...] | None,
-    Option("Sizes of messages, as in 1KiB,1MiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
-]
-Largest = Annotated[
-    int | None,
-    Option("The largest message; sizes begin at 1 KiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
-]
-
-
-@study_verb(
-    "collectives",
-    "stepscope study collectives --ranks 2 --backend gloo --largest 1MiB",
-    "stepscope study collectives --ranks 2,4,8 --save bandwidth.svg",
-    ranks="every GPU, or 2 on CPUs",
-    backend="nccl where GPUs are",
-    largest="1 GiB on GPUs, 16 MiB on CPUs",
-)
-def collectives(
-    tell: Tell, *, ranks: Ranks, backend: Backend, sizes: Sizes,
-    largest: Largest, seconds: Seconds,
-) -> Answer:  # fmt: skip
-    """Time, bandwidth and latency of all-reduce, all-gather, reduce-scatter, all-to-all, broadcast and send, by size.
-
-    Inside torchrun or srun the ranks of that job take part.
-    """
-    place = place_in_job(os.environ)
-    from stepscope.questions.collectives import study_collectives
-
-    given = given_ones({"ranks": ranks, "backends": backend, "sizes": sizes, "largest": largest, "seconds": seconds})
-    with interrupts.raising():
-        found = study_collectives(lambda name, share: tell(Stage(name=name, fraction=share)), place=place, **given)
-    if place is not None and place.rank:
-        raise typer.Exit  # the first rank shows what all measured
-    return found
