@@ -70,9 +70,13 @@ class WatchedModule(WatchedStep):
 
 
 def watch_module_step(
-    workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None, steps: int = STEPS_BEFORE + 1,
+    workload: FactoryWorkload,
+    device_type: DeviceType,
+    *,
+    batch_size: int | None = None,
+    steps: int = STEPS_BEFORE + 1,
     module: Callable[[], UserModule] | None = None,
-) -> WatchedModule:  # fmt: skip
+) -> WatchedModule:
     """Make and run `steps` steps on fake tensors. Raises InputError for compiled steps, for steps of the user's own,
     and for operators that depend on data.
 
@@ -96,21 +100,25 @@ def watch_module_step(
     if by_argument:
         arguments = {**arguments, "batch_size": batch_size}
     with _UnfilledParameters():
-        own = load_module(workload.factory, arguments, seed=workload.seed)
+        user_module = load_module(workload.factory, arguments, seed=workload.seed)
     resized = None if by_argument else batch_size
-    return watch_module(own, workload, device_type, batch_size=resized, steps=steps)
+    return watch_module(user_module, workload, device_type, batch_size=resized, steps=steps)
 
 
 def watch_module(
-    own: UserModule, workload: FactoryWorkload, device_type: DeviceType, *, batch_size: int | None = None,
+    user_module: UserModule,
+    workload: FactoryWorkload,
+    device_type: DeviceType,
+    *,
+    batch_size: int | None = None,
     steps: int = STEPS_BEFORE + 1,
-) -> WatchedModule:  # fmt: skip
+) -> WatchedModule:
     """Run the step of a real module. Afterwards the module has fake parameters."""
-    watch = FakeMemoryOfOwn(name=own.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
+    watch = FakeMemoryOfOwn(name=user_module.name, workspace_bytes=WORKSPACE_BYTES if device_type == "cuda" else 0)
     with contextlib.ExitStack() as modes:
         modes.enter_context(without_tracebacks())
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        fake = _on_fake_tensors(own, workload, mode, batch_size)
+        fake = _on_fake_tensors(user_module, workload, mode, batch_size)
         rotation = _rotation(fake.batches, steps)
         fake = dataclasses.replace(fake, batches=[*fake.batches[rotation:], *fake.batches[:rotation]])
         modes.enter_context(watch)
@@ -123,20 +131,22 @@ def watch_module(
         label_residents(step, watch, on_host=on_host)
         built = len(watch.events)
         if device_type == "cuda":
-            if own.optimizer is not None:
-                _update_as_on_a_gpu(own.optimizer)
+            if user_module.optimizer is not None:
+                _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
             as_on_cuda = AsOnCuda(_attention_backend, heads_as_given=True)
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
-        with _gpu_alone_said(own.name) if on_host else contextlib.nullcontext():
+        with _what_a_cpu_lacks(user_module.name) if on_host else contextlib.nullcontext():
             run_steps(step, watch, steps, on_host=on_host)
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
-        by_factory = own.optimizer is not None and step.optimizer is own.optimizer
+        by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
         found = msgspec.structs.replace(
-            workload, model=model, by_factory=("optimizer",) if by_factory else (),
-            optimizer=type(own.optimizer).__name__ if by_factory else workload.optimizer,
-        )  # fmt: skip
+            workload,
+            model=model,
+            by_factory=("optimizer",) if by_factory else (),
+            optimizer=type(user_module.optimizer).__name__ if by_factory else workload.optimizer,
+        )
     watch.end()
     del step
     gc.collect()  # A step and its phases refer to each other.
@@ -144,7 +154,7 @@ def watch_module(
 
 
 @contextlib.contextmanager
-def _gpu_alone_said(name: str) -> Generator[None]:
+def _what_a_cpu_lacks(name: str) -> Generator[None]:
     """While open, what a CPU has no kernel for is no fault of a step that is predicted for a GPU."""
     try:
         yield
@@ -204,7 +214,7 @@ def _as_on_the_cpu(workload: FactoryWorkload) -> FactoryWorkload:
 
 
 def _on_fake_tensors(
-    own: UserModule, workload: FactoryWorkload, mode: FakeTensorMode, batch_size: int | None
+    user_module: UserModule, workload: FactoryWorkload, mode: FakeTensorMode, batch_size: int | None
 ) -> UserModule:
     """The module and its batches with fake tensors, in the dtype of the workload. Small integers stay real."""
     pure = torch.bfloat16 if workload.dtype == "bf16-pure" else None
@@ -235,17 +245,17 @@ def _on_fake_tensors(
                     made[id(leaf)] = leaf.clone()  # An operator in place writes into no tensor of the user's.
         return made[id(leaf)]
 
-    for part in own.module.modules():
+    for part in user_module.module.modules():
         homes: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)  # pyright: ignore[reportPrivateUsage]
         for tensors in homes:
             for name, tensor in tensors.items():
                 if tensor is not None:
                     tensors[name] = faked_leaf(tensor)
-    if own.optimizer is not None:
-        for group in own.optimizer.param_groups:
+    if user_module.optimizer is not None:
+        for group in user_module.optimizer.param_groups:
             group["params"] = [made.get(id(parameter), parameter) for parameter in group["params"]]
-    batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in own.batches]
-    return dataclasses.replace(own, batches=batches)
+    batches = [tree_map(faked_leaf, resized(batch, batch_size)) for batch in user_module.batches]
+    return dataclasses.replace(user_module, batches=batches)
 
 
 def default_of(factory: str, size: Literal["batch_size", "seq_len"]) -> int | None:
@@ -301,9 +311,13 @@ MOST_TIMES = 8
 
 
 def fit_module(
-    workload: FactoryWorkload, budgets: Sequence[Budget], device_type: DeviceType = "cuda", *, search: bool = True,
+    workload: FactoryWorkload,
+    budgets: Sequence[Budget],
+    device_type: DeviceType = "cuda",
+    *,
+    search: bool = True,
     module: Callable[[], UserModule] | None = None,
-) -> list[Fit[FakeEstimate]]:  # fmt: skip
+) -> list[Fit[FakeEstimate]]:
     """Predict the peak of a step, and for each budget say whether it fits; with `search` also what would make it fit,
     the largest batch and the longest sequence. Without a budget the peak alone.
 

@@ -35,8 +35,8 @@ def main(request: str) -> str:
     """The prediction as JSON, for `fit_apart`."""
     from stepscope.engine.fake_module import fit_module
 
-    asked = msgspec.json.decode(request, type=_Request)
-    fits = fit_module(asked.workload, asked.budgets, asked.device_type, search=asked.search)
+    options = msgspec.json.decode(request, type=_Request)
+    fits = fit_module(options.workload, options.budgets, options.device_type, search=options.search)
     return msgspec.json.encode(fits).decode()
 
 
