@@ -10,7 +10,7 @@ A parameter that states no Option takes the one of its name in the table of opti
 
 import keyword
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +106,33 @@ def refuse_beside(mode: str, *read: str) -> None:
     useless = [flag for flag in _given.get() if flag not in (mode, *read, *_ALWAYS)]
     if useless:
         raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two options of which one alone may be given."""
+
+    first: str
+    second: str
+    why: str
+
+    def fault(self, given: Collection[str]) -> str | None:
+        """What is wrong with these options, in words."""
+        return self.why if {self.first, self.second} <= {*given} else None
+
+
+@dataclass(frozen=True)
+class Needs:
+    """An option that says something beside another one only."""
+
+    option: str
+    other: str
+    why: str
+
+    def fault(self, given: Collection[str]) -> str | None:
+        """What is wrong with these options, in words."""
+        lacking = self.option in given and self.other not in given
+        return f"{self.option} belongs to {self.other}: {self.why}" if lacking else None
 
 
 # Lists of words and numbers, as in `0.5,1,2`: what options of several values are read by.

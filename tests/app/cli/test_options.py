@@ -16,10 +16,10 @@ import typer
 from stepscope.app.cli.app import _Command, app
 from stepscope.app.cli.options import OPTIONS
 from stepscope.app.cli.study import _Studies
-from stepscope.app.cli.verb import EXAMPLES, OLD_SPELLINGS, OPTIONS_OF
+from stepscope.app.cli.verb import CONFLICTS, EXAMPLES, OLD_SPELLINGS, OPTIONS_OF
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.options import GROUPS
+from stepscope.core.options import GROUPS, Needs
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 
@@ -98,6 +98,17 @@ def test_each_verb_has_two_examples_that_it_understands(verb: str):
         name = verb.split()
         assert words[: 1 + len(name)] == ["stepscope", *name]
         VERBS[verb].make_context(verb, words[1 + len(name) :], resilient_parsing=False)
+
+
+def test_options_that_exclude_or_need_others_are_options_of_the_verb():
+    rules = [(verb, rule) for verb in VERBS for rule in CONFLICTS[verb]]
+    assert len(rules) >= 6
+    for verb, rule in rules:
+        flags = (rule.option, rule.other) if isinstance(rule, Needs) else (rule.first, rule.second)
+        assert set(flags) <= set(options_of(verb)), verb
+        assert rule.fault(()) is None
+        assert rule.fault(flags[:1] if isinstance(rule, Needs) else flags), verb
+        assert rule.fault(flags if isinstance(rule, Needs) else flags[:1]) is None, verb
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])

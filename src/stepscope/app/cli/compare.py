@@ -13,7 +13,7 @@ from stepscope.app.cli.sweep import captured
 from stepscope.app.cli.verb import options_of, verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError, choose, one_line
 from stepscope.core.files import json_document
-from stepscope.core.options import Option
+from stepscope.core.options import Needs, Option
 from stepscope.core.run_directory import find_run
 from stepscope.core.units import counted, format_share
 from stepscope.core.workloads import Workload
@@ -36,6 +36,7 @@ Strict = Annotated[bool, Option("With --fail-if-slower: what cannot be decided f
     "compare",
     "stepscope compare runs/before runs/after",
     "stepscope compare results/h200/plain results/h200/tf32 --across dtype",
+    conflicts=(Needs("--strict", "--fail-if-slower", "say which change is too much, or leave it out"),),
 )
 def compare(
     sides: Annotated[
@@ -61,8 +62,6 @@ def compare(
     from stepscope.questions.compare.sides_answer import answer_comparison, comparison_as_json, parse_share, pictured
 
     limit = parse_share(fail_if_slower, "--fail-if-slower") if fail_if_slower is not None else None
-    if strict and limit is None:
-        raise InputError("--strict belongs to --fail-if-slower: say which change is too much, or leave it out")
     if len(sides) < 2:
         raise InputError(f"{sides[0]!r} is one side: name what it is compared with, too")
     base, *others = [side_named(name, runs) for name in sides]

@@ -12,7 +12,7 @@ from stepscope.app.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS
-from stepscope.core.options import BUDGET, Option, words
+from stepscope.core.options import BUDGET, Needs, Option, words
 from stepscope.core.units import parse_bytes
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
@@ -48,6 +48,10 @@ Apart = Annotated[
     "fit",
     "stepscope fit --model xl --seq-len 1024 --device H100",
     "stepscope fit --sweep --memory 80GiB",
+    conflicts=(
+        Needs("--save", "--against", "say which runs to compare with, or leave it out"),
+        Needs("--apart", "--against", "say which runs to compare with, or leave it out"),
+    ),
     model="small",
     seq_len="512",
 )
@@ -72,9 +76,6 @@ def fit(
     if against:
         _compare(against, apart, save, shown)
         return
-    for option, given in (("--save", save), ("--apart", apart)):
-        if given:
-            raise InputError(f"{option} belongs to --against: say which runs to compare with, or leave it out")
     own = said.own
     if own is not None:
         asked = [mode for mode, given in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)) if given]

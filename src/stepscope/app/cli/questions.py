@@ -81,7 +81,7 @@ def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _
         own = [parameter for parameter in parameters.values() if parameter.name != "tell"]
         own += [parameter for parameter in shared if plot or parameter.name != "save"]
         made.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-        return verb(f"study {study}", *examples, **usual)(made)
+        return verb(f"study {study}", *examples, conflicts=(), **usual)(made)
 
     return make
 

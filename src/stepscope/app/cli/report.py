@@ -11,7 +11,7 @@ from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import GENERATOR
 from stepscope.core.errors import InputError, choose
-from stepscope.core.options import OUTPUT, Option
+from stepscope.core.options import OUTPUT, Needs, Option
 from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.picture import Drawer
@@ -38,7 +38,12 @@ PlotsAs = Annotated[
 Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of source and commands.", OUTPUT)]
 
 
-@verb("report", "stepscope report last --open", "stepscope report results/h200/plain -o sweep.html --plots plots")
+@verb(
+    "report",
+    "stepscope report last --open",
+    "stepscope report results/h200/plain -o sweep.html --plots plots",
+    conflicts=(Needs("--across", "--compare", "it says in what the two sides may differ"),),
+)
 def report(
     what: Annotated[
         list[str],
@@ -61,8 +66,6 @@ def report(
 ) -> None:
     """Write one HTML page that needs nothing else: look at it, print it, send it."""
     give_pages_back()
-    if across and not compare:
-        raise InputError("--across belongs to --compare: it says in what the two sides may differ")
     choose(plots_as or "svg", ("svg", "png"), "--plots-as")
     if plots_as is not None and plots is None:
         raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")

@@ -12,7 +12,7 @@ from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, name_of
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
 from stepscope.core.finding import Finding, worst
-from stepscope.core.options import OUTPUT, Option
+from stepscope.core.options import OUTPUT, Conflict, Option
 from stepscope.core.process_memory import give_pages_back
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
@@ -179,6 +179,10 @@ Perfetto = Annotated[
     "trace",
     "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
     "stepscope trace rank0.json.gz rank1.json.gz",
+    conflicts=(
+        Conflict("--cut", "--against", "--cut writes one capture, --against compares two: ask for one after the other"),
+        Conflict("--save", "--against", "--save draws one capture, --against compares two: leave one of them out"),
+    ),
 )
 def trace(
     file: Annotated[
@@ -204,16 +208,12 @@ def trace(
 ) -> None:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     is_part = asked_for.is_part
-    if cut is not None and against is not None:
-        raise InputError("--cut writes one capture, --against compares two: ask for one after the other")
     if perfetto is not None and (against is not None or is_part):
         other = "--against compares two" if against is not None else "other options show a part"
         raise InputError(f"--perfetto shows one whole capture, {other}: ask for one after the other")
     if save is not None:
         from stepscope.rendering.plots.save import check_target
 
-        if against is not None:
-            raise InputError("--save draws one capture, --against compares two: leave one of them out")
         check_target(save)
     del no_ranges  # captures without ranges are read in any case
     captures = captures_of(file, runs)

@@ -25,7 +25,7 @@ from stepscope.app.cli import completion
 from stepscope.app.cli.options import OPTIONS
 from stepscope.app.cli.output import warn
 from stepscope.core.errors import InputError
-from stepscope.core.options import GROUPS, Option, completed, remember, several
+from stepscope.core.options import GROUPS, Conflict, Needs, Option, completed, remember, several
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 """What stands for a value in a help text; several values are `N,...`."""
@@ -33,11 +33,16 @@ _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 EXAMPLES: dict[str, tuple[str, ...]] = {}
 """Examples of each verb's use, by the verb's name."""
 
+CONFLICTS: dict[str, tuple[Conflict | Needs, ...]] = {}
+"""Options of each verb that exclude or need one another, by the verb's name."""
+
 OPTIONS_OF: dict[str, list[Option]] = {}
 """The options of each verb that was asked for, by the verb's name."""
 
 
-def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def verb(
+    verb_name: str, *examples: str, conflicts: tuple[Conflict | Needs, ...] = (), **usual: str
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """A decorator that makes a function a verb: its parameters become options, or stay typer's arguments.
 
     `usual` says in words what an option is when it is left out, where that is no constant.
@@ -51,7 +56,7 @@ def verb(verb_name: str, *examples: str, **usual: str) -> Callable[[Callable[...
             options.call(given)
 
         options.give_signature(made)
-        EXAMPLES[verb_name], OPTIONS_OF[verb_name] = examples, options.taken
+        EXAMPLES[verb_name], OPTIONS_OF[verb_name], CONFLICTS[verb_name] = examples, options.taken, conflicts
         return made
 
     return make
@@ -255,7 +260,11 @@ class Verb(TyperCommand):
                 _refuse_anothers_option(str(getattr(error, "option_name", "")), ctx)
             raise
         sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
-        remember(flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE")
+        given = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        remember(given)
+        for conflict in CONFLICTS.get(verb_name(ctx), ()):
+            if fault := conflict.fault(given):
+                raise InputError(fault)
         return rest
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
