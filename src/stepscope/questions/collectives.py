@@ -58,12 +58,8 @@ def fits_of(times: Iterable[CollectiveTime]) -> list[CollectiveFit]:
     for (kind, backend, ranks), known in groups.items():
         fit = fit_latency_and_bandwidth(known)
         if fit is not None:
-            fits.append(
-                CollectiveFit(
-                    kind=kind, backend=backend, ranks=ranks, latency_s=fit.latency_s, bytes_per_s=fit.bytes_per_s,
-                    residual=fit.residual, count=fit.count,
-                )
-            )  # fmt: skip
+            figures = {name: getattr(fit, name) for name in ("latency_s", "bytes_per_s", "residual", "count")}
+            fits.append(CollectiveFit(kind=kind, backend=backend, ranks=ranks, **figures))
     return fits
 
 
@@ -204,10 +200,8 @@ def study_collectives(
     from stepscope.training.parallel.collective_times import MAKERS, CollectivePlan, RankTimes
     from stepscope.training.parallel.launching import check_launch, launch
 
-    plans = [
-        (backend, number) for backend in dict.fromkeys(backends or (_usual_backend(),))
-        for number in _ranks(ranks, backend, place)
-    ]  # fmt: skip
+    chosen = dict.fromkeys(backends or (_usual_backend(),))
+    plans = [(backend, number) for backend in chosen for number in _ranks(ranks, backend, place)]
     for backend, number in plans:
         check_launch(number, BACKENDS[backend])
     times: list[CollectiveTime] = []

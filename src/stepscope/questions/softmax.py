@@ -209,11 +209,8 @@ def _limit(limit: ExpLimits) -> Finding:
         f"In {limit.format} exp is finite up to {limit.finite_up_to:.8g} and infinite at "
         f"{limit.infinite_at:.8g}; ln of the largest number, {FORMATS[limit.format].largest:.6g}, is "
         f"{limit.logarithm:.8g}. Below {limit.vanishes_below:.4g} it is zero.",
-        {
-            "logarithm": limit.logarithm, "finite_up_to": limit.finite_up_to, "infinite_at": limit.infinite_at,
-            "vanishes_below": limit.vanishes_below,
-        },
-    )  # fmt: skip
+        {name: value for name, value in dataclasses.asdict(limit).items() if name != "format"},
+    )
 
 
 def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:

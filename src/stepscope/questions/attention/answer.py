@@ -46,7 +46,7 @@ from stepscope.core.figures import (
 from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.samples import Ratio
 from stepscope.core.units import MIB, format_bytes, format_rate, format_share
-from stepscope.questions.compare.comparison import times_as_fast
+from stepscope.questions.compare.comparison import table_of_rows, times_as_fast, within
 
 # Timings of attention, ordered and set beside one another: powers of the sequence, ratios, crossovers.
 
@@ -541,7 +541,8 @@ def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionT
     """A row for each dtype, head_dim and sequence, a column for each implementation; without those of which there is
     no more to say than "not supported" or "not reached", which is said once, in the last table.
     """
-    lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if _came_to_something(study, line)]
+    told = {curve.line for curve in study.curves for row in curve.rows if row.outcome not in _NOTHING}
+    lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if line in told]
     rows: list[tuple[Cell, ...]] = []
     for dtype, head_dim, curves in _groups(study):
         for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):
@@ -556,10 +557,6 @@ def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionT
     if not any(isinstance(cell, float) for row in rows for cell in row[3:]):
         rows = []
     return Table(title=title, columns=("dtype", "head_dim", "seq", *lines), rows=tuple(rows))
-
-
-def _came_to_something(study: AttentionStudy, line: str) -> bool:
-    return any(row.outcome not in _NOTHING for curve in study.curves if curve.line == line for row in curve.rows)
 
 
 def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTiming], float | None]) -> Cell:
@@ -591,17 +588,8 @@ def _compiled(study: AttentionStudy) -> Table:
             times = [_figure_or_word(r, lambda r, p=p: median_ms(getattr(r, p))) for r in pair for p in PHASES]
             held = [gibibytes(r.memory.before_backward_bytes) if r and r.memory else None for r in pair]
             ratio = other.both.speedup_over(row.both) if other and other.both and row.both else None
-            rows.append(
-                (
-                    eager.line,
-                    eager.dtype,
-                    length,
-                    eager.head_dim,
-                    *times,
-                    digits(ratio.value) if ratio else None,
-                    *held,
-                )
-            )  # fmt: skip
+            speed_up = digits(ratio.value) if ratio else None
+            rows.append((eager.line, eager.dtype, length, eager.head_dim, *times, speed_up, *held))
     heads = (
         "eager forward ms", "eager backward ms", "compiled forward ms", "compiled backward ms", "speed-up",
         "eager GiB before backward", "compiled GiB",
@@ -624,7 +612,7 @@ def _slopes(study: AttentionStudy) -> Table:
 
 
 def _saved(study: AttentionStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     for curve in study.curves:
         for row in curve.rows:
             if row.memory is None:
@@ -633,42 +621,45 @@ def _saved(study: AttentionStudy) -> Table:
             measured = row.memory.saved_bytes
             off = (measured / formula.bytes - 1) * 100 if formula and formula.bytes else None
             rows.append(
-                (
-                    curve.dtype, curve.head_dim, row.cell.shape.queries, curve.line,
-                    formula.terms if formula else "", mebibytes(formula.bytes) if formula else None,
-                    mebibytes(measured),
-                    round(off, 2) if off is not None else None,
-                )
-            )  # fmt: skip
-    heads = ("dtype", "head_dim", "seq", "implementation", "formula", "by formula MiB", "measured MiB", "off %")
-    return Table(title=SAVED, columns=heads, rows=tuple(rows))
+                {
+                    "dtype": curve.dtype,
+                    "head_dim": curve.head_dim,
+                    "seq": row.cell.shape.queries,
+                    "implementation": curve.line,
+                    "formula": formula.terms if formula else "",
+                    "by formula MiB": mebibytes(formula.bytes) if formula else None,
+                    "measured MiB": mebibytes(measured),
+                    "off %": round(off, 2) if off is not None else None,
+                }
+            )
+    return table_of_rows(SAVED, rows)
 
 
 def _cells(study: AttentionStudy) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[dict[str, Cell]] = []
     l2_bytes = study.timings.environment.l2_bytes
     for curve in study.curves:
         for row in curve.measured:
             forward, both, shape = row.forward, row.both, row.cell.shape
             forward_s = forward.median_s if forward else None
-            share = study.share(row)
             rows.append(
-                (
-                    str(shape), curve.dtype, curve.line, both.count if both else None, row.checked,
-                    *median_within_ms(forward), *median_within_ms(row.backward), *median_within_ms(both),
-                    tera(forward_flops(shape) / forward_s if forward_s else None), tera(flops_per_s(row)),
-                    percent(share),
-                    digits(row.cell.working_set_bytes / l2_bytes) if l2_bytes else None,
-                    row.launches,
-                )
-            )  # fmt: skip
-    heads = (
-        "batch, heads, seq, head_dim", "dtype", "implementation", "passes", "gate's calls",
-        "forward ms", "forward from", "forward to", "backward ms", "backward from", "backward to",
-        "both ms", "both from", "both to",
-        "TFLOP/s forward", "TFLOP/s both", "of the ceiling %", "working set / L2", "launches",
-    )  # fmt: skip
-    return known_columns(CELLS, heads, rows)
+                {
+                    "batch, heads, seq, head_dim": str(shape),
+                    "dtype": curve.dtype,
+                    "implementation": curve.line,
+                    "passes": both.count if both else None,
+                    "gate's calls": row.checked,
+                    **within("forward ms", "forward", median_within_ms(forward)),
+                    **within("backward ms", "backward", median_within_ms(row.backward)),
+                    **within("both ms", "both", median_within_ms(both)),
+                    "TFLOP/s forward": tera(forward_flops(shape) / forward_s if forward_s else None),
+                    "TFLOP/s both": tera(flops_per_s(row)),
+                    "of the ceiling %": percent(study.share(row)),
+                    "working set / L2": digits(row.cell.working_set_bytes / l2_bytes) if l2_bytes else None,
+                    "launches": row.launches,
+                }
+            )
+    return table_of_rows(CELLS, rows, known=True)
 
 
 def _missing(study: AttentionStudy) -> Table:

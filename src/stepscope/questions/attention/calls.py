@@ -428,19 +428,15 @@ def judged_shape(shape: AttentionShape, device: torch.device) -> tuple[Attention
     return (shape,) if not few and rows * shape.keys <= _MOST_JUDGED_SCORES[device.type] else ()
 
 
-def odd_shape(shape: AttentionShape) -> AttentionShape:
-    """A small shape for the gate: the same head_dim, mask and grouping, and lengths that no tile divides."""
-    group = shape.heads // shape.key_heads
-    return msgspec.structs.replace(shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
-
-
 def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
     """Small shapes for the gate, one for each kind of scores; what is compiled for one of them serves for all.
 
     Implementations that switch kernels by sequence length also get a longer shape if the cell is long, so that the
     kernel that will be timed is judged.
     """
-    odd = odd_shape(cell.shape)
+    # The same head_dim, mask and grouping, and lengths that no tile divides.
+    group = cell.shape.heads // cell.shape.key_heads
+    odd = msgspec.structs.replace(cell.shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
     shapes = tuple(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers))
     if not ATTENTIONS[cell.implementation].kernel_by_length or cell.shape.queries <= LONG:
         return shapes
