@@ -41,7 +41,7 @@ PAGE_HEAD = """# Options
 
 Every option of every verb; one name means the same in all of them. `N,...` takes several values, by commas, in verbs
 that measure or read several. `stepscope VERB --help` has the defaults and two examples. This page is written from the
-table in `src/stepscope/app/cli/options.py` by `tests/app/cli/test_options.py`.
+signatures of all verbs by `tests/app/cli/test_options.py`.
 """
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from stepscope.app.cli import completion
+from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.sweep import captured
 from stepscope.app.cli.verb import options_of, verb
@@ -44,7 +44,7 @@ def compare(
         typer.Argument(
             help="A path, a part of a run's name, `last`, a set, a sweep, a tag or a commit. The first is the base.",
             metavar="BASE OTHER...",
-            autocompletion=completion.run_names,
+            autocompletion=run_names,
         ),
     ],
     *,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from stepscope.app.cli import completion
+from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.errors import InputError
@@ -30,9 +30,7 @@ Memory = Annotated[
 ]
 Device = Annotated[
     tuple[str, ...] | None,
-    Option(
-        "A device by its name, as in H100 or 4090; the datasheet's memory.", BUDGET, complete=completion.device_names
-    ),
+    Option("A device by its name, as in H100 or 4090; the datasheet's memory.", BUDGET, complete=device_names),
 ]
 Tensors = Annotated[bool, Option("List what a block keeps for backward, with the arithmetic of each size.")]
 Sweep = Annotated[bool, Option("The largest batch and the longest sequence that fit, by model: several, or all.")]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 
-from stepscope.app.cli import completion
+from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.device_spec import NETWORKS
@@ -29,7 +29,7 @@ _NOT_ASKED = {
 
 Device = Annotated[
     str,
-    Option("The device of each rank by its name, as in H100, A100 or B200.", BUDGET, complete=completion.device_names),
+    Option("The device of each rank by its name, as in H100, A100 or B200.", BUDGET, complete=device_names),
 ]
 BatchTokens = Annotated[int | None, Option("Tokens in a step, in place of --batch-size.", WORKLOAD, metavar="N")]
 Experts = Annotated[int, Option("Feed-forward networks in each block.", MODEL, least=1)]

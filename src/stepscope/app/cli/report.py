@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli import completion
+from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import GENERATOR
@@ -51,7 +51,7 @@ def report(
             help="A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
             "an answer that --json wrote.",
             metavar="WHAT...",
-            autocompletion=completion.run_names,
+            autocompletion=run_names,
         ),
     ],
     *,

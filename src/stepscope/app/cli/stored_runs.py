@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 import msgspec
 import typer
 
-from stepscope.app.cli import completion
+from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit, json_line, present, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.errors import InputError, choose
@@ -32,7 +32,7 @@ def show(
         str,
         typer.Argument(
             help="A run directory, a part of its name, `last`, or the name of a set.",
-            autocompletion=completion.run_names,
+            autocompletion=run_names,
         ),
     ],
     *,

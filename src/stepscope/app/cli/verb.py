@@ -21,8 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from stepscope.app.cli import completion
-from stepscope.app.cli.options import OPTIONS
+from stepscope.app.cli.options import OPTIONS, run_names
 from stepscope.app.cli.output import warn
 from stepscope.core.errors import InputError
 from stepscope.core.options import GROUPS, Conflict, Needs, Option, completed, remember, several
@@ -65,7 +64,7 @@ def verb(
 def file_or_run(files: str) -> Any:
     """The argument that names a file of these kinds, or a run that holds one."""
     said = f"{files}, a run directory, a part of a run's name, or `last`."
-    return typer.Argument(help=said, autocompletion=completion.run_names)
+    return typer.Argument(help=said, autocompletion=run_names)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from stepscope.app.cli import completion
+from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose
@@ -41,7 +41,7 @@ def writeup(
         typer.Argument(
             help="Folders of runs, a sweep, a tag, or answers that --json wrote (default: --runs).",
             metavar="[SWEEP]...",
-            autocompletion=completion.run_names,
+            autocompletion=run_names,
         ),
     ] = None,
     *,
