@@ -211,9 +211,9 @@ class CastLoss:
         return _raised(self._loss(_lowered(output, self.low), *_lowered(others, self.low)), self.low, wide)
 
 
-def with_cast_loss(own: UserModule) -> UserModule:
+def _with_cast_loss(module: UserModule) -> UserModule:
     """The module with a loss that can be cast, where it has one outside of forward."""
-    return own if own.loss is None else dataclasses.replace(own, loss=CastLoss(own.loss))
+    return module if module.loss is None else dataclasses.replace(module, loss=CastLoss(module.loss))
 
 
 @contextlib.contextmanager
@@ -393,20 +393,20 @@ def shadow_found(ranking: Ranking) -> Iterator[Finding]:
     ran = [each for each in ranking.parts if each.off is not None]
     above = [each for each in ran if not ranking.is_noise(each)]
     yield _headline(ranking, ran, above)
-    broken = [each for each in above if not each.finite]
+    broken = [each.part.name for each in above if not each.finite]
     if broken:
         yield warning(
             "shadow-not-finite",
-            f"Not finite is the loss or a gradient with {_names(broken)} alone in {ranking.to}.",
+            f"Not finite is the loss or a gradient with {_quoted(broken)} alone in {ranking.to}.",
             {"modules": len(broken)},
         )
     if ranking.layers:
         yield _layers(ranking)
-    quiet = [each for each in ran if ranking.is_noise(each)]
+    quiet = [each.part.name for each in ran if ranking.is_noise(each)]
     if quiet:
         yield note(
             "shadow-noise",
-            f"Within noise ({_noise(ranking)}) are the gradients with {_names(quiet)} alone in {ranking.to}.",
+            f"Within noise ({_noise(ranking)}) are the gradients with {_quoted(quiet)} alone in {ranking.to}.",
             {"modules": len(quiet), "noise": ranking.noise},
         )
     for each in ranking.parts:
@@ -479,10 +479,6 @@ def _noise(ranking: Ranking) -> str:
     )
 
 
-def _names(ranked: list[Ranked]) -> str:
-    return _quoted([each.part.name for each in ranked])
-
-
 def _quoted(names: Sequence[str]) -> str:
     return listed([f"`{name}`" for name in names])
 
@@ -522,7 +518,8 @@ def study_shadow(
     }
     if replay.scale:
         settings["loss scale"] = f"2**{replay.scale}"
-    tables = [_ranking_table(ranking)]
+    ranked = [*ranking.parts, *([ranking.at_once] if ranking.at_once else [])]
+    tables = [_table(RANKING, ranked, ranking)]
     if ranking.layers:
         tables.append(_table(LAYERS, ranking.layers, ranking))
     return computed_answer(
@@ -541,7 +538,7 @@ class Replay:
 
     def __init__(self, subject: Subject, low: torch.dtype, told: Callable[[str, float], None]) -> None:
         self.subject, self._low, self._told = subject, low, told
-        self._step = subject.step(adapt=with_cast_loss)
+        self._step = subject.step(adapt=_with_cast_loss)
         self.quiet = tuple(drawing_modules(self._step.model))
         without_dropout(self._step.model)
         self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
@@ -618,11 +615,6 @@ def _worst(off: Distance, given: StepResult) -> tuple[str, float]:
     return worst, found.get(worst, 0.0)
 
 
-def _ranking_table(ranking: Ranking) -> Table:
-    more = [ranking.at_once] if ranking.at_once else []
-    return _table(RANKING, [*ranking.parts, *more], ranking)
-
-
 def _table(title: str, ranked: Sequence[Ranked], ranking: Ranking) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for each in ranked:
@@ -643,12 +635,12 @@ def _verdict(ranked: Ranked, ranking: Ranking) -> str:
 
 
 def _panel(ranking: Ranking) -> Panel:
-    points = [_bar(each) for each in ranking.parts if each.off is not None][:_MOST_BARS]
+    points: list[Point] = []
+    for each in ranking.parts:
+        if each.off is None:
+            continue
+        known = each.finite and each.error > 0
+        missing = "" if known else "none" if each.finite else "not finite"
+        points.append(Point(line="error", name=each.part.name, y=each.error if known else 0.0, missing=missing))
     title = f"error of the gradients with it alone in {ranking.to}, relative"
-    return Panel(x_title="", y_title=title, points=tuple(points), kind="bars", y_log=True)
-
-
-def _bar(ranked: Ranked) -> Point:
-    known = ranked.finite and ranked.error > 0
-    missing = "" if known else "none" if ranked.finite else "not finite"
-    return Point(line="error", name=ranked.part.name, y=ranked.error if known else 0.0, missing=missing)
+    return Panel(x_title="", y_title=title, points=tuple(points[:_MOST_BARS]), kind="bars", y_log=True)

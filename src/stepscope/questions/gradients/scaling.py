@@ -1,10 +1,11 @@
 """Dynamic loss scaling, traced over a run that overflows on purpose: our scaler beside torch.amp.GradScaler."""
 
 import contextlib
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ class DynamicLossScaler:
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Unscale the gradients in place and step, if all of them are finite. Returns whether the step was taken."""
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._overflowed = not all_finite(gradients)
+        self._overflowed = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         # 1 / scale overflows only for a scale that is a subnormal number of fp32; GradScaler then has infinity too.
         inverse = FORMATS["fp32"].round(1 / self.scale) if self.scale else math.inf
         for gradient in gradients:
@@ -90,11 +91,6 @@ class DynamicLossScaler:
             # A scale that would be infinite stays.
             self.scale = grown if math.isfinite(grown) else self.scale
             self.steps_since_change = 0
-
-
-def all_finite(gradients: Iterable[Tensor]) -> bool:
-    """Whether no gradient holds an infinity or NaN."""
-    return all(bool(gradient.isfinite().all()) for gradient in gradients)
 
 
 PLANTED = (7, 8, 60, 90, 91, 92, 150)
@@ -157,7 +153,7 @@ def study_scaling(
     )
 
     def trainee() -> _Trainee:
-        return _Regression(seed, on) if workload is None else _OwnTrainee(step_of(workload, on), seed)
+        return _regression(seed, on) if workload is None else _user_module(step_of(workload, on), seed)
 
     with one_thread() if workload is None else contextlib.nullcontext():
         trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), (trainee(), trainee()), on)
@@ -177,57 +173,50 @@ def study_scaling(
     )  # fmt: skip
 
 
-class _Trainee(Protocol):
+@dataclass(frozen=True)
+class _Trainee:
     """What both scalers train, each a copy of its own."""
 
-    @property
-    def model(self) -> nn.Module: ...
-
-    def loss(self, *, planted: bool) -> Tensor:
-        """The next batch's loss, its forward under fp16 autocast; made to overflow where that is planted."""
-        ...
+    model: nn.Module
+    loss: Callable[[bool], Tensor]
+    """The next batch's loss, its forward under fp16 autocast; made to overflow where that is planted."""
 
 
-class _Regression:
+def _regression(seed: int, device: torch.device) -> _Trainee:
     """A small network that learns a linear function. A planted batch has targets that are far away."""
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(_WIDTH, 1, generator=generator)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        layers = nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1)
+        model = nn.Sequential(*layers).to(device)
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
-        self._mixing = torch.randn(_WIDTH, 1, generator=self._generator)
-        self._device = device
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            layers = nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, 1)
-            self.model = nn.Sequential(*layers).to(device)
+    def loss(planted: bool) -> Tensor:
+        inputs = torch.randn(_BATCH, _WIDTH, generator=generator)
+        targets = inputs @ mixing + (_OUTLIER if planted else 0.0)
+        with torch.autocast(device.type, dtype=torch.float16):
+            outputs = model(inputs.to(device))
+        return F.mse_loss(outputs.float(), targets.to(device))
 
-    def loss(self, *, planted: bool) -> Tensor:
-        inputs = torch.randn(_BATCH, _WIDTH, generator=self._generator)
-        targets = inputs @ self._mixing + (_OUTLIER if planted else 0.0)
-        inputs, targets = inputs.to(self._device), targets.to(self._device)
-        with torch.autocast(self._device.type, dtype=torch.float16):
-            outputs = self.model(inputs)
-        return F.mse_loss(outputs.float(), targets)
+    return _Trainee(model, loss)
 
 
-class _OwnTrainee:
-    """A module of the user's own. A planted batch has its loss multiplied."""
+def _user_module(step: AssembledStep, seed: int) -> _Trainee:
+    """A user's module. A planted batch has its loss multiplied."""
+    seeds = itertools.count(seed)
 
-    def __init__(self, step: AssembledStep, seed: int) -> None:
-        self.model = step.model
-        self._step, self._seed = step, seed
-        self._checked = False
-
-    def loss(self, *, planted: bool) -> Tensor:
-        self._step.prepare()
+    def loss(planted: bool) -> Tensor:
+        step.prepare()
         # Dropout then leaves out the same of both copies.
-        torch.manual_seed(self._seed)
-        self._seed += 1
-        self._step.phases[0].run()
-        assert self._step.loss is not None
-        if not self._checked:
-            check_loss(self._step.loss.item())
-            self._checked = True
-        return self._step.loss.float() * (_MULTIPLIED if planted else 1.0)
+        batch_seed = next(seeds)
+        torch.manual_seed(batch_seed)
+        step.phases[0].run()
+        assert step.loss is not None
+        if batch_seed == seed:
+            check_loss(step.loss.item())
+        return step.loss.float() * (_MULTIPLIED if planted else 1.0)
+
+    return _Trainee(step.model, loss)
 
 
 def _trace(
@@ -249,7 +238,7 @@ def _trace(
         scale, their_scale = scaler.scale, grad_scaler.get_scale()
         for trainee, scaled in zip(trainees, (scaler.scaled, grad_scaler.scale), strict=True):
             trainee.model.zero_grad(set_to_none=True)
-            scaled(trainee.loss(planted=number in planted)).backward()
+            scaled(trainee.loss(number in planted)).backward()
         taken = scaler.step(our_optimizer)
         scaler.update()
         moves.clear()
@@ -301,14 +290,6 @@ def _panel(trace: list[_Step]) -> Panel:
     return curves(points, x_title="step", y_title="loss scale", y_log=True)
 
 
-def _scales(scales: list[float]) -> str:
-    return f"a scale of {scales[0]:g}" if len(scales) == 1 else f"scales from {scales[0]:g} to {scales[-1]:g}"
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
-
-
 def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -> Iterator[Finding]:
     skipped = [step for step in trace if not step.ours.taken]
     own = [step for step in skipped if not step.planted]
@@ -316,7 +297,8 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
     planted = len(skipped) - len(own)
     grew = "The scale never grew"
     if grown:
-        grew = f"The scale grew {_times(grown)}, after {growth_interval} steps without an overflow each time"
+        times = "once" if grown == 1 else f"{grown} times"
+        grew = f"The scale grew {times}, after {growth_interval} steps without an overflow each time"
     yield note(
         "loss-scale-trace",
         f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(own)} "
@@ -328,11 +310,14 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
     )  # fmt: skip
     if own:
         scales = sorted({step.ours.scale for step in own})
+        lowest, highest = scales[0], scales[-1]
+        at = f"a scale of {lowest:g}" if lowest == highest else f"scales from {lowest:g} to {highest:g}"
+        times = "once" if len(own) == 1 else f"{len(own)} times"
         yield note(
             "loss-scale-ceiling",
-            f"Where nothing was planted the gradients overflowed fp16 at {_scales(scales)}, "
-            f"{_times(len(own))} in {len(trace) - planted} steps: that is the price of finding the scale by trying.",
-            {"lowest_overflowing_scale": scales[0], "highest_overflowing_scale": scales[-1]},
+            f"Where nothing was planted the gradients overflowed fp16 at {at}, "
+            f"{times} in {len(trace) - planted} steps: that is the price of finding the scale by trying.",
+            {"lowest_overflowing_scale": lowest, "highest_overflowing_scale": highest},
         )
     different = [step.number for step in trace if not step.same]
     if different or not same_parameters:

@@ -35,7 +35,6 @@ from stepscope.questions.steps import (
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive
 from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
-from stepscope.training.training_step import AssembledStep
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4
@@ -248,6 +247,7 @@ class _Outcome:
     progress: float | None
 
 
+@torch.no_grad()
 def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.device) -> list[_Outcome]:
     judge = step_of(workload, device)
     in_fp32(judge)
@@ -269,18 +269,13 @@ def _outcomes(workload: Workload, runs: dict[str, _Trained], device: torch.devic
                 name=name,
                 bytes_per_parameter=_RUNS[name][1],
                 last_loss=run.losses[-1],
-                loss_in_fp32=_mean_loss(judge),
+                loss_in_fp32=float(torch.stack([judge.forward_module(*batch) for batch in judge.batches]).mean()),
                 distance=_distance(run.held, exact) / way,
                 swallowed=None if total is None else total.share,
                 progress=None if total is None else total.progress,
             )
         )
     return found
-
-
-@torch.no_grad()
-def _mean_loss(step: AssembledStep) -> float:
-    return float(torch.stack([step.forward_module(*batch) for batch in step.batches]).mean())
 
 
 def _distance(one: list[Tensor], other: list[Tensor]) -> float:

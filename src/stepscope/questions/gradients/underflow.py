@@ -326,22 +326,22 @@ def _findings(
 ) -> Iterator[Finding]:
     counts = sum((exponents(values) for values in everything), Counter())
     low, high = min(counts), max(counts)
+    reach = {
+        name: number.largest_exponent - round(math.log2(number.smallest_subnormal)) + 1
+        for name, number in FORMATS.items()
+        if name in COMPARED
+    }
+    spans = ", ".join(f"{name} has {reach[name]}" for name in COMPARED)
     yield note(
         "gradient-range",
         f"The {counts.total():,} non-zero gradients of this step span {high - low + 1} powers of two, from "
-        f"2**{low} to 2**{high}, half of them below 2**{_median(counts) + 1}; {_spans()}.",
+        f"2**{low} to 2**{high}, half of them below 2**{_median(counts) + 1}; {spans}.",
         {"smallest_exponent": low, "largest_exponent": high, "median_exponent": _median(counts)},
     )
     for name in COMPARED:
         yield _of_format(name, {scale: each for (of, scale), each in shares.items() if of == name}, best[name])
     if observed:
         yield _seen(observed, format_name, shares)
-
-
-def _spans() -> str:
-    formats = [FORMATS[name] for name in COMPARED]
-    spans = {f.name: f.largest_exponent - round(math.log2(f.smallest_subnormal)) + 1 for f in formats}
-    return ", ".join(f"{name} has {span}" for name, span in spans.items())
 
 
 def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
@@ -356,22 +356,19 @@ def _of_format(name: str, by_scale: dict[int, Shares], best: int) -> Finding:
     if plain.below_normal == 0 and plain.overflows == 0:
         said = f"{name} holds every gradient of this step as a normal number: no loss scale is needed."
     else:
+        scaled = "; ".join(
+            f"with the loss times 2**{scale} {_share(each.becomes_zero)} become zero"
+            + (f", and {_share(each.overflows)} overflow" if each.overflows else "")
+            for scale, each in by_scale.items()
+            if scale not in (0, best)
+        )
         said = (
             f"In {name} {_share(plain.becomes_zero)} of the gradients become zero and {_share(plain.below_normal)} lie "
-            f"below its smallest normal number; {_by_scale(by_scale, best)}. The largest power of two that lets "
+            f"below its smallest normal number; {scaled}. The largest power of two that lets "
             f"none overflow is 2**{best}: {_share(fitted.becomes_zero)} become zero then, and "
             f"{_share(fitted.below_normal)} lie below the smallest normal."
         )
     return note("gradient-underflow", said, evidence)
-
-
-def _by_scale(by_scale: dict[int, Shares], best: int) -> str:
-    said = []
-    for scale, each in by_scale.items():
-        if scale not in (0, best):
-            overflows = f", and {_share(each.overflows)} overflow" if each.overflows else ""
-            said.append(f"with the loss times 2**{scale} {_share(each.becomes_zero)} become zero{overflows}")
-    return "; ".join(said)
 
 
 def _share(share: float) -> str:

@@ -64,13 +64,15 @@ class Setting:
 
     def step(self, variant: StepVariant = PLAIN, *, double: bool = False) -> ModuleStep:
         """The step of a variant, made anew from the same state."""
-        backend = (
-            not self.subject.takes_attention
-        )  # there the attention is a backend of PyTorch's, which a context sets
         step = self.subject.step(
-            dtype=self.dtype, accumulation=variant.accumulation, compile=variant.compile, double=double,
-            checkpointing=variant.checkpointing, attention=None if backend else variant.attention,
-        )  # fmt: skip
+            dtype=self.dtype,
+            accumulation=variant.accumulation,
+            compile=variant.compile,
+            checkpointing=variant.checkpointing,
+            # A user's module has a backend of PyTorch's, which a context sets.
+            attention=variant.attention if self.subject.takes_attention else None,
+            double=double,
+        )
         if self.quiet:
             without_dropout(step.model)
         return step
@@ -258,12 +260,8 @@ def _counted(plain: Plain, parts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
             seen = [each[:, shift:] if shift else each for each in tensors]
             if not whole.is_floating_point() and bool((whole == IGNORED).any()):
                 yield f"targets in {label} that are not {IGNORED}{said}", _number(each != IGNORED for each in seen)
-            if not whole.is_floating_point() or _is_mask(whole):
+            if not whole.is_floating_point() or bool(((whole == 0) | (whole == 1)).all()):  # numbers, or a mask
                 yield f"numbers in {label} that are not 0{said}", _number(each != 0 for each in seen)
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _number(masks: Iterator[Tensor]) -> tuple[int, ...]:

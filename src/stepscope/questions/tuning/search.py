@@ -105,11 +105,6 @@ def without_parts(groups: list[Change]) -> list[Change]:
     return [group for group in groups if not group.keys() <= PARTS.keys()]
 
 
-def back_again(group: Change, baseline: Workload) -> Change:
-    """The change that takes this one back."""
-    return {name: getattr(baseline, name) for name in group}
-
-
 def _attentions(best: Workload, on_gpu: bool) -> Iterator[Change]:
     # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
     for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
@@ -140,19 +135,6 @@ def _replay(best: Workload) -> Change:
     return {"graph": "step"}
 
 
-def _replayed(best: Workload, on_gpu: bool) -> Iterator[Change]:
-    yield _replay(best)
-
-
-def _replayed_again(best: Workload, on_gpu: bool) -> Iterator[Change]:
-    if best.compile != "eager":
-        yield _replay(best)
-
-
-def _fused_parts(best: Workload, on_gpu: bool) -> Iterator[Change]:
-    yield dict.fromkeys(best.parts, "fused")
-
-
 def _fused_apart(best: Workload, on_gpu: bool) -> Iterator[Change]:
     if not all(name == "fused" for name in best.parts.values()):
         for part in best.parts:
@@ -163,14 +145,8 @@ def _compiled(best: Workload, on_gpu: bool) -> Iterator[Change]:
     yield {"compile": "default"}
     if on_gpu:
         yield {"compile": "blocks"}
-        if (
-            best.graph == "none"
-        ):  # where the step is replayed as a whole, CUDA graphs of its compiled parts save nothing
+        if best.graph == "none":  # a step that is replayed as a whole gains nothing by CUDA graphs of its parts
             yield {"compile": "reduce-overhead"}
-
-
-def _joint_projections(best: Workload, on_gpu: bool) -> Iterator[Change]:
-    yield {"projections": "joint"}
 
 
 def _under_backward(best: Workload, on_gpu: bool) -> Iterator[Change]:
@@ -261,22 +237,23 @@ MEMORY_AGAIN = "memory again"
 ROUNDS: tuple[Round, ...] = (
     Round(name="precision", changes=_precisions),
     Round(name="optimizer", changes=_optimizers),
-    Round(name="graph", changes=_replayed, of_gpu=True),
+    Round(name="graph", changes=lambda best, _: [_replay(best)], of_gpu=True),
     Round(name="attention", changes=_attentions),
-    Round(name="kernels", changes=_fused_parts, of_gpu=True),
+    Round(name="kernels", changes=lambda best, _: [dict.fromkeys(best.parts, "fused")], of_gpu=True),
     Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
-    Round(name="projections", changes=_joint_projections),
+    Round(name="projections", changes=lambda _best, _: [{"projections": "joint"}]),
     Round(name=MEMORY_AGAIN, changes=_lighter_work),
     Round(name="offload", changes=_offloaded, of_gpu=True),
     Round(name="compile", changes=_compiled),
-    Round(name="graph again", changes=_replayed_again, of_gpu=True),
+    Round(name="graph again", changes=lambda best, _: [_replay(best)] if best.compile != "eager" else [], of_gpu=True),
     Round(name="under backward", changes=_under_backward, of_gpu=True),
 )
 
 
 def together(groups: list[Change]) -> Round:
     """All of these at once; where they are one or none, their own rounds try them."""
-    return Round(name=TOGETHER, changes=lambda _best, _on_gpu: [_all_of(groups)] if len(groups) > 1 else [])
+    whole = {name: value for group in groups for name, value in group.items()}
+    return Round(name=TOGETHER, changes=lambda _best, _on_gpu: [whole] if len(groups) > 1 else [])
 
 
 def without(groups: list[Change], baseline: Workload) -> Round:
@@ -285,13 +262,9 @@ def without(groups: list[Change], baseline: Workload) -> Round:
     def changes(best: Workload, _on_gpu: bool) -> Iterator[Change]:
         for group in groups:
             if all(getattr(best, name) == value for name, value in group.items()):
-                yield back_again(group, baseline)
+                yield {name: getattr(baseline, name) for name in group}
 
     return Round(name=WITHOUT, changes=changes)
-
-
-def _all_of(groups: list[Change]) -> Change:
-    return {name: value for group in groups for name, value in group.items()}
 
 
 def changed(best: Workload, change: Change) -> Workload:
