@@ -4,9 +4,9 @@ import contextlib
 import math
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -104,6 +104,15 @@ def computed_answer(
         panels=tuple(panels),
         findings=tuple(findings),
     )
+
+
+_Row = TypeVar("_Row")
+
+
+def table_by(title: str, rows: Iterable[_Row], columns: Mapping[str, Callable[[_Row], Cell]]) -> Table:
+    """A table from a map of heads to what takes the column's cell from a row."""
+    cells = tuple(tuple(take(row) for take in columns.values()) for row in rows)
+    return Table(title=title, columns=tuple(columns), rows=cells)
 
 
 def pivot(title: str, names: tuple[str, ...], cells: Iterable[tuple[tuple[Cell, ...], str | float, Cell]]) -> Table:

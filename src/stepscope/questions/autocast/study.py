@@ -23,7 +23,7 @@ from stepscope.core.finding import Finding, note, warning
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.questions.answers import check_room, computed_answer
+from stepscope.questions.answers import check_room, computed_answer, table_by
 from stepscope.questions.autocast.operators import (
     LOW,
     OPERATORS,
@@ -314,9 +314,11 @@ def activations_found(model: ModelWithLoss, recording: AutocastRecord, dtype: st
 
 
 _NORMS: dict[type[nn.Module], str] = {
-    nn.LayerNorm: "layer_norm", nn.GroupNorm: "group_norm", nn.RMSNorm: "rms_norm",
-    nn.BatchNorm1d: "batch_norm", nn.BatchNorm2d: "batch_norm", nn.BatchNorm3d: "batch_norm",
-}  # fmt: skip
+    nn.LayerNorm: "layer_norm",
+    nn.GroupNorm: "group_norm",
+    nn.RMSNorm: "rms_norm",
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), "batch_norm"),
+}
 """PyTorch's modules that are one operator of the table, with that operator."""
 
 
@@ -494,10 +496,8 @@ class _Tree:
         self._shown[id(module)] = path or "the whole"
         # A module that forward itself makes has no hooks.
         seen = self._recording.seen.get(id(module), Seen())
-        yield (
-            indent + label, type(module).__name__, seen.calls or None, None,
-            ", ".join(seen.inputs), ", ".join(seen.outputs), ", ".join(seen.gradients),
-        )  # fmt: skip
+        dtypes = (", ".join(found) for found in (seen.inputs, seen.outputs, seen.gradients))
+        yield (indent + label, type(module).__name__, seen.calls or None, None, *dtypes)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             full = self._names[id(parameter)]
             kind = "parameter" if full == _join(path, name) else f"the same as {full}"
@@ -543,9 +543,14 @@ _WHOSE = {"cpu": "the CPU's", "cuda": "CUDA's"}
 
 
 def study_autocast(
-    model: str = TOY, own: str | None = None, dtype: str = "bf16", device: str = "auto", rules: str | None = None,
-    *, arguments: Mapping[str, Any] | None = None,
-) -> Answer:  # fmt: skip
+    model: str = TOY,
+    own: str | None = None,
+    dtype: str = "bf16",
+    device: str = "auto",
+    rules: str | None = None,
+    *,
+    arguments: Mapping[str, Any] | None = None,
+) -> Answer:
     """Say what dtype everything has under autocast in the toy network, a preset, or with `own` the user's module.
 
     own: names the module (`training/user_module/`); `arguments` are what its factory is called with. rules: whose rules
@@ -577,6 +582,7 @@ def study_autocast(
         "rules": rules,
         "CUDA's rules": "observed on this GPU" if where.type == "cuda" else "observed on tensors without data",
     }
+    by = f"By {_WHOSE[rules]} rules{', imitated here' if imitated else ''}."
     said: list[Finding] = []
     if imitated:
         with AsOnCuda():
@@ -588,7 +594,7 @@ def study_autocast(
         f"by {_WHOSE[rules]} rules?",
         settings=settings,
         tables=(
-            msgspec.structs.replace(tree_table(looked_at, recording, TREE), notes=as_lines(_by(rules, imitated))),
+            msgspec.structs.replace(tree_table(looked_at, recording, TREE), notes=as_lines(by)),
             _casts_table(recording, repeats),
             _operator_table(operators, rules, dtype),
         ),
@@ -606,37 +612,32 @@ def study_autocast(
     )
 
 
-def _by(rules: str, imitated: bool) -> str:
-    return f"By {_WHOSE[rules]} rules{', imitated here' if imitated else ''}."
-
-
 def _casts_table(recording: AutocastRecord, repeats: Mapping[str, Casts]) -> Table:
     counted = {"one forward": recording.casts, **repeats}
-    columns = ("how", "casts of parameters", "parameters cast", "bytes of their copies", "casts of other tensors")
-    return Table(
-        title=CASTS,
-        columns=columns,
-        rows=tuple(
-            (how, c.of_named.total(), len(c.of_named), c.bytes_of_named, c.others) for how, c in counted.items()
-        ),
+    return table_by(
+        CASTS,
+        counted.items(),
+        {
+            "how": lambda row: row[0],
+            "casts of parameters": lambda row: row[1].of_named.total(),
+            "parameters cast": lambda row: len(row[1].of_named),
+            "bytes of their copies": lambda row: row[1].bytes_of_named,
+            "casts of other tensors": lambda row: row[1].others,
+        },
     )
 
 
 def _operator_table(operators: Mapping[str, Mapping[str, Observed]], rules: str, dtype: str) -> Table:
     here = operators[rules]
-    columns = (
-        "operator", "of fp32", f"of {dtype}", "of both", "of both without autocast", "autocast on cpu",
-        "autocast on cuda",
-    )  # fmt: skip
-    return Table(
-        title=OPERATOR_TABLE,
-        columns=columns,
-        rows=tuple(
-            (
-                op.name, here[op.name].of_fp32, here[op.name].of_low, here[op.name].of_both,
-                here[op.name].of_both_without, operators["cpu"][op.name].treatment,
-                operators["cuda"][op.name].treatment,
-            )
-            for op in OPERATORS
-        ),
-    )  # fmt: skip
+    return table_by(
+        OPERATOR_TABLE,
+        (op.name for op in OPERATORS),
+        {
+            "operator": str,
+            "of fp32": lambda name: here[name].of_fp32,
+            f"of {dtype}": lambda name: here[name].of_low,
+            "of both": lambda name: here[name].of_both,
+            "of both without autocast": lambda name: here[name].of_both_without,
+            **{f"autocast on {on}": lambda name, on=on: operators[on][name].treatment for on in RULES},
+        },
+    )

@@ -16,7 +16,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.finding import Finding, error, note
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.answers import computed_answer, curves, one_thread
+from stepscope.questions.answers import computed_answer, curves, one_thread, table_by
 from stepscope.questions.steps import check_loss, factory_workload, step_of, trained_parameters
 from stepscope.recording.device import resolve_device
 from stepscope.training.training_step import AssembledStep
@@ -258,16 +258,24 @@ def _what_happened(step: _Step) -> str:
 
 
 def _changes(trace: list[_Step]) -> Table:
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (
-            step.number, _what_happened(step), step.ours.scale, step.ours.next_scale, step.theirs.next_scale,
-            not step.theirs.taken, step.same,
-        )
+    eventful = (
+        step
         for step in trace
         if step.planted or not step.ours.taken or step.ours.next_scale != step.ours.scale or not step.same
-    )  # fmt: skip
-    columns = ("step", "what happened", "scale", "scale after", "GradScaler after", "GradScaler skipped", "same")
-    return Table(title="Steps at which something happened", columns=columns, rows=rows)
+    )
+    return table_by(
+        "Steps at which something happened",
+        eventful,
+        {
+            "step": lambda step: step.number,
+            "what happened": _what_happened,
+            "scale": lambda step: step.ours.scale,
+            "scale after": lambda step: step.ours.next_scale,
+            "GradScaler after": lambda step: step.theirs.next_scale,
+            "GradScaler skipped": lambda step: not step.theirs.taken,
+            "same": lambda step: step.same,
+        },
+    )
 
 
 def _totals(trace: list[_Step], same_parameters: bool) -> Table:

@@ -22,7 +22,7 @@ from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig, configure, whole_number
 from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload, Workload
-from stepscope.questions.answers import computed_answer, curves, pivot, threads_for
+from stepscope.questions.answers import computed_answer, curves, pivot, table_by, threads_for
 from stepscope.questions.steps import (
     check_loss,
     elements_of,
@@ -306,20 +306,24 @@ def _sizes(nearest: dict[float, _Trained]) -> Table:
 
 
 def _remedies(outcomes: list[_Outcome], rate: float) -> Table:
-    rows = tuple(
-        (
-            each.name, each.bytes_per_parameter, digits(each.last_loss), float(f"{each.loss_in_fp32:.6g}"),
-            float(f"{each.loss_in_fp32 - outcomes[0].loss_in_fp32:.3g}"), digits(100 * each.distance),
-            None if each.swallowed is None else digits(100 * each.swallowed),
-            None if each.progress is None else digits(100 * each.progress),
-        )
-        for each in outcomes
-    )  # fmt: skip
-    columns = (
-        "parameters", "bytes a parameter, with moments", "loss of the last step", "loss after it, in fp32",
-        "more than fp32", "distance to fp32, % of its way", "updates lost, %", "made along the wanted, %",
-    )  # fmt: skip
-    return Table(title=f"The same training at lr {rate:g}", columns=columns, rows=rows)
+    def percent(share: float | None) -> Cell:
+        return None if share is None else digits(100 * share)
+
+    reference = outcomes[0].loss_in_fp32
+    return table_by(
+        f"The same training at lr {rate:g}",
+        outcomes,
+        {
+            "parameters": lambda each: each.name,
+            "bytes a parameter, with moments": lambda each: each.bytes_per_parameter,
+            "loss of the last step": lambda each: digits(each.last_loss),
+            "loss after it, in fp32": lambda each: float(f"{each.loss_in_fp32:.6g}"),
+            "more than fp32": lambda each: float(f"{each.loss_in_fp32 - reference:.3g}"),
+            "distance to fp32, % of its way": lambda each: percent(each.distance),
+            "updates lost, %": lambda each: percent(each.swallowed),
+            "made along the wanted, %": lambda each: percent(each.progress),
+        },
+    )
 
 
 def _panels(runs: dict[str, _Trained]) -> Iterator[Panel]:

@@ -5,6 +5,7 @@ All of them run from the same weights, buffers, batch and random state. What cou
 """
 
 import contextlib
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from stepscope.core.finding import Finding, note, warning
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
 from stepscope.core.workloads import COMPILES, DTYPES
-from stepscope.questions.answers import computed_answer
+from stepscope.questions.answers import computed_answer, table_by
 from stepscope.questions.parity.plain import (
     FACTOR,
     Explained,
@@ -163,11 +164,8 @@ class _Compared:
 
     def off(self) -> dict[Event, float]:
         """How far each tensor is from the plain step's, relative, in the order in which they came: forward first."""
-        found = {event: _root(off, size) for event, (off, size) in self._sums.items() if event not in self._unlike}
-        return {
-            **{event: each for event, each in found.items() if event.what != "gradient"},
-            **{event: each for event, each in found.items() if event.what == "gradient"},
-        }
+        known = (event for event in self._sums if event not in self._unlike)
+        return {event: _root(*self._sums[event]) for event in sorted(known, key=lambda one: one.what == "gradient")}
 
 
 def _part_like(whole: Tensor, tensor: Tensor, micro: int, parts: int) -> Tensor | None:
@@ -301,32 +299,28 @@ class Judged:
 
 def judge(plain: Plain, variant: StepVariant) -> Judged:
     """Run a variant and hold it against the plain step."""
+    judged = functools.partial(Judged, variant=variant, plain=plain)
     try:
         found = plain.setting.run(variant)
     except StepscopeError as error:
-        return Judged(variant=variant, plain=plain, verdict="fails", failure=str(error))
+        return judged(verdict="fails", failure=str(error))
     off = distance(found, plain.result)
     if plain.agrees(off):
-        return Judged(variant=variant, plain=plain, verdict="agrees", found=found, off=off)
+        return judged(verdict="agrees", found=found, off=off)
     if variant.accumulation > 1:
         if plain.draws:
-            return Judged(variant=variant, plain=plain, verdict="draws anew", found=found, off=off)
+            return judged(verdict="draws anew", found=found, off=off)
         empty = tuple(empty_micro_batches(plain, variant.accumulation)) if not found.is_finite else ()
         explained = None if empty else explain(plain, variant, found)
         if explained is not None and not explained.counted:
-            return Judged(
-                variant=variant, plain=plain, verdict="agrees, losses added", found=found, off=explained.off,
-                explained=explained,
-            )  # fmt: skip
+            return judged(verdict="agrees, losses added", found=found, off=explained.off, explained=explained)
         if empty or explained:
-            return Judged(
-                variant=variant, plain=plain, verdict="departs", found=found, off=off, explained=explained, empty=empty
-            )
+            return judged(verdict="departs", found=found, off=off, explained=explained, empty=empty)
     try:
         departure = find_departure(plain, variant)
     except StepscopeError:  # hooks may be more than a compiler takes; that it departs is known all the same
         departure = None
-    return Judged(variant=variant, plain=plain, verdict="departs", found=found, off=off, departure=departure)
+    return judged(verdict="departs", found=found, off=off, departure=departure)
 
 
 # What the ways to run a step show, in sentences.
@@ -436,6 +430,7 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
     name, event = judged.variant.name, departure.event
     compiled = judged.variant.compile != "eager"
     if event is None:
+        assert judged.off is not None
         said = (
             f"With {name} all of {departure.compared} tensors that go into modules, come out, and come back as "
             "gradients agree, "
@@ -444,7 +439,7 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
             "once the graph is left after each module: the difference is made where operators of several modules are "
             "compiled together."
             if compiled
-            else f"and the gradients of parameters do not: {_worst(judged)} is the farthest."
+            else f"and the gradients of parameters do not: {judged.plain.alone(judged.off)[0]} is the farthest."
         )
         return warning("first-departure", said, {"compared": departure.compared})
     amount = f"by {share(departure.off)}, where rounding moves it by {share(departure.rounding)}"
@@ -563,11 +558,6 @@ def _module(judged: Judged, path: str) -> nn.Module:
 def _has_input(departure: Departure) -> bool:
     event, before = departure.event, departure.before
     return event is not None and before is not None and (before.what, before.module) == ("input", event.module)
-
-
-def _worst(judged: Judged) -> str:
-    assert judged.off is not None
-    return judged.plain.alone(judged.off)[0]
 
 
 def _event(event: Event) -> str:
@@ -711,21 +701,24 @@ def _calls_attention(setting: Setting) -> bool:
 
 
 def _variants(judged: Sequence[Judged]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    for each in judged:
-        if each.found is None or each.off is None:
-            rows.append((each.variant.name, None, None, None, None, None, "", "", each.verdict))
-            continue
-        worst, _ = each.plain.alone(each.off)
-        rows.append((
-            each.variant.name, digits(each.loss), digits(each.off.loss), digits(each.off.gradients),
-            digits(each.plain.gradients), digits(each.times), worst, _departs_first(each), each.verdict,
-        ))  # fmt: skip
-    columns = (
-        "way", "loss", "loss off by", "gradients off by", "rounding", "times rounding", "worst parameter",
-        "departs first", "verdict",
-    )  # fmt: skip
-    return Table(title=VARIANTS, columns=columns, rows=tuple(rows))
+    def of_those_that_ran(take: Callable[[Judged, Distance], Cell], otherwise: Cell = None) -> Callable[[Judged], Cell]:
+        return lambda each: take(each, each.off) if each.found is not None and each.off is not None else otherwise
+
+    return table_by(
+        VARIANTS,
+        judged,
+        {
+            "way": lambda each: each.variant.name,
+            "loss": of_those_that_ran(lambda each, _: digits(each.loss)),
+            "loss off by": of_those_that_ran(lambda _, off: digits(off.loss)),
+            "gradients off by": of_those_that_ran(lambda _, off: digits(off.gradients)),
+            "rounding": of_those_that_ran(lambda each, _: digits(each.plain.gradients)),
+            "times rounding": of_those_that_ran(lambda each, _: digits(each.times)),
+            "worst parameter": of_those_that_ran(lambda each, off: each.plain.alone(off)[0], ""),
+            "departs first": of_those_that_ran(lambda each, _: _departs_first(each), ""),
+            "verdict": lambda each: each.verdict,
+        },
+    )
 
 
 def _departs_first(judged: Judged) -> str:
@@ -752,15 +745,11 @@ def _panel(judged: Sequence[Judged]) -> Panel:
     """The gradients' differences beside what rounding explains."""
     points: list[Point] = []
     for each in judged:
-        if each.off is not None:
-            points += [
-                _bar("difference", each.variant.name, each.off.gradients),
-                _bar("rounding", each.variant.name, each.plain.gradients),
-            ]
+        if each.off is None:
+            continue
+        for line, value in (("difference", each.off.gradients), ("rounding", each.plain.gradients)):
+            known = 0 < value < float("inf")
+            missing = "" if known else str(value or "none")
+            points.append(Point(line=line, name=each.variant.name, y=value if known else 0.0, missing=missing))
     title = "difference of the gradients, relative"
     return Panel(x_title="", y_title=title, points=tuple(points), kind="bars", y_log=True)
-
-
-def _bar(line: str, name: str, value: float) -> Point:
-    known = 0 < value < float("inf")
-    return Point(line=line, name=name, y=value if known else 0.0, missing="" if known else str(value or "none"))

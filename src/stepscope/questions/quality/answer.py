@@ -10,7 +10,7 @@ from typing import Literal, get_args
 from stepscope.core.answer import Cell, Panel, Table
 from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import counted
-from stepscope.questions.answers import curves, pivot
+from stepscope.questions.answers import curves, pivot, table_by
 
 # Findings on the runs of the study, with their figures.
 
@@ -369,25 +369,29 @@ def _figure(value: float | None, outcomes: RunsJudged) -> Cell:
     return (float(f"{value:.4g}") if decimals is None else round(value, decimals)) + 0.0
 
 
-def _percent(share: float | None) -> Cell:
-    return None if share is None else float(f"{100 * share:.3g}")
-
-
 def _runs_table(outcomes: RunsJudged) -> Table:
     reference = outcomes.reference
-    rows: list[tuple[Cell, ...]] = [
-        (
-            each.name, _figure(each.last, outcomes), _figure(each.final_loss, outcomes),
-            None if each is reference else _figure(each.final_loss - reference.final_loss, outcomes),
-            _departs(each, outcomes), each.skipped_steps, _percent(each.zero_gradients), _percent(each.swallowed),
-        )
-        for each in outcomes.all
-    ]  # fmt: skip
-    columns = (
-        "run", "training loss at the end, smoothed", outcomes.final.column, "more than fp32",
-        "departs at step", "skipped steps", "gradients of zero, %", "updates lost, %",
-    )  # fmt: skip
-    return Table(title=RUNS, columns=columns, rows=tuple(rows))
+
+    def percent(share: float | None) -> Cell:
+        return None if share is None else float(f"{100 * share:.3g}")
+
+    def more(each: RunJudged) -> Cell:
+        return None if each is reference else _figure(each.final_loss - reference.final_loss, outcomes)
+
+    return table_by(
+        RUNS,
+        outcomes.all,
+        {
+            "run": lambda each: each.name,
+            "training loss at the end, smoothed": lambda each: _figure(each.last, outcomes),
+            outcomes.final.column: lambda each: _figure(each.final_loss, outcomes),
+            "more than fp32": more,
+            "departs at step": lambda each: _departs(each, outcomes),
+            "skipped steps": lambda each: each.skipped_steps,
+            "gradients of zero, %": lambda each: percent(each.zero_gradients),
+            "updates lost, %": lambda each: percent(each.swallowed),
+        },
+    )
 
 
 def _departs(each: RunJudged, outcomes: RunsJudged) -> Cell:
