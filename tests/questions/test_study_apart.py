@@ -16,7 +16,7 @@ from stepscope.questions.gradients.swallowed import study_swallowed
 from stepscope.questions.gradients.underflow import gradients_of
 from stepscope.questions.normalisation import study_own_normalisation
 from stepscope.questions.parity.study import study_parity
-from stepscope.questions.shadow import study_shadow
+from stepscope.questions.shadow.study import study_shadow
 from tests.questions.verbs import answered, refused
 
 OWN = """

@@ -20,7 +20,7 @@ _FUNCTIONS = {
     "normalisation": "stepscope.questions.normalisation:study_own_normalisation",
     "quality": "stepscope.questions.quality.study:study_own_quality",
     "parity": "stepscope.questions.parity.study:study_parity",
-    "shadow": "stepscope.questions.shadow:study_shadow",
+    "shadow": "stepscope.questions.shadow.study:study_shadow",
 }
 """The place of each study's function."""
 

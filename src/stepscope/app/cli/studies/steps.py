@@ -10,7 +10,7 @@ import typer
 from stepscope.app.cli.measuring import Record, Recording, Timing, TraceSteps
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
 from stepscope.app.cli.questions import Answering
-from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing, given_ones
+from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer
@@ -25,6 +25,7 @@ from stepscope.core.strategies import SCALINGS, spelled
 from stepscope.core.workloads import COMPILES, DTYPES
 from stepscope.engine.request import TraceRequest
 from stepscope.engine.workload_options import OneWorkload
+from stepscope.questions.one_model import given_ones
 
 if TYPE_CHECKING:
     from stepscope.questions.kernels import CapturedCell
