@@ -2,9 +2,10 @@
 
 import contextlib
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import TracebackType
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 import torch
@@ -15,12 +16,11 @@ from stepscope.core.evidence import Evidence, MemoryGrowth
 from stepscope.core.ranks import CollectiveCalls, Correctness
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
-from stepscope.engine.device_failure import failing_module
 from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.nsys import Nsys
 from stepscope.recording.step import Step
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks
 
 if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded
@@ -170,3 +170,14 @@ class Draft(RunDraft):
         interrupts.check()
         with contextlib.suppress(OSError):  # a display that is gone, or full, is no concern of the measurement
             self._display(stage)
+
+
+def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:
+    """Path of the innermost module whose forward was running when the error was raised."""
+    modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # PyTorch leaves it without a type
+    paths = {id(module): path for path, module in modules if path}
+    found = None
+    while tb is not None:
+        found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)
+        tb = tb.tb_next
+    return found

@@ -58,7 +58,7 @@ from stepscope.recording.timer import Measurement, Progress, StepFailed, measure
 from stepscope.recording.updates import applied_updates, read_updates
 from stepscope.training.attention import chosen_attention
 from stepscope.training.making import make_parts, make_step
-from stepscope.training.parallel.ranks import host_name
+from stepscope.training.parallel.collective import host_name
 from stepscope.training.training_step import StepParts
 
 # Makes the step on the device, and later releases its memory.

@@ -13,7 +13,6 @@ from stepscope.core import interrupts
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
-from stepscope.engine.device_failure import let_go
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import nsys_for
 from stepscope.engine.request import StepRequest, Tell
@@ -35,12 +34,12 @@ from stepscope.engine.stages import (
     trace_by_nsys,
     trace_for_the_watching_tool,
 )
-from stepscope.recording.device import is_out_of_memory, limit_memory, resolve_device
+from stepscope.recording.device import is_out_of_memory, let_go, limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.timer import StepFailed
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
-from stepscope.training.parallel.ranks import Ranks, join
+from stepscope.training.parallel.collective import Ranks, join
 from stepscope.training.training_step import check_supported
 
 if TYPE_CHECKING:

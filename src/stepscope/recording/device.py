@@ -174,3 +174,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "can't allocate memory" in text or "out of memory" in text or "CUBLAS_STATUS_ALLOC_FAILED" in text
     )
+
+
+def let_go(error: BaseException) -> None:
+    """Drop the tracebacks of the error and its causes, whose frames hold the tensors of the step that failed."""
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        known = waiting.pop()
+        if known is not None and known.__traceback__ is not None:
+            known.__traceback__ = None
+            waiting += [known.__cause__, known.__context__]

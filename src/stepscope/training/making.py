@@ -8,7 +8,7 @@ import torch
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.recording.step import Step
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks
 from stepscope.training.training_step import StepParts, TrainingStep, textbook_parts
 
 if TYPE_CHECKING:

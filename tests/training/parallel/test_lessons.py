@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.strategies import strategy_named
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Whole
 from tests.training.parallel.ranks import on_ranks
 

@@ -12,9 +12,8 @@ import torch
 from stepscope.core.model_config import configure
 from stepscope.core.ranks import Correctness
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.training.parallel.collective import broadcast_from_first, trained
+from stepscope.training.parallel.collective import Ranks, broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, difference_bound
-from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.parallel.step import Spread, Strategy, Whole, replicated
 from stepscope.training.parallel.strategies import ddp_flat
 from stepscope.training.training_step import textbook_parts

@@ -312,7 +312,7 @@ class SymbolicStep:
                 self._resident.append(self._stay(4, "optimizer state"))  # its count of steps
 
     def _make_state_of_one_launch(self) -> None:
-        """training/one_launch.py: both moments in blocks. kernels/adamw.py: the tables of tensors and of chunks,
+        """training/optimizer.py: both moments in blocks. kernels/adamw.py: the tables of tensors and of chunks,
         and three times four numbers in fp64."""
         numbers = [2 * aligned_numbers(p.elements) for p in self._model.parameters]
         sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]

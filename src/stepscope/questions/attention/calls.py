@@ -33,8 +33,7 @@ from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
-from stepscope.engine.device_failure import let_go
-from stepscope.recording.device import is_out_of_memory, timing_device
+from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.held_tensors import saved_tensors
 from stepscope.recording.precision import matmul_precision

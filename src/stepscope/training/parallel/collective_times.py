@@ -21,8 +21,8 @@ from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import StepFailed, measure
+from stepscope.training.parallel.collective import Ranks, host_name
 from stepscope.training.parallel.launching import Say
-from stepscope.training.parallel.ranks import Ranks, host_name
 
 CALL = "call"
 _SHORT_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}

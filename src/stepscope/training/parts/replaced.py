@@ -12,21 +12,395 @@ objects with the same names. Calls that the kernel does not take, of other argum
 module's own forward.
 """
 
+import dataclasses
 import functools
+import inspect
+import typing
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from stepscope.core.attentions import TensorDtype
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, named_line
 from stepscope.core.parts import MODULE_PARTS, NO_MODULES, PARTS, REFERENCE, Kernels, Part, PartFound, check_parts
+from stepscope.kernels.operators import transformed_by_func
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.parts import part_function
-from stepscope.training.parts.gate import Trial, Unlike, hold, trials_of_one_tensor
-from stepscope.training.parts.language_loss import LanguageModel, language_model, loss_forward, trials_of_states
+from stepscope.training.parts.gate import (
+    CALL_ERRORS,
+    SEED,
+    Frozen,
+    Trial,
+    Unlike,
+    autocast_or_not,
+    gradients_of,
+    hold,
+    trials_of_one_tensor,
+    ways_of,
+)
+
+# The loss of a Hugging Face causal language model, from its head's input: without the logits of the batch.
+#
+# Such a model has a base, which gives hidden states (B, S, M), a head, a linear layer without bias, and a forward that
+# takes labels (B, S) and returns the loss beside the logits. In training, the replacement calls the base and gives its
+# hidden states, the head's weight and the labels, each one position on, to a kernel; it returns the loss, and no
+# logits. A call without labels or without gradients, one that asks for something else, and one whose head is spread
+# over several processes run the model's own forward. So does one whose head has a hook or an adapter by now, or whose
+# loss function is another one.
+#
+# What a model does between head and loss, as a cap on its logits, is seen when the two are held against each other:
+# with random hidden states in place of the base, so large that logits reach 30 or so. What it does before its base is
+# seen there, too: the base must get the arguments that the model got, and none besides.
+
+
+IGNORED = -100
+"""The label of a position that counts for nothing."""
+
+_PASSED = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "cache", "use_cache",
+           "cache_position", "token_type_ids")  # fmt: skip
+"""Arguments of forward that say nothing of head and loss: the base gets them. Transformers 5.24 calls
+`past_key_values` `cache`."""
+_OF_LOSS = ("labels", "num_items_in_batch")
+_USUAL_BASE = "model"
+_NOT_OF_STATES = ("num_items_in_batch", "return_dict", "output_attentions", "output_hidden_states", "use_cache",
+                  "output_router_logits", "logits_to_keep")  # fmt: skip
+"""Arguments of a base on which its hidden states do not depend."""
+_LOGITS_SPREAD = 8.0
+"""The standard deviation of a trial's logits."""
+
+
+@dataclass(frozen=True)
+class LanguageModel:
+    """The names of a model's base and of its head."""
+
+    base: str
+    head: str
+    loss: Callable[..., Any]
+    """The function that computes its loss from logits."""
+
+
+def _loss_function(module: nn.Module) -> Any:
+    """The loss function of a model of Hugging Face's, of a method the function behind it."""
+    found = getattr(module, "loss_function", None)
+    return getattr(found, "__func__", found)
+
+
+def language_model(module: nn.Module) -> LanguageModel | None:
+    """The base and the head of a causal language model of Hugging Face's; None for any other module."""
+    prefix, find_head = getattr(module, "base_model_prefix", ""), getattr(module, "get_output_embeddings", None)
+    children = dict(module.named_children())
+    base = prefix if prefix in children else _USUAL_BASE  # Llama 4's prefix is that of its multimodal class
+    loss = _loss_function(module)
+    if base not in children or find_head is None or not callable(loss) or not isinstance(loss, Hashable):
+        return None
+    found = find_head()
+    head = next((name for name, child in children.items() if child is found), None)
+    if head is None or type(found) is not nn.Linear or found.bias is not None:
+        return None
+    return LanguageModel(base, head, loss)
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The arguments that a forward takes."""
+
+    places: tuple[str, ...]
+    by_name: frozenset[str]
+    any_name: bool
+    """Whether it takes arguments of any name."""
+
+    def take(self, name: str) -> bool:
+        return self.any_name or name in self.by_name
+
+    def say(self, given: Mapping[str, Any]) -> bool:
+        """Whether arguments for the base are among its own: of others nothing tells that it passes them on."""
+        return all(name in self.by_name for name in given if name in _PASSED and name != "use_cache")
+
+    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by name; None for a call that the forward does not take."""
+        placed = dict(zip(self.places, args, strict=False))
+        fits = len(args) <= len(self.places) and all(name not in placed and self.take(name) for name in kwargs)
+        return {**placed, **kwargs} if fits else None
+
+
+@functools.cache
+def _names(forward: Callable[..., Any]) -> _Names:
+    parameters = [*inspect.signature(forward).parameters.values()][1:]
+    places = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    return _Names(tuple(places), frozenset(named), any(each.kind is each.VAR_KEYWORD for each in parameters))
+
+
+def loss_forward(own: Callable[..., Any], kernel: Callable[..., Tensor], of: LanguageModel) -> Callable[..., Any]:
+    """A forward that computes the loss from hidden states, wherever it may."""
+    names, returned = _names(own), _output_type(own)
+    rest = sorted(_fields(returned) - {"loss", "logits"})
+
+    # With its own signature: Transformers reads there which columns of a data set a model takes.
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        given = names.given(args, kwargs)
+        if given is None or not names.say(given) or not _trains(self, given):
+            return own(self, *args, **kwargs)
+        why = _why_not(self, of, given)
+        if why is not None:
+            _say_own(self, why)
+            return own(self, *args, **kwargs)
+        outputs = getattr(self, of.base)(**{name: value for name, value in given.items() if name in _PASSED})
+        hidden, labels = outputs[0], given["labels"].to(outputs[0].device)
+        if hidden.shape[:-1] != labels.shape:  # a base that puts positions of its own beside those of the input
+            _say_own(self, "its base returns other positions than it gets")
+            return own(self, *args, **kwargs)
+        targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+        loss = kernel(hidden, getattr(self, of.head).weight, targets)
+        counted = given.get("num_items_in_batch")
+        if counted is not None:  # micro-batches of one step, whose sums count alike
+            own_count = (targets != IGNORED).sum()
+            loss = torch.where(own_count > 0, loss * (own_count / counted), 0.0)
+        return returned(loss=loss, **{name: getattr(outputs, name, None) for name in rest})
+
+    return forward
+
+
+def _trains(module: nn.Module, given: Mapping[str, Any]) -> bool:
+    """Whether this is a call of training, with labels: any other is the model's own."""
+    return (
+        module.training
+        and torch.is_grad_enabled()
+        and not transformed_by_func()
+        and isinstance(given.get("labels"), Tensor)
+    )
+
+
+def _why_not(module: nn.Module, of: LanguageModel, given: Mapping[str, Any]) -> str | None:
+    """Why a kernel does not take this call of training: it asks for more than the loss, or head or loss function are
+    not those that were held. None where it does."""
+    labels, config = given["labels"], getattr(module, "config", None)
+    if labels.dim() != 2 or labels.dtype != torch.int64 or labels.shape != _positions(given):
+        return f"its labels are {str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}, not an int64 a position"
+    if not _is_plain(getattr(module, of.head)):
+        return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
+    if _loss_function(module) is not of.loss:
+        return "its loss function is another one than was held"
+    if getattr(config, "return_dict", True) is False:
+        return "it returns a tuple (return_dict)"
+    if getattr(config, "output_router_logits", False):
+        return "it adds the loss of a router (output_router_logits)"
+    asked = (
+        name
+        for name, value in given.items()
+        if name not in _PASSED and name not in _OF_LOSS and value is not None and (name, value) != ("logits_to_keep", 0)
+    )
+    return next((f"the call asks for {name}" for name in asked), None)
+
+
+def _say_own(module: nn.Module, why: str) -> None:
+    """Warn that a call runs the model's own loss, once for each reason, as Python's filter has it."""
+    if not torch.compiler.is_compiling():
+        warnings.warn(f"{type(module).__name__} computes this loss by its own code: {why}", stacklevel=3)
+
+
+def _positions(given: Mapping[str, Any]) -> torch.Size | None:
+    """Samples and positions of a call."""
+    tokens, embeddings = given.get("input_ids"), given.get("inputs_embeds")
+    if isinstance(tokens, Tensor):
+        return tokens.shape
+    return embeddings.shape[:2] if isinstance(embeddings, Tensor) else None
+
+
+def _is_plain(head: object) -> bool:
+    """Whether a head is its product and nothing else: an adapter, a hook or a patched forward may come later."""
+    return (
+        type(head) is nn.Linear
+        and head.bias is None
+        and head.weight.dim() == 2
+        and not hasattr(head.weight, "placements")
+        and "forward" not in head.__dict__
+        and all(_watches(hook) for hooks in _hooks(head) for hook in hooks.values())
+    )
+
+
+def _hooks(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
+    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+
+
+def _watches(hook: object) -> bool:
+    """Whether a hook only looks on, as those do that measure a step."""
+    return getattr(hook, "__module__", "").startswith("stepscope.")
+
+
+def _output_type(own: Callable[..., Any]) -> Any:
+    """The class of what a forward returns, as it says itself: code that reads `aux_loss` finds it there."""
+    from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: PLC0415  (its models come from it)
+
+    return next((each for each in _said_outputs(own) if {"loss", "logits"} <= _fields(each)), CausalLMOutputWithPast)
+
+
+def _said_outputs(forward: Callable[..., Any]) -> list[Any]:
+    """The classes of outputs that a forward names as what it returns."""
+    from transformers.utils.generic import ModelOutput  # noqa: PLC0415
+
+    try:
+        said = typing.get_type_hints(inspect.unwrap(forward)).get("return")
+    except (NameError, TypeError, AttributeError):  # names that only a type checker knows
+        return []
+    return [
+        each for each in (typing.get_args(said) or (said,)) if isinstance(each, type) and issubclass(each, ModelOutput)
+    ]
+
+
+def _fields(kind: Any) -> set[str]:
+    return {each.name for each in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+
+
+@functools.cache
+def _optional_fields(base: Callable[..., Any]) -> frozenset[str]:
+    """The fields of what a base's forward returns that are None where nobody asks for them, as this release of
+    transformers has them."""
+    from transformers import modeling_outputs  # noqa: PLC0415  (its models come from it)
+
+    every = set[str]().union(*map(_fields, (*vars(modeling_outputs).values(), *_said_outputs(base))))
+    return frozenset(every - {"last_hidden_state", "loss", "logits"})
+
+
+class _BaseOutputs:
+    """What a base returns that was asked for nothing but hidden states."""
+
+    def __init__(self, states: Tensor, base: Callable[..., Any]) -> None:
+        self.last_hidden_state, self._base = states, base
+
+    def __getitem__(self, place: int) -> Tensor:
+        return (self.last_hidden_state,)[place]
+
+    def __getattr__(self, name: str) -> None:
+        if name not in _optional_fields(self._base):
+            raise AttributeError(f"a base is not known to return {name}")
+
+
+class _GivenStates(nn.Module):
+    """In place of a model's base: it returns hidden states that were given, if it is called as the base would be."""
+
+    def __init__(self, states: Tensor, base: nn.Module, call: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.states, self.call, self.of = states, call, type(base).forward
+        self.signature = inspect.signature(self.of)
+
+    def forward(self, *args: Any, **kwargs: Any) -> _BaseOutputs:
+        bound = self.signature.bind_partial(self, *args, **kwargs).arguments
+        for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
+            of_kind = next((each.name for each in self.signature.parameters.values() if each.kind is kind), None)
+            more = bound.pop(of_kind, {}) if of_kind else {}
+            bound |= more if isinstance(more, dict) else {}
+        asked = {name: value for name, value in [*bound.items()][1:] if not self._says_nothing(name, value)}
+        other = next((name for name in {**asked, **self.call} if asked.get(name) is not self.call.get(name)), None)
+        if other is not None:
+            raise Unlike(f"their forward gives its base another {other} than it gets")
+        return _BaseOutputs(self.states, self.of)
+
+    def _says_nothing(self, name: str, value: object) -> bool:
+        known = self.signature.parameters.get(name)
+        return value is None or name in _NOT_OF_STATES or (known is not None and value is known.default)
+
+
+@dataclass(frozen=True)
+class _OfStates:
+    """A call of a language model with hidden states and labels in place of its base's."""
+
+    module: nn.Module
+    of: LanguageModel
+    weight: Tensor
+    states: Tensor
+    labels: Tensor
+    more: Mapping[str, Any]
+    autocast: bool
+
+    @property
+    def device(self) -> torch.device:
+        return self.states.device
+
+    @property
+    def lowest(self) -> torch.dtype:
+        return torch.bfloat16 if self.autocast else self.states.dtype
+
+    @property
+    def of_input(self) -> str:
+        return "gradient of hidden states"
+
+    def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
+        states, weight = (
+            (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_(frozen != kind)
+            for tensor, kind in ((self.states, "input"), (self.weight, "weights"))
+        )
+        base = getattr(self.module, self.of.base)
+        call = {"input_ids": self.labels.clamp(min=0), **self.more}
+        for_base = {argument: value for argument, value in call.items() if argument in _PASSED}
+        setattr(self.module, self.of.base, _GivenStates(states, base, for_base))
+        try:
+            with autocast_or_not(self.autocast and dtype is None, self.device):
+                given = {f"{self.of.head}.weight": weight}
+                out = functional_call(self.module, given, (), {**call, "labels": self.labels})
+            found = gradients_of(out.loss, {self.of_input: states, "gradient of the head": weight})
+        except torch.OutOfMemoryError as error:
+            raise Unlike("there is no memory to hold them against it") from error
+        except CALL_ERRORS as error:
+            raise Unlike(f"their base is not called for hidden states alone: {named_line(error)}") from error
+        finally:
+            setattr(self.module, self.of.base, base)
+        if "gradient of the head" in found:
+            # It is as large as the head, and some of its 150,000 rows are enough.
+            found["gradient of the head"] = found["gradient of the head"][_rows(self.labels, self.weight.shape[0])]
+        return {"the loss": out.loss.detach(), **found}
+
+
+def _rows(labels: Tensor, vocabulary: int) -> Tensor:
+    """The tokens whose rows of the head are compared: those of the labels, the first, the last, and some between."""
+    spread = torch.linspace(0, vocabulary - 1, 61, device=labels.device).long()
+    return torch.cat([labels[labels >= 0], spread]).unique()
+
+
+def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
+    """Calls of a language model with random hidden states, in its head's dtype, and under autocast where that is
+    fp32."""
+    weight = module.get_parameter(f"{of.head}.weight")
+    generator = torch.Generator(device=weight.device).manual_seed(SEED)
+    vocabulary, width = weight.shape
+    size = float(weight[:1024].float().norm(dim=1).mean())
+    if size == 0:  # a head that starts at zero, whose logits would be zero, capped or not
+        weight = torch.randn(weight.shape, generator=generator, device=weight.device).to(weight.dtype)
+        size = width**0.5
+    names = _names(type(module).forward)
+    for dtype, autocast in ways_of(weight.dtype):
+        for samples, length in ((2, 3), (1, 7)):
+            shape = samples, length
+            states = _LOGITS_SPREAD / size * torch.randn((*shape, width), generator=generator, device=weight.device)
+            labels = torch.randint(vocabulary, shape, generator=generator, device=weight.device)
+            labels[0, 1] = IGNORED
+            more = _more_of_a_batch(shape, weight.device) if samples == 1 else {}
+            given = {
+                name: value
+                for name, value in more.items()
+                if name in names.by_name or (name in _OF_LOSS and names.any_name)
+            }
+            yield _OfStates(module, of, weight, states.to(dtype), labels, given, autocast)
+
+
+def _more_of_a_batch(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
+    """What a batch may say beside its tokens and labels. Of a position that the mask leaves out the label counts."""
+    mask = torch.ones(shape, dtype=torch.int64, device=device)
+    mask[:, 3] = 0
+    return {
+        "attention_mask": mask,
+        "position_ids": torch.arange(shape[1], device=device).expand(shape),
+        "token_type_ids": torch.zeros(shape, dtype=torch.int64, device=device),
+        "num_items_in_batch": 11,
+    }
+
 
 SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))
 """Names of SwiGLU's linear layers in models of others: gate, up and down."""

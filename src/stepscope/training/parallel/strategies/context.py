@@ -12,7 +12,7 @@ from typing import Any, cast
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
 from stepscope.training.transformer import Transformer

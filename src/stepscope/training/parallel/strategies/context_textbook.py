@@ -30,7 +30,7 @@ from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.inputs import for_all_heads
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import reference
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Spread, Whole, by_rank, in_order, part_of_sequence, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
 from stepscope.training.transformer import CausalSelfAttention, Transformer

@@ -5,7 +5,7 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from stepscope.core.errors import InputError
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Spread, Whole, replicated
 
 _WAITS = "Expected to have finished reduction"

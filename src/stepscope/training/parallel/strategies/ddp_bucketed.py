@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from stepscope.training.optimizer import before_more, when_ready
 from stepscope.training.parallel.collective import (
+    Ranks,
     begin_average,
     broadcast_from_first,
     flat,
@@ -24,7 +25,6 @@ from stepscope.training.parallel.collective import (
     trained,
     with_gradient,
 )
-from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.parallel.step import Spread, Whole, replicated
 
 BUCKET_MIB = 25.0

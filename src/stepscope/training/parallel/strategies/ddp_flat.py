@@ -9,6 +9,7 @@ import torch
 
 from stepscope.training.optimizer import same_kind
 from stepscope.training.parallel.collective import (
+    Ranks,
     average,
     broadcast_from_first,
     flat,
@@ -16,7 +17,6 @@ from stepscope.training.parallel.collective import (
     unflatten_into,
     with_gradient,
 )
-from stepscope.training.parallel.ranks import Ranks
 from stepscope.training.parallel.step import Spread, Whole, replicated
 
 

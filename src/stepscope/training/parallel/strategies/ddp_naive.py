@@ -11,8 +11,7 @@ latency of a collective each.
 
 import torch
 
-from stepscope.training.parallel.collective import average, broadcast_from_first, trained, with_gradient
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks, average, broadcast_from_first, trained, with_gradient
 from stepscope.training.parallel.step import Spread, Whole, replicated
 
 

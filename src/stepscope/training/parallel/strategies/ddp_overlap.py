@@ -20,8 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepscope.training.optimizer import before_more, when_ready
-from stepscope.training.parallel.collective import begin_average, broadcast_from_first, trained, with_gradient
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks, begin_average, broadcast_from_first, trained, with_gradient
 from stepscope.training.parallel.step import Spread, Whole, replicated
 
 

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from stepscope.training.checkpointing import BlockRunner
-from stepscope.training.parallel.collective import broadcast_from_first, norm_over_ranks
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks, broadcast_from_first, norm_over_ranks
 from stepscope.training.parallel.step import Batch, Spread, Whole
 from stepscope.training.transformer import Transformer
 

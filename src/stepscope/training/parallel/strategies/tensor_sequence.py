@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stepscope.training.parallel.collective import broadcast_from_first
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks, broadcast_from_first
 from stepscope.training.parallel.step import Spread, Whole
 from stepscope.training.parallel.strategies.tensor import checked, of_split
 from stepscope.training.transformer import Transformer

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.recording.held_tensors import local_part, whole_numel
-from stepscope.training.parallel.collective import broadcast
-from stepscope.training.parallel.ranks import Ranks
+from stepscope.training.parallel.collective import Ranks, broadcast
 from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
 
