@@ -433,9 +433,9 @@ class _FirstRuns:
             raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
         self.done.add(phase)
 
-    def of(self, phase: Phase) -> Phase:
+    def of(self, user_phase: Phase) -> Phase:
         """The phase, to be run by this where a step runs it."""
-        return Phase(name=phase.name, run=lambda: self.run(phase.name, phase.run))
+        return Phase(name=user_phase.name, run=lambda: self.run(user_phase.name, user_phase.run))
 
 
 class UserStep:
@@ -529,10 +529,11 @@ def _list_of(phases: Any, name: str) -> list[Any]:
     return list(phases)
 
 
-def _phase(phase: Any, name: str) -> Phase:
-    pair = (phase.name, phase.run) if hasattr(phase, "run") and hasattr(phase, "name") else phase
+def _phase(user_phase: Any, name: str) -> Phase:
+    named = hasattr(user_phase, "run") and hasattr(user_phase, "name")
+    pair = (user_phase.name, user_phase.run) if named else user_phase
     if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0] and callable(pair[1])):
-        raise InputError(f"{name} gave a step with the phase {phase!r:.60}: each is a name and a function")
+        raise InputError(f"{name} gave a step with the phase {user_phase!r:.60}: each is a name and a function")
     return Phase(name=pair[0], run=pair[1])
 
 
