@@ -23,7 +23,7 @@ from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.questions.compile.answer import (
+from stepscope.questions.compile import (
     ATTENTION,
     COPIES,
     COST,

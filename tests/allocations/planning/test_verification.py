@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.allocations.planning.verification import PUBLISHED, answer_verification
+from stepscope.allocations.planning.answer import PUBLISHED, answer_verification
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
 from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import Layout, layout_of, step_of

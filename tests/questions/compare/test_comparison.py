@@ -18,7 +18,7 @@ from stepscope.questions.compare.comparison import (
     missing_cells,
     over_sizes,
 )
-from stepscope.questions.compile.answer import CompileCell
+from stepscope.questions.compile import CompileCell
 from stepscope.questions.speed import TimedCell
 from tests.conftest import make_run, workload
 

@@ -238,7 +238,7 @@ def _keep(planning: "Planning", runs: Path) -> None:
 
 
 def _verify(against: tuple[Path, ...], network: str | None, save: Path | None, shown: Presentation) -> None:
-    from stepscope.allocations.planning.verification import answer_verification
+    from stepscope.allocations.planning.answer import answer_verification
     from stepscope.core.device_spec import network_for
     from stepscope.core.run_directory import load_runs
 

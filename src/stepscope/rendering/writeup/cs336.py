@@ -28,8 +28,8 @@ from stepscope.core.units import format_bytes, format_share
 from stepscope.core.workloads import DTYPES, TextbookWorkload
 from stepscope.questions import parallel as ranks
 from stepscope.questions.attention_step import StepCell, answer_steps
-from stepscope.questions.compile.answer import CompileCell, answer_compile
-from stepscope.questions.compile.answer import pair_up as compiled_pairs
+from stepscope.questions.compile import CompileCell, answer_compile
+from stepscope.questions.compile import pair_up as compiled_pairs
 from stepscope.questions.kernels import CapturedCell, answer_kernels
 from stepscope.questions.parallel import SharedCell, answer_parallel, part_of
 from stepscope.questions.speed import TimedCell, answer_speed

@@ -92,7 +92,7 @@ def compiled(
     prices: Prices = False,
 ) -> None:
     """What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it fused."""
-    from stepscope.questions.compile.answer import (
+    from stepscope.questions.compile import (
         BASELINE,
         ON_CPU,
         ON_GPU,
@@ -132,8 +132,8 @@ def compiled(
 def _prices(asked: AskedStepsOfAny, warmup: int | None, *others: tuple[str, ...] | None) -> None:
     """The price of each graph break and recompilation of the user's own module."""
     from stepscope.core.workloads import FactoryWorkload
-    from stepscope.questions.compile.answer import ON_CPU, ON_GPU
-    from stepscope.questions.compile.prices import answer_prices, compile_prices
+    from stepscope.questions.compile import ON_CPU, ON_GPU
+    from stepscope.questions.compile_prices import answer_prices, compile_prices
 
     if not asked.is_own:
         raise InputError("--prices is for a module of your own: add --module FILE:FACTORY")

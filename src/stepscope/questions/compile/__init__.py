@@ -1,1 +1,0 @@
-"""A step eager and compiled, side by side."""
