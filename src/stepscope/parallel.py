@@ -7,9 +7,11 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "BucketedDataParallel": "ddp_bucketed", "FullyShardedDataParallel": "fsdp_textbook",
-    "OverlappedDataParallel": "ddp_overlap", "ShardedOptimizer": "zero1",
-}  # fmt: skip
+    "BucketedDataParallel": "ddp_bucketed",
+    "FullyShardedDataParallel": "fsdp_textbook",
+    "OverlappedDataParallel": "ddp_overlap",
+    "ShardedOptimizer": "zero1",
+}
 """What is public, by its file. It is imported when it is asked for: it needs PyTorch."""
 
 

@@ -528,7 +528,10 @@ def _block_tables(blocks: list[SavedByBlock]) -> list[Table]:
     if first is None:
         return [saved]
     largest = table_of(
-        f"largest saved by {first.block}", "tensor", ("saved", "B"), ("share", "%"),
+        f"largest saved by {first.block}",
+        "tensor",
+        ("saved", "B"),
+        ("share", "%"),
         rows=[
             (
                 f"{one.module or '(the block itself)'}, {one.site}".removesuffix(", "),
@@ -538,7 +541,7 @@ def _block_tables(blocks: list[SavedByBlock]) -> list[Table]:
             )
             for one in first.largest
         ],
-    )  # fmt: skip
+    )
     return [saved, largest]
 
 

@@ -275,9 +275,13 @@ def add_extent(held: dict[int, Segment], event: Event, pool: PoolId | None) -> N
     expandable = event.action in {"segment_map", "segment_unmap"}
     if event.size:
         held[event.addr] = Segment(
-            address=event.addr, total_size=event.size, blocks=[], stream=event.stream, is_expandable=expandable,
+            address=event.addr,
+            total_size=event.size,
+            blocks=[],
+            stream=event.stream,
+            is_expandable=expandable,
             segment_pool_id=pool,
-        )  # fmt: skip
+        )
 
 
 def without_extent(held: dict[int, Segment], start: int, end: int) -> tuple[dict[int, Segment], PoolId | None]:

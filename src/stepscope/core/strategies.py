@@ -367,8 +367,12 @@ def strategy_named(parallel: str) -> StrategyRecord:
             raise InputError(
                 f"--parallel {parallel}: {option.name} has an effect with {'='.join(option.only_with)} alone"
             )
-    return replace(record, settings=settings, sends=_with(record.sends, settings),
-                   sends_activations=_with(record.sends_activations, settings))  # fmt: skip
+    return replace(
+        record,
+        settings=settings,
+        sends=_with(record.sends, settings),
+        sends_activations=_with(record.sends_activations, settings),
+    )
 
 
 def known_strategy(parallel: str) -> StrategyRecord | None:

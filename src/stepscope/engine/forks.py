@@ -222,8 +222,12 @@ _DEVICE_FILE = re.compile(r"/dev/(nvidia|dri/|kfd)")
 _BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "GOTO_NUM_THREADS", "OMP_NUM_THREADS")
 """Variables that say how many threads OpenBLAS has; the first that is set counts."""
 _BLAS_LIBRARY = re.compile(r"/\S*openblas\S*\.so\S*")
-_BLAS_SETTERS = ("scipy_openblas_set_num_threads64_", "scipy_openblas_set_num_threads",
-                 "openblas_set_num_threads64_", "openblas_set_num_threads")  # fmt: skip
+_BLAS_SETTERS = (
+    "scipy_openblas_set_num_threads64_",
+    "scipy_openblas_set_num_threads",
+    "openblas_set_num_threads64_",
+    "openblas_set_num_threads",
+)
 
 
 def main() -> int:

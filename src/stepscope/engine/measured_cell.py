@@ -68,9 +68,13 @@ class RankProcesses:
         try:
             for rank in range(ranks):
                 place = RankPlace(
-                    rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, meeting=f"file://{meeting}/meeting",
+                    rank=rank,
+                    ranks=ranks,
+                    local_rank=rank,
+                    local_ranks=ranks,
+                    meeting=f"file://{meeting}/meeting",
                     began_s=time.time(),
-                )  # fmt: skip
+                )
                 own = msgspec.structs.replace(asked, place=place)
                 processes.append(await CellProcess.start(msgspec.json.encode(own), mark=next_mark(), fork=fork))
         except BaseException:

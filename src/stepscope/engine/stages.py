@@ -242,9 +242,13 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
     parameters, state = kept_bytes(draft.step)
     whole, trained = _of_the_model(draft)
     mine = RankFigures(
-        rank=draft.ranks.rank, host=host_name(), device_name=environment.device_name if environment else "",
-        samples=result.samples, parameter_bytes=parameters, optimizer_bytes=state,
-    )  # fmt: skip
+        rank=draft.ranks.rank,
+        host=host_name(),
+        device_name=environment.device_name if environment else "",
+        samples=result.samples,
+        parameter_bytes=parameters,
+        optimizer_bytes=state,
+    )
     found: list[tuple[bytes, tuple[Span, ...]]] = draft.ranks.gathered((msgspec.json.encode(mine), result.spans_ns))
     figures = tuple(msgspec.json.decode(one, type=RankFigures) for one, _ in found)
     shared = RanksEvidence(
@@ -290,9 +294,13 @@ def bring_the_ranks_together(draft: Draft) -> None:
         exposed_s=profile.exposed_s if profile else None,
         computation_s=profile.computation_s if profile else None,
     )
-    found = draft.ranks.gathered((
-        msgspec.json.encode(run.evidence.memory), msgspec.json.encode(communication), run.artifacts,
-    ))  # fmt: skip
+    found = draft.ranks.gathered(
+        (
+            msgspec.json.encode(run.evidence.memory),
+            msgspec.json.encode(communication),
+            run.artifacts,
+        )
+    )
     figures: list[RankFigures] = []
     files: dict[str, str] = {}
     for known, (memory, sent, artifacts) in zip(draft.run.shared.ranks, found, strict=True):

@@ -209,9 +209,11 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
     takes = (*_OF_ANY_MODEL, *(("model", *_OF_A_CONFIGURATION) if files else ()))
     strangers = [flag for flag in _flags(said) if flag.removeprefix("--").replace("-", "_") not in takes]
     if strangers:
-        instead = "give a field of the file, as in --arg num_hidden_layers=2" if files else (
-            "give the factory an argument, as in --arg width=64"
-        )  # fmt: skip
+        instead = (
+            "give a field of the file, as in --arg num_hidden_layers=2"
+            if files
+            else ("give the factory an argument, as in --arg width=64")
+        )
         whose = "--model CONFIG.json" if files else "--module"
         raise InputError(f"{', '.join(strangers)} belongs to the textbook's model, and not to {whose}: {instead}")
     arguments = parse_arguments(said.get("arg", ()))
@@ -223,14 +225,17 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
     choices = {name: said[name] for name in _OF_ANY_MODEL if name in said and name != "kernels"}
     found = [
         FactoryWorkload(
-            factory=str(factory), code=code_digest(str(factory)), model=UserModel(name=""),
-            arguments=dict(zip(arguments, values, strict=True)), **chosen,
+            factory=str(factory),
+            code=code_digest(str(factory)),
+            model=UserModel(name=""),
+            arguments=dict(zip(arguments, values, strict=True)),
+            **chosen,
         )
         for factory in files or factories
         for values in itertools.product(*arguments.values())
         for kernels in said.get("kernels", (None,))
         for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True, parts=MODULE_PARTS))
-    ]  # fmt: skip
+    ]
     for workload in found:
         _say_unmet(workload)
     return [*{workload.key: workload for workload in found}.values()]  # parts that are said are so in all kernels

@@ -202,9 +202,10 @@ def _step(group: StepGroup, pair: StepPair) -> Iterator[Finding]:
     phases = [
         f"{phase} {_signed(after - before)}"
         for phase in PHASES
-        if (before := median_s(base.run, phase)) and (after := median_s(cell.run, phase))
+        if (before := median_s(base.run, phase))
+        and (after := median_s(cell.run, phase))
         and abs(after - before) >= LEAST * base_s
-    ]  # fmt: skip
+    ]
     named = f": {', '.join(phases)}" if phases else ""
     if any(phase.startswith(OUTSIDE_PHASE) for phase in phases):
         named += f"; no attention runs in the {OUTSIDE_PHASE}, so that much is noise"
@@ -387,11 +388,14 @@ def _times(groups: Sequence[StepGroup]) -> Table:
         for cell in group.cells:
             rows.append(
                 (
-                    cell.name, cell.value, *(milliseconds(median_s(cell.run, p)) for p in (*PHASES, STEP)),
-                    *within_ms(cell.samples(STEP)), *times_within(ratios.get(cell)),
+                    cell.name,
+                    cell.value,
+                    *(milliseconds(median_s(cell.run, p)) for p in (*PHASES, STEP)),
+                    *within_ms(cell.samples(STEP)),
+                    *times_within(ratios.get(cell)),
                     ", ".join(doubting_kinds(cell.run)),
                 )
-            )  # fmt: skip
+            )
     heads = (*PHASES, STEP, "step from", "step to", "speed-up", "from", "to", "findings")
     columns = ("cell", "attention", *heads)
     if not any(row[-1] for row in rows):  # no run is doubted

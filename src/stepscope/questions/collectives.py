@@ -141,7 +141,7 @@ def _panels(times: Sequence[CollectiveTime]) -> Iterator[Panel]:
         if points:
             yield Panel(
                 x_title="message (bytes)", y_title=f"bus bandwidth (GB/s){of}", points=points, x_log=True, y_log=True
-            )  # fmt: skip
+            )
 
 
 def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], peak: float | None) -> Iterator[Finding]:
@@ -225,9 +225,13 @@ def study_collectives(
 
         try:
             launched = launch(
-                "stepscope.training.parallel.collective_times:time_collectives", plan, ranks=number, device=device,
-                tell=told, keep=keep,
-            )  # fmt: skip
+                "stepscope.training.parallel.collective_times:time_collectives",
+                plan,
+                ranks=number,
+                device=device,
+                tell=told,
+                keep=keep,
+            )
             of_ranks = [msgspec.json.decode(value, type=RankTimes) for value in launched.values]
             threads = launched.threads
         except (KeyboardInterrupt, StepscopeError) as error:

@@ -117,10 +117,13 @@ def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell,
 def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded: float) -> tuple[Cell, ...]:
     error = Fraction(rounded) - exact if math.isfinite(rounded) else None
     return (
-        label, rounded, None if error is None else _figure(error),
+        label,
+        rounded,
+        None if error is None else _figure(error),
         float(abs(error / exact)) if error is not None and exact else None,
-        f.spacing(number), _what_happened(f, exact, rounded),
-    )  # fmt: skip
+        f.spacing(number),
+        _what_happened(f, exact, rounded),
+    )
 
 
 def _figure(error: Fraction) -> float | str:
@@ -203,10 +206,12 @@ def _range_against_precision() -> Finding:
         f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is "
         f"{bf16.smallest_subnormal:.3g} in bf16, {fp16.smallest_subnormal:.3g} in fp16.",
         {
-            "bf16_largest": bf16.largest, "fp16_largest": fp16.largest,
-            "bf16_epsilon": bf16.epsilon, "fp16_epsilon": fp16.epsilon,
+            "bf16_largest": bf16.largest,
+            "fp16_largest": fp16.largest,
+            "bf16_epsilon": bf16.epsilon,
+            "fp16_epsilon": fp16.epsilon,
         },
-    )  # fmt: skip
+    )
 
 
 def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:

@@ -210,10 +210,11 @@ def _square_limit(limit: NormLimits) -> Finding:
         f"{limit.overflows_at:.8g} on (the root of the largest number, {largest:.6g}, is {math.sqrt(largest):.8g}); it "
         f"is zero up to {limit.vanishes_up_to:.4g}.",
         {
-            "largest_square_of": limit.largest_square_of, "overflows_at": limit.overflows_at,
+            "largest_square_of": limit.largest_square_of,
+            "overflows_at": limit.overflows_at,
             "vanishes_up_to": limit.vanishes_up_to,
         },
-    )  # fmt: skip
+    )
 
 
 def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
@@ -235,9 +236,12 @@ def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
             f"{'infinite' if broken.spread.word == 'inf' else 'NaN'} and the output {became}{last}.",
             remedy="compute the norm in fp32 and round its output",
             evidence={
-                "scale": broken.scale, "largest": broken.largest, "width": broken.width, "output": broken.output.word,
+                "scale": broken.scale,
+                "largest": broken.largest,
+                "width": broken.width,
+                "output": broken.output.word,
             },
-        )  # fmt: skip
+        )
 
 
 def _epsilon(limit: NormLimits) -> Finding:
@@ -272,10 +276,13 @@ def _small(cases: list[NormCase]) -> Iterator[Finding]:
             f"the mean of squares {mean}, the output is off by {worst.output.error:.3g}; upcast to fp32 by "
             f"{beside.output.error:.3g}.",
             {
-                "scale": worst.scale, "epsilon": worst.epsilon, "spread_error": worst.spread.error,
-                "output_error": worst.output.error, "upcast_error": beside.output.error,
+                "scale": worst.scale,
+                "epsilon": worst.epsilon,
+                "spread_error": worst.spread.error,
+                "output_error": worst.output.error,
+                "upcast_error": beside.output.error,
             },
-        )  # fmt: skip
+        )
     if broken is not None:
         beside = safe[broken.epsilon]
         held = FORMATS["fp16"].round(broken.epsilon)
@@ -286,10 +293,12 @@ def _small(cases: list[NormCase]) -> Iterator[Finding]:
             f"Upcast to fp32 it is off by {beside.output.error:.3g}.",
             remedy="compute the norm in fp32, or take an epsilon that fp16 holds",
             evidence={
-                "scale": broken.scale, "epsilon": broken.epsilon, "output": broken.output.word,
+                "scale": broken.scale,
+                "epsilon": broken.epsilon,
+                "output": broken.output.word,
                 "upcast_error": beside.output.error,
             },
-        )  # fmt: skip
+        )
 
 
 def _growth(cases: list[NormCase]) -> Iterator[Finding]:
@@ -311,11 +320,15 @@ def _growth(cases: list[NormCase]) -> Iterator[Finding]:
         f"{mean_last.spread.error:.2g}. The squares are 1 on average, and a sum that has come "
         f"to {last.width:,} takes none below {half:.2g}, half a unit in its last place.",
         {
-            "narrow": first.width, "wide": last.width,
-            "in_turn_narrow": first.spread.error, "in_turn_wide": last.spread.error,
-            "half_unit": half, "mean_narrow": mean_first.spread.error, "mean_wide": mean_last.spread.error,
+            "narrow": first.width,
+            "wide": last.width,
+            "in_turn_narrow": first.spread.error,
+            "in_turn_wide": last.spread.error,
+            "half_unit": half,
+            "mean_narrow": mean_first.spread.error,
+            "mean_wide": mean_last.spread.error,
         },
-    )  # fmt: skip
+    )
 
 
 def _safe(cases: list[NormCase]) -> Iterator[Finding]:
@@ -430,8 +443,11 @@ def _scale_panel(cases: Iterable[NormCase], norm: str) -> Panel:
     shown = [case for case in cases if case.way == MEAN or (case.format != "fp32" and case.way in (SUM, UPCAST))]
     return curves(
         ((f"{case.format}, {case.way}", case.scale, case.output.plotted) for case in shown),
-        x_title="standard deviation of the input", y_title=f"relative error of {norm}", x_log=True, y_log=True,
-    )  # fmt: skip
+        x_title="standard deviation of the input",
+        y_title=f"relative error of {norm}",
+        x_log=True,
+        y_log=True,
+    )
 
 
 def _width_panel(cases: Iterable[NormCase], norm: str) -> Panel:
@@ -441,8 +457,11 @@ def _width_panel(cases: Iterable[NormCase], norm: str) -> Panel:
             for case in cases
             if case.way in (IN_TURN, MEAN)
         ),
-        x_title="width", y_title=f"relative error of the {SPREAD[norm]} of {norm}", x_log=True, y_log=True,
-    )  # fmt: skip
+        x_title="width",
+        y_title=f"relative error of the {SPREAD[norm]} of {norm}",
+        x_log=True,
+        y_log=True,
+    )
 
 
 # RMSNorm and LayerNorm in few bits on the inputs that a model's own norms get in a step.
@@ -484,9 +503,12 @@ def study_own_normalisation(
     if not reads:
         raise InputError(f"{own} runs no RMSNorm and no LayerNorm in forward: there is nothing to look at")
     cases = {
-        (read.module, name, way): _deviation(read, name, way) for read in reads for name in DTYPES for way in TRIED
+        (read.module, name, way): _deviation(read, name, way)
+        for read in reads
+        for name in DTYPES
+        for way in TRIED
         if (name, way) != ("fp32", UPCAST)  # the same as its mean
-    }  # fmt: skip
+    }
     return computed_answer(
         on,
         study="normalisation",
@@ -580,8 +602,10 @@ _Cases = Mapping[tuple[str, str, str], Deviation]
 def _errors(name: str, reads: Sequence[_Read], cases: _Cases) -> Table:
     cells = (
         ((read.module,), way, cases[read.module, name, way].cell)
-        for read in reads for way in TRIED if (read.module, name, way) in cases
-    )  # fmt: skip
+        for read in reads
+        for way in TRIED
+        if (read.module, name, way) in cases
+    )
     return pivot(f"Error of the output in {name}, without weights", ("module",), cells)
 
 
@@ -589,8 +613,10 @@ def _panel(reads: Sequence[_Read], cases: _Cases) -> Panel:
     """Curves over the norms in the order in which they run."""
     points = (
         (f"{name}, {way}", float(place), cases[read.module, name, way].plotted)
-        for name in ("fp16", "bf16") for way in (MEAN, UPCAST) for place, read in enumerate(reads, start=1)
-    )  # fmt: skip
+        for name in ("fp16", "bf16")
+        for way in (MEAN, UPCAST)
+        for place, read in enumerate(reads, start=1)
+    )
     return curves(points, x_title="norm, in the order of the model", y_title="relative error", y_log=True)
 
 

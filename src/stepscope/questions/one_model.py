@@ -40,9 +40,13 @@ class OneModel:
             tell(Stage(name=name, fraction=share))
 
         return study_function(study)(
-            model=workload.model, batch_size=workload.batch_size, seq_len=workload.seq_len, seed=self.seed,
-            tell=told, **options,
-        )  # fmt: skip
+            model=workload.model,
+            batch_size=workload.batch_size,
+            seq_len=workload.seq_len,
+            seed=self.seed,
+            tell=told,
+            **options,
+        )
 
 
 def of_own_model(

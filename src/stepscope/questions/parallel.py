@@ -157,8 +157,11 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
         study=STUDY,
         question=QUESTION,
         tables=(
-            _scaling(STRONG, strong), _scaling(WEAK, weak), _phases(shown, f"{PHASES}{of_batch}"),
-            sent if sent.rows else _communication(weak, f"{COMMUNICATION} for each rank"), _memory(shown),
+            _scaling(STRONG, strong),
+            _scaling(WEAK, weak),
+            _phases(shown, f"{PHASES}{of_batch}"),
+            sent if sent.rows else _communication(weak, f"{COMMUNICATION} for each rank"),
+            _memory(shown),
             missing_cells(MISSING, SharedCell.FIELD, strong.unmeasured, more),
         ),
         panels=_panels(strong, weak),
@@ -166,7 +169,7 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
         intervals=strong.intervals,
         settings={"backend": ", ".join(backends)} if backends else None,
         findings=tuple(_findings(strong, weak, shown)),
-    )  # fmt: skip
+    )
 
 
 def _named(cell: SharedCell) -> tuple[Cell, ...]:

@@ -174,13 +174,17 @@ def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int
                 out_HSD = SOFTMAXES[softmax](scores_HST) @ v_HSD
                 cases.append(
                     AttentionCase(
-                        head_dim=head_dim, format=name, division=division, softmax=softmax, scale=scale,
+                        head_dim=head_dim,
+                        format=name,
+                        division=division,
+                        softmax=softmax,
+                        scale=scale,
                         largest_score=exact_HST.max().item(),
                         largest_weight=exact_weights_HST.amax(dim=-1).mean().item(),
                         finite_scores=bool(scores_HST.isfinite().all().item()),
                         result=deviation(out_HSD, exact_weights_HST @ v_HSD.double(), q_HSD, k_HSD),
                     )
-                )  # fmt: skip
+                )
     return cases
 
 
@@ -228,9 +232,12 @@ def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:
                 f"input is {broken.largest:.4g}, {side} {limit.finite_up_to:.4g}; {what}.",
                 remedy="subtract the row's maximum first",
                 evidence={
-                    "scale": broken.scale, "largest": broken.largest, "limit": limit.finite_up_to, "became": word,
+                    "scale": broken.scale,
+                    "largest": broken.largest,
+                    "limit": limit.finite_up_to,
+                    "became": word,
                 },
-            )  # fmt: skip
+            )
 
 
 def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
@@ -279,7 +286,7 @@ def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
                 f"{division}, {softmax}": None if case is None else case.scale
                 for (division, softmax), case in breaks.items()
             },
-        )  # fmt: skip
+        )
     yield from _division(cases)
 
 
@@ -300,10 +307,14 @@ def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
         f"by {error:.2g}; divided by sqrt(head_dim) the largest score is {beside.largest_score:.4g} and the "
         f"output off by {divided_error:.2g}.",
         {
-            "scale": plain.scale, "largest_score": plain.largest_score, "spacing": spacing, "error": error,
-            "divided_score": beside.largest_score, "divided_error": divided_error,
+            "scale": plain.scale,
+            "largest_score": plain.largest_score,
+            "spacing": spacing,
+            "error": error,
+            "divided_score": beside.largest_score,
+            "divided_error": divided_error,
         },
-    )  # fmt: skip
+    )
     plain, beside = max(pairs, key=lambda pair: pair[1].result.error - pair[0].result.error)
     error, divided_error = plain.result.error, beside.result.error
     if error < divided_error:
@@ -315,10 +326,13 @@ def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
             f"{plain.largest_weight:.4g} of the weight on average without it, {beside.largest_weight:.4g} with it: "
             "a weight near 1 hardly heeds how scores are rounded.",
             {
-                "scale": plain.scale, "error": error, "divided_error": divided_error,
-                "largest_weight": plain.largest_weight, "divided_largest_weight": beside.largest_weight,
+                "scale": plain.scale,
+                "error": error,
+                "divided_error": divided_error,
+                "largest_weight": plain.largest_weight,
+                "divided_largest_weight": beside.largest_weight,
             },
-        )  # fmt: skip
+        )
 
 
 SCALES = (0.5, 1.0, 2.0, 3.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)

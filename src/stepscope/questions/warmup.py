@@ -32,9 +32,11 @@ def answer_warmup(runs: Sequence[Run]) -> Answer:
         ("steps", TEXT), rows=rows, notes=as_lines(warmup_sentence(runs), *notes),
     )  # fmt: skip
     return Answer(
-        study="warmup", question="How many warm-up steps does a measurement need?", lead=heading(runs[0]),
+        study="warmup",
+        question="How many warm-up steps does a measurement need?",
+        lead=heading(runs[0]),
         tables=(table,),
-    )  # fmt: skip
+    )
 
 
 def warmup_sentence(runs: Sequence[Run]) -> str:

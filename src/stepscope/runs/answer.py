@@ -308,9 +308,13 @@ def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Env
     )
     table = time_table({**named, STEP: step}, notes)
     return Answer(
-        study="measure", question=f"How long {'do' if len(named) > 1 else 'does'} {' and '.join(named)} take?",
-        device=where.device_name, versions=where.versions, lead=as_lines(where.described), tables=(table,),
-    )  # fmt: skip
+        study="measure",
+        question=f"How long {'do' if len(named) > 1 else 'does'} {' and '.join(named)} take?",
+        device=where.device_name,
+        versions=where.versions,
+        lead=as_lines(where.described),
+        tables=(table,),
+    )
 
 
 _DRAWN_STEPS = 400

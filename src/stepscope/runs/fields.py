@@ -79,10 +79,13 @@ def _argument(run: Run, name: str) -> Scalar:
 
 
 _CHECKPOINTINGS = (
-    "none", "selective", *(f"{OFFLOAD}-{blocks}" for blocks in range(1, 257)),
-    *(f"selective-{last}" for last in range(256, 0, -1)), "attention",
+    "none",
+    "selective",
+    *(f"{OFFLOAD}-{blocks}" for blocks in range(1, 257)),
+    *(f"selective-{last}" for last in range(256, 0, -1)),
+    "attention",
     *(f"every-{group}" for group in range(1, 257)),
-)  # fmt: skip
+)
 """Choices of checkpointing in order of how much they keep, the most first."""
 
 _TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}

@@ -260,9 +260,12 @@ def _trend(key: str, runs: Sequence[Run]) -> Trend:
         unmeasured += len(found.runs) - len(found.measured)
     where = next((run.environment for run in runs if run.environment), None)
     return Trend(
-        key=key, workload=runs[-1].workload, device=where.device_name if where else "", moments=moments,
+        key=key,
+        workload=runs[-1].workload,
+        device=where.device_name if where else "",
+        moments=moments,
         unmeasured=unmeasured,
-    )  # fmt: skip
+    )
 
 
 def _with_changes(trend: Trend, level: float) -> Trend:
@@ -273,11 +276,15 @@ def _with_changes(trend: Trend, level: float) -> Trend:
     typical = [statistics.median(one.step_s for one in moments[a:b]) if b > a else 0.0 for a, b in _pairs(ends)]
     changes = [
         LevelChange(
-            before=moments[cut.place - 1], after=moments[cut.place], before_s=typical[i], after_s=typical[i + 1],
-            p_value=cut.p_value, place=cut.place,
+            before=moments[cut.place - 1],
+            after=moments[cut.place],
+            before_s=typical[i],
+            after_s=typical[i + 1],
+            p_value=cut.p_value,
+            place=cut.place,
         )
         for i, cut in enumerate(cuts)
-    ]  # fmt: skip
+    ]
     newest = logarithms[ends[-2] :]
     return Trend(
         key=trend.key, workload=trend.workload, device=trend.device, moments=moments, unmeasured=trend.unmeasured,
@@ -316,11 +323,15 @@ def answer_trend(trend: Trend) -> Answer:
     begins = {change.place for change in trend.changes}
     rows: list[tuple[Cell, ...]] = [
         (
-            one.run.created[:16].replace("T", " "), one.commit or None, one.step_s, len(one.runs.measured),
-            one.run.tag, "new level" if i in begins else None,
+            one.run.created[:16].replace("T", " "),
+            one.commit or None,
+            one.step_s,
+            len(one.runs.measured),
+            one.run.tag,
+            "new level" if i in begins else None,
         )
         for i, one in enumerate(trend.moments)
-    ]  # fmt: skip
+    ]
     table = table_of(
         "run",
         "commit",
@@ -333,10 +344,13 @@ def answer_trend(trend: Trend) -> Answer:
         notes=as_lines(*_could_be_found(trend), *_not_measured([trend])),
     )
     return Answer(
-        study="history", question=f"How did the step's time of {trend.key} change?", device=trend.device,
-        tables=(table, *_changes([trend])), panels=_panel(trend),
+        study="history",
+        question=f"How did the step's time of {trend.key} change?",
+        device=trend.device,
+        tables=(table, *_changes([trend])),
+        panels=_panel(trend),
         findings=tuple(_finding(trend, change) for change in trend.changes),
-    )  # fmt: skip
+    )
 
 
 def history_as_json(trends: Sequence[Trend]) -> dict[str, Any]:
@@ -561,13 +575,17 @@ def answer_predictions(judged: Sequence[JudgedForecast]) -> Answer:
 def _table(judged: Sequence[JudgedForecast]) -> Table:
     rows: list[tuple[Cell, ...]] = [
         (
-            one.forecast.made[:16].replace("T", " "), one.forecast.by, one.forecast.workload,
-            one.forecast.value, one.measured or ("OOM" if one.run and one.run.status == "out-of-memory" else None),
-            one.error * 100 if one.error is not None else None, _verdict(one),
+            one.forecast.made[:16].replace("T", " "),
+            one.forecast.by,
+            one.forecast.workload,
+            one.forecast.value,
+            one.measured or ("OOM" if one.run and one.run.status == "out-of-memory" else None),
+            one.error * 100 if one.error is not None else None,
+            _verdict(one),
             one.run.id.partition("-")[0] if one.run else None,
         )
         for one in judged
-    ]  # fmt: skip
+    ]
     return table_of(
         "made", "by", "workload", ("predicted", "B"), ("measured", "B"), ("error", "{:+.2f} %"), "verdict", "run",
         rows=rows, notes=as_lines(*_sentences(judged)),
@@ -596,13 +614,19 @@ def predictions_as_json(judged: Sequence[JudgedForecast]) -> dict[str, Any]:
     """Plain data: each forecast, its run, and the errors as shares."""
     rows = [
         {
-            **msgspec.to_builtins(one.forecast), "run": one.run.id if one.run else None, "measured": one.measured,
-            "error": one.error, "came_true": one.came_true,
+            **msgspec.to_builtins(one.forecast),
+            "run": one.run.id if one.run else None,
+            "measured": one.measured,
+            "error": one.error,
+            "came_true": one.came_true,
         }
         for one in judged
-    ]  # fmt: skip
+    ]
     errors = [one.error for one in judged if one.error is not None and not one.forecast.is_bound]
     return {
-        "forecasts": rows, "judged": len(errors), "median_error": statistics.median(errors) if errors else None,
-        "least_error": min(errors, default=None), "largest_error": max(errors, default=None),
-    }  # fmt: skip
+        "forecasts": rows,
+        "judged": len(errors),
+        "median_error": statistics.median(errors) if errors else None,
+        "least_error": min(errors, default=None),
+        "largest_error": max(errors, default=None),
+    }

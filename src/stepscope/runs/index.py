@@ -154,10 +154,12 @@ class _Folder:
                 state = None
             at = index.get(relative)
             if (
-                at is not None and state is not None and stat.S_ISREG(state.st_mode)
+                at is not None
+                and state is not None
+                and stat.S_ISREG(state.st_mode)
                 and (at[0].size, at[0].mtime_ns, at[0].ctime_ns, at[0].inode)
                 == (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino)
-            ):  # fmt: skip
+            ):
                 kept.append(((relative, state), at[1]()))
                 continue
             try:
@@ -299,10 +301,14 @@ def _slim(run: Run) -> Run:
 def _is_whole(entry: _Entry, index: _Index) -> bool:
     """Whether every place that an entry names is there."""
     needed = (
-        (entry.workload, index.workloads), (entry.settings, index.settings), (entry.environment, index.environments),
-        (entry.device_spec, index.specs), (entry.ceilings, index.ceilings), (entry.work, index.works),
+        (entry.workload, index.workloads),
+        (entry.settings, index.settings),
+        (entry.environment, index.environments),
+        (entry.device_spec, index.specs),
+        (entry.ceilings, index.ceilings),
+        (entry.work, index.works),
         (entry.findings, index.findings),
-    )  # fmt: skip
+    )
     return all(place is None or 0 <= place < len(there) for place, there in needed)
 
 

@@ -51,10 +51,14 @@ def _activations(workload: TextbookWorkload) -> Activations:
     """What formulas take of a textbook's step."""
     model, precision = workload.model, PRECISIONS[workload.dtype]
     return Activations(
-        tokens=workload.tokens, width=model.d_model, key_width=model.key_heads * model.head_dim, layers=model.layers,
-        element_bytes=precision.products, residual_bytes=precision.residual,
+        tokens=workload.tokens,
+        width=model.d_model,
+        key_width=model.key_heads * model.head_dim,
+        layers=model.layers,
+        element_bytes=precision.products,
+        residual_bytes=precision.residual,
         tied_bytes=model.vocabulary * model.d_model * precision.weights if model.tied else 0,
-    )  # fmt: skip
+    )
 
 
 def communication_s(run: Run) -> float | None:
@@ -113,11 +117,14 @@ def figures_of(run: Run) -> dict[str, float | None]:
     if run.shared is None:
         return {}
     return {
-        "sent_bytes": sent_bytes(run), "sent_bytes_by_formula": sent_by_formula(run),
-        "communication_s": communication_s(run), "exposed_communication_s": exposed_s(run),
-        "overlap_share": overlap_share(run), "kept_bytes": kept_bytes(run),
+        "sent_bytes": sent_bytes(run),
+        "sent_bytes_by_formula": sent_by_formula(run),
+        "communication_s": communication_s(run),
+        "exposed_communication_s": exposed_s(run),
+        "overlap_share": overlap_share(run),
+        "kept_bytes": kept_bytes(run),
         "kept_bytes_by_formula": kept_by_formula(run),
-    }  # fmt: skip
+    }
 
 
 def compared_ranks(before: Run, after: Run, title: str) -> Table:
@@ -145,21 +152,29 @@ def communication_tables(run: Run) -> Iterator[Table]:
     formula = sent_by_formula(run)
     timed = any(_of(figures).communication_s is not None for figures in shared.ranks)
     yield table_of(
-        "rank", ("sent", "B"), ("received", "B"), *((("by formula", "B"), ("sent more", "+%")) if formula else ()),
+        "rank",
+        ("sent", "B"),
+        ("received", "B"),
+        *((("by formula", "B"), ("sent more", "+%")) if formula else ()),
         *((("communication", "s"), ("exposed", "s"), ("hidden", "%")) if timed else ()),
-        title="communication of a step", rows=[_row(one, formula, timed=timed) for one in shared.ranks],
+        title="communication of a step",
+        rows=[_row(one, formula, timed=timed) for one in shared.ranks],
         notes=as_lines(*_notes(run, formula, timed=timed)),
-    )  # fmt: skip
+    )
     first = _of(shared.ranks[0]).calls
     if first:
         yield table_of(
-            "phase", ("collective", TEXT), "ranks", "calls", ("messages", "B"), ("sent", "B"),
+            "phase",
+            ("collective", TEXT),
+            "ranks",
+            "calls",
+            ("messages", "B"),
+            ("sent", "B"),
             title="collectives of rank 0",
             rows=[
-                (call.phase, call.kind, call.ranks, call.calls, call.message_bytes, call.sent_bytes)
-                for call in first
+                (call.phase, call.kind, call.ranks, call.calls, call.message_bytes, call.sent_bytes) for call in first
             ],
-        )  # fmt: skip
+        )
 
 
 def _row(figures: RankFigures, formula: float | None, *, timed: bool) -> tuple[Cell, ...]:
@@ -169,9 +184,12 @@ def _row(figures: RankFigures, formula: float | None, *, timed: bool) -> tuple[C
     if found.communication_s and found.exposed_s is not None:
         hidden = max(0.0, 1 - found.exposed_s / found.communication_s)
     return (
-        figures.rank, sent, found.received_bytes, *((round(formula), more) if formula else ()),
+        figures.rank,
+        sent,
+        found.received_bytes,
+        *((round(formula), more) if formula else ()),
         *((found.communication_s, found.exposed_s, hidden) if timed else ()),
-    )  # fmt: skip
+    )
 
 
 def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:

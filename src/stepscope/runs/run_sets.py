@@ -196,8 +196,11 @@ def _about(found: RunSet) -> list[str]:
             f"differ. Repeat at least {FEWEST_PROCESSES} times: --repeat {FEWEST_PROCESSES}."
         )
         return lines
-    within = [interval.half_width / (run.samples[STEP].median_s or 1.0)
-              for run in found.measured if (interval := run.samples[STEP].interval())]  # fmt: skip
+    within = [
+        interval.half_width / (run.samples[STEP].median_s or 1.0)
+        for run in found.measured
+        if (interval := run.samples[STEP].interval())
+    ]
     beside = f"; the steps of one process tell its median to ± {format_share(max(within))}" if within else ""
     lines.append(
         f"The typical time is the geometric mean of the processes' medians, and its interval carries what differs "
@@ -249,9 +252,12 @@ def set_as_json(found: RunSet) -> Mapping[str, Any]:
         part = found.processes(name)
         interval = part.interval()
         parts[name] = {
-            "typical_s": part.typical_s, "low_s": interval.low if interval else None,
-            "high_s": interval.high if interval else None, "deviation": part.deviation, "medians_s": part.medians_s,
-        }  # fmt: skip
+            "typical_s": part.typical_s,
+            "low_s": interval.low if interval else None,
+            "high_s": interval.high if interval else None,
+            "deviation": part.deviation,
+            "medians_s": part.medians_s,
+        }
     return {"set": found.name, "asked": found.asked, "measured": len(found.measured), "parts": parts,
             "joules_per_step": [joules_per_step(run) for run in found.measured], "runs": found.runs}  # fmt: skip
 

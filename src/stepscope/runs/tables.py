@@ -132,9 +132,12 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
     notes += [doubts] if doubts else []
     labels_end = len(query.rows)
     return Table(
-        title="", columns=tuple(heads), rows=tuple(lines), notes=as_lines(*notes),
+        title="",
+        columns=tuple(heads),
+        rows=tuple(lines),
+        notes=as_lines(*notes),
         units=tuple("" if i < labels_end else TEXT for i in range(len(heads))),
-    )  # fmt: skip
+    )
 
 
 def answer_table(runs: Sequence[Run], query: TableQuery, *, bare: bool) -> Answer:
@@ -346,10 +349,14 @@ def table_panels(runs: Sequence[Run], query: TableQuery) -> tuple[Panel, ...]:
         style_title=" ".join(place.style),
     )
     return tuple(
-        Panel(x_title=x, y_title=f"{name} ({unit})" if (unit := VALUES[name].unit) else name, points=tuple(found),
-              frame=frame)
+        Panel(
+            x_title=x,
+            y_title=f"{name} ({unit})" if (unit := VALUES[name].unit) else name,
+            points=tuple(found),
+            frame=frame,
+        )
         for name, found in points.items()
-    )  # fmt: skip
+    )
 
 
 def _axis(query: TableQuery, records: Sequence[Record]) -> str:

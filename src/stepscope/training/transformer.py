@@ -93,9 +93,13 @@ class CausalSelfAttention(nn.Module):
     """Multi-head attention of every position to itself and those before it."""
 
     def __init__(
-        self, config: ModelConfig, rotary: RotaryEmbedding, attention: AttentionFunction,
-        device: torch.device | None = None, parts: Parts = REFERENCE_PARTS,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        rotary: RotaryEmbedding,
+        attention: AttentionFunction,
+        device: torch.device | None = None,
+        parts: Parts = REFERENCE_PARTS,
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         self.rotary = rotary
@@ -154,9 +158,13 @@ class Block(nn.Module):
     """Attention and feed-forward, each on a normalised copy, each added back to the residual stream."""
 
     def __init__(
-        self, config: ModelConfig, rotary: RotaryEmbedding, attention: AttentionFunction,
-        device: torch.device | None = None, parts: Parts = REFERENCE_PARTS,
-    ) -> None:  # fmt: skip
+        self,
+        config: ModelConfig,
+        rotary: RotaryEmbedding,
+        attention: AttentionFunction,
+        device: torch.device | None = None,
+        parts: Parts = REFERENCE_PARTS,
+    ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.d_model, device, parts)
         self.attention = CausalSelfAttention(config, rotary, attention, device, parts)

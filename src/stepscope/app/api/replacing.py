@@ -14,9 +14,13 @@ if TYPE_CHECKING:
 
 
 def replace_parts(
-    model: "nn.Module", kernels: str | Mapping[str, str] | None = None, *, norm: Kernels | None = None,
-    mlp: Kernels | None = None, loss: Kernels | None = None,
-) -> "Replaced":  # fmt: skip
+    model: "nn.Module",
+    kernels: str | Mapping[str, str] | None = None,
+    *,
+    norm: Kernels | None = None,
+    mlp: Kernels | None = None,
+    loss: Kernels | None = None,
+) -> "Replaced":
     """Let other kernels compute norms, SwiGLUs and the loss of a model, in place, where they compute the same.
 
         replaced = stepscope.replace_parts(model, norm="fused", mlp="fused")

@@ -82,6 +82,6 @@ def tune(
         asked = textbook(model or ("small" if on_gpu else "tiny"), {**usual, **chosen})
     with Racing(
         device=device, out=str(runs), budget_s=budget_s, memory_limit_bytes=limit, tag=tag, fresh=fresh
-    ) as racing:  # fmt: skip
+    ) as racing:
         found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=limit, tell=tell)
     return Found(tuned=found, answer=shown(answer_tuned(found)))

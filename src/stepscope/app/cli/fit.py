@@ -156,9 +156,11 @@ def _answer(workload: TextbookWorkload, budgets: "list[Budget]", fake: bool, run
 
 
 def _show(
-    fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]", second: "FakeEstimate | None", runs: Path,
+    fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]",
+    second: "FakeEstimate | None",
+    runs: Path,
     shown: Presentation,
-) -> None:  # fmt: skip
+) -> None:
     """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors."""
     from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
 
@@ -191,11 +193,15 @@ def _keep(runs: Path, fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEs
 
     forecasts = [
         forecast_of_peak(
-            "fit", fit.workload.key, fit.peak_bytes, budget_bytes=fit.budget.usable_bytes if fit.budget else None,
-            fits=fit.fits, is_bound=fit.is_bound,
+            "fit",
+            fit.workload.key,
+            fit.peak_bytes,
+            budget_bytes=fit.budget.usable_bytes if fit.budget else None,
+            fits=fit.fits,
+            is_bound=fit.is_bound,
         )
         for fit in fits
-    ]  # fmt: skip
+    ]
     if fault := keep_forecasts(runs, forecasts):
         warn(fault)
 

@@ -234,11 +234,14 @@ def rows_of(state: "SweepState") -> "list[ProgressRow]":
 
     return [
         ProgressRow(
-            name=cell_name(cell.cell.workload, cell.cell.settings), state=cell.state,
-            stage=f"{cell.stage} {cell.detail}".strip(), run=cell.run, resumed=cell.resumed,
+            name=cell_name(cell.cell.workload, cell.cell.settings),
+            state=cell.state,
+            stage=f"{cell.stage} {cell.detail}".strip(),
+            run=cell.run,
+            resumed=cell.resumed,
         )
         for cell in state.cells
-    ]  # fmt: skip
+    ]
 
 
 # stdin, stdout and stderr, mended for our own verbs and given back to a script that is not ours.

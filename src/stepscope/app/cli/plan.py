@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from stepscope.core.device_spec import Network
 
 _NOT_ASKED = {
-    "phase": "a plan is of a training step", "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
-    "seed": "a plan draws no data", "clip": "a plan has no time of clipping",
-}  # fmt: skip
+    "phase": "a plan is of a training step",
+    "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
+    "seed": "a plan draws no data",
+    "clip": "a plan has no time of clipping",
+}
 
 
 Device = Annotated[
@@ -145,9 +147,13 @@ def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWorkload
             raise InputError(f"--batch-tokens {batch_tokens} are not sequences of {length}: give a multiple of it")
         chosen["batch_size"] = batch_tokens // length
     usual = {
-        "model": "small", "seq_len": 512, "dtype": "bf16", "attention": "flash", "compile": "default",
+        "model": "small",
+        "seq_len": 512,
+        "dtype": "bf16",
+        "attention": "flash",
+        "compile": "default",
         "optimizer": "adamw-fused",
-    }  # fmt: skip
+    }
     checked = {**chosen, "checkpointing": checkpointing} if checkpointing is not None else chosen
     workload = OneWorkload(checked).workload(**usual)
     return msgspec.structs.replace(workload, checkpointing="none"), (checkpointing,) if checkpointing else ()

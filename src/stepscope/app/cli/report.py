@@ -94,9 +94,7 @@ def report(
         webbrowser.open(target.resolve().as_uri())
 
 
-def _made(
-    what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None
-) -> "Page":  # fmt: skip
+def _made(what: list[str], runs: Path, *, compare: bool, across: tuple[str, ...], drawer: Drawer | None) -> "Page":
     from stepscope.rendering.pages.named import page_named, page_of_comparison
 
     if compare:

@@ -125,9 +125,13 @@ def sweep(
 
 
 def measure_and_report(
-    plan: "SweepPlan", policy: "Policy", report: Callable[[list[Run]], None], *, again: bool = True,
+    plan: "SweepPlan",
+    policy: "Policy",
+    report: Callable[[list[Run]], None],
+    *,
+    again: bool = True,
     retries: bool = False,
-) -> NoReturn:  # fmt: skip
+) -> NoReturn:
     """Run the sweep under a display, report its runs, and leave with the sweep's exit code.
 
     again: whether the same command goes on where this one stopped. retries: whether it has the option --retry.

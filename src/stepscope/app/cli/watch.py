@@ -103,12 +103,15 @@ def _options(steps: str | None, step_of: str | None, recording: Recording, tag: 
     """The options of this command, as each worker is given them."""
     trace, memory = recording.trace, recording.memory
     said = {
-        "--steps": steps, "--step-of": step_of, "--tag": tag, "--runs": str(runs.absolute()),
+        "--steps": steps,
+        "--step-of": step_of,
+        "--tag": tag,
+        "--runs": str(runs.absolute()),
         "--record": ",".join([*trace.tools, *(["memory"] if memory else [])]) or None,
         "--trace-steps": str(trace.steps) if trace.tools else None,
         "--memory-stacks": memory.stacks if memory else None,
         "--memory-steps": str(memory.steps) if memory else None,
-    }  # fmt: skip
+    }
     flags = ["--trace-stacks"] if trace.stacks else []
     return [*flags, *(f"{option}={value}" for option, value in said.items() if value is not None)]
 

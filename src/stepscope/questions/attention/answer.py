@@ -195,11 +195,13 @@ def arrange(timings: AttentionTimings) -> AttentionStudy:
         groups.setdefault((row.cell.dtype, row.cell.shape.head_dim, row.cell.line), []).append(row)
     curves = [
         Curve(
-            line=line, dtype=dtype, head_dim=head_dim,
+            line=line,
+            dtype=dtype,
+            head_dim=head_dim,
             rows=tuple(sorted(rows, key=lambda row: row.cell.shape.queries)),
         )
         for (dtype, head_dim, line), rows in groups.items()
-    ]  # fmt: skip
+    ]
     return AttentionStudy(timings=timings, curves=tuple(curves))
 
 
@@ -476,9 +478,7 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMP
     "Eager beside compiled: the seeds' table",
     "Without a time",
 )
-TITLES = (
-    BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING
-)  # fmt: skip
+TITLES = (BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING)
 """Titles of all tables that an answer may have."""
 PHASES = ("forward", "backward")
 _NOTHING = ("not supported", "not reached", "interrupted")

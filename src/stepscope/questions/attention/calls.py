@@ -190,9 +190,11 @@ class AttentionCalls:
         return [rows.get(cell) or AttentionTiming(cell=cell, outcome=word, reason=reason) for cell in cells]
 
     def _measure_group(
-        self, cells: Sequence[AttentionCell], gate_shapes: GateShapes,
+        self,
+        cells: Sequence[AttentionCell],
+        gate_shapes: GateShapes,
         rows: dict[AttentionCell, AttentionTiming],
-    ) -> None:  # fmt: skip
+    ) -> None:
         right: dict[AttentionCell, int] = {}
         faults = {cell: self._fault(cell) for cell in cells}
         self._judge_together([cell for cell in cells if not faults[cell]], gate_shapes)
@@ -269,9 +271,12 @@ class AttentionCalls:
         """Keep what the gate says of the cells on this shape. Returns the error where memory ran out."""
         try:
             reports = check_attention_matrix(
-                [cell.implementation for cell in cells], device=self.device, dtypes=(dtype,), shapes=(shape,),
+                [cell.implementation for cell in cells],
+                device=self.device,
+                dtypes=(dtype,),
+                shapes=(shape,),
                 functions=self._to_be_judged(cells),
-            )  # fmt: skip
+            )
         except torch.OutOfMemoryError as error:
             let_go(error)
             self._clean_up()

@@ -366,14 +366,18 @@ def _compile_ahead(
     """Kernels into the caches on disk, several at once. One that cannot be compiled says so when it is measured."""
     tasks = [
         WorkerTask(
-            kind="compile", names=(cell.implementation,), dtype=cell.dtype, device=device, compile=cell.compile,
+            kind="compile",
+            names=(cell.implementation,),
+            dtype=cell.dtype,
+            device=device,
+            compile=cell.compile,
             shape=msgspec.structs.replace(shape, numbers="normal"),
         )
         for group in groups
         for cell in group
         if cell.compile != "none" or ATTENTIONS[cell.implementation].compiler is not None
         for shape in (cell.shape, *gate_shapes(cell))
-    ]  # fmt: skip
+    ]
 
     def told(_task: WorkerTask, _answer: WorkerAnswer) -> None:
         pass

@@ -307,10 +307,13 @@ def activations_found(model: ModelWithLoss, recording: AutocastRecord, dtype: st
         f"in {dtype}, whatever the parameters' gradients are. In {dtype} the smallest normal number is "
         f"{f.smallest_normal:.2g}, and up to half of {smallest:.2g} a number becomes zero; {means}.",
         {
-            "modules": len(ran), "low_outputs": low, "low_gradients": back, "smallest_normal": f.smallest_normal,
+            "modules": len(ran),
+            "low_outputs": low,
+            "low_gradients": back,
+            "smallest_normal": f.smallest_normal,
             "smallest_subnormal": smallest,
         },
-    )  # fmt: skip
+    )
 
 
 _NORMS: dict[type[nn.Module], str] = {
@@ -410,10 +413,14 @@ def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype
         "cast-cache",
         f"{said}. Other tensors are cast {one.others} times in one forward.",
         {
-            "casts": first, "casts_of_two": cached, "casts_of_two_uncached": uncached, "casts_of_two_regions": apart,
-            "bytes_of_copies": one.bytes_of_named, "casts_of_others": one.others,
+            "casts": first,
+            "casts_of_two": cached,
+            "casts_of_two_uncached": uncached,
+            "casts_of_two_regions": apart,
+            "bytes_of_copies": one.bytes_of_named,
+            "casts_of_others": one.others,
         },
-    )  # fmt: skip
+    )
 
 
 def treated_found(here: Mapping[str, Observed], rules: str) -> Finding:

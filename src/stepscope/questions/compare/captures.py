@@ -227,9 +227,13 @@ def comparison_as_json(comparison: CaptureComparison) -> dict[str, Any]:
 
 
 _FIGURES = (
-    ("before", "ms of s"), ("after", "ms of s"), ("change", "+ms of s"), ("share", "%"), ("calls before", "g"),
+    ("before", "ms of s"),
+    ("after", "ms of s"),
+    ("change", "+ms of s"),
+    ("share", "%"),
+    ("calls before", "g"),
     ("calls after", "g"),
-)  # fmt: skip
+)
 
 
 def _place_table(comparison: CaptureComparison) -> Table:

@@ -221,11 +221,14 @@ DETAILED = 3
 """Pairs whose buckets are shown, those that changed most. `--json` holds those of all."""
 _ROWS = 10
 _MEMORY = (
-    ("before the step", "after_parameters"), ("forward peak", "forward_peak"),
-    ("saved for backward", "saved_for_backward"), ("backward peak", "backward_peak"),
+    ("before the step", "after_parameters"),
+    ("forward peak", "forward_peak"),
+    ("saved for backward", "saved_for_backward"),
+    ("backward peak", "backward_peak"),
     ("peak of forward and backward that take turns", "turns_peak"),
-    ("optimizer peak", "optimizer_peak"), ("reserved", "reserved_peak"),
-)  # fmt: skip
+    ("optimizer peak", "optimizer_peak"),
+    ("reserved", "reserved_peak"),
+)
 
 _BEFORE_ALL = ("different-workloads", "different-environments", "different-clocks", "mixed-side", "shared-runs")
 """Findings that say what the two sides differ in beside what is compared: they stand before the verdict."""

@@ -50,8 +50,12 @@ def scaling(
 ) -> Answer:  # fmt: skip
     """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
     options: dict[str, Any] = {
-        "steps": steps, "growth_interval": growth_interval, "planted": overflow_at, "device": device, "seed": seed,
-    }  # fmt: skip
+        "steps": steps,
+        "growth_interval": growth_interval,
+        "planted": overflow_at,
+        "device": device,
+        "seed": seed,
+    }
     takes = ("--steps", "--growth-interval", "--overflow-at", "--seed")
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     if found := of_own_model("scaling", module, model, arg, *takes, **sizes, **options):
@@ -74,8 +78,12 @@ def swallowed(
 ) -> Answer:  # fmt: skip
     """Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside fp32."""
     options: dict[str, Any] = {
-        "steps": steps, "learning_rates": learning_rate, "remedies_at": remedies_at, "device": device, "seed": seed,
-    }  # fmt: skip
+        "steps": steps,
+        "learning_rates": learning_rate,
+        "remedies_at": remedies_at,
+        "device": device,
+        "seed": seed,
+    }
     takes = ("--steps", "--learning-rate", "--remedies-at", "--seed")
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     if found := of_own_model("swallowed", module, model, arg, *takes, **sizes, **options):

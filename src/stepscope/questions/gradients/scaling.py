@@ -163,14 +163,18 @@ def study_scaling(
         question="How does a dynamic loss scale find its way, and is ours that of torch.amp.GradScaler?",
         settings={
             **({} if workload is None else workload.named),
-            "steps": steps, "growth_interval": growth_interval, "growth_factor": GROWTH_FACTOR,
-            "backoff_factor": BACKOFF_FACTOR, "initial_scale": INITIAL_SCALE, "seed": seed,
+            "steps": steps,
+            "growth_interval": growth_interval,
+            "growth_factor": GROWTH_FACTOR,
+            "backoff_factor": BACKOFF_FACTOR,
+            "initial_scale": INITIAL_SCALE,
+            "seed": seed,
             "planted": ", ".join(map(str, sorted(set(planted)))),
         },
         tables=(_changes(trace), _totals(trace, same_parameters)),
         panels=(_panel(trace),),
         findings=_findings(trace, growth_interval, same_parameters),
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True)
@@ -225,9 +229,12 @@ def _trace(
     """Every step, and whether both runs end with the same parameters, bit for bit."""
     scaler = DynamicLossScaler(growth_interval=growth_interval)
     grad_scaler = torch.amp.GradScaler(
-        device.type, init_scale=INITIAL_SCALE, growth_factor=GROWTH_FACTOR, backoff_factor=BACKOFF_FACTOR,
+        device.type,
+        init_scale=INITIAL_SCALE,
+        growth_factor=GROWTH_FACTOR,
+        backoff_factor=BACKOFF_FACTOR,
         growth_interval=growth_interval,
-    )  # fmt: skip
+    )
     parameters = [list(trained_parameters(trainee.model).values()) for trainee in trainees]
     our_optimizer, their_optimizer = (torch.optim.SGD(each, lr=1e-3) for each in parameters)
     trace: list[_Step] = []
@@ -312,10 +319,13 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
         f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(own)} "
         f"because the scale itself was too large. {grew}, and ends at {trace[-1].ours.next_scale:g}.",
         {
-            "skipped": len(skipped), "planted": planted, "own": len(own), "grown": grown,
+            "skipped": len(skipped),
+            "planted": planted,
+            "own": len(own),
+            "grown": grown,
             "last_scale": trace[-1].ours.next_scale,
         },
-    )  # fmt: skip
+    )
     if own:
         scales = sorted({step.ours.scale for step in own})
         lowest, highest = scales[0], scales[-1]

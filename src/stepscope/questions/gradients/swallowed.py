@@ -148,8 +148,12 @@ def study_swallowed(
     else:
         workload = TextbookWorkload(
             model=model or configure("tiny", d_model=64, d_ff=256, layers=2, vocabulary=256),
-            batch_size=batch_size, seq_len=seq_len, dtype="bf16-pure", optimizer="adamw-loop", seed=seed,
-        )  # fmt: skip
+            batch_size=batch_size,
+            seq_len=seq_len,
+            dtype="bf16-pure",
+            optimizer="adamw-loop",
+            seed=seed,
+        )
     with threads_for(*elements_of(step_of(workload, on))):
         runs = {name: _train(workload, name, remedies_at, steps, on) for name in _RUNS}
         nearest = {
@@ -350,10 +354,14 @@ def _swallowed(rate: float, run: _Trained) -> Finding:
         f"{fewest.median_update:.2g} against {fewest.median_half_unit:.2g}. What was made goes "
         f"{100 * total.progress:.3g} % of the way along what was wanted.",
         {
-            "learning_rate": rate, "swallowed": total.share, "norm_share": total.norm_share,
-            "progress": total.progress, "worst_layer": worst, "worst_share": most.share,
+            "learning_rate": rate,
+            "swallowed": total.share,
+            "norm_share": total.norm_share,
+            "progress": total.progress,
+            "worst_layer": worst,
+            "worst_share": most.share,
         },
-    )  # fmt: skip
+    )
 
 
 def _compared(outcomes: list[_Outcome], rate: float) -> Iterator[Finding]:

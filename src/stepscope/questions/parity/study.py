@@ -546,9 +546,13 @@ def _off(judged: Judged) -> str:
 def _evidence(judged: Judged) -> dict[str, float | int | str | None]:
     assert judged.off is not None
     return {
-        "variant": judged.variant.name, "gradients_off": judged.off.gradients, "loss_off": judged.off.loss,
-        "rounding_gradients": judged.plain.gradients, "rounding_loss": judged.plain.loss, "times": judged.times,
-    }  # fmt: skip
+        "variant": judged.variant.name,
+        "gradients_off": judged.off.gradients,
+        "loss_off": judged.off.loss,
+        "rounding_gradients": judged.plain.gradients,
+        "rounding_loss": judged.plain.loss,
+        "times": judged.times,
+    }
 
 
 def _module(judged: Judged, path: str) -> nn.Module:

@@ -319,11 +319,14 @@ def _better_on_other_text(outcomes: RunsJudged) -> Iterator[Finding]:
             f"{reference.last:.4g} in training, {each.name} {each.final_loss:.4g} for {each.last:.4g}. Where "
             "fp32 knows its training text so much better than other text, less exact updates may even help.",
             {
-                "run": each.name, "gained": gained, "validation_loss": each.final_loss,
-                "training_loss": each.last, "fp32_validation_loss": reference.final_loss,
+                "run": each.name,
+                "gained": gained,
+                "validation_loss": each.final_loss,
+                "training_loss": each.last,
+                "fp32_validation_loss": reference.final_loss,
                 "fp32_training_loss": reference.last,
             },
-        )  # fmt: skip
+        )
 
 
 def _remedies(runs: dict[str, RunJudged]) -> Iterator[Finding]:

@@ -436,9 +436,12 @@ def _headline(ranking: Ranking, ran: list[Ranked], above: list[Ranked]) -> Findi
         )
     first = above[0]
     evidence: dict[str, float | int | str | None] = {
-        "module": first.part.name, "gradients_off": first.error, "noise": ranking.noise,
-        "worst_parameter": first.worst, "worst_off": first.worst_off,
-    }  # fmt: skip
+        "module": first.part.name,
+        "gradients_off": first.error,
+        "noise": ranking.noise,
+        "worst_parameter": first.worst,
+        "worst_off": first.worst_off,
+    }
     together = f" ({len(first.part.paths)} modules together)" if len(first.part.paths) > 1 else ""
     said = f"`{first.part.name}`{together} is the most sensitive to its precision: alone in {ranking.to} "
     if first.finite:

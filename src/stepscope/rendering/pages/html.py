@@ -202,9 +202,12 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
     import jinja2  # noqa: PLC0415  (only where a page is written)
 
     environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_file), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        loader=jinja2.FunctionLoader(_file),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
+    )
     environment.filters["cut"] = lambda text: middle_cut(printable(text), _LONGEST_SENTENCE)
     asked = [_to_draw(one.answer) for one in page.sections]
     drawn = iter(draw(pictures_of(page)) if draw is not None else map(draw_svg, pictures_of(page)))
@@ -253,9 +256,12 @@ def _section(section: Section, place: int, svg: str) -> dict[str, object]:
 
 def _own(panel: Panel) -> dict[str, object]:
     about: dict[str, object] = {
-        "kind": panel.kind, "heading": panel.frame.heading, "note": panel.frame.note, "across": panel.x_title,
+        "kind": panel.kind,
+        "heading": panel.frame.heading,
+        "note": panel.frame.note,
+        "across": panel.x_title,
         "down": panel.frame.line_title,
-    }  # fmt: skip
+    }
     if panel.kind == "icicle":
         found = tiles(panel)
         return {**about, "tiles": found, "depth": max((tile.depth for tile in found), default=0) + 1}

@@ -313,9 +313,13 @@ _UNKNOWN = "not measured"
 
 
 def page_of_run(
-    run: Run, *, captured: TraceSummary | None = None, digest: TraceDigest | None = None,
-    remembered: Answer | None = None, notes: tuple[str, ...] = (),
-) -> Page:  # fmt: skip
+    run: Run,
+    *,
+    captured: TraceSummary | None = None,
+    digest: TraceDigest | None = None,
+    remembered: Answer | None = None,
+    notes: tuple[str, ...] = (),
+) -> Page:
     """The page of a run: its times and memory, then what it recorded.
 
     `captured`: its trace, read. `digest`: what was kept of a trace that is not there. `remembered`: the answer on its
@@ -505,9 +509,12 @@ _KEYS = {"l2_bytes": "L2 cache", "multiprocessors": "streaming multiprocessors",
 """Fields of an environment whose names say too little."""
 _WORDS = {"sm": "SM", "gpu": "GPU", "cpu": "CPU", "git": "git"}
 _OF_FIELDS: dict[str, Callable[[float], str]] = {
-    "_bytes": format_bytes, "_mhz": lambda value: f"{value:,.0f} MHz", "_w": lambda value: f"{value:,.0f} W",
-    "_c": lambda value: f"{value:.0f} °C", "_s": format_seconds,
-}  # fmt: skip
+    "_bytes": format_bytes,
+    "_mhz": lambda value: f"{value:,.0f} MHz",
+    "_w": lambda value: f"{value:,.0f} W",
+    "_c": lambda value: f"{value:.0f} °C",
+    "_s": format_seconds,
+}
 """The ends of fields' names that are units, and how a figure in them reads."""
 
 
@@ -720,9 +727,13 @@ def _of_snapshot(place: Path) -> Page:
     )
     sentence = next(line.text for table in answer.tables for line in table.notes)
     return page_of_answer(
-        answer, "snapshot", title=f"What takes the memory of {place.name}?", sentence=sentence, figures=figures,
+        answer,
+        "snapshot",
+        title=f"What takes the memory of {place.name}?",
+        sentence=sentence,
+        figures=figures,
         shown_by=(f"stepscope memory {shlex.quote(str(place))}",),
-    )  # fmt: skip
+    )
 
 
 def _of_capture(place: Path, say: Say) -> Page:

@@ -165,30 +165,42 @@ def _phases(digest: TraceDigest, noun: str) -> Table:
     steps = counted(digest.steps, "step")
     kept = f"From the digest of a trace by {digest.profiler} over {steps}; the trace itself is not kept here."
     return table_of(
-        "phase, a step", (f"{noun}s", "g"), (f"{noun} time ms", "ms of ns"), ("matrix share", "%"), rows=rows,
+        "phase, a step",
+        (f"{noun}s", "g"),
+        (f"{noun} time ms", "ms of ns"),
+        ("matrix share", "%"),
+        rows=rows,
         notes=as_lines(kept),
-    )  # fmt: skip
+    )
 
 
 def _longest(digest: TraceDigest) -> Iterator[Table]:
     labels = kernel_labels(row.name for row in digest.top)
     for phase in dict.fromkeys(row.phase for row in digest.top):
         yield table_of(
-            f"top of {phase}", "family", ("calls", "g"), ("ms a step", "ms of ns"), ("share", "%"),
+            f"top of {phase}",
+            "family",
+            ("calls", "g"),
+            ("ms a step", "ms of ns"),
+            ("share", "%"),
             rows=[
                 (labels[row.name], row.family, row.calls, row.busy_ns, row.share)
                 for row in digest.top
                 if row.phase == phase
             ],
-        )  # fmt: skip
+        )
 
 
 def _roofs(digest: TraceDigest) -> Table:
     return table_of(
-        "family", ("ms a step", "ms of ns"), ("FLOP/B", ".3g"), ("bound ms", "ms of ns"), ("times its bound", ".2f"),
+        "family",
+        ("ms a step", "ms of ns"),
+        ("FLOP/B", ".3g"),
+        ("bound ms", "ms of ns"),
+        ("times its bound", ".2f"),
         "mostly",
         rows=[
             (row.family, row.device_ns, row.intensity, row.bound_ns, row.over_bound, row.verdict)
             for row in digest.roofs
         ],
-    )  # fmt: skip
+    )

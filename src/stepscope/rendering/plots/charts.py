@@ -450,10 +450,14 @@ def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.C
         raise InputError("there is nothing to plot: nothing ran")
     kinds = _largest((one.kind, one.end - one.begin) for one in panel.slices)
     rows = [
-        {"lane": printable(one.lane), "begin": one.begin, "end": one.end,
-         "kind": printable(one.kind) if one.kind in kinds else _MORE}
+        {
+            "lane": printable(one.lane),
+            "begin": one.begin,
+            "end": one.end,
+            "kind": printable(one.kind) if one.kind in kinds else _MORE,
+        }
         for one in panel.slices
-    ]  # fmt: skip
+    ]
     lanes = list(dict.fromkeys(str(row["lane"]) for row in rows))
     domain, ends = [*map(printable, kinds), _MORE], panel.frame.x_ends
     scale = alt.Scale(domain=list(ends), nice=False) if ends else alt.Scale(nice=False)
@@ -461,12 +465,16 @@ def draw_timeline(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.C
         alt.Chart(alt.Data(values=rows), width=_WIDTH_PX, height=alt.Step(_TILE_ROW_PX), title=_titled(title, subtitle))
         .mark_bar(height=_TILE_ROW_PX - 6)
         .encode(
-            x=alt.X("begin:Q", title=panel.x_title, scale=scale), x2="end:Q",
+            x=alt.X("begin:Q", title=panel.x_title, scale=scale),
+            x2="end:Q",
             y=alt.Y("lane:N", sort=lanes, title=None, axis=alt.Axis(labelLimit=220)),
-            color=alt.Color("kind:N", scale=alt.Scale(domain=domain, range=[*PALETTE[: len(kinds)], "#ADADAD"]),
-                            legend=alt.Legend(title=None, symbolType="square")),
+            color=alt.Color(
+                "kind:N",
+                scale=alt.Scale(domain=domain, range=[*PALETTE[: len(kinds)], "#ADADAD"]),
+                legend=alt.Legend(title=None, symbolType="square"),
+            ),
         )
-    )  # fmt: skip
+    )
 
 
 def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.LayerChart | alt.FacetChart:
@@ -478,10 +486,14 @@ def draw_heat(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
     if not known:
         raise InputError("there is nothing to plot: no figure in any cell")
     rows = [
-        {"down": printable(point.line), "across": printable(point.name), "y": None if point.missing else point.y,
-         "said": printable(point.missing) if point.missing else f"{point.y:.4g}"}
+        {
+            "down": printable(point.line),
+            "across": printable(point.name),
+            "y": None if point.missing else point.y,
+            "said": printable(point.missing) if point.missing else f"{point.y:.4g}",
+        }
         for point in panel.points
-    ]  # fmt: skip
+    ]
     across, down = (list(dict.fromkeys(str(row[key]) for row in rows)) for key in ("across", "down"))
     middle = (max(point.y for point in known) + min(point.y for point in known)) / 2
     base = alt.Chart(alt.Data(values=rows), width=alt.Step(64), height=alt.Step(28)).encode(

@@ -7,9 +7,13 @@ from stepscope.core.errors import middle_cut, printable
 from stepscope.rendering.cells import is_figures, row_texts, sentences_of, where_of
 
 _STYLES: dict[Tone, str] = {
-    "": "", "strong": "font-weight:bold", "good": "color:#2e8b57;font-weight:bold",
-    "bad": "color:#c0392b;font-weight:bold", "care": "color:#b7791f", "aside": "opacity:0.7",
-}  # fmt: skip
+    "": "",
+    "strong": "font-weight:bold",
+    "good": "color:#2e8b57;font-weight:bold",
+    "bad": "color:#c0392b;font-weight:bold",
+    "care": "color:#b7791f",
+    "aside": "opacity:0.7",
+}
 """Colours that are read on white and on black."""
 _LONGEST_SENTENCE = 4000
 """Characters: a finding from a foreign file may be of any length."""

@@ -395,9 +395,13 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
             command = one.question.measure.command(scale, store)
             return Section(title=one.question.asks, answer=lacking, part=part, commands=(command,))
         where = msgspec.structs.replace(
-            _shown(one.answer, cut=False), device=one.answer.device, date=one.answer.date, versions=one.answer.versions,
-            settings=one.answer.settings, panels=one.answer.panels,
-        )  # fmt: skip
+            _shown(one.answer, cut=False),
+            device=one.answer.device,
+            date=one.answer.date,
+            versions=one.answer.versions,
+            settings=one.answer.settings,
+            panels=one.answer.panels,
+        )
         return Section(title=one.question.asks, answer=where, part=part)
 
     devices = ", ".join(map(printable, found.devices))

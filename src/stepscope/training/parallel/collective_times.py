@@ -112,9 +112,13 @@ def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, sec
     if found.interrupted:
         raise KeyboardInterrupt
     return OneTime(
-        kind=kind, message_bytes=message_bytes, calls=calls, spans_ns=found.spans_ns,
-        device_s=found.samples[CALL].values_s, clock=timing.clock_name,
-    )  # fmt: skip
+        kind=kind,
+        message_bytes=message_bytes,
+        calls=calls,
+        spans_ns=found.spans_ns,
+        device_s=found.samples[CALL].values_s,
+        clock=timing.clock_name,
+    )
 
 
 class _Repeated:
@@ -198,7 +202,11 @@ def _send_and_receive(count: int, ranks: Ranks, device: torch.device) -> _Collec
 
 
 MAKERS: dict[str, Callable[[int, Ranks, torch.device], _Collective]] = {
-    "all-reduce": _all_reduce, "all-gather": _all_gather, "reduce-scatter": _reduce_scatter,
-    "all-to-all": _all_to_all, "broadcast": _broadcast, "send and receive": _send_and_receive,
-}  # fmt: skip
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    "all-to-all": _all_to_all,
+    "broadcast": _broadcast,
+    "send and receive": _send_and_receive,
+}
 """What makes each kind, by its name in core/formulas/communication.py."""

@@ -134,9 +134,13 @@ def launch(
     try:
         for rank in range(ranks):
             own = RankPlace(
-                rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, meeting=f"file://{folder}/meeting",
+                rank=rank,
+                ranks=ranks,
+                local_rank=rank,
+                local_ranks=ranks,
+                meeting=f"file://{folder}/meeting",
                 began_s=time.time(),
-            )  # fmt: skip
+            )
             job.start(Call(function=function, argument=encoded, device=device, place=own))
         return job.finished()
     finally:
@@ -230,9 +234,13 @@ class _Job:
             with log.open("wb") as printed:
                 process = subprocess.Popen(
                     (sys.executable, "-P", "-m", "stepscope.training.parallel.launching", str(told)),
-                    stdin=subprocess.PIPE, stdout=printed, stderr=printed, pass_fds=(told,), env=_environment(),
+                    stdin=subprocess.PIPE,
+                    stdout=printed,
+                    stderr=printed,
+                    pass_fds=(told,),
+                    env=_environment(),
                     start_new_session=True,  # Ctrl-C reaches this process alone, which ends the ranks
-                )  # fmt: skip
+                )
         except OSError as error:
             os.close(words)
             raise StepscopeError(f"cannot start rank {number}: {error.strerror or error}") from error

@@ -184,10 +184,14 @@ def spread_parts(
     split, inputs = parts.split, parts.forward_inputs
     count = record.micro_batches(ranks.ranks, choices.accumulation)
     whole = Whole(
-        model=parts.model, forward=parts.forward, blocks=parts.blocks, make_optimizer=make_optimizer, record=record,
+        model=parts.model,
+        forward=parts.forward,
+        blocks=parts.blocks,
+        make_optimizer=make_optimizer,
+        record=record,
         micro_batches=lambda batch: [one[:inputs] for one in split(batch, count)],
         autocast=lambda: autocast_of(choices, device_type),
-    )  # fmt: skip
+    )
     chosen: Strategy = (
         strategy or importlib.import_module(f"stepscope.training.parallel.strategies.{record.module}").spread
     )

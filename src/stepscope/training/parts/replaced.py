@@ -638,10 +638,14 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
         original.__name__,
         (original,),
         {
-            "forward": forward, "__reduce_ex__": reduce, "__module__": original.__module__,
-            "__qualname__": original.__qualname__, "__doc__": original.__doc__, "_stepscope_original": original,
+            "forward": forward,
+            "__reduce_ex__": reduce,
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
+            "__doc__": original.__doc__,
+            "_stepscope_original": original,
         },
-    )  # fmt: skip
+    )
 
 
 def _forward_of_one_tensor(

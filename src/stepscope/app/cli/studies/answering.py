@@ -136,9 +136,7 @@ class Comparing:
     """The answer from these; `unread` is how many captures nothing here can read."""
     keep_digests: bool
 
-    def from_stored(
-        self, places: Sequence[Path], given: Mapping[str, tuple[Any, ...] | None], *read: str
-    ) -> None:  # fmt: skip
+    def from_stored(self, places: Sequence[Path], given: Mapping[str, tuple[Any, ...] | None], *read: str) -> None:
         """Answer from folders of runs, of those that have what was given; or show a finished answer. read: options
         that name no field of a workload."""
         refuse_beside("--from", "--keep-digests", *read, *(f"--{field.replace('_', '-')}" for field in given))

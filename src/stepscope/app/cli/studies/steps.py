@@ -367,9 +367,12 @@ def parallel(
     sizes = asked.sizes(ON_CPU, ON_GPU)
     sizes["settings"] = settings_from(None, asked.steps, asked.seconds)  # the profile says what nothing hides
     cells, refused = parallel_cells(
-        strategies=without_none(parallel or USUAL), ranks=ranks or usual_ranks(asked.device_type), scaling=scaling,
-        **chosen, **sizes,
-    )  # fmt: skip
+        strategies=without_none(parallel or USUAL),
+        ranks=ranks or usual_ranks(asked.device_type),
+        scaling=scaling,
+        **chosen,
+        **sizes,
+    )
     comparing.measured(asked.plan(cells, TraceRequest()))
 
 

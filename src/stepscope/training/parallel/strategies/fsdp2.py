@@ -40,9 +40,13 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
         return {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
     return Spread(
-        model=model, forward=forward, optimizer=whole.optimizer_of(model.parameters()),
-        full_parameters=full_parameters, full_gradients=full_gradients, local=lambda: Local(forward),
-    )  # fmt: skip
+        model=model,
+        forward=forward,
+        optimizer=whole.optimizer_of(model.parameters()),
+        full_parameters=full_parameters,
+        full_gradients=full_gradients,
+        local=lambda: Local(forward),
+    )
 
 
 class Local:

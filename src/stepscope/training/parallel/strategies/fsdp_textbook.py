@@ -236,9 +236,13 @@ def spread(whole: Whole, ranks: Ranks) -> Spread:
     compute = torch.bfloat16 if whole.record.chosen("compute") == "bf16" else None
     module = FullyShardedDataParallel(whole.forward, compute_dtype=compute, units=list(whole.blocks))
     return Spread(
-        model=whole.model, forward=module, optimizer=whole.optimizer_of(module.parameters()),
+        model=whole.model,
+        forward=module,
+        optimizer=whole.optimizer_of(module.parameters()),
         full_parameters=lambda: {renamed[n]: t for n, t in module.full_parameters().items() if n in renamed},
         full_gradients=lambda: {renamed[n]: t for n, t in module.full_gradients().items() if n in renamed},
-        finish=module.finish_gradient_synchronization, finishes=True, local=contextlib.nullcontext,
+        finish=module.finish_gradient_synchronization,
+        finishes=True,
+        local=contextlib.nullcontext,
         norm_of=norm_over_ranks,
-    )  # fmt: skip
+    )

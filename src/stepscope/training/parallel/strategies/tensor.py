@@ -23,10 +23,14 @@ from stepscope.training.parallel.step import Spread, Whole
 from stepscope.training.transformer import CausalSelfAttention, SwiGLU, Transformer
 
 _PLAN = {
-    "attention.query": ColwiseParallel, "attention.key": ColwiseParallel, "attention.value": ColwiseParallel,
-    "attention.output": RowwiseParallel, "feed_forward.gate": ColwiseParallel, "feed_forward.up": ColwiseParallel,
+    "attention.query": ColwiseParallel,
+    "attention.key": ColwiseParallel,
+    "attention.value": ColwiseParallel,
+    "attention.output": RowwiseParallel,
+    "feed_forward.gate": ColwiseParallel,
+    "feed_forward.up": ColwiseParallel,
     "feed_forward.down": RowwiseParallel,
-}  # fmt: skip
+}
 """How each product of a block is split."""
 
 
