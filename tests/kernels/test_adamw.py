@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.moment_blocks import MOST_NUMBERS, moment_blocks
-from stepscope.training.optimizer import AdamWOneLaunch, AdamWUnderBackward, moments_beside
+from stepscope.training.one_launch import AdamWOneLaunch, AdamWUnderBackward, moments_beside
 
 pytestmark = pytest.mark.slow
 

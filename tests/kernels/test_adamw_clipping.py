@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from stepscope.kernels import adamw
 from stepscope.kernels.adamw import CHUNK
-from stepscope.training.optimizer import AdamWOneLaunch, AdamWUnderBackward
+from stepscope.training.one_launch import AdamWOneLaunch, AdamWUnderBackward
 from tests.kernels.test_adamw import DEVICE, OPTIONS, gradients, parameters, rounded, stepped
 
 pytestmark = pytest.mark.slow

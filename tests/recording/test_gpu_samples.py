@@ -17,9 +17,9 @@ import stepscope
 from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run, load_runs
-from stepscope.engine.cell_process import measure_in_turns
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
+from stepscope.engine.turns import measure_in_turns
 from stepscope.engine.watch import watched_run
 from stepscope.recording import gpu_samples
 from stepscope.recording.gpu_samples import GpuSampler, gpu_sampled, summarised

@@ -21,7 +21,8 @@ from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, atte
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
 from stepscope.engine.fake_step import estimate_by_running
-from stepscope.engine.plan import Cell, SweepPlan, cells_that_will_not_fit
+from stepscope.engine.forecast import cells_that_will_not_fit
+from stepscope.engine.plan import Cell, SweepPlan
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.runs.answer import answer_run

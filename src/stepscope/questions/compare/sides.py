@@ -154,7 +154,7 @@ def _there(runs: Sequence[tuple[Run, Path]]) -> str:
         for what, names in (("tag", tags), ("commit", commits))
         if names
     ]
-    return printable(f": there are {counted(len(runs), 'run')}, {', '.join(words)}") if words else ": there are no runs"
+    return printable(f": there are {', '.join([counted(len(runs), 'run'), *words])}") if runs else ": there are no runs"
 
 
 def _commit(run: Run) -> str:

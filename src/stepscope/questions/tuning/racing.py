@@ -28,20 +28,9 @@ from stepscope.core.samples import Interval
 from stepscope.core.study_results import Tried, Verdict, kept_fits
 from stepscope.core.units import format_bytes
 from stepscope.core.workloads import Workload, by_sizes
+from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
-from stepscope.engine.plan import (
-    Cell,
-    Policy,
-    SweepPlan,
-    SweepState,
-    Tell,
-    fits,
-    is_foretold,
-    memory_of,
-    needed_bytes,
-    order_cells,
-    repeated,
-)
+from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState, Tell, order_cells, repeated
 from stepscope.engine.sweep import Series, run_sweep
 from stepscope.questions.tuning.curves import STEPS, TRAININGS
 from stepscope.recording.nvml import smallest_gpu

@@ -1,0 +1,264 @@
+"""AdamW by one kernel: all parameters in one launch, after backward or under it."""
+
+import contextlib
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stepscope.core.errors import InputError
+from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
+from stepscope.kernels.adamw import Clipping, Moving, Updated, UpdateOfMany
+from stepscope.training.optimizer import Updating, when_ready
+
+_UNDER_BACKWARD_BYTES = 32 * 2**20
+"""Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""
+
+_UNDER_BACKWARD_LAUNCHES = 4
+"""Updates that a small model, whose gradients have fewer bytes in all, begins under backward."""
+
+_UNDER_BACKWARD_PROGRAMS = 132
+"""Programs of an update under backward: one for each multiprocessor of an H200. With 48, updates of `large` took longer
+than its whole backward."""
+
+
+class AdamWOneLaunch(Updating):
+    """AdamW (kernels/adamw) of parameters in fp32, or in bf16 with a master weight in fp32 that the state keeps.
+
+    The first update makes the moments of all its parameters, as parts of few blocks of memory (`moments_beside`).
+
+    The arithmetic is fp32. Every update is one launch for each group, however many parameters it has, and nothing waits
+    for the device, so a CUDA graph can hold it; a learning rate that is a tensor is read at each replay. The count of
+    updates is the group's: a parameter that got no gradient in some steps takes part in its bias correction.
+    Deterministic. With max_norm it clips gradients as torch.nn.utils.clip_grad_norm_ does, by the norm over all groups:
+    two launches more find norm and coefficient, and the update multiplies by it. Gradients stay as they were.
+    """
+
+    counts_updates = True
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2, masters: Mapping[Tensor, Tensor] | None = None,
+        max_norm: float | None = None,
+    ) -> None:  # fmt: skip
+        """masters: the first values of parameters in bf16, in fp32 and dense; without one, the parameter's own.
+        max_norm: the bound on the gradients' global norm; None for none."""
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._masters = dict(masters or {})
+        self._moving: dict[int, Moving] = {}
+        self._updates: dict[tuple[int, ...], UpdateOfMany] = {}
+        self.max_norm = max_norm
+        self._clipping: Clipping | None = None
+        for parameter in (each for group in self.param_groups for each in group["params"]):
+            if parameter.dtype not in (torch.float32, torch.bfloat16):
+                raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
+
+    @property
+    def gradient_norm(self) -> Tensor | None:
+        return self._clipping.values[0] if self._clipping is not None else None
+
+    def _update_all(self) -> None:
+        ready: dict[int, list[Tensor]] = {}
+        for number, group in enumerate(self.param_groups):
+            if found := [parameter for parameter in group["params"] if parameter.grad is not None]:
+                ready[number] = found
+                self._begin(number)
+        if self.max_norm is not None and ready:
+            self._update_clipped(ready, self.max_norm)
+            return
+        for number, parameters in ready.items():
+            self._update(number, parameters)
+
+    def _update_clipped(self, ready: Mapping[int, list[Tensor]], max_norm: float) -> None:
+        """Update these parameters of each group, with gradients clipped to this norm over all groups."""
+        updates = [
+            (number, self._update_of(number, parameters), _gradients(parameters))
+            for number, parameters in ready.items()
+        ]
+        if self._clipping is None:
+            self._clipping = Clipping(max_norm, updates[0][2][0].device)
+        self._clipping.measure([(update, gradients) for _, update, gradients in updates])
+        for number, update, gradients in updates:
+            update.run(gradients, self._moving[number], clip=self._clipping.values)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` gave. Masters and moments stay fp32, whatever dtype the parameters have."""
+        super().load_state_dict(state_dict)
+        numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            given = state_dict["state"].get(number, {})
+            kept = self.state[parameter]
+            for name in ("master", "exp_avg", "exp_avg_sq"):
+                if name in given:
+                    kept[name] = given[name].detach().to(parameter.device, torch.float32, copy=True)
+        self._moving.clear()
+        self._updates.clear()
+
+    def _begin(self, number: int) -> None:
+        """Count another update of a group."""
+        group = self.param_groups[number]
+        if number not in self._moving:
+            counts = [int(self.state[p]["step"]) for p in group["params"] if "step" in self.state.get(p, {})]
+            device = group["params"][0].device
+            moving = self._moving[number] = Moving(group["betas"], device, max(counts, default=0))
+            for parameter in group["params"]:
+                if "step" in self.state.get(parameter, {}):
+                    self.state[parameter]["step"] = moving.values[3]
+        self._moving[number].advance(group["lr"])
+
+    def _update(self, number: int, parameters: list[Tensor], programs: int | None = None) -> None:
+        """Update these parameters of a group, all of which have a gradient."""
+        self._update_of(number, parameters).run(_gradients(parameters), self._moving[number], programs)
+
+    def _update_of(self, number: int, parameters: list[Tensor]) -> UpdateOfMany:
+        """The update of these parameters of a group, made once."""
+        key = tuple(map(id, parameters))
+        if key not in self._updates:
+            group = self.param_groups[number]
+            self._make_moments(parameters, self._moving[number])
+            updated = [self._updated(parameter) for parameter in parameters]
+            numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
+            self._updates[key] = UpdateOfMany(updated, **numbers)
+        return self._updates[key]
+
+    def _make_moments(self, parameters: Sequence[Tensor], moving: Moving) -> None:
+        new = [parameter for parameter in parameters if "exp_avg" not in self.state[parameter]]
+        strange = next((each for each in new if torch.empty_like(each).stride() != each.stride()), None)
+        if strange is not None:
+            raise InputError(f"AdamW in one launch takes dense parameters, not strides {strange.stride()}")
+        for parameter, (exp_avg, exp_avg_sq) in zip(new, moments_beside(new), strict=True):
+            self.state[parameter] |= {"step": moving.values[3], "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+    def _updated(self, parameter: Tensor) -> Updated:
+        state = self.state[parameter]
+        if parameter.dtype != torch.float32 and "master" not in state:
+            master = self._masters.pop(parameter, None)
+            state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
+        master = state.get("master", parameter)
+        return Updated(parameter=parameter, master=master, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
+
+
+class AdamWUnderBackward(AdamWOneLaunch):
+    """The same, with each parameter's update begun as soon as its gradient is ready, on a stream of its own.
+
+    It moves bytes while backward multiplies matrices: a step then takes little more than the longer of the two. The
+    updates have a small grid, which leaves backward most of the GPU. `step` waits for them and does what is left. On a
+    CPU, where there are no streams, `step` does it all. So it does with max_norm: the norm of all gradients is known
+    only when backward has ended. Gradients stay until `step`, so that nothing else takes their memory while an update
+    reads it.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self._waits = False
+        self._begun: set[int] = set()
+        self._done: set[Tensor] = set()
+        self._group_of: dict[Tensor, int] = {}
+        self._ready: dict[int, list[Tensor]] = {}
+        self._ready_bytes = 0
+        self._stream: torch.cuda.Stream | None = None
+        self._to_join = False
+        all_bytes = sum(parameter.nbytes for group in self.param_groups for parameter in group["params"])
+        self._worthwhile_bytes = min(_UNDER_BACKWARD_BYTES, all_bytes / _UNDER_BACKWARD_LAUNCHES)
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.device.type == "cuda" and self.max_norm is None:
+                    self._stream = self._stream or torch.cuda.Stream(parameter.device)
+                    self._group_of[parameter] = number
+                    when_ready(parameter, self._now_ready)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Generator[None]:
+        """Leave gradients alone in a backward after which others add to them, as those of micro-batches do."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
+    def _update_all(self) -> None:
+        """Update what is not updated yet, and wait, on the device, for what is."""
+        if self._stream is None:
+            super()._update_all()
+            return
+        for number, group in enumerate(self.param_groups):
+            left = [p for p in group["params"] if p.grad is not None and p not in self._done]
+            if left:
+                self._start(number)
+                self._update(number, left)
+        self.join()
+        self._begun.clear()
+        self._done.clear()
+        self._ready.clear()
+        self._ready_bytes = 0
+
+    def join(self) -> None:
+        """Let what comes next on the device wait for the updates that have begun."""
+        # A capture can wait only for a stream that it began itself, so nothing waits twice, or for nothing.
+        if self._stream is not None and self._to_join:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+            self._to_join = False
+
+    def _now_ready(self, parameter: Tensor) -> None:
+        if self._waits or parameter.grad is None:
+            return
+        self._ready.setdefault(self._group_of[parameter], []).append(parameter)
+        self._ready_bytes += parameter.grad.nbytes
+        if self._ready_bytes >= self._worthwhile_bytes:
+            self._update_ready()
+
+    @torch.no_grad()
+    def _update_ready(self) -> None:
+        """Begin the updates of the gradients that are ready, beside backward."""
+        assert self._stream is not None
+        for number, parameters in self._ready.items():
+            self._start(number)
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            with torch.cuda.stream(self._stream):
+                self._update(number, parameters, _UNDER_BACKWARD_PROGRAMS)
+            self._to_join = True
+            self._done.update(parameters)
+        self._ready.clear()
+        self._ready_bytes = 0
+
+    def _start(self, number: int) -> None:
+        """Count the update of a group, once in each step."""
+        if number not in self._begun:
+            self._begun.add(number)
+            self._begin(number)
+
+
+def moments_beside(parameters: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Both moments of each parameter, zeros in fp32 laid out as the parameter is, side by side in a few blocks.
+
+    Tensor by tensor, PyTorch's allocator gives each the rest of its block, up to 1 MiB, and leaves the end of each
+    segment of 20 MiB free. They would also lie among what the first step left in its cache, and what is left there a
+    CUDA graph's pool cannot take.
+    """
+    # Twice as many numbers for each parameter, each moment on an address of its own block's alignment.
+    sizes = [2 * aligned_numbers(parameter.numel()) for parameter in parameters]
+    found: list[tuple[Tensor, Tensor]] = []
+    for places in moment_blocks(sizes):
+        block = torch.zeros(sum(sizes[i] for i in places), dtype=torch.float32, device=parameters[places[0]].device)
+        first = 0
+        for i in places:
+            size, stride = parameters[i].size(), parameters[i].stride()
+            starts = (first, first + sizes[i] // 2)
+            average, square = (block.as_strided(size, stride, start) for start in starts)
+            found.append((average, square))
+            first += sizes[i]
+    return found
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients of parameters that have one, as the kernel reads them."""
+    return [_like(parameter.grad, parameter) for parameter in parameters if parameter.grad is not None]
+
+
+def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """The tensor with its elements where the parameter has them, in its dtype where it is a gradient's."""
+    if tensor.stride() == parameter.stride() and tensor.dtype in (parameter.dtype, torch.float32):
+        return tensor
+    return torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
