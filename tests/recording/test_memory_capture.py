@@ -249,10 +249,11 @@ class Handmade:
         self.model = torch.nn.Module()
         self.weight = torch.nn.Parameter(torch.ones(1000))
         self.model.register_parameter("weight", self.weight)
-        self.forward_module = self.model
-        self.optimizer = self.scaler = None
+        self.forward_module: torch.nn.Module = self.model
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.scaler = None
         self.batches = ((torch.ones(10),),)
-        self.batch = self.batches[0]
+        self.batch: Any = self.batches[0]
         self.loss: torch.Tensor | None = None
         self.blocks: tuple[torch.nn.Module, ...] = ()
         self.compiled = self.compiles_parts = self.cuda_graphs = False

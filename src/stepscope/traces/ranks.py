@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import polars as pl
@@ -604,8 +605,10 @@ def _holds_no_events(path: Path) -> bool:
         held = msgspec.json.decode(text)
     except (OSError, EOFError, zlib.error, ValueError, RecursionError):
         return False
-    events = held.get("traceEvents") if isinstance(held, dict) else held
-    return not isinstance(events, list) or not any(isinstance(event, dict) and "ph" in event for event in events)
+    events: Any = cast("dict[str, Any]", held).get("traceEvents") if isinstance(held, dict) else held
+    if not isinstance(events, list):
+        return True
+    return not any(isinstance(event, dict) and "ph" in event for event in cast("list[Any]", events))
 
 
 def load_job(captures: list[Path], *, say: Callable[[str], None]) -> Job:

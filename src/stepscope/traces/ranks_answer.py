@@ -162,17 +162,16 @@ def _where(row: dict[str, str | None]) -> str:
 
 def _panels(job: Job) -> Iterator[Panel]:
     """A bar for each rank: its computation, its exposed communication, and its idle time."""
-    parts = (
-        ("computation", lambda rank: rank.computation_ns),
-        ("exposed communication", lambda rank: rank.exposed_ns),
-        ("idle", lambda rank: rank.idle_ns),
-    )
-    points = tuple(
-        Point(name=name_shown(f"rank {rank.number}"), line=part, y=of(rank) / max(1, rank.steps) * 1e-6)
-        for rank in job.ranks
-        for part, of in parts
-    )
-    yield Panel(x_title="", y_title="ms a step", kind="stack", points=points)
+    points: list[Point] = []
+    for rank in job.ranks:
+        parts = {
+            "computation": rank.computation_ns,
+            "exposed communication": rank.exposed_ns,
+            "idle": rank.idle_ns,
+        }
+        name = name_shown(f"rank {rank.number}")
+        points += [Point(name=name, line=part, y=ns / max(1, rank.steps) * 1e-6) for part, ns in parts.items()]
+    yield Panel(x_title="", y_title="ms a step", kind="stack", points=tuple(points))
 
 
 # A job's ranks as plain data, which `stepscope trace RANK0 RANK1 --json` prints.

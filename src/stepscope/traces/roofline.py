@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import polars as pl
 
@@ -53,7 +53,7 @@ class Peak:
 class Peaks:
     """The rates that bound an operator. A rate that is neither measured nor documented is missing, never guessed."""
 
-    flops_per_s: Mapping[str, Peak] = field(default_factory=dict)
+    flops_per_s: Mapping[str, Peak] = field(default_factory=dict[str, Peak])
     """Peak FLOP/s by `Arithmetic`."""
     bytes_per_s: Peak | None = None
     """Peak bandwidth of device memory: bytes read plus bytes written per second."""
@@ -554,7 +554,7 @@ def _leaves_work_to_inner(calls: pl.DataFrame) -> pl.Series:
     return pl.int_range(calls.height, dtype=pl.UInt32, eager=True).is_in(hidden.implode()).alias("hidden")
 
 
-def _roof(row: dict, peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) -> OperatorRoof:
+def _roof(row: dict[str, Any], peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) -> OperatorRoof:
     call, arithmetic = None, row["arithmetic"]
     product = is_product(row["operator"])
     if product and (arithmetic is None or row["family"] in _UNTOLD):
@@ -592,10 +592,14 @@ def _roof(row: dict, peaks: Peaks, *, on_cpu: bool, causal: CausalConvention) ->
 
 def _first_dtype(dtypes: str | None) -> str | None:
     try:
-        read = json.loads(dtypes or "[]")
+        read: Any = json.loads(dtypes or "[]")
     except (ValueError, RecursionError):
         return None
-    return next((each for each in read if isinstance(each, str)), None) if isinstance(read, list) else None
+    return (
+        next((each for each in cast("list[Any]", read) if isinstance(each, str)), None)
+        if isinstance(read, list)
+        else None
+    )
 
 
 def _least_ns(work: Work | None, compute: Peak | None, memory: Peak | None) -> tuple[float | None, float | None]:

@@ -3,7 +3,7 @@
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -247,19 +247,18 @@ def operator_label(operator: OperatorRoof) -> str:
 def shapes_label(shapes: str | None) -> str:
     """The first shapes of a call, `48x512x64 48x64x512`, from their JSON text."""
     try:
-        read = json.loads(shapes or "[]")
+        read: Any = json.loads(shapes or "[]")
     except (ValueError, RecursionError):
         return ""
-    found = [_shape(each) for each in read if each] if isinstance(read, list) else []
+    found = [_shape(each) for each in cast("list[Any]", read) if each] if isinstance(read, list) else []
     return " ".join(found[:_SHAPES_SHOWN]) + (" .." if len(found) > _SHAPES_SHOWN else "")
 
 
 def _shape(shape: object) -> str:
     if not isinstance(shape, list):
         return "?"
-    if isinstance(shape[0], list):
-        return f"[{len(shape)} tensors]"
-    return "x".join(str(side) for side in shape)
+    sizes = cast("list[Any]", shape)
+    return f"[{len(sizes)} tensors]" if isinstance(sizes[0], list) else "x".join(map(str, sizes))
 
 
 def roofline_as_json(roofline: Roofline) -> dict[str, Any]:

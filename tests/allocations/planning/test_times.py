@@ -352,7 +352,7 @@ def test_short_attention_is_as_slow_as_in_steps(folder: str, cell: str, name: st
     assert not faults
     run = next(run for run in runs if run.workload.key.rpartition("-")[0] == cell)
     workload, profile = run.workload, run.evidence.profile
-    assert workload is not None
+    assert workload.sizes is not None
     assert profile is not None
     seconds = sum(kernel.total_s for kernel in profile.kernels if kernel.name.startswith(kernels))
     model = workload.model
