@@ -15,6 +15,7 @@ that torchrun or srun started, this process is a rank already.
 import contextlib
 import importlib
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -97,6 +98,8 @@ _MEET_S = 120.0
 """The same until all have met."""
 _LAST_WORDS_S = 2.0
 """How long the others' ends are listened to when one rank has failed: the first to be heard may not be the cause."""
+_MISSED_A_RANK = re.compile(r"(closed|reset) by peer|remote worker")
+"""What gloo and NCCL say in a rank whose partner has gone."""
 _LOG_KEPT = 2000
 
 Tell = Callable[[int, str], object]
@@ -308,7 +311,8 @@ class _Job:
         while self._selector.get_map() and time.monotonic() < until_s and not any(rank.died for rank in failed):
             self._hear(0.1)
             failed += [rank for rank in self._ranks if rank.failed and rank not in failed]
-        cause = next((rank for rank in failed if rank.died), failed[0])
+        causes = [rank for rank in failed if rank.last is None or not _MISSED_A_RANK.search(rank.last.error)]
+        cause = next((rank for rank in failed if rank.died), (causes or failed)[0])
         if cause.last is not None and cause.last.wrong_input:
             raise InputError(cause.last.error)
         raise StepscopeError(f"rank {cause.number} of {len(self._ranks)} {cause.what()}")
