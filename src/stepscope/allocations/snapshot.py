@@ -281,7 +281,7 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
         )
     notes = {**_dict(value)}
     if isinstance(workload := notes.get("workload"), dict):
-        # Those that were written before there were several kinds of workload say none.
+        # Notes from before there were several kinds of workload have no kind.
         notes["workload"] = {"kind": "textbook", **workload}
     try:
         return _convert(notes, MemoryNotes, source, NOTES_KEY)

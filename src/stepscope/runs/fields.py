@@ -22,7 +22,6 @@ from stepscope.core.strategies import NOT_PARALLEL, strategy_names
 from stepscope.core.units import GIB, MIB, counted
 from stepscope.core.workloads import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
 from stepscope.runs import metrics
-from stepscope.runs import metrics as communication
 
 Scalar = str | int | float | None
 
@@ -247,12 +246,12 @@ VALUES: dict[str, Value] = {
     ),
     "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=_predicted_peak),
     "prediction_error": Value(unit="%", scale=100, number=_prediction_error),
-    "sent": Value(unit="MiB", scale=1 / MIB, number=communication.sent_bytes),
-    "sent_by_formula": Value(unit="MiB", scale=1 / MIB, number=communication.sent_by_formula),
-    "communication": Value(unit="ms", scale=1e3, number=communication.communication_s),
-    "exposed": Value(unit="ms", scale=1e3, number=communication.exposed_s),
-    "overlap": Value(unit="%", scale=100, digits=1, number=communication.overlap_share),
-    "kept": Value(unit="MiB", scale=1 / MIB, number=communication.kept_bytes),
+    "sent": Value(unit="MiB", scale=1 / MIB, number=metrics.sent_bytes),
+    "sent_by_formula": Value(unit="MiB", scale=1 / MIB, number=metrics.sent_by_formula),
+    "communication": Value(unit="ms", scale=1e3, number=metrics.communication_s),
+    "exposed": Value(unit="ms", scale=1e3, number=metrics.exposed_s),
+    "overlap": Value(unit="%", scale=100, digits=1, number=metrics.overlap_share),
+    "kept": Value(unit="MiB", scale=1 / MIB, number=metrics.kept_bytes),
     "compile_time": Value(
         unit="s",
         digits=1,

@@ -143,7 +143,7 @@ class FakeEstimate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     """Bytes that are alive at the peak, by category; they add up to `peak_bytes` exactly."""
     memory: PhaseMemory
     unseen: Unseen | None = None
-    """Of a user's module."""
+    """What the prediction for a user's module leaves out; None for the textbook's model."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -23,7 +23,7 @@ class Timing:
 
     @property
     def settings(self) -> Settings:
-        """The same, as a run keeps it."""
+        """The record of these options that a run keeps."""
         return settings_from(self.warmup, self.steps, self.seconds, self.no_profile)
 
 

@@ -72,7 +72,7 @@ class Options:
     """The options that a function or a record takes."""
 
     parameters: list[inspect.Parameter]
-    """Those of a function that typer reads."""
+    """What typer reads as the function's signature."""
     taken: list[Option]
     call: Callable[[dict[str, Any]], Any]
     """Calls the function, or makes the record, of the values of these parameters."""

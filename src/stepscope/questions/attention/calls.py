@@ -438,7 +438,7 @@ def odd_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
     Implementations that switch kernels by sequence length also get a longer shape if the cell is long, so that the
     kernel that will be timed is judged.
     """
-    # The same head_dim, mask and grouping, and lengths that no tile divides.
+    # Head_dim, mask and grouping are the cell's; no tile divides the lengths.
     group = cell.shape.heads // cell.shape.key_heads
     odd = msgspec.structs.replace(cell.shape, batch=2, heads=2 * group, key_heads=2, queries=203, keys=203)
     shapes = tuple(msgspec.structs.replace(odd, numbers=numbers) for numbers in get_args(Numbers))

@@ -1,4 +1,4 @@
-"""The same batch, run in other ways, against the plain step: the options of the question."""
+"""The options of `study parity`: one batch, run in other ways, against the plain step."""
 
 from stepscope.core.answer import Answer
 from stepscope.engine.request import Tell
