@@ -32,7 +32,7 @@ from stepscope.core.units import format_seconds
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.recording.device import Device, resolve_device, timing_device
 from stepscope.recording.environment import read_environment
-from stepscope.recording.gpu_samples import gpu_sampled
+from stepscope.recording.nvml import gpu_sampled
 from stepscope.recording.step import Driven, Phase
 from stepscope.recording.timer import measure
 from stepscope.training.training_step import TrainingStep

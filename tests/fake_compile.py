@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from stepscope.allocations.prediction.caching_allocator import rounded
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.fake_step import attention_backend, make_fake_step
+from stepscope.engine.fake_module import attention_backend, make_fake_step
 from stepscope.recording.fake_memory import AsOnCuda, FakeMemory
 
 

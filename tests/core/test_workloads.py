@@ -10,7 +10,7 @@ from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.plan import Cell, SweepPlan, grid
+from stepscope.engine.request import Cell, SweepPlan, grid
 from tests.conftest import workload
 from tests.textbook import textbook
 

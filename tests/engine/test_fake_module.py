@@ -15,8 +15,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.units import GIB, MIB
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.engine import fake_module
-from stepscope.engine.fake_module import fit_module, resized, watch_module_step
-from stepscope.engine.fake_step import estimate_by_running, replayed
+from stepscope.engine.fake_module import estimate_by_running, fit_module, replayed, resized, watch_module_step
 from stepscope.training.user_module.module_step import UserModule
 from tests.command import stepscope
 from tests.conftest import mini

@@ -14,7 +14,7 @@ import pytest
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
+from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState
 from stepscope.engine.sweep import COMPILER_ON_GPU, Series, run_sweep
 from tests.conftest import at_length
 from tests.engine.test_sweep import (
@@ -317,7 +317,7 @@ import sys
 from pathlib import Path
 from stepscope.engine.sweep import Series, run_sweep
 from tests.engine.test_forks import made, plan
-from stepscope.engine.plan import Policy
+from stepscope.engine.request import Policy
 own, out = map(Path, sys.argv[1:3])
 run_sweep(plan(out, made(own, "plain"), made(own, "escapes", then_s=600)), Policy(start=sys.argv[3]))
 """

@@ -11,7 +11,7 @@ from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
 from stepscope.engine.request import StepRequest
-from stepscope.engine.turns import measure_in_turns
+from stepscope.engine.step import measure_in_turns
 from tests.conftest import mini
 
 QUICK = Settings(warmup_floor=1, warmup_cap=1, steps_floor=4, steps_cap=4, seconds=0, profile=False)

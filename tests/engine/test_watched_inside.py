@@ -13,7 +13,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import format_seconds
-from stepscope.engine.watch.watched_run import Watched
+from stepscope.engine.watched_run import Watched
 from stepscope.runs.answer import answer_run
 from tests.recording.watch.loops import Net, nothing_is_left, train_step
 

@@ -19,8 +19,7 @@ from stepscope.core.parts import PARTS
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Dtype
-from stepscope.engine.plan import Cell, SweepPlan
-from stepscope.engine.request import StepRequest
+from stepscope.engine.request import Cell, StepRequest, SweepPlan
 from stepscope.engine.step import measure_step
 from stepscope.engine.sweep import run_sweep
 from stepscope.recording.device import CudaDevice

@@ -41,7 +41,7 @@ LIBRARIES = {
 ONE_FILE = {
     "liger_kernel": "training/parts/liger.py",
     "quack": "training/parts/quack.py",
-    "ray": "engine/cluster/courier.py",
+    "ray": "engine/courier.py",
 }
 """Libraries that one file imports alone."""
 

@@ -17,7 +17,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.parts import named_kernels
 from stepscope.core.run import Settings
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.plan import grid
+from stepscope.engine.request import grid
 from stepscope.questions.parallel import parallel_cells
 
 SCRIPT = [sys.executable, str(Path(__file__).parents[2] / "scripts" / "measure-eight-gpus")]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.fake_step import estimate_by_running
+from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.driven import observe_step
 from stepscope.recording.fake_memory import AsOnCuda, AttentionBackend, FakeMemory
 from stepscope.training.training_step import TrainingStep

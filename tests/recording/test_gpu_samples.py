@@ -17,13 +17,11 @@ import stepscope
 from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run, load_runs
+from stepscope.engine import watched_run
 from stepscope.engine.request import StepRequest
-from stepscope.engine.step import measure_step
-from stepscope.engine.turns import measure_in_turns
-from stepscope.engine.watch import watched_run
-from stepscope.recording import gpu_samples
-from stepscope.recording.gpu_samples import GpuSampler, gpu_sampled, summarised
-from stepscope.recording.nvml import gpu_uuid
+from stepscope.engine.step import measure_in_turns, measure_step
+from stepscope.recording import nvml
+from stepscope.recording.nvml import GpuSampler, gpu_sampled, gpu_uuid, summarised
 from tests.conftest import mini, workload
 from tests.recording.watch.loops import Net, train_step
 
@@ -70,7 +68,7 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
         monkeypatch.setenv("PLAYED", manner)
         monkeypatch.setenv("PLAYED_MODULES", str(tmp_path / "modules"))
-        monkeypatch.setattr(gpu_samples, "_ANSWER_S", 1.0 if manner in ("hangs", "stops") else 30.0)
+        monkeypatch.setattr(nvml, "_ANSWER_S", 1.0 if manner in ("hangs", "stops") else 30.0)
 
     return played
 
@@ -92,7 +90,7 @@ def test_another_process_reads_and_knows_no_torch(play: Play, tmp_path: Path):
     assert found.power_w == Extent(lowest=345.678, median=345.678, highest=345.678)
     assert found.sm_clock_mhz is not None and found.sm_clock_mhz.lowest == 1500 and found.sm_clock_mhz.highest == 1980
     modules = (tmp_path / "modules").read_text().split()
-    assert "stepscope.recording.nvml" in modules and "torch" not in modules
+    assert "stepscope.core.environment" in modules and "torch" not in modules
 
 
 def test_what_was_read_before_and_after_the_steps_does_not_count(play: Play):
@@ -131,7 +129,7 @@ def test_no_gpu_of_this_name_or_no_library_is_a_blank(play: Play):
 
 
 def test_no_process_can_be_started(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_samples, "_COMMAND", ("/no/such/python",))
+    monkeypatch.setattr(nvml, "_COMMAND", ("/no/such/python",))
     assert read_for(0.0) is None
 
 
@@ -145,7 +143,7 @@ def test_a_sampler_ends_with_the_process_that_it_reads_for(play: Play):
     play("well")
     code = """
         import os, signal, time
-        from stepscope.recording.gpu_samples import GpuSampler
+        from stepscope.recording.nvml import GpuSampler
         sampler = GpuSampler("GPU-1", period_s=0.01)
         if os.fork() == 0:
             time.sleep(5)
@@ -187,7 +185,7 @@ def test_a_run_keeps_what_was_read_while_its_steps_ran(
 ):
     """A CPU's step, beside which the played GPU is read."""
     play(manner)
-    monkeypatch.setattr(gpu_samples, "sampler_of", lambda _: GpuSampler("GPU-1", period_s=0.01))
+    monkeypatch.setattr(nvml, "sampler_of", lambda _: GpuSampler("GPU-1", period_s=0.01))
     run = run_of(tmp_path / "runs")
     assert run.status == "done" and not run.evidence.notes and run.environment is not None
     during = run.environment.during
@@ -201,7 +199,7 @@ def test_steps_that_take_turns_have_clocks_in_common_and_neither_power_nor_energ
     play: Play, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     play("well")
-    monkeypatch.setattr(gpu_samples, "sampler_of", lambda _: GpuSampler("GPU-1", period_s=0.01))
+    monkeypatch.setattr(nvml, "sampler_of", lambda _: GpuSampler("GPU-1", period_s=0.01))
     settings = Settings(warmup_floor=1, warmup_cap=1, steps_floor=5, steps_cap=5, seconds=5, profile=False)
     request = StepRequest(
         workload=mini(), against=mini(seq_len=32), settings=settings, device="cpu", out=str(tmp_path / "runs")
@@ -257,7 +255,7 @@ def test_a_real_gpu_is_read_while_a_real_step_runs(tmp_path: Path):
     run, _ = measure_step(request)
     assert run.environment is not None
     before, during, after = run.environment.before, run.environment.during, run.environment.after
-    assert during is not None and during.period_s == gpu_samples.PERIOD_S
+    assert during is not None and during.period_s == nvml.PERIOD_S
     assert before is not None and before.read_at_s and after is not None and after.read_at_s
     assert 3 <= during.count <= (after.read_at_s - before.read_at_s) / during.period_s + 1 and after.sm_clock_max_mhz
     assert during.sm_clock_mhz is not None and 100 < during.sm_clock_mhz.median <= after.sm_clock_max_mhz

@@ -20,10 +20,9 @@ from stepscope.core.attention_support import attention_of, is_predicted, predict
 from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, attention_names, is_kept
 from stepscope.core.errors import InputError
 from stepscope.core.run import Settings
-from stepscope.engine.fake_step import estimate_by_running
+from stepscope.engine.fake_module import estimate_by_running
 from stepscope.engine.forecast import cells_that_will_not_fit
-from stepscope.engine.plan import Cell, SweepPlan
-from stepscope.engine.request import StepRequest
+from stepscope.engine.request import Cell, StepRequest, SweepPlan
 from stepscope.engine.step import measure_step
 from stepscope.runs.answer import answer_run
 from stepscope.training.attention import attention_for, implementation, written_out

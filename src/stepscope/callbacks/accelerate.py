@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.tracking import GeneralTracker
 
-from stepscope.engine.watch.watched_run import Watched, watch
+from stepscope.engine.watched_run import Watched, watch
 
 
 class WatchTracker(GeneralTracker):

@@ -4,7 +4,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from stepscope.engine.watch.watched_run import Watched, watch
+from stepscope.engine.watched_run import Watched, watch
 
 
 class WatchCallback(TrainerCallback):

@@ -352,8 +352,7 @@ def main(start: ProcessStart = "exec") -> int:
     end_with_stdin(None if mark is None else lambda: kill_marked(mark))
 
     try:
-        from stepscope.engine.step import measure_step  # noqa: PLC0415
-        from stepscope.engine.turns import measure_in_turns  # noqa: PLC0415  (torch, after the lifeline)
+        from stepscope.engine.step import measure_in_turns, measure_step  # noqa: PLC0415  (torch, after the lifeline)
         from stepscope.recording.device import resolve_device  # noqa: PLC0415
     except (ImportError, StepscopeError) as error:
         _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))

@@ -16,9 +16,9 @@ from stepscope.core.evidence import Evidence, MemoryGrowth
 from stepscope.core.ranks import CollectiveCalls, Correctness
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
+from stepscope.engine.nsys_trace import Nsys
 from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.recording.device import is_out_of_memory, timing_device
-from stepscope.recording.nsys import Nsys
 from stepscope.recording.step import Step
 from stepscope.training.parallel.collective import Ranks
 

@@ -48,9 +48,8 @@ from stepscope.recording.driven import (
     trace_nvtx,
 )
 from stepscope.recording.environment import HostLoad, launcher, read_environment
-from stepscope.recording.gpu_samples import GpuSampler, gpu_sampled
 from stepscope.recording.held_tensors import local_part, tensors_within
-from stepscope.recording.nvml import LEAST_S, EnergyMeter, nvml_kept_open, read_gpu
+from stepscope.recording.nvml import LEAST_S, EnergyMeter, GpuSampler, gpu_sampled, nvml_kept_open, read_gpu
 from stepscope.recording.observe import whole_bytes
 from stepscope.recording.precision import probe_relative_error, with_kernels
 from stepscope.recording.step import Step

@@ -24,11 +24,20 @@ from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workloads import Workload
 from stepscope.engine.cell_process import CellProcess, kill_marked
-from stepscope.engine.cluster.nodes import Cluster, terms_of
+from stepscope.engine.cluster import Cluster, terms_of
 from stepscope.engine.forks import Forks
 from stepscope.engine.measured_cell import REFUSED, DevicePlace, Place, PlaceLost, record
-from stepscope.engine.plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, Tell
-from stepscope.engine.request import Stage, StepRequest
+from stepscope.engine.request import (
+    BROKEN,
+    Cell,
+    CellState,
+    Policy,
+    Stage,
+    StepRequest,
+    SweepPlan,
+    SweepState,
+    TellSweep,
+)
 from stepscope.recording.nvml import smallest_gpu
 
 FEWEST_FORKED = 2
@@ -76,7 +85,7 @@ class Series:
 
 
 def run_sweep(
-    plan: SweepPlan, policy: Policy | None = None, tell: Tell = lambda _: None, series: Series | None = None
+    plan: SweepPlan, policy: Policy | None = None, tell: TellSweep = lambda _: None, series: Series | None = None
 ) -> list[Run]:
     """Measure every cell that has no result yet; returns a run for each cell, in the plan's order.
 
@@ -124,7 +133,7 @@ def _numbered(mark: str, numbers: Iterator[int]) -> str:
 
 
 class _Sweep:
-    def __init__(self, plan: SweepPlan, policy: Policy, tell: Tell, series: Series | None) -> None:
+    def __init__(self, plan: SweepPlan, policy: Policy, tell: TellSweep, series: Series | None) -> None:
         self._plan, self._policy, self._tell, self._series = plan, policy, tell, series
         self._out = Path(plan.out)
         self.interrupted = False

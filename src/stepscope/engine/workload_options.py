@@ -33,7 +33,7 @@ from stepscope.core.workloads import (
     UserModel,
     Workload,
 )
-from stepscope.engine.plan import combinations, grid
+from stepscope.engine.request import combinations, grid
 
 
 def norm_bound(text: str) -> float | str:

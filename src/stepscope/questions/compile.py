@@ -26,7 +26,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import COMPILES
-from stepscope.engine.plan import Cell as SweepCell
+from stepscope.engine.request import Cell as SweepCell
 from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,

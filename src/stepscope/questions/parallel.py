@@ -17,8 +17,8 @@ from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named, strategy_word
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.plan import Cell as SweepCell
-from stepscope.engine.plan import grid, order_cells
+from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.request import grid, order_cells
 from stepscope.questions.compare.comparison import (
     ComparedRun,
     Comparison,

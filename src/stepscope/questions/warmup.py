@@ -8,7 +8,7 @@ from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import format_milliseconds, format_seconds
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.plan import Cell as SweepCell
+from stepscope.engine.request import Cell as SweepCell
 from stepscope.runs.answer import doubts, heading, status_word
 
 

@@ -16,8 +16,7 @@ from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
 from stepscope.recording.device import timing_device
 from stepscope.recording.environment import cpu_name
-from stepscope.recording.precision import matmul_precision
-from stepscope.recording.scaled_mm import scaled_mm
+from stepscope.recording.precision import matmul_precision, scaled_mm
 from stepscope.recording.timer import LedCall, measure_one
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")

@@ -40,10 +40,10 @@ from stepscope.core.errors import InputError
 from stepscope.core.memory_notes import MemoryCategory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.recording import scaled_mm
+from stepscope.recording.precision import SCALED_CASTS, SCALED_PRODUCTS
 
 _aten = torch.ops.aten
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *SCALED_PRODUCTS)
 _UNSCALES = _aten._amp_foreach_non_finite_check_and_unscale_.default
 _READS_A_NUMBER = _aten._local_scalar_dense.default
 
@@ -355,7 +355,7 @@ class FakeMemoryOfOwn(FakeMemory):
 
     def _look_at(self, func: Any, tensors: list[Tensor], outputs: Any) -> None:
         name = func.overloadpacket.__name__
-        if func.namespace not in _OURS and func._schema.name not in (*scaled_mm.OPERATORS, *scaled_mm.CASTS):
+        if func.namespace not in _OURS and func._schema.name not in (*SCALED_PRODUCTS, *SCALED_CASTS):
             self.custom[str(func)] += 1
         elif func.namespace == "aten" and name in _CONVOLUTIONS:
             self.convolutions += 1

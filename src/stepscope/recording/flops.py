@@ -23,7 +23,7 @@ from stepscope.core.formulas import Convention, Work
 from stepscope.core.formulas.operators.calls import Operand, OperatorCall, TensorList, Unknown, Value
 from stepscope.core.formulas.operators.rules import call_work, is_product
 from stepscope.core.parts import PARTS
-from stepscope.recording import scaled_mm
+from stepscope.recording.precision import SCALED_CAST_KERNELS, SCALED_CASTS
 from stepscope.recording.step import Recorder
 
 CONVENTION = Convention(causal="full", recompute=True)
@@ -144,7 +144,7 @@ class FlopCounts(Recorder):
     def _may_multiply(func: Any) -> bool:
         if isinstance(func, HigherOrderOperator):
             return _PRODUCT.search(func.name()) is not None
-        if func._schema.name in scaled_mm.CASTS or _ELEMENTWISE.search(func._schema.name):
+        if func._schema.name in SCALED_CASTS or _ELEMENTWISE.search(func._schema.name):
             return False
         if func.namespace != "aten":
             return True  # an operator of the user's own, or of a library: nobody knows
@@ -162,7 +162,7 @@ class FlopCounts(Recorder):
 
         def launched(metadata: Any) -> None:
             name = metadata.get()["name"]
-            if name not in scaled_mm.CAST_KERNELS and not _ELEMENTWISE.search(name):
+            if name not in SCALED_CAST_KERNELS and not _ELEMENTWISE.search(name):
                 self.unknown[f"Triton kernel {name}"] += 1
 
         hooks: Any = knobs.runtime.launch_enter_hook

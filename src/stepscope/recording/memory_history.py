@@ -42,8 +42,14 @@ from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRAD
 from stepscope.core.run_directory import MEMORY_FILE
 from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
-from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, saved_tensors
-from stepscope.recording.keepers import Keepers
+from stepscope.recording.held_tensors import (
+    Keepers,
+    local_part,
+    model_tensors,
+    optimizer_tensors,
+    plain_parts,
+    saved_tensors,
+)
 from stepscope.recording.observe import PhasePeaks, gradient_bytes, parameter_bytes
 from stepscope.recording.precision import cast_copy
 from stepscope.recording.ranges import BackwardRanges, SequenceNotes

@@ -24,13 +24,14 @@ from stepscope.core.evidence import PhaseMemory, StepObservation, StepOperators
 from stepscope.core.formulas.communication import OTHER, kind_of, sent_and_received
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
 from stepscope.core.ranks import CollectiveCalls
-from stepscope.recording import ranges, scaled_mm
+from stepscope.recording import ranges
 from stepscope.recording.capture import profiler_for
 from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, whole_numel
 from stepscope.recording.nvml import read_gpu
+from stepscope.recording.precision import SCALED_PRODUCTS
 from stepscope.recording.step import Recorder, Step, optimizers_of
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *scaled_mm.OPERATORS)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *SCALED_PRODUCTS)
 
 
 class _Saved:
@@ -78,7 +79,7 @@ class _ProductDtypes(TorchDispatchMode):
     ) -> Any:
         if not isinstance(func, HigherOrderOperator) and func._schema.name in _PRODUCTS:
             # Of a scaled product the first two are the operands, and the others their scales.
-            count = 2 if func._schema.name in scaled_mm.OPERATORS else len(args)
+            count = 2 if func._schema.name in SCALED_PRODUCTS else len(args)
             operands = [arg for arg in args[:count] if isinstance(arg, torch.Tensor)]
             # A product over one element adds nothing up: so Hugging Face's models multiply positions and frequencies,
             # in fp32 whatever autocast says.

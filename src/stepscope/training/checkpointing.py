@@ -28,8 +28,8 @@ from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.units import GIB
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts.projections import OPERATOR
-from stepscope.recording import scaled_mm
 from stepscope.recording.fake_memory import of_host
+from stepscope.recording.precision import SCALED_PRODUCTS
 from stepscope.recording.ranges import detail_range
 from stepscope.training.attention import implementation
 
@@ -366,7 +366,7 @@ def _await(event: torch.cuda.Event | None) -> None:
 
 """The name of the range that encloses what backward runs again, as readers of traces know it."""
 
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", OPERATOR, *scaled_mm.OPERATORS)
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", OPERATOR, *SCALED_PRODUCTS)
 
 
 _OTHER_PRODUCTS = ("aten::convolution", "aten::_grouped_mm")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from stepscope.core.attention_support import triton_fault
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import check_scaled_layers, check_scaled_rows, takes_scaled
-from stepscope.recording.scaled_mm import scaled_mm
+from stepscope.recording.precision import scaled_mm
 
 By = Literal["tensor", "row"]
 

@@ -14,7 +14,7 @@ from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.precisions import Dtype
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.fake_step import estimate_by_running, watch_fake_step
+from stepscope.engine.fake_module import estimate_by_running, watch_fake_step
 from tests.conftest import at_length
 
 pytestmark = pytest.mark.slow

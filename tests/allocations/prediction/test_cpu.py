@@ -20,7 +20,7 @@ from stepscope.allocations.prediction.estimate import estimate, symbolic_model
 from stepscope.allocations.prediction.symbolic_tensors import Ledger, Node, RoundingAllocator, Storage, Tape
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.fake_step import estimate_by_running
+from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.driven import capture_memory
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini

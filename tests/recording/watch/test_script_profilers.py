@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile, record_function, schedule
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import KINETO_FILE
-from stepscope.engine.watch.watched_run import watch
+from stepscope.engine.watched_run import watch
 from tests.recording.watch.loops import Net, nothing_is_left, train_step
 
 CPU = [ProfilerActivity.CPU]

@@ -144,7 +144,7 @@ class ScaledProducts:
         alive += [tape.storage(size) for size, is_copied in zip(sizes, copied, strict=True) if is_copied]
         if not self.on_gpu:
             # There the product is made in fp32, and then multiplied by one scale and the other
-            # (recording/scaled_mm.py).
+            # (recording/precision.py).
             wide = [tape.storage(4 * size) for size in sizes]
             product = tape.storage(4 * rows * columns)
             del wide

@@ -301,7 +301,7 @@ def run(
 
 def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
     """Start the processes that share the step, and wait for what they measured."""
-    from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
+    from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
     def told(state: SweepState) -> None:

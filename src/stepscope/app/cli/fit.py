@@ -207,7 +207,7 @@ def _keep(runs: Path, fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEs
 
 
 def _by_running(workload: TextbookWorkload) -> "FakeEstimate":
-    from stepscope.engine.fake_step import estimate_by_running
+    from stepscope.engine.fake_module import estimate_by_running
 
     with stdout_kept_clean():
         return estimate_by_running(workload)

@@ -21,8 +21,7 @@ from stepscope.rendering.renderers import BARE, STYLES
 from stepscope.rendering.terminal import CleanConsole, parts_of, plain_part
 
 if TYPE_CHECKING:
-    from stepscope.engine.plan import SweepState
-    from stepscope.engine.request import Stage
+    from stepscope.engine.request import Stage, SweepState
     from stepscope.rendering.sweep import ProgressRow
 
 

@@ -32,7 +32,7 @@ from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.explain import Explained
-    from stepscope.engine.plan import Cell, SweepPlan
+    from stepscope.engine.request import Cell, SweepPlan
     from stepscope.traces.captures.summary import TraceSummary
 
 
@@ -82,7 +82,7 @@ def run(
     if not parallel:
         refuse_several(os.environ, "measure a step of its own", "say --parallel, or start it without torchrun")
     if repeat > 1 or against is not None or (parallel and place is None):
-        from stepscope.engine.plan import SweepPlan
+        from stepscope.engine.request import SweepPlan
 
         cells = _cells(said, against, runs, timing.settings, repeat, on_gpu=type_of_device(device) == "cuda")
         plan = SweepPlan(
@@ -123,7 +123,7 @@ def _cells(
     said: OneWorkload, against: str | None, runs: Path, settings: Settings, repeat: int, *, on_gpu: bool
 ) -> "tuple[Cell, ...]":
     """What is measured in processes of their own: the workload, or two that take turns."""
-    from stepscope.engine.plan import Cell, order_cells, repeated
+    from stepscope.engine.request import Cell, order_cells, repeated
 
     first = said.own or _usual(said, on_gpu)
     cells = [Cell(workload=first, settings=settings)]
@@ -147,7 +147,7 @@ def _cells(
 
 def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | None) -> NoReturn:
     """Measure one step in several processes, or two, and show what they say; leaves with the exit code."""
-    from stepscope.engine.plan import Policy
+    from stepscope.engine.request import Policy
 
     def report(measured: list[Run]) -> None:
         from stepscope.runs.run_sets import against_as_json, answer_against, answer_set, set_as_json, sets_of

@@ -31,7 +31,7 @@ from stepscope.core.workloads import DTYPES, PHASES
 from stepscope.engine.workload_options import ManyWorkloads
 
 if TYPE_CHECKING:
-    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.engine.request import Policy, SweepPlan
     from stepscope.traces.captures.digest import TraceDigest
 
 
@@ -92,7 +92,7 @@ def sweep(
     shown: Presentation,
 ) -> None:
     """Measure a grid of workloads. The same command resumes a sweep that was interrupted."""
-    from stepscope.engine.plan import Cell, Policy, SweepPlan, order_cells, repeated
+    from stepscope.engine.request import Cell, Policy, SweepPlan, order_cells, repeated
     from stepscope.engine.user_code import load_recipe
 
     if recipe is not None:
@@ -137,7 +137,7 @@ def measure_and_report(
     again: whether the same command goes on where this one stopped. retries: whether it has the option --retry.
     """
     from stepscope.engine.measured_cell import leaves_nothing
-    from stepscope.engine.plan import BROKEN
+    from stepscope.engine.request import BROKEN
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
 
     if policy.on is None:

@@ -16,7 +16,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.interrupts import HandedOver, die_of_interrupt
 from stepscope.core.options import MEASURING, Option
-from stepscope.engine.watch.script import (
+from stepscope.engine.watched_script import (
     Launch,
     Program,
     WatchRequest,
@@ -32,7 +32,7 @@ from stepscope.engine.watch.script import (
 )
 
 if TYPE_CHECKING:
-    from stepscope.engine.watch.watched_run import WatchedRun
+    from stepscope.engine.watched_run import WatchedRun
 
 _NSYS = (
     "nsys watches a process from its start, and this one has started: write nsys profile -t cuda,nvtx "
@@ -171,7 +171,7 @@ class _Watching:
 
     def start(self) -> None:
         try:
-            from stepscope.engine.watch.watched_run import WatchedRun
+            from stepscope.engine.watched_run import WatchedRun
 
             self._watched = WatchedRun(self._request, self._say)
             self._watched.start()

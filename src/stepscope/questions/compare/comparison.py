@@ -22,8 +22,8 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
-from stepscope.engine.plan import Cell as SweepCell
-from stepscope.engine.plan import grid, order_cells
+from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.request import grid, order_cells
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
 from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of

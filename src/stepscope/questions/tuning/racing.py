@@ -30,7 +30,7 @@ from stepscope.core.units import format_bytes
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
-from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState, Tell, order_cells, repeated
+from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.engine.sweep import Series, run_sweep
 from stepscope.questions.tuning.curves import STEPS, TRAININGS
 from stepscope.recording.nvml import smallest_gpu
@@ -82,7 +82,7 @@ class Racing:
 
     def __init__(
         self, *, device: str, out: str, budget_s: float, memory_limit_bytes: int | None = None, tag: str | None = None,
-        fresh: bool = False, tell: Tell = lambda _: None, clock: Callable[[], float] = time.monotonic,
+        fresh: bool = False, tell: TellSweep = lambda _: None, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """fresh: whether nothing that an earlier search measured is taken. tell: is given the state of each sweep of
         cells as it goes on."""

@@ -22,6 +22,7 @@ from stepscope.recording.watch.loop import LoopStep, Unclear
 from stepscope.recording.watch.phases import (
     OptimizerWatch,
     Phases,
+    ScriptProfilers,
     Undo,
     end_with_backward,
     replace,
@@ -31,7 +32,6 @@ from stepscope.recording.watch.phases import (
     watch_forward,
     watch_quiet,
 )
-from stepscope.recording.watch.script_profilers import ScriptProfilers
 
 # Notes what a watched loop saves, so that a step which writes a checkpoint has a name.
 

@@ -25,7 +25,7 @@ from stepscope.engine.request import TraceRequest
 from stepscope.engine.workload_options import ManyWorkloads, factory_arguments
 
 if TYPE_CHECKING:
-    from stepscope.engine.plan import Cell, SweepPlan
+    from stepscope.engine.request import Cell, SweepPlan
     from stepscope.questions.compare.comparison import ComparedRun, Sizes
 
 
@@ -83,7 +83,7 @@ class AskedSteps:
 
     def plan(self, cells: "tuple[Cell, ...]", trace: TraceRequest) -> "SweepPlan":
         """The plan that measures these cells where it was asked."""
-        from stepscope.engine.plan import SweepPlan, order_cells, repeated
+        from stepscope.engine.request import SweepPlan, order_cells, repeated
 
         if self.repeat > 1:
             cells = order_cells(repeated(cells, self.repeat))
@@ -112,7 +112,7 @@ class AskedStepsOfAny(AskedSteps):
     ) -> "tuple[Cell, ...]":
         """A cell for each combination of what was said of the user's own model, and of `choices`, of which None is one
         that was not made. Raises InputError for options of the textbook's model."""
-        from stepscope.engine.plan import Cell, order_cells
+        from stepscope.engine.request import Cell, order_cells
 
         on_a_cpu = self.device_type == "cpu"
         dtypes = self.dtype or (on_cpu if on_a_cpu else on_gpu).dtypes
@@ -158,7 +158,7 @@ class Comparing:
     def measured(self, plan: "SweepPlan") -> None:
         """Measure the cells and answer; leaves with the sweep's exit code."""
         from stepscope.app.cli.sweep import measure_and_report
-        from stepscope.engine.plan import Policy
+        from stepscope.engine.request import Policy
 
         def report(found: list[Run]) -> None:
             place = Path(plan.out)

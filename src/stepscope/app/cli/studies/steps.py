@@ -207,7 +207,7 @@ def kernels(
         return
     from stepscope.app.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
-    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.engine.request import Policy, SweepPlan
     from stepscope.questions.compare.comparison import compared_cells
 
     recording = Recording(record=record or (tool,), trace_steps=trace_steps)
@@ -484,7 +484,7 @@ def allocator(
 
     from stepscope.app.cli.output import sweep_progress
     from stepscope.app.cli.sweep import sweep_exit_code
-    from stepscope.engine.plan import Cell, Policy, SweepPlan
+    from stepscope.engine.request import Cell, Policy, SweepPlan
     from stepscope.engine.sweep import run_sweep
     from stepscope.questions.allocator import answer_allocator
 
@@ -526,7 +526,7 @@ def warmup(
     from stepscope.app.cli.sweep import measure_and_report, report_runs
     from stepscope.core.model_config import configure
     from stepscope.core.workloads import TextbookWorkload
-    from stepscope.engine.plan import Policy, SweepPlan
+    from stepscope.engine.request import Policy, SweepPlan
     from stepscope.questions.warmup import answer_warmup, warmup_cells
 
     workload = TextbookWorkload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]

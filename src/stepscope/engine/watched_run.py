@@ -42,16 +42,15 @@ from stepscope.core.units import counted, format_seconds
 from stepscope.core.workloads import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
-from stepscope.engine.watch.script import WatchRequest, checked_steps, settings_between, when_imported
+from stepscope.engine.watched_script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
 from stepscope.recording.environment import HostLoad, launcher, read_environment
-from stepscope.recording.gpu_samples import sampler_of
-from stepscope.recording.nvml import read_gpu
+from stepscope.recording.held_tensors import weakly, weakly_each
+from stepscope.recording.nvml import read_gpu, sampler_of
 from stepscope.recording.updates import Changes, most_updates
 from stepscope.recording.watch.finder import backward_has_run
 from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name, models_of
-from stepscope.recording.watch.phases import keep_out_of_graphs
-from stepscope.recording.watch.script_profilers import ScriptProfilers
+from stepscope.recording.watch.phases import ScriptProfilers, keep_out_of_graphs
 from stepscope.recording.watch.stages import (
     LookedAtSteps,
     ObservedStep,
@@ -62,7 +61,6 @@ from stepscope.recording.watch.stages import (
 )
 from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, Watch, watching
-from stepscope.recording.weak_references import weakly, weakly_each
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
 from stepscope.training.user_module.user_code import source_digest, structure_digest

@@ -18,7 +18,7 @@ from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.engine.cell_process import MARK
-from stepscope.engine.plan import Cell, Policy, SweepPlan, SweepState
+from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState
 from stepscope.engine.sweep import run_sweep
 from tests.conftest import at_length, mini
 from tests.engine.test_forks import made, own  # noqa: F401  (a fixture)
@@ -98,7 +98,7 @@ def measured_on(runs: list[Run]) -> set[str | None]:
 def starting_with(place: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
     """Let the process that talks with Ray begin with this code."""
     place.mkdir()
-    text = f"import sys\nif 'stepscope.engine.cluster.courier' in sys.orig_argv:\n    {code}\n"
+    text = f"import sys\nif 'stepscope.engine.courier' in sys.orig_argv:\n    {code}\n"
     (place / "sitecustomize.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
 
@@ -176,7 +176,7 @@ def test_a_cluster_that_cannot_be_meant_is_one_line(out: Path, nodes: Nodes, on:
 def test_what_cannot_connect_is_one_line(
     out: Path, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, code: str, says: str
 ):
-    monkeypatch.setattr("stepscope.engine.cluster.nodes._START_S", 3.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr("stepscope.engine.cluster._START_S", 3.0 if "sleep" in code else 60.0)
     starting_with(out.with_name("site"), monkeypatch, code)
     with pytest.raises(StepscopeError, match=says) as caught:
         run_sweep(plan(out, 8), Policy(on="auto"))
@@ -267,7 +267,7 @@ def cells_of(asked: SweepPlan) -> list[int]:
         with contextlib.suppress(OSError):
             if f"\0{MARK}={asked.key}-".encode() in b"\0" + (process / "environ").read_bytes():
                 found.append(int(process.name))
-    return [pid for pid in found if b"cluster.courier" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in found if b"engine.courier" not in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 SWEEP = """
@@ -275,7 +275,7 @@ import sys
 from pathlib import Path
 import msgspec
 from stepscope.core import interrupts
-from stepscope.engine.plan import Policy, SweepPlan
+from stepscope.engine.request import Policy, SweepPlan
 from stepscope.engine.sweep import run_sweep
 interrupts.install(even_if_ignored=True)
 run_sweep(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SweepPlan), Policy(on="auto"))

@@ -1,6 +1,6 @@
 """The process that talks with Ray for a sweep, so that whatever Ray prints, or ends, is no concern of the sweep.
 
-Started by `engine/cluster/nodes.py` as `python -m stepscope.engine.cluster.courier`. Terms and orders come as lines on
+Started by `engine/cluster.py` as `python -m stepscope.engine.courier`. Terms and orders come as lines on
 stdin, words go as lines to stdout. When stdin closes, the sweep has gone: this process ends, and Ray ends its cells.
 No other file imports Ray.
 """
@@ -19,8 +19,8 @@ import msgspec
 
 from stepscope import __version__
 from stepscope.core.errors import EXIT_WRONG_INPUT, DeviceError, InputError, StepscopeError, named_line, one_line
-from stepscope.engine.cluster import on_node
-from stepscope.engine.cluster.on_node import Node, Order, Terms, Word, land
+from stepscope.engine import cluster as on_node
+from stepscope.engine.cluster import Node, Order, Terms, Word, land
 
 _ANSWER_S = 10.0
 """Seconds for a connection to the address to open."""

@@ -20,10 +20,9 @@ import pytest
 from stepscope.core.errors import InputError
 from stepscope.core.profilers import find_nsys
 from stepscope.core.run_directory import load_run, load_runs
-from stepscope.engine.nsys_trace import trace_under_nsys
+from stepscope.engine import nsys_trace as tool
+from stepscope.engine.nsys_trace import Nsys, require_nsys, trace_under_nsys
 from stepscope.engine.request import StepRequest, TraceRequest
-from stepscope.recording import nsys as tool
-from stepscope.recording.nsys import Nsys, require_nsys
 from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.readers.nsys import exported
 from tests.app.cli.test_cli import QUICK, run_until, stepscope

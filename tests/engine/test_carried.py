@@ -8,7 +8,7 @@ import pytest
 from stepscope.core.errors import StepscopeError
 from stepscope.core.run import Run
 from stepscope.core.run_directory import create_run_directory, load_run, load_runs, save_run
-from stepscope.engine.cluster.on_node import land, pack
+from stepscope.engine.cluster import land, pack
 from tests.conftest import make_run
 
 

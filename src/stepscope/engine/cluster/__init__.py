@@ -1,1 +1,0 @@
-"""Cells of a sweep that are measured on the nodes of a Ray cluster."""
