@@ -2,13 +2,15 @@
 
 import re
 import time
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from stepscope.core.errors import DeviceError, InputError, message_of, one_line
-from stepscope.core.ranks import RankPlace
 from stepscope.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from stepscope.core.ranks import RankPlace
 
 
 class Clock(Protocol):
@@ -99,7 +101,7 @@ class CudaDevice:
         return start.elapsed_time(end) * 1e-3
 
 
-def resolve_device(name: str, place: RankPlace | None = None) -> torch.device:
+def resolve_device(name: str, place: "RankPlace | None" = None) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there.
 
     place: of a rank among several, which has a GPU of its own.
@@ -124,7 +126,7 @@ def resolve_device(name: str, place: RankPlace | None = None) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _device_of_rank(name: str, place: RankPlace) -> torch.device:
+def _device_of_rank(name: str, place: "RankPlace") -> torch.device:
     """The CPU, or the GPU with the rank's number on its host."""
     if name == "cpu" or (name == "auto" and not _gpu_count()):
         return torch.device("cpu")
