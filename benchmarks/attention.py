@@ -32,7 +32,6 @@ from stepscope.core.attention_call import (
     encode_timings,
     forward_flops,
 )
-from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_INTERRUPTED,
@@ -41,6 +40,7 @@ from stepscope.core.errors import (
     StepscopeError,
     choose,
 )
+from stepscope.core.parts import Attention, TensorDtype
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds

@@ -34,11 +34,12 @@ from typing import Any
 
 import msgspec
 
+from stepscope.core.environment import place_in_job
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import steps_together
 from stepscope.core.formulas.transformer import parameter_count, step_flops
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.parts import PARTS
-from stepscope.core.ranks import place_in_job, steps_together
 from stepscope.core.run import Run
 from stepscope.core.run_directory import find_run_files, load_run, write_atomically
 from stepscope.core.workloads import TextbookWorkload, by_sizes

@@ -113,7 +113,7 @@ def measured(asked: argparse.Namespace) -> Result:
     """Take part as one of torchrun's ranks. The first returns the result; the others end here."""
     import torch  # noqa: PLC0415
 
-    from stepscope.core.ranks import place_in_job  # noqa: PLC0415
+    from stepscope.core.environment import place_in_job  # noqa: PLC0415
     from stepscope.recording.environment import read_environment  # noqa: PLC0415
     from stepscope.training.parallel.collective import join  # noqa: PLC0415
 

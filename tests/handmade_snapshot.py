@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
-from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import MemoryCategory, MemoryNotes, PhaseSpan, TensorNote
+from stepscope.core.evidence import MemoryCategory, MemoryNotes, PhaseMemory, PhaseSpan, TensorNote
 from stepscope.core.workloads import TextbookWorkload
 from tests.conftest import mini
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from benchmarks.recording_allocator import RecordingAllocator
 
-from stepscope.core.memory_notes import NOTES_KEY
+from stepscope.core.evidence import NOTES_KEY
 from stepscope.core.run_directory import MEMORY_FILE
 from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.step import drive

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from stepscope.allocations.explain import categories_of, explain
 from stepscope.allocations.snapshot import snapshot_from
-from stepscope.core.memory_notes import NOTES_KEY
+from stepscope.core.evidence import NOTES_KEY
 from stepscope.recording.held_tensors import model_tensors, optimizer_tensors, plain_parts
 from stepscope.recording.memory_history import Releases
 from tests.allocations.recorded_steps import record

@@ -10,7 +10,7 @@ from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import Explained, explain
 from stepscope.allocations.prediction.estimate import estimate, kept_by_block
 from stepscope.allocations.snapshot import read_snapshot
-from stepscope.core.memory_notes import TensorNote
+from stepscope.core.evidence import TensorNote
 from stepscope.core.units import MIB
 from stepscope.core.workloads import TextbookWorkload
 

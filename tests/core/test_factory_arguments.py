@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.errors import InputError
-from stepscope.core.factory_arguments import code_digest, parse_arguments
+from stepscope.core.user_model import code_digest, parse_arguments
 
 
 @pytest.mark.parametrize(

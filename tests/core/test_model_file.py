@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.app.api.running import of_factory
 from stepscope.core.evidence import Evidence
-from stepscope.core.model_file import unmet, without_options
+from stepscope.core.user_model import unmet, without_options
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.runs.checks import check_run
 from tests.command import stepscope

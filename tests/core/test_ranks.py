@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.ranks import Span, steps_together
+from stepscope.core.evidence import Span, steps_together
 
 MS = 1_000_000
 

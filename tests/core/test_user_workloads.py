@@ -9,7 +9,7 @@ import pytest
 from stepscope.app.api.running import of_factory
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.errors import InputError
-from stepscope.core.evidence import Evidence
+from stepscope.core.evidence import Evidence, MemoryNotes
 from stepscope.core.formulas.spelled import (
     cell_name,
     describe_model,
@@ -18,7 +18,6 @@ from stepscope.core.formulas.spelled import (
     run_call,
     run_command,
 )
-from stepscope.core.memory_notes import MemoryNotes
 from stepscope.core.run import Run
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.workloads import (

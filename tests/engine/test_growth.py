@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import stepscope
 from stepscope.allocations.left_behind import growth_tables
-from stepscope.core.answer import Answer, Table, name_of
+from stepscope.core.answer import Answer, Finding, Table, name_of
 from stepscope.core.evidence import MemoryGrowth
-from stepscope.core.finding import Finding
 from stepscope.core.run import Run, Settings
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import Correctness, RanksEvidence
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import configure
-from stepscope.core.ranks import Correctness, RanksEvidence
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import TextbookWorkload

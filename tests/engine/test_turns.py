@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from stepscope.core.errors import InputError
-from stepscope.core.factory_arguments import code_digest
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
+from stepscope.core.user_model import code_digest
 from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_in_turns

@@ -11,11 +11,10 @@ import pytest
 import torch
 
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
 from stepscope.core.model_config import configure
-from stepscope.core.parts import PARTS
+from stepscope.core.parts import ATTENTIONS, PARTS, Attention
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Dtype

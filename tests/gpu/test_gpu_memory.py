@@ -8,8 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import SEGMENTS_BEFORE_KEY
+from stepscope.core.evidence import SEGMENTS_BEFORE_KEY, PhaseMemory
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.engine.request import MemoryRequest, StepRequest

@@ -24,7 +24,7 @@ from typing import Any
 import polars as pl
 
 from stepscope.allocations.plain_pickle import read_plain_pickle
-from stepscope.core.memory_notes import NOTES_KEY, SEGMENTS_BEFORE_KEY
+from stepscope.core.evidence import NOTES_KEY, SEGMENTS_BEFORE_KEY
 from tests.hostile.inputs import (
     DATA,
     HOSTILE_TEXTS,

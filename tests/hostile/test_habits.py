@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.data import DataLoader, Dataset
 
 import stepscope
+from stepscope.core.answer import Finding
 from stepscope.core.device_spec import overridden_spec
 from stepscope.core.evidence import Evidence, Saved, WatchedLoop
-from stepscope.core.finding import Finding
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import FactoryWorkload, UserModel

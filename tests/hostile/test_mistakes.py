@@ -16,7 +16,6 @@ import msgspec
 import pytest
 import torch
 
-from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec, overridden_spec
 from stepscope.core.environment import Environment, Extent, GpuReading, GpuSamples, HostReading
 from stepscope.core.evidence import (
@@ -33,7 +32,7 @@ from stepscope.core.evidence import (
 )
 from stepscope.core.formulas import Work
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.parts import PARTS
+from stepscope.core.parts import PARTS, Attention
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, FactoryWorkload, TextbookWorkload, UserModel

@@ -12,9 +12,9 @@ from torch import Tensor
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.core.attention_call import AttentionCell, GateReport, decode_timings, encode_timings, saved_by_formula
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
-from stepscope.core.attentions import ATTENTIONS, AttentionCall, AttentionRecord, attention_names
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence
+from stepscope.core.parts import ATTENTIONS, AttentionCall, AttentionRecord, attention_names
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import TextbookWorkload

@@ -16,7 +16,7 @@ QUESTION = '''"""How fast a harmonic sum grows."""
 from typing import Annotated
 
 from stepscope.core.answer import Answer, Table
-from stepscope.core.finding import note
+from stepscope.core.answer import note
 from stepscope.core.options import NUMBERS, Option
 from stepscope.questions.question import Question
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.core.moment_blocks import MOST_NUMBERS, moment_blocks
+from stepscope.core.formulas.transformer import MOST_NUMBERS, moment_blocks
 from stepscope.training.one_launch import AdamWOneLaunch, AdamWUnderBackward, moments_beside
 
 pytestmark = pytest.mark.slow

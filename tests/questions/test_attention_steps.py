@@ -7,10 +7,9 @@ import msgspec
 import pytest
 
 from stepscope.app.cli.app import app
-from stepscope.core.answer import decode_answer, encode_answer
+from stepscope.core.answer import Finding, decode_answer, encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, PhaseMemory
-from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_runs

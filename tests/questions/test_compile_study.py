@@ -14,10 +14,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.answer import decode_answer
+from stepscope.core.answer import Finding, decode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence, KernelTotal, PhaseMemory, ProfiledStep
-from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run

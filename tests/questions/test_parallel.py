@@ -9,8 +9,8 @@ import pytest
 
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.model_config import configure
-from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Failure, Settings
 from stepscope.core.samples import Samples
 from stepscope.questions.parallel import (

@@ -28,9 +28,9 @@ from stepscope.core.attention_call import (
     forward_flops,
     saved_by_formula,
 )
-from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.samples import Samples
 from stepscope.questions.attention.answer import (
     BOTH,

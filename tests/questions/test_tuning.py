@@ -13,10 +13,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepscope.core.answer import error
 from stepscope.core.checkpointing import selective_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Evidence
-from stepscope.core.finding import error
 from stepscope.core.formulas.spelled import run_call, run_command
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change

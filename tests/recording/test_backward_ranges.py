@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from stepscope.core.attentions import Attention
+from stepscope.core.parts import Attention
 from stepscope.core.range_names import ATTENTION_PARTS, GRADIENT_ACCUMULATION, MARKING
 from stepscope.recording import driven, ranges
 from stepscope.recording.device import HostDevice

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from stepscope.core.errors import InputError
-from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.evidence import MemoryCategory
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
 from stepscope.recording.driven import observe_step

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from stepscope.core.errors import portable_path
-from stepscope.core.memory_notes import NOTES_KEY, SEGMENTS_BEFORE_KEY, MemoryNotes, TensorNote
+from stepscope.core.evidence import NOTES_KEY, SEGMENTS_BEFORE_KEY, MemoryNotes, TensorNote
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import MEMORY_FILE, load_runs
 from stepscope.engine.request import MemoryRequest, StepRequest

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepscope.core.memory_notes import MemoryNotes
+from stepscope.core.evidence import MemoryNotes
 from stepscope.recording import ranges
 from stepscope.recording.driven import capture_memory, observe_step
 from stepscope.recording.memory_history import MemoryRecorder

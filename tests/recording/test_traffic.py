@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from stepscope.core.ranks import CollectiveCalls
+from stepscope.core.evidence import CollectiveCalls
 from stepscope.recording.observe import TrafficCounts, whole_bytes
 
 RANKS, WIDTH = 4, 16

@@ -6,8 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.core.answer import Answer, Line, table_of
-from stepscope.core.finding import error, note, warning
+from stepscope.core.answer import Answer, Line, error, note, table_of, warning
 from stepscope.rendering.brief import MOST_LINES, brief_document, brief_text
 from tests.captures import Capture, write_kineto
 from tests.command import stepscope

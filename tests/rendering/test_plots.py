@@ -22,10 +22,9 @@ from hypothesis import strategies as st
 from stepscope.allocations.at_moment import panel_of, thin
 from stepscope.allocations.prediction.accuracy import Accuracy, Comparison, accuracy_panels
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.core.answer import Answer, Frame, Guide, Panel, Point, decode_answer, encode_answer
+from stepscope.core.answer import Answer, Finding, Frame, Guide, Panel, Point, decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
-from stepscope.core.memory_notes import MemoryCategory, PhaseSpan
+from stepscope.core.evidence import MemoryCategory, PhaseSpan
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import GIB

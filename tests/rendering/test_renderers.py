@@ -8,9 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, decode_answer, encode_answer, table_of, text
+from stepscope.core.answer import (
+    PROSE,
+    TEXT,
+    Answer,
+    Cell,
+    Doubted,
+    Line,
+    decode_answer,
+    encode_answer,
+    note,
+    table_of,
+    text,
+)
 from stepscope.core.errors import InputError
-from stepscope.core.finding import note
 from stepscope.core.units import UNITS
 from stepscope.rendering import renderers
 from stepscope.rendering.cells import is_figures

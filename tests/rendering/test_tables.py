@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from stepscope.core.answer import Finding
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
 from stepscope.core.run import Failure, Run
 from stepscope.rendering.renderers import BARE, render
 from stepscope.runs.fields import FIELDS, VALUES

@@ -5,9 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.core.evidence import Evidence, PhaseMemory
+from stepscope.core.evidence import CollectiveCalls, Communication, Evidence, PhaseMemory, RankFigures, RanksEvidence
 from stepscope.core.formulas.communication import KINDS, sent_and_received
-from stepscope.core.ranks import CollectiveCalls, Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.runs import metrics as communication

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from stepscope.app.cli.app import app
+from stepscope.core.answer import Finding, Severity
 from stepscope.core.figures import doubt_mark, doubting_kinds, doubts_sentence, marked
-from stepscope.core.finding import Finding, Severity
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run
 from stepscope.questions.attention_step import StepCell, answer_steps

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.core.finding import warning
+from stepscope.core.answer import warning
 from stepscope.core.run import Failure, Repeat, Run
 from stepscope.questions.speed import TimedCell, pair_up
 from stepscope.runs.run_sets import answer_set, set_as_json, sets_of

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.attention_call import AttentionCell, AttentionShape, Differentiated, Layout, Numbers
-from stepscope.core.attentions import Attention, TensorDtype
+from stepscope.core.parts import Attention, TensorDtype
 from stepscope.questions.attention.calls import odd_shapes
 from stepscope.questions.attention.grid import shapes_of
 from stepscope.training.attention import AttentionFunction

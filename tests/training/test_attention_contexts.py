@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import stepscope.kernels
-from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
+from stepscope.core.parts import Attention
 from stepscope.kernels import FlashAttention, FlashAttentionTiled
 from stepscope.kernels.flash import attention as flash_attention
 from stepscope.kernels.flash import tiled as flash_tiled

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from stepscope.core.attention_support import find_fault, resolve_attention
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall
 from stepscope.core.errors import InputError
+from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall
 from stepscope.training.attention.gate import check_attention_implementation, packed_shapes
 from stepscope.training.attention.inputs import attend
 from stepscope.training.attention.written_out import reference

@@ -19,8 +19,8 @@ from stepscope.core.attention_call import (
     GateFailure,
     GateReport,
 )
-from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.kernels.flash.tiled import flash_tiled
 from stepscope.questions.attention import grid as attention_matrix
 from stepscope.questions.attention.answer import answer_gate

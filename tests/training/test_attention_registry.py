@@ -17,8 +17,8 @@ from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.core import attention_support
 from stepscope.core.attention_support import attention_of, is_predicted, predicted_attention, resolve_attention
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, attention_names, is_kept
 from stepscope.core.errors import InputError
+from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, attention_names, is_kept
 from stepscope.core.run import Settings
 from stepscope.engine.fake_module import estimate_by_running
 from stepscope.engine.forecast import cells_that_will_not_fit
@@ -271,7 +271,7 @@ def test_flash_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_name_is_known_without_torch():
     code = (
-        "import sys; from stepscope.core.attentions import ATTENTIONS, attention_names; "
+        "import sys; from stepscope.core.parts import ATTENTIONS, attention_names; "
         "from stepscope.core.attention_support import is_predicted; "
         "assert attention_names() == (*ATTENTIONS, 'auto'); "
         "assert 'torch' not in sys.modules and 'triton' not in sys.modules"

@@ -10,9 +10,8 @@ import torch
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
 from stepscope.core import parts as records
-from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
-from stepscope.core.parts import KERNELS, PARTS, Kernels, Part
+from stepscope.core.parts import KERNELS, PARTS, Kernels, Part, TensorDtype
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parts import formulas, part_function, parts_for, quack
 from stepscope.training.parts.gate import LARGE_CASES, SMALL_CASES, PartCase, check_part

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
+from stepscope.core.parts import ATTENTIONS, Attention
 from stepscope.core.workloads import Dtype
 from stepscope.recording import ranges
 from stepscope.training.attention import attention_for, implementation

@@ -25,12 +25,10 @@ from stepscope.allocations.at_moment import (
 from stepscope.allocations.explain import Certainty, Explained, certainty_of
 from stepscope.allocations.left_behind import growth_finding, growth_tables
 from stepscope.allocations.replay import BEFORE
-from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
+from stepscope.core.answer import TEXT, Answer, Cell, Finding, Line, Table, as_lines, table_of, text
 from stepscope.core.errors import printable
-from stepscope.core.evidence import LeftBehind, MemoryGrowth
-from stepscope.core.finding import Finding
+from stepscope.core.evidence import KeptTensor, LeftBehind, MemoryGrowth
 from stepscope.core.formulas.spelled import describe_model, describe_workload
-from stepscope.core.memory_notes import KeptTensor
 from stepscope.core.range_names import FORWARD
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
 

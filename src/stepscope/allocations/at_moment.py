@@ -12,11 +12,10 @@ from stepscope.allocations.explain import OF_TENSORS, ROUNDING, Explained, alloc
 from stepscope.allocations.prediction.caching_allocator import SMALL_SEGMENT
 from stepscope.allocations.replay import BEFORE, Contradiction, Replay, replay, segments_after
 from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment, Snapshot
-from stepscope.core.answer import Frame, Guide, Panel, Point, Span, Table, as_lines, table_of
+from stepscope.core.answer import Finding, Frame, Guide, Panel, Point, Span, Table, as_lines, note, table_of
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note
+from stepscope.core.evidence import CATEGORIES, MemoryCategory, PhaseSpan
 from stepscope.core.formulas.spelled import describe_workload
-from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, PhaseSpan
 from stepscope.core.units import format_bytes
 
 # Live bytes by category over a history: exact after every event, and thinned to what a plot can show.

@@ -19,8 +19,7 @@ import polars as pl
 from stepscope.allocations.plain_pickle import without_collector
 from stepscope.allocations.replay import BEFORE, Allocation, Replay, replay
 from stepscope.allocations.snapshot import AUTOGRAD, NO_STACK, Annotation, Sign, Snapshot, Stacks
-from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import CATEGORIES, MemoryCategory, MemoryNotes, PhaseSpan, TensorNote
+from stepscope.core.evidence import CATEGORIES, MemoryCategory, MemoryNotes, PhaseMemory, PhaseSpan, TensorNote
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import ATTENTION_PARTS, BACKWARD, FORWARD, OPTIMIZER, PHASES, RECOMPUTATION
 from stepscope.core.units import format_count

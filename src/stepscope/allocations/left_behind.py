@@ -1,8 +1,7 @@
 """What recorded steps left behind, as tables and as a finding. It needs no polars: a run's checks say it too."""
 
-from stepscope.core.answer import TEXT, Table, as_lines, table_of
+from stepscope.core.answer import TEXT, Finding, Table, as_lines, note, table_of, warning
 from stepscope.core.evidence import LeftBehind, MemoryGrowth
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.units import KIB, counted, format_bytes
 
 SHOWN = 10

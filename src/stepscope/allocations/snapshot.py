@@ -19,7 +19,7 @@ import msgspec
 
 from stepscope.allocations.plain_pickle import read_plain_pickle, without_collector
 from stepscope.core.errors import InputError, one_line, printable
-from stepscope.core.memory_notes import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
+from stepscope.core.evidence import NOTES_KEY, NOTES_VERSION, SEGMENTS_BEFORE_KEY, MemoryNotes
 from stepscope.core.run_directory import MEMORY_FILE, RUN_FILE
 
 """The artifact of kind `memory` in a run directory."""

@@ -6,11 +6,11 @@ from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype, check_attention
 from stepscope.core.environment import Environment
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 from stepscope.core.files import decode_document, json_document
 from stepscope.core.formulas import SOFTMAX_FLOPS, AttentionSizes, attention_backward_flops, attention_flops
+from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype, check_attention
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import Dtype, TextbookWorkload
 

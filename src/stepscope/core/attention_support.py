@@ -5,18 +5,19 @@ import os
 from collections.abc import Callable
 from typing import TypeGuard
 
-from stepscope.core.attentions import (
+from stepscope.core.errors import InputError, choose
+from stepscope.core.parts import (
     ATTENTIONS,
     AUTO,
+    INTERPRETER,
     PREFERRED,
     PREFERRED_ELSEWHERE,
     Attention,
     AttentionCall,
     TensorDtype,
     attention_names,
+    unpredicted_part,
 )
-from stepscope.core.errors import InputError, choose
-from stepscope.core.parts import INTERPRETER, unpredicted_part
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.workloads import TextbookWorkload, Workload
 

@@ -1,8 +1,13 @@
-"""The machine and the software a measurement ran on, and their state before and after it."""
+"""Where a process runs: machine and software with their state, its memory, and its place among the ranks of a job."""
+
+import os
+import re
+from collections.abc import Mapping
 
 import msgspec
 
-from stepscope.core.units import counted, format_bytes
+from stepscope.core.errors import DeviceError, InputError
+from stepscope.core.units import MIB, counted, format_bytes
 
 COMMITS = ("git_commit", "git_dirty", "own_commit", "own_dirty")
 """The fields of an environment that say which code ran."""
@@ -136,3 +141,120 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
             elif mine[field] != theirs[field]:
                 found[field] = (mine[field], theirs[field])
         return found
+
+
+# Whether this process may have enough memory to load PyTorch at all.
+
+
+LEAST_FOR_TORCH = 768 * MIB
+"""Bytes of address space below which PyTorch's libraries raise, abort or retry for ever while they load."""
+
+
+def address_space_limit() -> int | None:
+    """Bytes of address space that this process may have (`ulimit -v`); None where nothing limits it."""
+    try:
+        import resource  # noqa: PLC0415 - not on every system
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_room_for_torch() -> None:
+    """Raise DeviceError where the limit leaves no room for PyTorch. Packages that import PyTorch call this before."""
+    limit = address_space_limit()
+    if limit is not None and limit < LEAST_FOR_TORCH:
+        raise DeviceError(
+            f"this process may have {format_bytes(limit)} of memory (ulimit -v), which is too little to load PyTorch: "
+            "raise the limit to 2 GiB or more"
+        )
+
+
+# How the allocator of polars treats memory that is no longer used.
+
+
+def give_pages_back() -> None:
+    """Have polars give pages that are no longer used back at once: a sixth less at the peak.
+
+    Its allocator reads this when polars is loaded, so it has to be said before.
+    """
+    os.environ.setdefault("_RJEM_MALLOC_CONF", "narenas:2,dirty_decay_ms:50,muzzy_decay_ms:0")
+
+
+# The place of this process among those that share a step.
+
+
+class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """Which of the processes that share a step this one is, and where they meet."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    """Its number among the ranks of its host: the number of its GPU."""
+    meeting: str
+    """Where the ranks find each other, as torch.distributed's init_method: `file:///...`, or `env://` in a job that
+    somebody else started."""
+    local_ranks: int = 1
+    """How many ranks share its host."""
+    began_s: float | None = None
+    """When the ranks were started, in seconds since 1970; None in a job that somebody else started."""
+
+
+def place_in_job(environment: Mapping[str, str]) -> RankPlace | None:
+    """This process's place in a job that torchrun or srun started; None where there is no such job.
+
+    Raises InputError where the job does not say where its ranks meet.
+    """
+    names = next((names for names in _JOBS if names[0] in environment and names[1] in environment), None)
+    if names is None:
+        return None
+    rank, ranks, local_rank, local_ranks = names
+    try:
+        place = RankPlace(
+            rank=int(environment[rank]),
+            ranks=int(environment[ranks]),
+            local_rank=int(environment.get(local_rank, 0)),
+            local_ranks=int(re.split(r"\D", environment.get(local_ranks, "1"))[0] or 1),
+            meeting="env://",
+        )
+    except ValueError:
+        raise InputError(f"{rank} and {ranks} in the environment are no numbers: who started this job?") from None
+    if place.ranks < 2 and rank != "RANK":
+        return None  # srun of one task is no job of ranks
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    if missing:
+        raise InputError(
+            f"this is rank {place.rank} of {place.ranks}, and the environment has no {' and no '.join(missing)}: start "
+            "the ranks with torchrun, or export them before srun"
+        )
+    return place
+
+
+def check_processes(ranks: int) -> None:
+    """Raise InputError for more ranks than this machine has memory for processes that have imported torch."""
+    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // _PROCESS_BYTES
+    if ranks > max(room, 2):
+        raise InputError(
+            f"--ranks {ranks} are as many processes, and this machine has memory for {room:,} at most: ask for fewer"
+        )
+
+
+_PROCESS_BYTES = 128 << 20
+"""Less than a process takes that has imported torch, of pages that it shares with no other."""
+
+
+def refuse_several(environment: Mapping[str, str], what: str, remedy: str) -> None:
+    """Raise InputError where torchrun started several processes, of which each would do this by itself.
+
+    A batch script of Slurm is one process, though its environment counts the tasks that srun would start.
+    """
+    number = environment.get("WORLD_SIZE", "")
+    if "RANK" in environment and number.isdecimal() and int(number) > 1:
+        raise InputError(f"torchrun started {number} processes, and each would {what}: {remedy}")
+
+
+_JOBS = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NTASKS_PER_NODE"),
+)
+"""The variables in which torchrun, and srun, say which rank a process is."""

@@ -1,14 +1,15 @@
-"""What was observed of a step or of a watched loop beside its times: the evidence that `runs/checks` judges."""
+"""What was observed of a step beside its times: the evidence that `runs/checks` judges, and what a snapshot notes."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, get_args
 
 import msgspec
 
-from stepscope.core.attentions import Attention, check_attention
-from stepscope.core.parts import PartFound
+from stepscope.core.parts import Attention, PartFound, check_attention
 from stepscope.core.range_names import STEP
 from stepscope.core.samples import Samples
 from stepscope.core.units import counted, format_seconds
+from stepscope.core.workloads import Workload
 
 # What was taken for a step of a loop that is not ours, and what its steps evaluate.
 
@@ -102,8 +103,6 @@ class WatchedLoop(msgspec.Struct, frozen=True, kw_only=True):
     """What the timed steps save; None where none does, and in runs from before it was looked at."""
 
 
-# What was observed of a step beside its times: the evidence that `runs/checks` judges.
-#
 # Evidence is stored with the run, so that a run can be judged again from disk, by later rules too.
 
 ProcessStart = Literal["exec", "fork"]
@@ -414,7 +413,7 @@ class LeftBehind(msgspec.Struct, frozen=True, kw_only=True):
     site: str
     """The line of the user's code that allocated them."""
     category: str
-    """What their bytes are there for, as `memory_notes.MemoryCategory` has it."""
+    """What their bytes are there for, as `MemoryCategory` has it."""
     bytes_a_step: int
     tensors_a_step: float
     """How many more there are after a step; 0 where one tensor grows."""
@@ -478,9 +477,258 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     process_start: ProcessStart | None = None
     """How a cell's process came to be. Forked ones share their addresses and hash seed. None where it is no cell's."""
     unmet: tuple[str, ...] = ()
-    """What the config.json of the model asks for and the step does not do, a sentence each (core/model_file.py)."""
+    """What the config.json of the model asks for and the step does not do, a sentence each (core/user_model.py)."""
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.attention is not None:
             check_attention(self.attention)
+
+
+# What the ranks of one step measured: a step that several processes take part in is over when the last of them is.
+#
+# Each rank times its own steps between two barriers that are not timed. On one host all processes share the monotonic
+# clock, so a step lasts from the earliest start to the latest end; on several hosts, whose clocks differ, it lasts as
+# long as the longest of its ranks.
+
+
+Span = tuple[int, int]
+"""When a step began and ended on one rank, in nanoseconds of its host's monotonic clock."""
+
+
+class CollectiveCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's calls of one kind of collective in one phase of a step."""
+
+    phase: str
+    kind: str
+    """As core/formulas/communication.py names it."""
+    ranks: int
+    """How many take part."""
+    calls: int
+    message_bytes: int
+    """Of all calls together."""
+    sent_bytes: int
+    """What has to leave this rank, whatever algorithm the backend chooses."""
+    received_bytes: int
+
+
+class Communication(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank communicates in a step: counted in one untimed step, and timed in another under the profiler."""
+
+    calls: tuple[CollectiveCalls, ...] | None = None
+    """None where they were not counted."""
+    communication_s: float | None = None
+    """How long any collective was under way in the profiled step; waiting for other ranks is part of it."""
+    exposed_s: float | None = None
+    """The part in which this rank computed nothing."""
+    computation_s: float | None = None
+    """How long this rank computed in the profiled step."""
+
+    @property
+    def sent_bytes(self) -> int | None:
+        """What the rank sends in a step."""
+        return None if self.calls is None else sum(call.sent_bytes for call in self.calls)
+
+    @property
+    def received_bytes(self) -> int | None:
+        """What the rank receives in a step."""
+        return None if self.calls is None else sum(call.received_bytes for call in self.calls)
+
+
+class RankFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank measured of the steps that all took part in."""
+
+    rank: int
+    host: str
+    device_name: str
+    samples: dict[str, Samples] = {}
+    """The rank's own times: of its step, its host and its phases."""
+    memory: PhaseMemory | None = None
+    parameter_bytes: int = 0
+    """What the rank keeps of the parameters between steps."""
+    gradient_bytes: int | None = None
+    optimizer_bytes: int | None = None
+    artifacts: dict[str, str] = {}
+    """Files of the rank beside run.json, by kind."""
+    communication: Communication | None = None
+    """None in runs from before it was counted."""
+
+
+class Correctness(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the ranks are from one process on the same global batch, as a share, and how far they may be.
+
+    Of each, the parameter that is furthest counts. The spread is that of one process over its own ways to split the
+    batch (training/parallel/correctness.py).
+    """
+
+    gradient_error: float
+    gradient_spread: float
+    gradient_allowed: float
+    update_error: float
+    """Of what the steps made of the parameters."""
+    update_spread: float
+    update_allowed: float
+    worst: str
+    """The parameter that is furthest off, or the step whose loss is."""
+    steps: int
+    """Steps of plain SGD, and as many of AdamW for the losses."""
+    layers: int | None = None
+    """The layers of the model that was held against one process; None where it had all of them."""
+    vocabulary: int | None = None
+    """Its vocabulary; None where it was the whole."""
+    seq_len: int | None = None
+    """The tokens of its sequences; None where they were whole."""
+    batch_size: int | None = None
+    """The sequences of all ranks together; None where the whole batch was taken."""
+    loss_error: float | None = None
+    """Of the losses of steps of AdamW; None in runs from before they were compared."""
+    loss_spread: float | None = None
+    loss_allowed: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the ranks compute what one process does."""
+        right = self.gradient_error <= self.gradient_allowed and self.update_error <= self.update_allowed
+        return right and self.losses_passed
+
+    @property
+    def losses_passed(self) -> bool:
+        """Whether the losses are one process's; true where nobody looked."""
+        return self.loss_error is None or self.loss_allowed is None or self.loss_error <= self.loss_allowed
+
+
+class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranks of one step, in their order."""
+
+    backend: str
+    """gloo or nccl."""
+    ranks: tuple[RankFigures, ...]
+    threads: int | None = None
+    """CPU threads of each rank, where the ranks compute on CPUs."""
+    started_here: bool = True
+    """Whether stepscope started the ranks; false inside a torchrun or srun of the user's."""
+    correct: Correctness | None = None
+    """That they compute what one process does; None where nobody looked, which the run's notes say."""
+    start_s: float | None = None
+    """From the start of the ranks' processes until all had met."""
+    whole_parameter_bytes: int | None = None
+    """Of the parameters of all ranks together, each once; None where no rank has them all, and in older runs."""
+    whole_gradient_bytes: int | None = None
+    """Of those that are trained."""
+
+    @property
+    def one_host(self) -> bool:
+        """Whether all ranks share a clock."""
+        return len({figures.host for figures in self.ranks}) == 1
+
+
+def steps_together(spans: Sequence[Sequence[Span]], *, one_clock: bool) -> tuple[float, ...]:
+    """The seconds of each step that all ranks ended, of the spans of each rank's steps.
+
+    Raises ValueError without a rank.
+    """
+    if not spans:
+        raise ValueError("a step has at least one rank")
+    count = min(map(len, spans))  # a rank that was interrupted lacks the last ones
+    together: list[float] = []
+    for step in range(count):
+        of_ranks = [own[step] for own in spans]
+        if one_clock:
+            lasted_ns = max(end for _, end in of_ranks) - min(begin for begin, _ in of_ranks)
+        else:
+            lasted_ns = max(end - begin for begin, end in of_ranks)
+        together.append(lasted_ns * 1e-9)
+    return tuple(together)
+
+
+# What stepscope writes into a memory snapshot beside PyTorch's own keys, and the categories of memory.
+#
+# A snapshot knows addresses, sizes and stacks. Only the process that took it knows which address was which tensor;
+# these notes carry that over, as plain data under the key `stepscope` of the pickled dict.
+
+
+NOTES_KEY = "stepscope"
+"""Key of the notes in the snapshot's dict."""
+
+SEGMENTS_BEFORE_KEY = "segments_before"
+"""Key of the allocator's segments (PyTorch's own form) at the moment when the history begins: with them every block's
+true size is known, the rounding and the remainders that were not split off included."""
+
+# 1  2026-11  first
+NOTES_VERSION = 1
+
+MemoryCategory = Literal[
+    "parameters",
+    "frozen quantised weights",
+    "gradients",
+    "optimizer state",
+    "saved for backward",
+    "cast copies",
+    "inputs",
+    "temporaries",
+    "workspaces",
+    "there before",
+    "rounding",
+]
+"""What a byte on the device is there for. parameters: and buffers. frozen quantised weights: those of 4 or 8 bits that
+no gradient reaches, with their scales, as the base of QLoRA. saved for backward: activations that autograd keeps. cast
+copies: 16-bit copies of parameters that autocast keeps until it ends. inputs: the batches. temporaries: everything that
+a phase allocates and frees again, and what a loop keeps beside. workspaces: what libraries hold, and what nothing else
+explains. there before: what lived before the history of a snapshot without notes, where nothing tells what it was.
+rounding: what the allocator gives beyond what was asked (to 512 bytes, and remainders too small to split off)."""
+
+CATEGORIES: tuple[MemoryCategory, ...] = get_args(MemoryCategory)
+
+
+class TensorNote(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that was at an address at a moment."""
+
+    address: int
+    """The address of the tensor's storage."""
+    at_us: int
+    """The moment, on the clock of the events: an allocation that is live then at this address is this tensor."""
+    bytes: int
+    """Bytes of the tensor's storage."""
+    category: MemoryCategory
+    name: str
+    """The name of the parameter, `blocks.3.attention.query.weight`, also for its gradient, copies and optimizer state;
+    for a saved tensor, what the operator calls it: `self`, `result`."""
+    shape: tuple[int, ...]
+    dtype: str
+    operator: str = ""
+    """For a saved tensor, the operator that saved it, as autograd names it: `Mul`, `Exp`."""
+    module: str = ""
+    """Path of the module whose forward made it."""
+
+
+class KeptTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """A tensor that recorded steps made and that was alive when they were over, and what held it."""
+
+    address: int
+    """The address of the tensor's storage."""
+    kept_by: str
+    """A path from a name to the tensor, as in `losses[...] in main()`, or whose graph it is in."""
+
+
+class PhaseSpan(msgspec.Struct, frozen=True, kw_only=True):
+    """When a phase ran, on the clock of the events."""
+
+    name: str
+    start_us: int
+    end_us: int
+
+
+class MemoryNotes(msgspec.Struct, frozen=True, kw_only=True):
+    """What the process knew when it took the snapshot."""
+
+    version: int = NOTES_VERSION
+    workload: Workload | None = None
+    device_name: str = ""
+    measured: PhaseMemory | None = None
+    """The allocator's own counters over the same step."""
+    phases: tuple[PhaseSpan, ...] = ()
+    tensors: tuple[TensorNote, ...] = ()
+    step_ends_us: tuple[int, ...] = ()
+    """When each of several recorded steps ended; empty where one was recorded."""
+    kept: tuple[KeptTensor, ...] = ()
+    """What held the tensors of these steps when the last one was over."""

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
-from stepscope.core.answer import Cell, Doubted
-from stepscope.core.finding import Severity, worst
+from stepscope.core.answer import Cell, Doubted, Severity, worst
 from stepscope.core.run import Run
 from stepscope.core.samples import Ratio, Samples
 from stepscope.core.units import GIB, MIB

@@ -5,14 +5,13 @@ from typing import Literal
 
 import msgspec
 
+from stepscope.core.answer import Finding
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
-from stepscope.core.evidence import Evidence
+from stepscope.core.evidence import Evidence, RanksEvidence
 from stepscope.core.files import identity_of
-from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
-from stepscope.core.ranks import RanksEvidence
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import Workload
 

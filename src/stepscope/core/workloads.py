@@ -13,7 +13,6 @@ from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import msgspec
 
-from stepscope.core.attentions import Attention, attention_names, is_kept
 from stepscope.core.checkpointing import (
     CHECKPOINTING_CHOICES,
     KEEPING,
@@ -25,10 +24,19 @@ from stepscope.core.checkpointing import (
     spans_of,
 )
 from stepscope.core.errors import InputError, choose
-from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import identity_of
 from stepscope.core.model_config import LARGEST, PRESETS, ModelConfig, configure, whole_number
-from stepscope.core.parts import MODULE_PARTS, PARTS, REFERENCE, Kernels, Part, kernels_of
+from stepscope.core.parts import (
+    MODULE_PARTS,
+    PARTS,
+    REFERENCE,
+    Attention,
+    Kernels,
+    Part,
+    attention_names,
+    is_kept,
+    kernels_of,
+)
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
     NOT_PARALLEL,
@@ -682,6 +690,11 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
 
     def _more_words(self) -> dict[str, str]:
         return {}
+
+
+def is_configuration(named: str) -> bool:
+    """Whether a model is named by the config.json of a Hugging Face model, and not by a factory or a preset."""
+    return named.endswith(".json")
 
 
 class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", tag="own"):

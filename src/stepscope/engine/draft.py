@@ -12,8 +12,7 @@ import torch
 
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, named_line, one_line, without_install_places
-from stepscope.core.evidence import Evidence, MemoryGrowth
-from stepscope.core.ranks import CollectiveCalls, Correctness
+from stepscope.core.evidence import CollectiveCalls, Correctness, Evidence, MemoryGrowth
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
 from stepscope.engine.nsys_trace import Nsys

@@ -25,15 +25,12 @@ from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, DeviceTyp
 from stepscope.allocations.prediction.fit import SEQUENCE_STEP, Budget, FakeEstimate, Fit, Unseen, judge, largest
 from stepscope.allocations.prediction.symbolic_tensors import Allocator, RoundingAllocator
 from stepscope.core.attention_support import predicted_attention
-from stepscope.core.attentions import ATTENTIONS, Memory
 from stepscope.core.errors import InputError, named_line
-from stepscope.core.evidence import PhaseMemory
-from stepscope.core.factory_arguments import is_configuration
-from stepscope.core.memory_notes import MemoryCategory
-from stepscope.core.parts import REFERENCE
+from stepscope.core.evidence import MemoryCategory, PhaseMemory
+from stepscope.core.parts import ATTENTIONS, REFERENCE, Memory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
-from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel
+from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, is_configuration
 from stepscope.recording.fake_memory import (
     LARGEST_REAL,
     AsOnCuda,

@@ -14,9 +14,9 @@ from typing import Protocol
 import msgspec
 
 from stepscope.core import interrupts
+from stepscope.core.environment import RankPlace, check_processes
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.core.formulas.transformer import known_work
-from stepscope.core.ranks import RankPlace, check_processes
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import create_run_directory, load_run, save_run
 from stepscope.core.strategies import NOT_PARALLEL
@@ -31,7 +31,7 @@ from stepscope.runs.metrics import summarise
 # Why not torchrun's agent: a cell's process brings what is needed here already. It ends with its sweep however that
 # dies, takes with it all that it started, says what it does and how it ended, and lets a run survive it. An agent would
 # add the meeting place of the ranks, which is a file here, and restarts, which no measurement wants. A job that
-# torchrun or srun started is joined instead (core/ranks.py).
+# torchrun or srun started is joined instead (core/evidence.py).
 
 
 PEERS_GRACE_S = 15.0

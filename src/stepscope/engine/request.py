@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
+from stepscope.core.environment import RankPlace
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS, ProcessStart, TraceTool
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.formulas.transformer import known_work
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.ranks import RankPlace
 from stepscope.core.run import Repeat, Run, Settings, Status
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import TextbookWorkload, Workload

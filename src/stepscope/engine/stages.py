@@ -11,21 +11,30 @@ import torch
 from torch import Tensor
 
 from stepscope.core import interrupts
-from stepscope.core.attentions import AUTO
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.evidence import Capture, PhaseMemory, Precision
+from stepscope.core.evidence import (
+    Capture,
+    Communication,
+    Correctness,
+    PhaseMemory,
+    Precision,
+    RankFigures,
+    RanksEvidence,
+    Span,
+    steps_together,
+)
 from stepscope.core.formulas import Work
 from stepscope.core.formulas.transformer import known_work
-from stepscope.core.model_file import unmet
+from stepscope.core.parts import AUTO
 from stepscope.core.range_names import STEP
-from stepscope.core.ranks import Communication, Correctness, RankFigures, RanksEvidence, Span, steps_together
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
 from stepscope.core.units import format_seconds
+from stepscope.core.user_model import unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, Workload, by_sizes
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys

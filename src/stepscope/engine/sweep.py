@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Self
 
 from stepscope.core import interrupts
+from stepscope.core.environment import refuse_several
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import cell_name
-from stepscope.core.ranks import refuse_several
 from stepscope.core.run import REPEATED, Failure, Run, Status
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workloads import Workload

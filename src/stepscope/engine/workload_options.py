@@ -11,15 +11,22 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from stepscope.core.attentions import attention_names
 from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
 from stepscope.core.errors import InputError, warn
-from stepscope.core.factory_arguments import code_digest, is_configuration, parse_arguments
 from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, configure
-from stepscope.core.model_file import unmet
 from stepscope.core.options import MODEL, PARALLEL, WORKLOAD, Option, completed, positive_number
-from stepscope.core.parts import KERNELS, MODULE_PARTS, PART_WORDS, PARTS, check_modules, kernels_of, named_kernels
+from stepscope.core.parts import (
+    KERNELS,
+    MODULE_PARTS,
+    PART_WORDS,
+    PARTS,
+    attention_names,
+    check_modules,
+    kernels_of,
+    named_kernels,
+)
 from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
+from stepscope.core.user_model import code_digest, parse_arguments, unmet
 from stepscope.core.workloads import (
     COMPILES,
     DTYPES,
@@ -32,6 +39,7 @@ from stepscope.core.workloads import (
     TextbookWorkload,
     UserModel,
     Workload,
+    is_configuration,
 )
 from stepscope.engine.request import combinations, grid
 

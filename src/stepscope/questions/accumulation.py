@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import whole_number
 from stepscope.core.options import NUMBERS, Option
 from stepscope.core.precisions import FORMATS

@@ -4,10 +4,9 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
-from stepscope.core.answer import TEXT, Answer, Cell, table_of
+from stepscope.core.answer import TEXT, Answer, Cell, Finding, note, table_of, warning
 from stepscope.core.errors import InputError
 from stepscope.core.figures import figure
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share

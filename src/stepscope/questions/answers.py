@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 import stepscope
-from stepscope.core.answer import Answer, Cell, Panel, Point, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
 from stepscope.recording.environment import cpu_name
 
 if TYPE_CHECKING:

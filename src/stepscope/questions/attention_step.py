@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 
-from stepscope.core.answer import Answer, Cell, Table, known_columns
+from stepscope.core.answer import Answer, Cell, Finding, Table, known_columns, note, warning
 from stepscope.core.errors import InputError
 from stepscope.core.figures import doubting_kinds, gibibytes, milliseconds, times_within, within_ms
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
 from stepscope.core.units import format_bytes, format_milliseconds, format_share
 from stepscope.questions.compare.comparison import (

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from stepscope.core import interrupts
-from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer, table_of
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, measured_answer, note, table_of, warning
 from stepscope.core.device_spec import find_device_spec
-from stepscope.core.environment import Environment
+from stepscope.core.environment import Environment, RankPlace, place_in_job
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.finding import Finding, note, warning
+from stepscope.core.evidence import steps_together
 from stepscope.core.formulas.communication import algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
 from stepscope.core.options import MEASURING, Option
-from stepscope.core.ranks import RankPlace, place_in_job, steps_together
 from stepscope.core.samples import Samples
 from stepscope.core.study_results import CollectiveFit, CollectiveTime, keep_fits
 from stepscope.core.units import KIB, format_bytes, format_rate, format_seconds, format_share, parse_bytes

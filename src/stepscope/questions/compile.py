@@ -9,7 +9,7 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note, warning
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import (
     digits,
@@ -20,7 +20,6 @@ from stepscope.core.figures import (
     percent,
     times_within,
 )
-from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepscope.core.answer import Answer, Cell, Table, measured_answer
+from stepscope.core.answer import Answer, Cell, Finding, Table, error, measured_answer, note, warning
 from stepscope.core.figures import digits, median_ms, milliseconds, times_within
-from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.run import Settings
 from stepscope.core.samples import Ratio
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation

@@ -9,9 +9,8 @@ from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated
 
-from stepscope.core.answer import Answer, Cell, Table
+from stepscope.core.answer import Answer, Cell, Finding, Table, note
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note
 from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
 from stepscope.core.precisions import FORMATS, FloatFormat
 from stepscope.questions.question import Question

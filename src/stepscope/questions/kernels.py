@@ -6,10 +6,9 @@ from typing import ClassVar
 
 import msgspec
 
-from stepscope.core.answer import Answer, Cell, Panel, Point, Table, known_columns, measured_answer
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, known_columns, measured_answer, note
 from stepscope.core.evidence import Capture
 from stepscope.core.figures import count, digits, doubting_kinds, milliseconds, percent
-from stepscope.core.finding import Finding, note
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.workloads import by_sizes

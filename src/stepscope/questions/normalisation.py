@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note, warning
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.precisions import FORMATS
 from stepscope.questions.against_float64 import (
     DTYPES,

@@ -7,10 +7,9 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.answer import Answer, Cell, Panel, Point, Table, as_lines, measured_answer, table_of
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, as_lines, measured_answer, note, table_of
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import doubt_mark, doubts_sentence
-from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
 from stepscope.core.run import Settings

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from stepscope.core.answer import Answer, Cell, Table
+from stepscope.core.answer import Answer, Cell, Finding, Table, note, warning
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.precisions import FORMATS
 from stepscope.questions.against_float64 import (
     DTYPES,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note, warning
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import (
     digits,
@@ -17,7 +17,6 @@ from stepscope.core.figures import (
     percent,
     times_within,
 )
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import DTYPES

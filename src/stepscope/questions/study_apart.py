@@ -9,7 +9,7 @@ from typing import Any
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import warn
-from stepscope.core.factory_arguments import is_configuration
+from stepscope.core.workloads import is_configuration
 from stepscope.engine.user_code import answer_apart, ask_apart
 
 _FUNCTIONS = {

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from stepscope.core.environment import RankPlace
 from stepscope.core.errors import DeviceError, InputError, message_of, one_line
 from stepscope.core.units import format_bytes
 
 if TYPE_CHECKING:
-    from stepscope.core.ranks import RankPlace
+    from stepscope.core.environment import RankPlace
 
 
 class Clock(Protocol):

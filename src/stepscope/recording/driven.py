@@ -6,9 +6,16 @@ from pathlib import Path
 
 import torch
 
-from stepscope.core.evidence import Capture, Habits, PhaseMemory, ProfiledStep, StepObservation, StepOperators
+from stepscope.core.evidence import (
+    Capture,
+    CollectiveCalls,
+    Habits,
+    PhaseMemory,
+    ProfiledStep,
+    StepObservation,
+    StepOperators,
+)
 from stepscope.core.formulas import Work
-from stepscope.core.ranks import CollectiveCalls
 from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import Workload

@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from stepscope.core.errors import InputError
-from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.evidence import MemoryCategory
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB
 from stepscope.recording.precision import SCALED_CASTS, SCALED_PRODUCTS

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from stepscope.core.errors import install_places
-from stepscope.core.memory_notes import KeptTensor, MemoryCategory
+from stepscope.core.evidence import KeptTensor, MemoryCategory
 
 # What autograd saved for backward, read off the graph when forward has ended.
 #

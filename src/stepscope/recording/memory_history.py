@@ -28,13 +28,13 @@ from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity
 
 from stepscope.core.errors import portable_path
-from stepscope.core.evidence import PhaseMemory
-from stepscope.core.memory_notes import (
+from stepscope.core.evidence import (
     NOTES_KEY,
     SEGMENTS_BEFORE_KEY,
     KeptTensor,
     MemoryCategory,
     MemoryNotes,
+    PhaseMemory,
     PhaseSpan,
     TensorNote,
 )

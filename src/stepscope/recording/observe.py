@@ -20,10 +20,9 @@ from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepscope.core.evidence import PhaseMemory, StepObservation, StepOperators
+from stepscope.core.evidence import CollectiveCalls, PhaseMemory, StepObservation, StepOperators
 from stepscope.core.formulas.communication import OTHER, kind_of, sent_and_received
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
-from stepscope.core.ranks import CollectiveCalls
 from stepscope.recording import ranges
 from stepscope.recording.capture import profiler_for
 from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, whole_numel

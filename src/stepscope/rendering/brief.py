@@ -5,10 +5,9 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.answer import Answer, Table
+from stepscope.core.answer import SEVERITIES, Answer, Finding, Table
 from stepscope.core.errors import middle_cut, printable
 from stepscope.core.files import json_document
-from stepscope.core.finding import SEVERITIES, Finding
 from stepscope.core.range_names import STEP
 from stepscope.rendering.cells import row_texts, unit_of, where_of
 

@@ -4,9 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Table, Tone
+from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Severity, Table, Tone
 from stepscope.core.errors import name_shown, printable
-from stepscope.core.finding import Severity
 from stepscope.core.units import bare_figure, bare_head, figure_text
 
 NOT_FINITE = ("nan", "inf", "-inf")

@@ -15,10 +15,9 @@ from rich.segment import Segment
 from rich.table import Column, Table
 from rich.text import Text
 
-from stepscope.core.answer import PROSE, Answer, Line
+from stepscope.core.answer import PROSE, Answer, Finding, Line
 from stepscope.core.answer import Table as Figures
 from stepscope.core.errors import middle_cut, printable, visible
-from stepscope.core.finding import Finding
 from stepscope.rendering.cells import is_figures, row_texts, sentences_of, unit_of, where_of
 from stepscope.rendering.renderers.bars import step_by_step
 

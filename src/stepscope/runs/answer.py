@@ -13,6 +13,7 @@ from stepscope.core.answer import (
     TEXT,
     Answer,
     Cell,
+    Finding,
     Frame,
     Line,
     Panel,
@@ -21,17 +22,16 @@ from stepscope.core.answer import (
     as_lines,
     table_of,
     text,
+    warning,
 )
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
-from stepscope.core.evidence import Capture, Evaluated, WatchedLoop
+from stepscope.core.evidence import Capture, Correctness, Evaluated, RankFigures, RanksEvidence, WatchedLoop
 from stepscope.core.figures import MARKS, doubt_mark, doubting_kinds, figure
-from stepscope.core.finding import Finding, warning
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import recomputed_flops
 from stepscope.core.parts import PartFound
 from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
-from stepscope.core.ranks import Correctness, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_rate, format_seconds, format_share

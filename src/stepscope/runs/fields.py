@@ -9,12 +9,11 @@ from typing import Any
 
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.core.attention_support import is_predicted
-from stepscope.core.attentions import attention_names
 from stepscope.core.checkpointing import OFFLOAD
 from stepscope.core.errors import InputError, choose, printable
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import PRESETS
-from stepscope.core.parts import PARTS, kernels_of
+from stepscope.core.parts import PARTS, attention_names, kernels_of
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples

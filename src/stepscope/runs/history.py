@@ -13,10 +13,22 @@ from typing import Any
 import msgspec
 
 from stepscope.allocations.prediction.fit import OUTSIDE_BYTES
-from stepscope.core.answer import Answer, Cell, Frame, Guide, Panel, Point, Table, as_lines, table_of
+from stepscope.core.answer import (
+    Answer,
+    Cell,
+    Finding,
+    Frame,
+    Guide,
+    Panel,
+    Point,
+    Table,
+    as_lines,
+    note,
+    table_of,
+    warning,
+)
 from stepscope.core.environment import COMMITS
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import Forecast, load_run, read_forecasts

@@ -22,11 +22,11 @@ import msgspec
 from stepscope import __version__
 from stepscope.core import samples
 from stepscope.core import samples as known_samples
+from stepscope.core.answer import Finding
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.environment import Environment, GpuSamples
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CompileReport, Energy, Evidence, PhaseMemory, ProfiledStep
-from stepscope.core.finding import Finding
 from stepscope.core.formulas import Work
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
+from stepscope.core.evidence import Communication, RankFigures, RanksEvidence
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
-from stepscope.core.ranks import Communication, RankFigures, RanksEvidence
 from stepscope.core.run import Run
 from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Samples
 from stepscope.core.strategies import BATCH, OPTIMIZER_STATE, PARAMETERS, PRODUCTS, Activations, known_strategy

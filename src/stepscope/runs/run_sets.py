@@ -9,9 +9,8 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.answer import TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.answer import TEXT, Answer, Cell, Finding, Line, Panel, Point, Table, as_lines, table_of, warning
 from stepscope.core.figures import doubting_kinds, figure
-from stepscope.core.finding import Finding, warning
 from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.processes import FEWEST_PROCESSES, SEEN_IN, Change, Processes, change_of_pairs
 from stepscope.core.range_names import STEP

@@ -13,8 +13,8 @@ from typing import Any, cast
 import msgspec
 import polars as pl
 
+from stepscope.core.answer import Finding
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
 from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes, named_kind
 from stepscope.core.range_names import STEP
 from stepscope.core.run_directory import CAPTURE_FILES, RANK_FOLDER, RUN_FILE

@@ -6,10 +6,22 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from stepscope.core.answer import Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
+from stepscope.core.answer import (
+    SEVERITIES,
+    Answer,
+    Cell,
+    Finding,
+    Line,
+    Panel,
+    Point,
+    Table,
+    as_lines,
+    note,
+    table_of,
+    warning,
+)
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import InputError, name_shown
-from stepscope.core.finding import SEVERITIES, Finding, note, warning
 from stepscope.core.units import counted, format_count, format_rate, format_share, in_ms
 from stepscope.traces.ranks import COMPUTATION, Excess, Job, Rank
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
+from stepscope.core.parts import ATTENTIONS
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.units import GIB
 from stepscope.core.workloads import TextbookWorkload

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
+from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks
 from stepscope.kernels.adamw import Clipping, Moving, Updated, UpdateOfMany
 from stepscope.training.optimizer import Updating, when_ready
 

@@ -20,9 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from stepscope.core.attention_support import triton_fault
-from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.errors import InputError, StepscopeError, named_line
-from stepscope.core.parts import compiles
+from stepscope.core.parts import ATTENTIONS, compiles
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits

@@ -20,10 +20,9 @@ import pytest
 import typer
 
 from stepscope.app.cli.app import app
-from stepscope.core.answer import Answer, Line, Panel, Point, encode_answer, table_of
+from stepscope.core.answer import Answer, Line, Panel, Point, encode_answer, note, table_of, warning
 from stepscope.core.errors import StepscopeError
 from stepscope.core.files import json_document
-from stepscope.core.finding import note, warning
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_run
 from stepscope.core.study_results import Tuned

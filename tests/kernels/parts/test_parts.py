@@ -13,8 +13,8 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the kernels are written in Triton, which is not installed")
 
 from stepscope.core import parts as records
-from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError
+from stepscope.core.parts import TensorDtype
 from stepscope.kernels.parts.loss import linear_cross_entropy
 from stepscope.kernels.parts.mlp import silu_product
 from stepscope.kernels.parts.norm import rms_norm

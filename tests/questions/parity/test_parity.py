@@ -8,9 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stepscope.core.answer import Answer, Cell
+from stepscope.core.answer import Answer, Cell, Finding
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding
 from stepscope.core.model_config import configure
 from stepscope.questions.parity.plain import FACTOR
 from stepscope.questions.parity.study import ROUNDING, VARIANTS, study_parity

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from stepscope.core.answer import Answer, decode_answer, encode_answer
+from stepscope.core.answer import Answer, decode_answer, encode_answer, note
 from stepscope.core.errors import InputError
-from stepscope.core.finding import note
 from stepscope.questions.quality import study as quality
 from stepscope.questions.quality.answer import ABOVE, BY_STEP, RUNS, RunJudged, RunsJudged, quality_findings, smoothed
 from stepscope.questions.quality.study import SIZES, VALIDATION, study_quality

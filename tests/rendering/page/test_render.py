@@ -6,8 +6,20 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import Answer, Figure, Frame, Line, Node, Page, Panel, Point, Section, Slice, table_of
-from stepscope.core.finding import warning
+from stepscope.core.answer import (
+    Answer,
+    Figure,
+    Frame,
+    Line,
+    Node,
+    Page,
+    Panel,
+    Point,
+    Section,
+    Slice,
+    table_of,
+    warning,
+)
 from stepscope.rendering.pages.html import heat, lanes, render_page, tiles
 from stepscope.rendering.pages.named import page_named
 

@@ -11,10 +11,9 @@ import pytest
 from stepscope.allocations.prediction.answer import answer_fit, fit_document
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.allocations.prediction.fit import fit as predict
-from stepscope.core.answer import Answer, Line, Page, table_of, text
+from stepscope.core.answer import Answer, Line, Page, error, note, table_of, text, warning
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Precision, Updates
-from stepscope.core.finding import error, note, warning
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import format_bytes

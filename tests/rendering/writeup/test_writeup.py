@@ -8,9 +8,8 @@ import msgspec
 import pytest
 
 from stepscope.app.cli.app import app
-from stepscope.core.answer import Answer, Panel, Point, decode_answer, encode_answer, table_of
+from stepscope.core.answer import Answer, Panel, Point, decode_answer, encode_answer, note, table_of
 from stepscope.core.errors import InputError
-from stepscope.core.finding import note
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.rendering.renderers import render
 from stepscope.rendering.writeup.document import (

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import Answer, Doubted
-from stepscope.core.finding import Finding
+from stepscope.core.answer import Answer, Doubted, Finding
 from stepscope.core.run import Run
 from stepscope.questions.compare.captures import answer_captures, compare_captures
 from stepscope.traces.captures.answer import answer_trace

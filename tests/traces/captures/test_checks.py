@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.finding import Finding
+from stepscope.core.answer import Finding
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.traces.captures.attribution import attribute

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.finding import Finding
+from stepscope.core.answer import Finding
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import read_trace

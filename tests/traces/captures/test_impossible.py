@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stepscope.core.finding import Finding
+from stepscope.core.answer import Finding
 from stepscope.rendering.chrome_trace import write_cut
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace

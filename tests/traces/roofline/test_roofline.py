@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from stepscope.core.answer import Answer
-from stepscope.core.attentions import Attention
 from stepscope.core.device_spec import Ceiling, Ceilings, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import forward_flops
+from stepscope.core.parts import Attention
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.roofline import (

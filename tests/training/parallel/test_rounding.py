@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
+from stepscope.core.evidence import Correctness
 from stepscope.core.model_config import configure
-from stepscope.core.ranks import Correctness
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parallel.collective import Ranks, broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, difference_bound

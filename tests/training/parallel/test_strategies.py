@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import Correctness
 from stepscope.core.model_config import configure
-from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.stages import said_of

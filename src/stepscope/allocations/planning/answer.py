@@ -22,12 +22,27 @@ from stepscope.allocations.planning.simulation import Simulated
 from stepscope.allocations.planning.times import LAUNCH_S, PARTS, STEP_SPREAD, Clock, beside, rates_of, said_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
-from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Frame, Line, Panel, Point, Table, as_lines, table_of, text
+from stepscope.core.answer import (
+    PROSE,
+    TEXT,
+    Answer,
+    Cell,
+    Finding,
+    Frame,
+    Line,
+    Panel,
+    Point,
+    Table,
+    as_lines,
+    note,
+    table_of,
+    text,
+    warning,
+)
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import offload_of, selective_of
 from stepscope.core.device_spec import DATASHEET, MOST_RANKS, DeviceSpec, Network, find_device_spec, network_for
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.formulas.communication import Transfer, bus_bandwidth, transfer_s, transfers_of
 from stepscope.core.formulas.spelled import cell_name, run_command
 from stepscope.core.formulas.transformer import PlannedModel

@@ -13,12 +13,11 @@ from stepscope.allocations.planning.times import Clock, Rates, StepTime, offload
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
-from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network
 from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
-from stepscope.core.parts import REFERENCE
+from stepscope.core.parts import REFERENCE, is_kept, scores_of
 from stepscope.core.units import GIB
 from stepscope.core.workloads import TextbookWorkload
 

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.allocations.prediction.layouts import Moved, RankMemory, bytes_of
-from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network, pcie_generation, product_dtype
 from stepscope.core.errors import InputError
@@ -34,7 +33,7 @@ from stepscope.core.formulas.communication import (
 )
 from stepscope.core.formulas.transformer import PlannedModel, bubble_turns, largest_stage, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
-from stepscope.core.parts import REFERENCE
+from stepscope.core.parts import REFERENCE, scores_of
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload
 

@@ -25,12 +25,10 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tensor,
 )
 from stepscope.core.attention_support import unpredicted
-from stepscope.core.attentions import ATTENTIONS, Attention
 from stepscope.core.errors import InputError
-from stepscope.core.formulas.transformer import moment_bytes
-from stepscope.core.memory_notes import CATEGORIES, MemoryCategory
-from stepscope.core.moment_blocks import aligned_numbers, moment_blocks
-from stepscope.core.parts import REFERENCE
+from stepscope.core.evidence import CATEGORIES, MemoryCategory
+from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks, moment_bytes
+from stepscope.core.parts import ATTENTIONS, REFERENCE, Attention
 from stepscope.core.precisions import PRECISIONS, check_scaled_layers, check_scaled_rows, takes_scaled
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.units import MIB

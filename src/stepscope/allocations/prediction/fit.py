@@ -19,13 +19,12 @@ from stepscope.allocations.prediction.estimate import (
     runs_within,
 )
 from stepscope.allocations.prediction.layouts import sharded_peak
-from stepscope.core.attentions import is_kept, scores_of
 from stepscope.core.checkpointing import group_of, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
-from stepscope.core.evidence import PhaseMemory
+from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.formulas.transformer import recomputed_flops, step_flops
-from stepscope.core.memory_notes import MemoryCategory
+from stepscope.core.parts import is_kept, scores_of
 from stepscope.core.precisions import PRECISIONS, multiple_of_rows
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workloads import OPTIMIZERS, FactoryWorkload, TextbookWorkload, Workload, by_sizes

@@ -41,13 +41,12 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
-from stepscope.core.attentions import scores_of
 from stepscope.core.checkpointing import OFFLOAD, Span, of_fewer_layers, spans_of
+from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.communication import Bytes
 from stepscope.core.formulas.transformer import PlannedModel, Shapes, chunks_in_flight, largest_stage, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
-from stepscope.core.memory_notes import CATEGORIES
-from stepscope.core.parts import REFERENCE
+from stepscope.core.parts import REFERENCE, scores_of
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import TextbookWorkload

@@ -37,11 +37,10 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     passes_twice,
 )
 from stepscope.core.attention_support import predicted_attention
-from stepscope.core.attentions import ATTENTIONS
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
+from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.transformer import Shapes, block_shapes, shapes_outside_blocks
-from stepscope.core.memory_notes import CATEGORIES
-from stepscope.core.parts import REFERENCE, loss_chunk_rows, norm_programs
+from stepscope.core.parts import ATTENTIONS, REFERENCE, loss_chunk_rows, norm_programs
 from stepscope.core.precisions import PRECISIONS, takes_scaled
 from stepscope.core.workloads import TextbookWorkload
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from stepscope.core.memory_notes import CATEGORIES
+from stepscope.core.evidence import CATEGORIES
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from stepscope.app.api.running import check_one_model, given, gradients_kept, of_factory, of_object, textbook
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
-from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError
+from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
 from stepscope.core.workloads import Compile, Optimizer, Phase, Workload

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stepscope.app.api.shown import Shown, ShownAnswer, shown
+from stepscope.core.answer import Finding
+from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import StepscopeError, warn
-from stepscope.core.finding import Finding
-from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files
 from stepscope.core.samples import Samples

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from stepscope.app.api.reading import Measured, measured
-from stepscope.core.attentions import Attention
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
-from stepscope.core.factory_arguments import code_digest
 from stepscope.core.model_config import ModelConfig, configure
-from stepscope.core.model_file import unmet
-from stepscope.core.parts import named_kernels, own_kernels
+from stepscope.core.parts import Attention, named_kernels, own_kernels
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import settings_from
 from stepscope.core.strategies import NOT_PARALLEL
+from stepscope.core.user_model import code_digest, unmet
 from stepscope.core.workloads import (
     Compile,
     FactoryWorkload,

@@ -13,8 +13,8 @@ from stepscope.app.cli import study
 from stepscope.app.cli.output import emit, mend
 from stepscope.app.cli.verb import Verbs, help_width
 from stepscope.core import interrupts
+from stepscope.core.environment import address_space_limit
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, warn
-from stepscope.core.process_memory import address_space_limit
 from stepscope.core.units import format_bytes
 
 _OPTIONAL = {

@@ -9,12 +9,12 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, json_lin
 from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, table_of
 from stepscope.core.device_spec import DeviceReport
+from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
 from stepscope.core.options import MEASURING, STORED, Option, completed
-from stepscope.core.process_memory import give_pages_back
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
 

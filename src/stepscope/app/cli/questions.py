@@ -12,10 +12,10 @@ import typer
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer, decode_answer
+from stepscope.core.environment import require_room_for_torch
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
 from stepscope.core.options import refuse_beside
-from stepscope.core.process_memory import require_room_for_torch
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:

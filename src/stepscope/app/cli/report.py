@@ -10,9 +10,9 @@ from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import emit, warn
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import GENERATOR
+from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError, choose
 from stepscope.core.options import OUTPUT, Needs, Option
-from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.picture import Drawer
 

@@ -12,6 +12,8 @@ from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.app.cli.sweep import measure_and_report, type_of_device
 from stepscope.app.cli.verb import verb
+from stepscope.core.answer import worst
+from stepscope.core.environment import place_in_job, refuse_several
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
@@ -21,9 +23,7 @@ from stepscope.core.errors import (
     StepscopeError,
 )
 from stepscope.core.files import json_document
-from stepscope.core.finding import worst
 from stepscope.core.options import MEASURING, Option
-from stepscope.core.ranks import place_in_job, refuse_several
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL

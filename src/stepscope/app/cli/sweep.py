@@ -12,8 +12,7 @@ import typer
 from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, sweep_progress, warn
 from stepscope.app.cli.verb import verb
-from stepscope.core.answer import Answer
-from stepscope.core.attentions import attention_names
+from stepscope.core.answer import Answer, worst
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
@@ -23,8 +22,8 @@ from stepscope.core.errors import (
     Stopped,
     choose,
 )
-from stepscope.core.finding import worst
 from stepscope.core.options import MEASURING, SWEEPING, Option, completed
+from stepscope.core.parts import attention_names
 from stepscope.core.run import Run
 from stepscope.core.units import counted
 from stepscope.core.workloads import DTYPES, PHASES

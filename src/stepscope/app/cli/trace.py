@@ -9,11 +9,10 @@ import typer
 
 from stepscope.app.cli.output import Presentation, draw, json_line, warn
 from stepscope.app.cli.verb import file_or_run, verb
-from stepscope.core.answer import Answer, name_of
+from stepscope.core.answer import Answer, Finding, name_of, worst
+from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
-from stepscope.core.finding import Finding, worst
 from stepscope.core.options import OUTPUT, Conflict, Option
-from stepscope.core.process_memory import give_pages_back
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window, parse_window

@@ -9,9 +9,9 @@ import typer
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, sweep_progress, warn
 from stepscope.app.cli.sweep import type_of_device
 from stepscope.app.cli.verb import verb
+from stepscope.core.answer import worst
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
 from stepscope.core.files import json_document, read_named
-from stepscope.core.finding import worst
 from stepscope.core.options import MEASURING, STORED, Option, refuse_beside
 from stepscope.core.strategies import shared_somehow
 from stepscope.core.study_results import TUNED_FIELDS, Tuned, decode_tuned, fields_kept

@@ -18,14 +18,15 @@ no FLOPs: the micro-batches are the batch.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from stepscope.core.attentions import scores_of
 from stepscope.core.errors import InputError
 from stepscope.core.formulas import CausalConvention, Convention, Work, adamw_work
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import ModelConfig, whole_number
+from stepscope.core.parts import scores_of
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workloads import StepChoices, TextbookWorkload, Workload, by_sizes
@@ -292,3 +293,31 @@ def chunks_in_flight(layout: Layout, rank: int) -> int:
     if v == 1:
         return min(most, p - rank)
     return min(most, 2 * (p - rank - 1) + (v - 1) * p + 1)
+
+
+# How AdamW in one launch lays moments side by side, for the optimizer and for the prediction of memory.
+
+
+MOST_NUMBERS = 32 * 2**20
+"""Numbers of a block, 128 MiB in fp32. One block for all would be a request that, near the limit, finds no room."""
+_ALIGNED = 128
+"""Each moment begins at a multiple of so many numbers: of 512 bytes, as an allocation of its own would."""
+
+
+def aligned_numbers(numbers: int) -> int:
+    """The numbers that a tensor of so many takes in a block."""
+    return -(-numbers // _ALIGNED) * _ALIGNED
+
+
+def moment_blocks(sizes: Sequence[int]) -> list[list[int]]:
+    """The blocks for tensors of these sizes: in each the places of its tensors, one after the other. A tensor that is
+    larger than a block has one alone."""
+    blocks: list[list[int]] = []
+    left = 0
+    for place, size in enumerate(sizes):
+        if not blocks or size > left:
+            blocks.append([])
+            left = MOST_NUMBERS
+        blocks[-1].append(place)
+        left -= size
+    return blocks

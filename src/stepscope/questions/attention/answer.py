@@ -11,14 +11,18 @@ from stepscope.core.answer import (
     TEXT,
     Answer,
     Cell,
+    Finding,
     Line,
     Panel,
     Point,
     Table,
     as_lines,
+    error,
     known_columns,
     measured_answer,
+    note,
     table_of,
+    warning,
 )
 from stepscope.core.attention_call import (
     CONVENTION,
@@ -43,7 +47,6 @@ from stepscope.core.figures import (
     percent,
     tera,
 )
-from stepscope.core.finding import Finding, error, note, warning
 from stepscope.core.samples import Ratio
 from stepscope.core.units import MIB, format_bytes, format_rate, format_share
 from stepscope.questions.compare.comparison import table_of_rows, times_as_fast, within

@@ -29,8 +29,8 @@ from stepscope.core.attention_call import (
     Numbers,
 )
 from stepscope.core.attention_support import find_fault
-from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import named_line, one_line
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device

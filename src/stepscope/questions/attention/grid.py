@@ -17,9 +17,9 @@ from stepscope.core.attention_call import (
     GateReport,
     Launches,
 )
-from stepscope.core.attentions import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.errors import InputError, choose, one_line
 from stepscope.core.files import decode_document, json_document
+from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.engine.request import Stage, Tell
 from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, lost, work_through
 

@@ -18,8 +18,8 @@ from typing import Literal
 import msgspec
 
 from stepscope.core.attention_call import AttentionShape, AttentionVerdict, CallCompile, GateReport
-from stepscope.core.attentions import Attention, TensorDtype
 from stepscope.core.errors import named_line
+from stepscope.core.parts import Attention, TensorDtype
 
 WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.questions.attention.workers")
 

@@ -17,9 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepscope.core.answer import Answer, Cell, Table, as_lines
+from stepscope.core.answer import Answer, Cell, Finding, Table, as_lines, note, warning
 from stepscope.core.errors import InputError, choose
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload

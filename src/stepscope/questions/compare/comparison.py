@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
-from stepscope.core.answer import Answer, Cell, Panel, Point, Table, measured_answer
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, measured_answer, note, warning
 from stepscope.core.figures import digits, doubt_mark
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP

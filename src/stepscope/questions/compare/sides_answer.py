@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.core.answer import TEXT, Answer, Cell, Frame, Guide, Line, Panel, Point, Table, Tone, as_lines, table_of
+from stepscope.core.answer import (
+    TEXT,
+    Answer,
+    Cell,
+    Finding,
+    Frame,
+    Guide,
+    Line,
+    Panel,
+    Point,
+    Table,
+    Tone,
+    as_lines,
+    note,
+    table_of,
+    warning,
+)
 from stepscope.core.environment import COMMITS
 from stepscope.core.errors import InputError
 from stepscope.core.figures import doubting_kinds
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.formulas.spelled import run_command
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP

@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note
 from stepscope.core.errors import InputError
-from stepscope.core.finding import Finding, error, note
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.core.precisions import FORMATS
 from stepscope.questions.answers import computed_answer, curves, one_thread, table_by

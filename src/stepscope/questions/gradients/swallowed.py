@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits
-from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig, configure, whole_number
 from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload, Workload

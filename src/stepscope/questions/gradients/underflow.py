@@ -20,10 +20,9 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from stepscope.core.answer import Answer, Cell, Panel, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits
-from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.precisions import FORMATS, FloatFormat, float_format
 from stepscope.core.workloads import Workload, by_sizes

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from stepscope.core.answer import Cell, Panel, Table
-from stepscope.core.finding import Finding, note, warning
+from stepscope.core.answer import Cell, Finding, Panel, Table, note, warning
 from stepscope.core.units import counted
 from stepscope.questions.answers import curves, pivot, table_by
 

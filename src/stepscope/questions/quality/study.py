@@ -18,9 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from stepscope.core.answer import Answer
+from stepscope.core.answer import Answer, Finding, note
 from stepscope.core.errors import InputError, choose
-from stepscope.core.finding import Finding, note
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import computed_answer, threads_for

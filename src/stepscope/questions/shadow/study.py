@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from stepscope.core.answer import Answer, Cell, Panel, Point, Table
+from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, note, warning
 from stepscope.core.errors import InputError, StepscopeError, choose
 from stepscope.core.figures import digits
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
 from stepscope.questions.against_float64 import DTYPES

@@ -4,8 +4,23 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepscope.core.answer import INTERVALS, PROSE, TEXT, Answer, Cell, Line, Panel, Point, Table, as_lines, table_of
-from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.answer import (
+    INTERVALS,
+    PROSE,
+    TEXT,
+    Answer,
+    Cell,
+    Finding,
+    Line,
+    Panel,
+    Point,
+    Table,
+    as_lines,
+    error,
+    note,
+    table_of,
+    warning,
+)
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share

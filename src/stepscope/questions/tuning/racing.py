@@ -15,11 +15,11 @@ import torch
 from stepscope.allocations.planning.search import planned_step
 from stepscope.allocations.prediction.estimate import estimate_quickly
 from stepscope.allocations.prediction.fit import Budget
+from stepscope.core.answer import worst
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.device_spec import DeviceSpec, Network, find_device_spec, measured_network, network_for
 from stepscope.core.environment import Environment
 from stepscope.core.errors import DeviceError, InputError
-from stepscope.core.finding import worst
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, settings_from

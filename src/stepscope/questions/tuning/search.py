@@ -8,10 +8,9 @@ from typing import Protocol
 
 import msgspec
 
-from stepscope.core.attentions import PREFERRED, PREFERRED_ELSEWHERE, is_kept
 from stepscope.core.checkpointing import KEEPING, OFFLOAD, keeping, mixtures, most_that_fit, selective_of
 from stepscope.core.errors import InputError, StepscopeError
-from stepscope.core.parts import PARTS
+from stepscope.core.parts import PARTS, PREFERRED, PREFERRED_ELSEWHERE, is_kept
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named

@@ -12,9 +12,8 @@ from importlib import resources
 
 import msgspec
 
-from stepscope.core.answer import GENERATOR, Answer, Line, Page, Panel, Section, Table, name_of
+from stepscope.core.answer import GENERATOR, SEVERITIES, Answer, Line, Page, Panel, Section, Table, name_of
 from stepscope.core.errors import middle_cut, printable
-from stepscope.core.finding import SEVERITIES
 from stepscope.core.units import figure_text
 from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
 from stepscope.rendering.picture import draw_svg

@@ -14,9 +14,11 @@ from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import (
+    SEVERITIES,
     Answer,
     Cell,
     Figure,
+    Finding,
     Frame,
     Line,
     Page,
@@ -28,13 +30,13 @@ from stepscope.core.answer import (
     decode_answer,
     name_of,
     table_of,
+    warning,
 )
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.figures import doubts_sentence
 from stepscope.core.files import read_document
-from stepscope.core.finding import SEVERITIES, Finding, warning
 from stepscope.core.formulas.spelled import cell_name, run_command
 from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP

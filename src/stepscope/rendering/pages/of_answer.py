@@ -7,9 +7,19 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.answer import Answer, Figure, Page, Panel, Section, Table, decode_answer, name_of
+from stepscope.core.answer import (
+    SEVERITIES,
+    Answer,
+    Figure,
+    Finding,
+    Page,
+    Panel,
+    Section,
+    Table,
+    decode_answer,
+    name_of,
+)
 from stepscope.core.errors import InputError
-from stepscope.core.finding import SEVERITIES, Finding
 from stepscope.core.units import format_bytes
 
 PLOTS = "Plots"

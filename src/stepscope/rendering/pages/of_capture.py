@@ -7,8 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import polars as pl
 
-from stepscope.core.answer import Answer, Cell, Figure, Page, Panel, Section, Table, as_lines, name_of, table_of
-from stepscope.core.finding import Finding
+from stepscope.core.answer import (
+    Answer,
+    Cell,
+    Figure,
+    Finding,
+    Page,
+    Panel,
+    Section,
+    Table,
+    as_lines,
+    name_of,
+    table_of,
+)
 from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.rendering.pages.of_answer import ending_of, gravest, heading_of, page_of_answer, section
 from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicle_panel, timeline_panel

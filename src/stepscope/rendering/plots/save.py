@@ -43,7 +43,7 @@ CATEGORY_COLOURS: dict[str, str] = {
     "there before": "#ADADAD",
     "rounding": "#CFCFCF",
 }
-"""One colour for each core.memory_notes.MemoryCategory in every plot. The order is that of stacks from the ground: what
+"""One colour for each core.evidence.MemoryCategory in every plot. The order is that of stacks from the ground: what
 stays longest lies lowest."""
 
 INK = "#222222"

@@ -14,12 +14,11 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.answer import GENERATOR, Answer, Line, Page, Section, Table, decode_answer, text
+from stepscope.core.answer import GENERATOR, Answer, Finding, Line, Page, Section, Table, decode_answer, text
 from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError, choose, one_line, printable
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.files import read_named
-from stepscope.core.finding import Finding
 from stepscope.core.range_names import FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically

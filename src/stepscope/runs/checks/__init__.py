@@ -6,7 +6,7 @@ disk, by later checks too.
 
 from collections.abc import Callable
 
-from stepscope.core.finding import SEVERITIES, Finding
+from stepscope.core.answer import SEVERITIES, Finding
 from stepscope.core.run import Run
 from stepscope.runs.checks import computation, execution, loops, measurement
 

@@ -3,8 +3,8 @@
 The numbers in brackets are the rows of docs/measuring.md, where each mistake is described as seen in the wild.
 """
 
-from stepscope.core.attentions import ATTENTIONS
-from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.answer import Finding, error, note, warning
+from stepscope.core.parts import ATTENTIONS
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run

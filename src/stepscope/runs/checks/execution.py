@@ -7,11 +7,10 @@ reads what the step did, never what it was told to do.
 import re
 from collections.abc import Iterable
 
-from stepscope.core.attentions import ATTENTIONS, AUTO, Attention
+from stepscope.core.answer import Finding, error, note, warning
 from stepscope.core.errors import printable
 from stepscope.core.evidence import StepObservation
-from stepscope.core.finding import Finding, error, note, warning
-from stepscope.core.parts import PARTS, Part, calls_in_forward
+from stepscope.core.parts import ATTENTIONS, AUTO, PARTS, Attention, Part, calls_in_forward
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
 from stepscope.core.run import Run
 from stepscope.core.workloads import (

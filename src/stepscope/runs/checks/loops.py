@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stepscope.allocations.left_behind import growth_finding
+from stepscope.core.answer import Finding, note, warning
 from stepscope.core.evidence import CodeLine, Habits
-from stepscope.core.finding import Finding, note, warning
 from stepscope.core.range_names import DATA, REST, STEP, TIMED
 from stepscope.core.run import Run
 from stepscope.core.samples import MINIMUM_FOR_INTERVAL, Samples

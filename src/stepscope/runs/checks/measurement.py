@@ -5,7 +5,7 @@ The numbers in brackets are the rows of docs/measuring.md, where each mistake is
 
 import statistics
 
-from stepscope.core.finding import Finding, error, note, warning
+from stepscope.core.answer import Finding, error, note, warning
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
 from stepscope.core.range_names import PHASES, STEP

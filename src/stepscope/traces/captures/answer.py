@@ -5,10 +5,23 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.core.answer import Answer, Cell, Frame, Line, Node, Panel, Point, Slice, Table, as_lines, table_of, text
+from stepscope.core.answer import (
+    Answer,
+    Cell,
+    Finding,
+    Frame,
+    Line,
+    Node,
+    Panel,
+    Point,
+    Slice,
+    Table,
+    as_lines,
+    table_of,
+    text,
+)
 from stepscope.core.errors import middle_cut, name_shown
 from stepscope.core.figures import figure
-from stepscope.core.finding import Finding
 from stepscope.core.formulas.spelled import describe_model, describe_workload
 from stepscope.core.range_names import BACKWARD, FORWARD, RECOMPUTATION
 from stepscope.core.units import counted, format_count, format_share, ms_text

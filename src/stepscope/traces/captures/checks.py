@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 
 import polars as pl
 
+from stepscope.core.answer import SEVERITIES, Finding, error, note, warning
 from stepscope.core.device_spec import lacks
 from stepscope.core.errors import name_shown
-from stepscope.core.finding import SEVERITIES, Finding, error, note, warning
 from stepscope.core.range_names import BACKWARD, STEP
 from stepscope.core.units import counted, format_count, format_seconds, format_share, in_ms
 from stepscope.traces.assemble import is_launch

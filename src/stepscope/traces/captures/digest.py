@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
+from stepscope.core.answer import Finding
+from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.files import check_no_pointer, decode_document, read_named
-from stepscope.core.finding import Finding
-from stepscope.core.process_memory import give_pages_back
 from stepscope.core.run import Run
 from stepscope.core.run_directory import (
     CAPTURE_FILES,

@@ -11,9 +11,9 @@ import msgspec
 import polars as pl
 
 from stepscope.core.attention_call import attention_product_flops, softmax_flops
-from stepscope.core.attentions import scores_of
 from stepscope.core.errors import name_shown
 from stepscope.core.formulas.transformer import products_per_forward, recomputed_products
+from stepscope.core.parts import scores_of
 from stepscope.core.range_names import (
     ATTENTION_PARTS,
     BACKWARD,

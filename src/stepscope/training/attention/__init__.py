@@ -10,7 +10,7 @@ attention). What a query sees:
                      argument of the implementations whose record says so
     nothing at all   (S >= T + w: the window is past the last key) makes a row of zeros
 
-`core/attentions.py` has a record of each. `attention_for` is for the model; `inputs.attend` is for one call, and checks
+`core/parts.py` has a record of each. `attention_for` is for the model; `inputs.attend` is for one call, and checks
 its tensors.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stepscope.core.attention_support import attention_of, fault_here
-from stepscope.core.attentions import ATTENTIONS, Attention
+from stepscope.core.parts import ATTENTIONS, Attention
 from stepscope.core.workloads import TextbookWorkload
 
 

@@ -46,8 +46,8 @@ from stepscope.core.attention_call import (
     TensorError,
 )
 from stepscope.core.attention_support import find_fault
-from stepscope.core.attentions import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError, named_line
+from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.kernels.documents import document_bounds
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.inputs import TORCH_DTYPES, for_all_heads

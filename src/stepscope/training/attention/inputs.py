@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from stepscope.core.attention_support import resolve_attention
-from stepscope.core.attentions import Attention, AttentionCall, TensorDtype
 from stepscope.core.errors import InputError
+from stepscope.core.parts import Attention, AttentionCall, TensorDtype
 from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from stepscope.core.environment import RankPlace
 from stepscope.core.errors import InputError, StepscopeError, one_line
-from stepscope.core.ranks import RankPlace
 from stepscope.training.optimizer import global_norm
 
 

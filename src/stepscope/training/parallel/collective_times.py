@@ -14,7 +14,7 @@ from torch import Tensor
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import StepscopeError, named_line
-from stepscope.core.ranks import Span
+from stepscope.core.evidence import Span
 from stepscope.core.run import Settings
 from stepscope.core.units import format_bytes
 from stepscope.recording.device import is_out_of_memory, timing_device

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from stepscope.core.evidence import Correctness
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.processes import student_quantile
-from stepscope.core.ranks import Correctness
 from stepscope.core.strategies import strategy_named
 from stepscope.core.workloads import Workload
 from stepscope.training.optimizer import NormOf, clip_gradients, global_norm, gradients_of, updated_by

@@ -31,9 +31,9 @@ from typing import Any, Protocol
 import msgspec
 
 from stepscope.core import interrupts
+from stepscope.core.environment import RankPlace, check_processes, place_in_job
 from stepscope.core.errors import InputError, StepscopeError, middle_cut, named_line, printable
 from stepscope.core.interrupts import end_with_stdin, leave
-from stepscope.core.ranks import RankPlace, check_processes, place_in_job
 from stepscope.core.units import counted
 
 # What a rank's process is asked to run, and what it tells its starter.

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError, named_line
-from stepscope.core.parts import PARTS, Kernels, Part
+from stepscope.core.parts import PARTS, Kernels, Part, TensorDtype
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.parts import formulas, part_function
 

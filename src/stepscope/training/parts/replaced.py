@@ -26,9 +26,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from stepscope.core.attentions import TensorDtype
 from stepscope.core.errors import InputError, named_line
-from stepscope.core.parts import MODULE_PARTS, NO_MODULES, PARTS, REFERENCE, Kernels, Part, PartFound, check_parts
+from stepscope.core.parts import (
+    MODULE_PARTS,
+    NO_MODULES,
+    PARTS,
+    REFERENCE,
+    Kernels,
+    Part,
+    PartFound,
+    TensorDtype,
+    check_parts,
+)
 from stepscope.kernels.operators import transformed_by_func
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.parts import part_function

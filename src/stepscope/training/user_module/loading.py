@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.files import read_document
-from stepscope.core.model_file import without_options
-from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
+from stepscope.core.user_model import without_options
+from stepscope.core.workloads import FactoryWorkload, UserModel, Workload, is_configuration
 from stepscope.training.training_step import Batch, Share, Shared, StepParts
 from stepscope.training.user_module.batches import input_names, named_tensors
 from stepscope.training.user_module.module_step import (

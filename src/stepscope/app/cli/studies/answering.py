@@ -18,9 +18,9 @@ from stepscope.app.cli.sweep import (
     wanted_runs,
 )
 from stepscope.core.answer import Answer
-from stepscope.core.factory_arguments import is_configuration
 from stepscope.core.options import STORED, Option, refuse_beside
 from stepscope.core.run import Run, settings_from
+from stepscope.core.workloads import is_configuration
 from stepscope.engine.request import TraceRequest
 from stepscope.engine.workload_options import ManyWorkloads, factory_arguments
 

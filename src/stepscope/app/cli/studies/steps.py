@@ -14,11 +14,10 @@ from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Com
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
 from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer
-from stepscope.core.attentions import attention_names
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.options import MEASURING, OUTPUT, PARALLEL, STORED, WORKLOAD, Option, refuse_beside
-from stepscope.core.parts import named_kernels
+from stepscope.core.parts import attention_names, named_kernels
 from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.strategies import SCALINGS, spelled
