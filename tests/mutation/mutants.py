@@ -149,9 +149,9 @@ MUTANTS = (
     ),
     Mutant(
         name="PyTorch's FlashAttention is unknown",
-        file="traces/kernels/families.py",
-        old='r"(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|',
-        new='r"(?:^|::|_)(?:fmha_|',
+        file="traces/kernels/families.toml",
+        old="'(?:^|::|_)(?:flash_(?:fwd|bwd)|fmha_|",
+        new="'(?:^|::|_)(?:fmha_|",
         falsifies="fused attention is no attention",
         tests=("traces/kernels/test_families.py",),
     ),
