@@ -106,7 +106,7 @@ def _measure(asked: argparse.Namespace) -> None:
     # A process that measures, and no other, imports PyTorch.
     import torch  # noqa: PLC0415
 
-    from stepscope.training.parallel.collective import join  # noqa: PLC0415
+    from stepscope.training.making import join  # noqa: PLC0415
 
     rank, count, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
     if rank == 0:

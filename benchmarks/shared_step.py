@@ -115,7 +115,7 @@ def measured(asked: argparse.Namespace) -> Result:
 
     from stepscope.core.environment import place_in_job  # noqa: PLC0415
     from stepscope.recording.environment import read_environment  # noqa: PLC0415
-    from stepscope.training.parallel.collective import join  # noqa: PLC0415
+    from stepscope.training.making import join  # noqa: PLC0415
 
     local, count = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available() if asked.device == "auto" else asked.device == "cuda"

@@ -48,9 +48,8 @@ from stepscope.runs import metrics
 from stepscope.runs.checks import CHECKS, check_run
 from stepscope.training import training_step
 from stepscope.training.attention import implementation
-from stepscope.training.checkpointing import block_runner
 from stepscope.training.scaled_products import plain_products
-from stepscope.training.training_step import TrainingStep
+from stepscope.training.training_step import TrainingStep, block_runner
 from stepscope.training.user_module.loading import make_user_step
 from stepscope.training.user_module.module_step import UserStep
 from tests.conftest import FakeClock, FakeDevice, make_run, mini, workload

@@ -24,7 +24,8 @@ from stepscope.questions.attention.answer import answer_attention
 from stepscope.questions.attention.grid import decode_matrix, grid_groups, implementations_of, measure_grid
 from stepscope.runs.checks import check_run
 from stepscope.training.attention.gate import check_attention_implementation, few_shapes
-from stepscope.training.attention.inputs import attend, for_all_heads
+from stepscope.training.attention.inputs import attend
+from stepscope.training.attention.written_out import for_all_heads
 from tests.conftest import mini
 from tests.textbook import textbook
 

@@ -22,9 +22,8 @@ from stepscope.training.attention.gate import (
     gate_shapes,
     long_shapes,
 )
-from stepscope.training.attention.inputs import for_all_heads, hidden_keys
 from stepscope.training.attention.pytorch import sdpa
-from stepscope.training.attention.written_out import CHUNK, reference
+from stepscope.training.attention.written_out import CHUNK, for_all_heads, hidden_keys, reference
 from tests.conftest import in_the_interpreter_at_length
 from tests.training.test_attention_gate import CPU, PLAIN, PROBES, judged, square
 

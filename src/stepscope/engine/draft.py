@@ -19,7 +19,7 @@ from stepscope.engine.nsys_trace import Nsys
 from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.step import Step
-from stepscope.training.parallel.collective import Ranks
+from stepscope.training.training_step import Ranks
 
 if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded

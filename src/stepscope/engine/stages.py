@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import gc
+import socket
 import time
 from collections.abc import Callable, Iterable
 
@@ -66,7 +67,6 @@ from stepscope.recording.timer import Measurement, Progress, StepFailed, measure
 from stepscope.recording.updates import applied_updates, read_updates
 from stepscope.training.attention import chosen_attention
 from stepscope.training.making import make_parts, make_step
-from stepscope.training.parallel.collective import host_name
 from stepscope.training.training_step import StepParts
 
 # Makes the step on the device, and later releases its memory.
@@ -251,7 +251,7 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
     whole, trained = _of_the_model(draft)
     mine = RankFigures(
         rank=draft.ranks.rank,
-        host=host_name(),
+        host=socket.gethostname(),
         device_name=environment.device_name if environment else "",
         samples=result.samples,
         parameter_bytes=parameters,

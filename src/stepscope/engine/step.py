@@ -40,8 +40,8 @@ from stepscope.recording.precision import matmul_precision
 from stepscope.recording.timer import StepFailed
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
-from stepscope.training.parallel.collective import Ranks, join
-from stepscope.training.training_step import check_supported
+from stepscope.training.making import join
+from stepscope.training.training_step import Ranks, check_supported
 
 if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded

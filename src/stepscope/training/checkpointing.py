@@ -14,7 +14,7 @@ import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +26,12 @@ from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
 from stepscope.core.parts import ATTENTIONS
 from stepscope.core.range_names import RECOMPUTATION
 from stepscope.core.units import GIB
-from stepscope.core.workloads import TextbookWorkload
 from stepscope.kernels.parts.projections import OPERATOR
 from stepscope.recording.fake_memory import of_host
 from stepscope.recording.precision import SCALED_PRODUCTS
 from stepscope.recording.ranges import detail_range
 from stepscope.training.attention import implementation
+from stepscope.training.transformer import BlockRunner, keep_all
 
 # What blocks keep for backward, in the host's memory: copied there while forward goes on, and back ahead of use.
 #
@@ -400,19 +400,6 @@ Each output is kept, also that of a block's last product, which backward never a
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-class BlockRunner(Protocol):
-    """Runs blocks one after another, (B, S, M) to (B, S, M), and decides what they keep for backward."""
-
-    def __call__(self, blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor: ...
-
-
-def keep_all(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
-    """Run the blocks; autograd keeps whatever backward needs."""
-    for block in blocks:
-        x_BSM = block(x_BSM)
-    return x_BSM
-
-
 def keep_group_inputs(group_size: int) -> BlockRunner:
     """A runner by groups of consecutive blocks: each group keeps only its input, and backward runs it again whole."""
 
@@ -436,14 +423,13 @@ def keep_outputs(contexts: Callable[[], Contexts]) -> BlockRunner:
     return run
 
 
-def block_runner(workload: TextbookWorkload) -> BlockRunner:
-    """The runner that the workload's `checkpointing` names."""
-    spans = workload.spans
+def runner_of(spans: Sequence[Span]) -> BlockRunner:
+    """A runner of a whole model's blocks, each span as it keeps for backward."""
     return _runner_of(spans[0]) if len(spans) == 1 and not spans[0].on_host else one_after_another(spans)
 
 
 def one_after_another(spans: Sequence[Span]) -> BlockRunner:
-    """A runner of a whole model's blocks, each span as it keeps for backward."""
+    """A runner of blocks of which some offload, or keep otherwise than others."""
     copies = HostCopies(KEPT_OPERATORS["selective"])
 
     def run(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:

@@ -1,21 +1,33 @@
-"""Makes the step of a workload on a device, whoever wrote the model."""
+"""Makes the step of a workload on a device, whoever wrote the model, alone or as one of the ranks that share it."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from stepscope.core.environment import RankPlace
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.recording.step import Step
-from stepscope.training.parallel.collective import Ranks
-from stepscope.training.training_step import StepParts, TrainingStep, textbook_parts
+from stepscope.training.training_step import Ranks, StepParts, TrainingStep, textbook_parts
 
 if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded
 
 Load = Callable[[], "Loaded"]
 """Gives a user's model that is there already, in place of what a factory would return."""
+
+
+def join(place: RankPlace | None, device: torch.device) -> Ranks:
+    """Meet the other ranks; alone where there is no place among any.
+
+    Raises InputError for a backend that this PyTorch lacks, and StepscopeError where the others do not come.
+    """
+    if place is None:
+        return Ranks()
+    from stepscope.training.parallel.collective import Joined  # noqa: PLC0415  (only among ranks)
+
+    return Joined(place, device)
 
 
 def make_step(

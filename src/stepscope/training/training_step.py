@@ -26,11 +26,9 @@ from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRADIENT_SYNC, OPTIMIZER
 from stepscope.core.strategies import computes_in_16_bits
 from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
-from stepscope.kernels.parts.projections import lie_together
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
 from stepscope.training.attention import attention_for, chosen_attention
-from stepscope.training.checkpointing import block_runner
 from stepscope.training.optimizer import (
     AdamWBf16State,
     NormOf,
@@ -42,8 +40,7 @@ from stepscope.training.optimizer import (
     updated_by,
 )
 from stepscope.training.parts import parts_for
-from stepscope.training.scaled_products import scale_products
-from stepscope.training.transformer import Transformer
+from stepscope.training.transformer import BlockRunner, Transformer, keep_all
 
 # A whole step captured into CUDA graphs, one for each phase, and replayed: the host then launches each phase at once.
 #
@@ -201,6 +198,41 @@ class Shared:
 
 Share = Callable[[StepParts, Workload], Shared]
 """Makes of a whole step's parts those of this process."""
+
+
+class Ranks:
+    """One rank among those that share a step. Outside a job it is alone, and waits for nobody."""
+
+    rank, ranks, local_rank = 0, 1, 0
+    backend = ""
+    threads: int | None = None
+    """The CPU threads of each rank, where the ranks compute on CPUs."""
+    start_s: float | None = None
+    """From the start of the ranks' processes until all had met; None where somebody else started them."""
+    started_here = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes the run."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+
+    def agree(self, here: bool) -> bool:
+        """What the first rank says, on every rank."""
+        return here
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Every rank's value, in the order of the ranks, on every rank."""
+        return [value]
+
+    def told(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        return value
+
+    def part(self) -> None:
+        """Leave the job."""
 
 
 class AssembledStep:
@@ -385,6 +417,8 @@ def textbook_parts(
         model.load_state_dict(dict(start))
     masters = in_16_bits(model, workload, tuple(model.blocks))
     if workload.projections == "joint":
+        from stepscope.kernels.parts.projections import lie_together  # noqa: PLC0415  (only where they are joint)
+
         for weights in model.projections():
             lie_together(weights)
     return StepParts(
@@ -407,6 +441,8 @@ def in_16_bits(model: nn.Module, choices: Workload, blocks: Sequence[nn.Module])
     layers of the blocks take such, or of the whole model where no blocks are known."""
     precision = PRECISIONS[choices.dtype]
     if precision.scaled:
+        from stepscope.training.scaled_products import scale_products  # noqa: PLC0415  (only where they are scaled)
+
         scale_products(blocks or (model,), precision.scaled, choices.dtype)
     return halve(model) if precision.masters and not computes_in_16_bits(choices.parallel) else {}
 
@@ -461,6 +497,15 @@ def build_model(workload: TextbookWorkload, device: torch.device | str) -> Trans
     if str(device) != "meta":
         model.initialise()
     return model.to(torch.bfloat16) if workload.dtype == "bf16-pure" else model
+
+
+def block_runner(workload: TextbookWorkload) -> BlockRunner:
+    """The runner that the workload's `checkpointing` names."""
+    if workload.checkpointing == "none":
+        return keep_all
+    from stepscope.training.checkpointing import runner_of  # noqa: PLC0415  (it imports each attention that it keeps)
+
+    return runner_of(workload.spans)
 
 
 def _compiled(parts: StepParts, mode: str) -> nn.Module:

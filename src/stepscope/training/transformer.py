@@ -9,6 +9,9 @@ an output head of its own and no biases: the shape of the Llama family. Heads of
 Shape legend: B batch, S sequence, M d_model, F d_ff, H heads, D head_dim, V vocabulary.
 """
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -16,7 +19,6 @@ from torch import Tensor, nn
 from stepscope.core.model_config import ModelConfig
 from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.written_out import reference
-from stepscope.training.checkpointing import BlockRunner, keep_all
 from stepscope.training.parts import REFERENCE_PARTS, Parts
 
 ROPE_BASE = 10_000.0
@@ -185,6 +187,19 @@ class Block(nn.Module):
             return x_BSM + self.feed_forward(normal_BSM)
         x_BSM = x_BSM + self.attention(self.attention_norm(x_BSM))
         return x_BSM + self.feed_forward(self.feed_forward_norm(x_BSM))
+
+
+class BlockRunner(Protocol):
+    """Runs blocks one after another, (B, S, M) to (B, S, M), and decides what they keep for backward."""
+
+    def __call__(self, blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor: ...
+
+
+def keep_all(blocks: Iterable[nn.Module], x_BSM: Tensor) -> Tensor:
+    """Run the blocks; autograd keeps whatever backward needs."""
+    for block in blocks:
+        x_BSM = block(x_BSM)
+    return x_BSM
 
 
 class Transformer(nn.Module):

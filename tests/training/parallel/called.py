@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from stepscope.core.errors import InputError
-from stepscope.training.parallel.collective import Ranks
+from stepscope.training.training_step import Ranks
 
 
 def call(argument: bytes, ranks: Ranks, device: torch.device, say: Callable[[str], object]) -> dict[str, object]:

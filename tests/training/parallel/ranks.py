@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from stepscope.core.interrupts import leave
-from stepscope.training.parallel.collective import Ranks
+from stepscope.training.training_step import Ranks
 
 _IMPORTED = [
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "pytest",

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
 from stepscope.core.strategies import strategy_named
-from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Whole
+from stepscope.training.training_step import Ranks
 from tests.training.parallel.ranks import on_ranks
 
 STEPS, PART = 4, 6

@@ -12,11 +12,11 @@ import torch
 from stepscope.core.evidence import Correctness
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first, trained
+from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, difference_bound
 from stepscope.training.parallel.step import Spread, Strategy, Whole, replicated
 from stepscope.training.parallel.strategies import ddp_flat
-from stepscope.training.training_step import textbook_parts
+from stepscope.training.training_step import Ranks, textbook_parts
 from tests.training.parallel.ranks import Here, on_ranks
 
 SMALL = configure("tiny", layers=2, d_model=32, d_ff=64, heads=4, vocabulary=128)

@@ -19,12 +19,12 @@ from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.stages import said_of
 from stepscope.training.optimizer import clip_gradients, updated_by
 from stepscope.training.parallel import correctness
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first, trained
+from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, furthest
 from stepscope.training.parallel.step import Spread, Strategy, Whole, part_of, replicated, spread_parts
 from stepscope.training.parallel.strategies import ddp_bucketed, ddp_flat, ddp_overlap, fsdp2
 from stepscope.training.parallel.strategies.ddp_bucketed import in_buckets
-from stepscope.training.training_step import textbook_parts
+from stepscope.training.training_step import Ranks, textbook_parts
 from tests.conftest import at_length
 from tests.training.parallel.ranks import Here, on_ranks
 

@@ -26,9 +26,8 @@ from stepscope.questions.quality.answer import departure, reach_of, smoothed, st
 from stepscope.recording.device import limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
-from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.launching import Say, launch
-from stepscope.training.training_step import AssembledStep
+from stepscope.training.training_step import AssembledStep, Ranks
 
 STEPS = 50
 OTHER_STARTS = 2

@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from stepscope.kernels.operators import as_autocast
 from stepscope.training.attention.compiled import compile_for_each_shape
-from stepscope.training.attention.inputs import fully_masked_queries, with_zeros
+from stepscope.training.attention.written_out import fully_masked_queries, with_zeros
 
 
 def flex(

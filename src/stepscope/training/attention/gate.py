@@ -50,9 +50,9 @@ from stepscope.core.errors import InputError, named_line
 from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype
 from stepscope.kernels.documents import document_bounds
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.training.attention.inputs import TORCH_DTYPES, for_all_heads
+from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import sdpa
-from stepscope.training.attention.written_out import chunked, reference
+from stepscope.training.attention.written_out import chunked, for_all_heads, reference
 
 # The calls that the gate judges by, and their tensors.
 #

@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from stepscope.training.attention import AttentionFunction
-from stepscope.training.attention.inputs import for_all_heads, fully_masked_queries, hidden_scores, with_zeros
+from stepscope.training.attention.written_out import for_all_heads, fully_masked_queries, hidden_scores, with_zeros
 
 
 def sdpa(

@@ -2,7 +2,6 @@
 
 import datetime
 import gc
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from stepscope.core.environment import RankPlace
 from stepscope.core.errors import InputError, StepscopeError, one_line
 from stepscope.training.optimizer import global_norm
+from stepscope.training.training_step import Ranks
 
 
 @torch.no_grad()
@@ -121,45 +121,12 @@ _WAIT = datetime.timedelta(minutes=10)
 """How long a rank waits for another before it gives up. The first step may compile for minutes."""
 
 
-class Ranks:
-    """One rank among those that share a step. Outside a job it is alone, and waits for nobody."""
-
-    rank, ranks, local_rank = 0, 1, 0
-    backend = ""
-    threads: int | None = None
-    """The CPU threads of each rank, where the ranks compute on CPUs."""
-    start_s: float | None = None
-    """From the start of the ranks' processes until all had met; None where somebody else started them."""
-    started_here = True
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank writes the run."""
-        return self.rank == 0
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-
-    def agree(self, here: bool) -> bool:
-        """What the first rank says, on every rank."""
-        return here
-
-    def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value, in the order of the ranks, on every rank."""
-        return [value]
-
-    def told(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
-        return value
-
-    def part(self) -> None:
-        """Leave the job."""
-
-
-class _Joined(Ranks):
+class Joined(Ranks):
     """A rank of a job. What ranks tell each other goes over gloo on CPUs, beside what the step communicates."""
 
     def __init__(self, place: RankPlace, device: torch.device) -> None:
+        """Meet the other ranks. Raises InputError for a backend that this PyTorch lacks, and StepscopeError where the
+        others do not come."""
         self.rank, self.ranks, self.local_rank = place.rank, place.ranks, place.local_rank
         self.started_here = place.began_s is not None
         self.backend = "nccl" if device.type == "cuda" else "gloo"
@@ -209,16 +176,3 @@ class _Joined(Ranks):
     def part(self) -> None:
         gc.collect()  # NCCL waits for CUDA graphs that hold its collectives, and a step that is left is a circle
         dist.destroy_process_group()
-
-
-def join(place: RankPlace | None, device: torch.device) -> Ranks:
-    """Meet the other ranks; alone where there is no place among any.
-
-    Raises InputError for a backend that this PyTorch lacks, and StepscopeError where the others do not come.
-    """
-    return Ranks() if place is None else _Joined(place, device)
-
-
-def host_name() -> str:
-    """The name of this host: ranks of one share a clock."""
-    return socket.gethostname()

@@ -4,6 +4,7 @@ A collective whose outcome is not right is not timed. Each step is so many calls
 that what the barrier leaves between the ranks counts little in short ones.
 """
 
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -21,8 +22,8 @@ from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import StepFailed, measure
-from stepscope.training.parallel.collective import Ranks, host_name
 from stepscope.training.parallel.launching import Say
+from stepscope.training.training_step import Ranks
 
 CALL = "call"
 _SHORT_BYTES = {"cpu": 1 << 20, "cuda": 1 << 24}
@@ -71,7 +72,7 @@ class _Collective:
 def time_collectives(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> RankTimes:
     """The times of all that the CollectivePlan names, as this rank sees them. Each is told when it is known."""
     plan = msgspec.json.decode(argument, type=CollectivePlan)
-    found = RankTimes(host=host_name(), environment=read_environment(device), times=())
+    found = RankTimes(host=socket.gethostname(), environment=read_environment(device), times=())
     part = b""
     for kind in plan.kinds:
         for asked in plan.sizes:

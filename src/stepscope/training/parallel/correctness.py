@@ -34,9 +34,8 @@ from stepscope.core.processes import student_quantile
 from stepscope.core.strategies import strategy_named
 from stepscope.core.workloads import Workload
 from stepscope.training.optimizer import NormOf, clip_gradients, global_norm, gradients_of, updated_by
-from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Batch, MakeOptimizer, Spread, Strategy, part_of, spread_parts
-from stepscope.training.training_step import AUTOCAST_DTYPE, StepParts, autocast_of
+from stepscope.training.training_step import AUTOCAST_DTYPE, Ranks, StepParts, autocast_of
 
 # How far rounding may take a number that nobody can know beforehand, from a few draws of it.
 #

@@ -72,7 +72,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def run_call(call: Call, say: Say, *, gather: bool = False) -> tuple[list[bytes], int | None]:
     """What the function returns here, as JSON, or on all ranks with `gather`; and the CPU threads of this rank."""
     from stepscope.recording.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
-    from stepscope.training.parallel.collective import join  # noqa: PLC0415
+    from stepscope.training.making import join  # noqa: PLC0415
 
     device = resolve_device(call.device, call.place)
     ranks = join(call.place, device)

@@ -14,8 +14,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.strategies import GRADIENTS, SEQUENCE, StrategyRecord, batch_parts, strategy_named
 from stepscope.core.workloads import Workload
 from stepscope.training.optimizer import NormOf, global_norm
-from stepscope.training.parallel.collective import Ranks
-from stepscope.training.training_step import Share, Shared, StepParts, autocast_of, optimizer_for
+from stepscope.training.training_step import Ranks, Share, Shared, StepParts, autocast_of, optimizer_for
 from stepscope.training.transformer import Transformer
 
 # The sequence in chunks, and which of them a rank takes.

@@ -6,46 +6,26 @@ or None where the code of training/transformer.py and training/training_step.py 
 """
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from stepscope.core.attention_support import tensor_dtype
 from stepscope.core.parts import PARTS, Kernels, Part, check_parts
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.kernels.parts.projections import joint_projections
 
-
-class Norm(Protocol):
-    """x + branch, or x without a branch, and its RMSNorm."""
-
-    def __call__(self, x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]: ...
-
-
-class Rope(Protocol):
-    """Queries and keys (B, H, S, D) turned by tables (S or more, D)."""
-
-    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]: ...
-
-
-class Mlp(Protocol):
-    """silu(gate) * up."""
-
-    def __call__(self, gate: Tensor, up: Tensor) -> Tensor: ...
-
-
-class Loss(Protocol):
-    """The mean cross-entropy of the head's logits of x (..., M) with targets (...)."""
-
-    def __call__(self, x: Tensor, weight: Tensor, targets: Tensor) -> Tensor: ...
-
-
-class Projections(Protocol):
-    """x (..., M) times each of several weights (N_i, M), as views of one tensor."""
-
-    def __call__(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+"""(x, branch, weight, epsilon) to x + branch, or x without a branch, and its RMSNorm."""
+Rope = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(q, k, cos, sin) to queries and keys (B, H, S, D) turned by tables (S or more, D)."""
+Mlp = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) to silu(gate) * up."""
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(x, weight, targets) to the mean cross-entropy of the head's logits of x (..., M) with targets (...)."""
+Projections = Callable[[Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
+"""(x, weights) to x (..., M) times each of several weights (N_i, M), as views of one tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,5 +54,9 @@ def parts_for(workload: TextbookWorkload, device_type: str) -> Parts:
     config = workload.model
     widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim, "loss": config.vocabulary}
     check_parts(workload.parts, device_type, tensor_dtype(workload.dtype), widths)
-    chosen = {part: part_function(part, name) for part, name in workload.parts.items()}
-    return Parts(**chosen, projections=joint_projections if workload.projections == "joint" else None)
+    chosen: dict[str, Any] = {part: part_function(part, name) for part, name in workload.parts.items()}
+    if workload.projections == "joint":
+        from stepscope.kernels.parts.projections import joint_projections  # noqa: PLC0415  (it defines an operator)
+
+        chosen["projections"] = joint_projections
+    return Parts(**chosen)

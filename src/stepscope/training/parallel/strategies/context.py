@@ -12,9 +12,9 @@ from typing import Any, cast
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
-from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
+from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import Transformer
 
 

@@ -27,12 +27,11 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import _disable_current_modes
 
 from stepscope.training.attention import AttentionFunction
-from stepscope.training.attention.inputs import for_all_heads
 from stepscope.training.attention.pytorch import sdpa
-from stepscope.training.attention.written_out import reference
-from stepscope.training.parallel.collective import Ranks
+from stepscope.training.attention.written_out import for_all_heads, reference
 from stepscope.training.parallel.step import Spread, Whole, by_rank, in_order, part_of_sequence, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
+from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import CausalSelfAttention, Transformer
 
 _SEQUENCE = 2

@@ -5,8 +5,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from stepscope.core.errors import InputError
-from stepscope.training.parallel.collective import Ranks
 from stepscope.training.parallel.step import Spread, Whole, replicated
+from stepscope.training.training_step import Ranks
 
 _WAITS = "Expected to have finished reduction"
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from stepscope.training.optimizer import before_more, when_ready
 from stepscope.training.parallel.collective import (
-    Ranks,
     begin_average,
     broadcast_from_first,
     flat,
@@ -26,6 +25,7 @@ from stepscope.training.parallel.collective import (
     with_gradient,
 )
 from stepscope.training.parallel.step import Spread, Whole, replicated
+from stepscope.training.training_step import Ranks
 
 BUCKET_MIB = 25.0
 """As large as PyTorch's own (`bucket_cap_mb`)."""

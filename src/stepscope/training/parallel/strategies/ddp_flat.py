@@ -9,7 +9,6 @@ import torch
 
 from stepscope.training.optimizer import same_kind
 from stepscope.training.parallel.collective import (
-    Ranks,
     average,
     broadcast_from_first,
     flat,
@@ -18,6 +17,7 @@ from stepscope.training.parallel.collective import (
     with_gradient,
 )
 from stepscope.training.parallel.step import Spread, Whole, replicated
+from stepscope.training.training_step import Ranks
 
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:

@@ -11,8 +11,9 @@ latency of a collective each.
 
 import torch
 
-from stepscope.training.parallel.collective import Ranks, average, broadcast_from_first, trained, with_gradient
+from stepscope.training.parallel.collective import average, broadcast_from_first, trained, with_gradient
 from stepscope.training.parallel.step import Spread, Whole, replicated
+from stepscope.training.training_step import Ranks
 
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:

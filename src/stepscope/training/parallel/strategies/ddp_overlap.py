@@ -20,8 +20,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from stepscope.training.optimizer import before_more, when_ready
-from stepscope.training.parallel.collective import Ranks, begin_average, broadcast_from_first, trained, with_gradient
+from stepscope.training.parallel.collective import begin_average, broadcast_from_first, trained, with_gradient
 from stepscope.training.parallel.step import Spread, Whole, replicated
+from stepscope.training.training_step import Ranks
 
 
 class OverlappedDataParallel(nn.Module):

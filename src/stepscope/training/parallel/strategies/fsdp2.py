@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first
+from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.step import Spread, Whole
+from stepscope.training.training_step import Ranks
 
 
 def spread(whole: Whole, ranks: Ranks) -> Spread:

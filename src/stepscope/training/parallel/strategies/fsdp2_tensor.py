@@ -9,11 +9,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stepscope.core.strategies import STRATEGIES
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first
+from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.step import Spread, Whole
 from stepscope.training.parallel.strategies.fsdp2 import Local
 from stepscope.training.parallel.strategies.tensor import checked, of_split
 from stepscope.training.parallel.strategies.tensor_sequence import split_all
+from stepscope.training.training_step import Ranks
 
 _NAME = "fsdp2-tensor"
 

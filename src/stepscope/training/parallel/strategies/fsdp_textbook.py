@@ -30,8 +30,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from stepscope.recording.held_tensors import mark_part
 from stepscope.training.optimizer import when_ready
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first, norm_over_ranks
+from stepscope.training.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.training.parallel.step import Spread, Whole
+from stepscope.training.training_step import Ranks
 
 
 class _Sharded:

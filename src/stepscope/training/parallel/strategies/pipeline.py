@@ -22,10 +22,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from stepscope.training.checkpointing import BlockRunner
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first, norm_over_ranks
+from stepscope.training.parallel.collective import broadcast_from_first, norm_over_ranks
 from stepscope.training.parallel.step import Batch, Spread, Whole
-from stepscope.training.transformer import Transformer
+from stepscope.training.training_step import Ranks
+from stepscope.training.transformer import BlockRunner, Transformer
 
 
 class _StageEnds(Exception):

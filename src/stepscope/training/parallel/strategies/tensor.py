@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, parallelize_module
 
 from stepscope.core.errors import InputError
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first
+from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.step import Spread, Whole
+from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import CausalSelfAttention, SwiGLU, Transformer
 
 _PLAN = {

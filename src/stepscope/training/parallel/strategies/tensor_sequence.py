@@ -20,9 +20,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from stepscope.training.parallel.collective import Ranks, broadcast_from_first
+from stepscope.training.parallel.collective import broadcast_from_first
 from stepscope.training.parallel.step import Spread, Whole
 from stepscope.training.parallel.strategies.tensor import checked, of_split
+from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import Transformer
 
 

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.recording.held_tensors import local_part, whole_numel
-from stepscope.training.parallel.collective import Ranks, broadcast
+from stepscope.training.parallel.collective import broadcast
 from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
+from stepscope.training.training_step import Ranks
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
