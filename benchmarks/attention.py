@@ -93,7 +93,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
     """Measure every shape; what there is is kept after each."""
     import torch  # noqa: PLC0415
 
-    from stepscope.questions.attention.calls import (  # noqa: PLC0415
+    from stepscope.questions.attention_calls import (  # noqa: PLC0415
         AttentionCalls,
         judged_shape,
         odd_shapes,
@@ -147,8 +147,8 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
 
 def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, deadline_s: float) -> None:
     """Have every kernel compiled into the caches on disk by several processes; what is late is compiled when needed."""
-    from stepscope.questions.attention.calls import odd_shapes  # noqa: PLC0415
-    from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
+    from stepscope.questions.attention_calls import odd_shapes  # noqa: PLC0415
+    from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
 
     tasks = [
         WorkerTask(

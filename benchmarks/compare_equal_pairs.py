@@ -29,7 +29,7 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Ratio, Samples, known
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.questions.compare.sides import Side, SideComparison, compare_sides
+from stepscope.questions.compare import Side, SideComparison, compare_sides
 from stored import keep
 
 DEVIATION = 0.02

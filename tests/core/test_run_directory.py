@@ -28,7 +28,7 @@ from stepscope.core.run_directory import (
     load_runs,
     save_run,
 )
-from stepscope.questions.compare.sides import side_named
+from stepscope.questions.compare import side_named
 from tests.conftest import make_run, workload
 from tests.hostile import churn
 

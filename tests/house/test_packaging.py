@@ -80,7 +80,7 @@ def test_the_wheel_holds_every_file_of_the_package(wheel: Path):
         licence = archive.read(f"{notes}/licenses/LICENSE")
         metadata = archive.read(f"{notes}/METADATA").decode()
     source = source_files()
-    assert {"stepscope/py.typed", "stepscope/questions/quality/text/alice.txt.gz"} < set(source)
+    assert {"stepscope/py.typed", "stepscope/questions/text/alice.txt.gz"} < set(source)
     assert held == source
     assert licence == (ROOT / "LICENSE").read_bytes()
     assert (ROOT / "README.md").read_text() in metadata

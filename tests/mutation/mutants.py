@@ -288,7 +288,7 @@ MUTANTS = (
     # Precision.
     Mutant(
         name="a scale that remembers steps before it backed off",
-        file="questions/gradients/scaling.py",
+        file="questions/scaling.py",
         old="            self.steps_since_change = 0\n            return\n",
         new="            return\n",
         falsifies="the loss scale grows too early after an overflow",

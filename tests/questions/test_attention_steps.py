@@ -29,7 +29,7 @@ from stepscope.questions.attention_step import (
     compare_steps,
     usual_attentions,
 )
-from stepscope.questions.compare.comparison import compared_cells
+from stepscope.questions.comparison import compared_cells
 from stepscope.traces.captures.digest import FamilyRow, PlaceRow, TraceDigest, load_digest
 from tests.command import stepscope
 from tests.conftest import make_run, workload

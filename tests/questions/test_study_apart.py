@@ -11,12 +11,12 @@ from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.questions.gradients.scaling import study_scaling
-from stepscope.questions.gradients.swallowed import study_swallowed
-from stepscope.questions.gradients.underflow import gradients_of
 from stepscope.questions.normalisation import study_own_normalisation
-from stepscope.questions.parity.study import study_parity
-from stepscope.questions.shadow.study import study_shadow
+from stepscope.questions.parity import study_parity
+from stepscope.questions.scaling import study_scaling
+from stepscope.questions.shadow import study_shadow
+from stepscope.questions.swallowed import study_swallowed
+from stepscope.questions.underflow import gradients_of
 from tests.questions.verbs import answered, refused
 
 OWN = """

@@ -32,7 +32,17 @@ from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.samples import Samples
-from stepscope.questions.attention.answer import (
+from stepscope.questions.attention import (
+    PRESETS,
+    GateMatrix,
+    decode_matrix,
+    encode_matrix,
+    grid_groups,
+    judge_matrix,
+    measure_grid,
+    sizes_for,
+)
+from stepscope.questions.attention_answer import (
     BOTH,
     CELLS,
     COMPILED,
@@ -46,18 +56,8 @@ from stepscope.questions.attention.answer import (
     arrange,
     fit_slope,
 )
-from stepscope.questions.attention.calls import AttentionPass, CallInputs, saved_storages
-from stepscope.questions.attention.grid import (
-    PRESETS,
-    GateMatrix,
-    decode_matrix,
-    encode_matrix,
-    grid_groups,
-    judge_matrix,
-    measure_grid,
-    sizes_for,
-)
-from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, work_through
+from stepscope.questions.attention_calls import AttentionPass, CallInputs, saved_storages
+from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import attend, check_inputs
 from stepscope.training.attention.pytorch import sdpa

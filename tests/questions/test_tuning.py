@@ -24,11 +24,8 @@ from stepscope.core.run import Run
 from stepscope.core.samples import Interval
 from stepscope.core.study_results import LossCurve, Tried, Tuned, change_words
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
-from stepscope.questions.tuning import curves as curves_module
-from stepscope.questions.tuning.answer import answer_tuned
-from stepscope.questions.tuning.curves import Training, curves, departs_at, losses_of, trained, why_not_compared
-from stepscope.questions.tuning.racing import Racing, Turns, beside, compiled_s, p_value_of, steps_s
-from stepscope.questions.tuning.search import (
+from stepscope.questions import tuning_curves as curves_module
+from stepscope.questions.tuning import (
     BEFORE,
     ROUNDS,
     Search,
@@ -40,6 +37,9 @@ from stepscope.questions.tuning.search import (
     tune,
     without_numeric_changes,
 )
+from stepscope.questions.tuning_answer import answer_tuned
+from stepscope.questions.tuning_curves import Training, curves, departs_at, losses_of, trained, why_not_compared
+from stepscope.questions.tuning_races import Racing, Turns, beside, compiled_s, p_value_of, steps_s
 from stepscope.recording.step import drive
 from stepscope.rendering.terminal import plain_text, render_answer
 from stepscope.training.training_step import TrainingStep

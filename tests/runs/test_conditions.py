@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import save_run
-from stepscope.questions.compare.sides import side_named
+from stepscope.questions.compare import side_named
 from stepscope.runs.fields import conditions_in, meeting
 from tests.command import stepscope
 from tests.conftest import make_run, mini

@@ -9,7 +9,7 @@ import pytest
 from stepscope.core.environment import GpuReading
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import find_run_files, load_run
-from stepscope.questions.compare.comparison import ComparedRun, Pair, compare_runs, replaced_runs, same_part
+from stepscope.questions.comparison import ComparedRun, Pair, compare_runs, replaced_runs, same_part
 from stepscope.questions.speed import TimedCell, pair_up
 from stepscope.rendering.writeup.document import Material
 from stepscope.runs.fields import conditions_in

@@ -22,9 +22,9 @@ from stepscope.core.attention_call import (
 from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.kernels.flash.tiled import flash_tiled
-from stepscope.questions.attention import grid as attention_matrix
-from stepscope.questions.attention.answer import answer_gate
-from stepscope.questions.attention.grid import GateMatrix, decode_matrix
+from stepscope.questions import attention as attention_matrix
+from stepscope.questions.attention import GateMatrix, decode_matrix
+from stepscope.questions.attention_answer import answer_gate
 from stepscope.training.attention import AttentionFunction, implementation
 from stepscope.training.attention.gate import (
     check_attention_implementation,

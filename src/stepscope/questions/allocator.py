@@ -10,7 +10,7 @@ from stepscope.core.figures import figure
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.questions.compare.comparison import child_environment, times_as_fast
+from stepscope.questions.comparison import child_environment, times_as_fast
 from stepscope.runs.answer import heading, status_word
 from stepscope.runs.metrics import memory_of, peak_bytes
 

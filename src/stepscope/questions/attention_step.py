@@ -11,7 +11,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.figures import doubting_kinds, gibibytes, milliseconds, times_within, within_ms
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
 from stepscope.core.units import format_bytes, format_milliseconds, format_share
-from stepscope.questions.compare.comparison import (
+from stepscope.questions.comparison import (
     ComparedRun,
     Comparison,
     Pair,

@@ -26,7 +26,7 @@ from stepscope.core.samples import Samples
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import COMPILES
 from stepscope.engine.request import Cell as SweepCell
-from stepscope.questions.compare.comparison import (
+from stepscope.questions.comparison import (
     ComparedRun,
     Comparison,
     Pair,

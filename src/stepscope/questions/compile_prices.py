@@ -20,7 +20,7 @@ from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak
 from stepscope.core.units import counted, format_bytes, format_seconds
 from stepscope.core.workloads import FactoryWorkload
 from stepscope.engine.user_code import answer_apart, ask_apart
-from stepscope.questions.compare.comparison import table_of_rows, times_as_fast, within
+from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
 BREAKS, AGAIN, SHAPES = (
     "What each graph break costs a step in which no other could be avoided, the dearest first",

@@ -12,7 +12,7 @@ from stepscope.core.figures import count, digits, doubting_kinds, milliseconds, 
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.workloads import by_sizes
-from stepscope.questions.compare.comparison import ComparedRun, table_of_rows
+from stepscope.questions.comparison import ComparedRun, table_of_rows
 from stepscope.runs.metrics import median_s
 from stepscope.traces.captures.digest import KEPT_ROWS, TraceDigest
 from stepscope.traces.captures.summary import FORWARD_AND_BACKWARD, KernelRow

@@ -18,7 +18,7 @@ from stepscope.core.units import counted, format_bytes, format_milliseconds, for
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import Cell as SweepCell
 from stepscope.engine.request import grid, order_cells
-from stepscope.questions.compare.comparison import (
+from stepscope.questions.comparison import (
     ComparedRun,
     Comparison,
     Pair,

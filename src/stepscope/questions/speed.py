@@ -21,7 +21,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import DTYPES
 from stepscope.engine.request import Cell as SweepCell
-from stepscope.questions.compare.comparison import (
+from stepscope.questions.comparison import (
     ComparedRun,
     Comparison,
     Pair,

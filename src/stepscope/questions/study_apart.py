@@ -13,14 +13,14 @@ from stepscope.core.workloads import is_configuration
 from stepscope.engine.user_code import answer_apart, ask_apart
 
 _FUNCTIONS = {
-    "autocast": "stepscope.questions.autocast.study:study_autocast",
-    "underflow": "stepscope.questions.gradients.underflow:study_underflow",
-    "scaling": "stepscope.questions.gradients.scaling:study_scaling",
-    "swallowed": "stepscope.questions.gradients.swallowed:study_swallowed",
+    "autocast": "stepscope.questions.autocast:study_autocast",
+    "underflow": "stepscope.questions.underflow:study_underflow",
+    "scaling": "stepscope.questions.scaling:study_scaling",
+    "swallowed": "stepscope.questions.swallowed:study_swallowed",
     "normalisation": "stepscope.questions.normalisation:study_own_normalisation",
-    "quality": "stepscope.questions.quality.study:study_own_quality",
-    "parity": "stepscope.questions.parity.study:study_parity",
-    "shadow": "stepscope.questions.shadow.study:study_shadow",
+    "quality": "stepscope.questions.quality:study_own_quality",
+    "parity": "stepscope.questions.parity:study_parity",
+    "shadow": "stepscope.questions.shadow:study_shadow",
 }
 """The place of each study's function."""
 

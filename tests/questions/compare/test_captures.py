@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.app.cli.output import present
 from stepscope.core.errors import InputError
-from stepscope.questions.compare.captures import (
+from stepscope.questions.compare_captures import (
     CaptureComparison,
     answer_captures,
     compare_captures,

@@ -10,7 +10,7 @@ from stepscope.core.run import Failure, Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import in_ms, ms_text
 from stepscope.questions.attention_step import StepCell
-from stepscope.questions.compare.comparison import (
+from stepscope.questions.comparison import (
     ComparedRun,
     Comparison,
     Pair,

@@ -15,8 +15,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import save_run
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.questions.compare.sides import Side, SidePair, compare_all, compare_sides, side_named
-from stepscope.questions.compare.sides_answer import (
+from stepscope.questions.compare import Side, SidePair, compare_all, compare_sides, side_named
+from stepscope.questions.compare_answer import (
     answer_comparison,
     comparison_as_json,
     judge,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stepscope.core.errors import InputError
-from stepscope.questions.gradients.scaling import PLANTED, DynamicLossScaler, study_scaling
+from stepscope.questions.scaling import PLANTED, DynamicLossScaler, study_scaling
 from tests.questions.verbs import answered
 
 

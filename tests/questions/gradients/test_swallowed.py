@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.gradients.swallowed import Tally, half_unit, layer_of, study_swallowed
+from stepscope.questions.swallowed import Tally, half_unit, layer_of, study_swallowed
 from stepscope.training.optimizer import KEEPINGS, AdamWBf16Parameters, Keeping
 from tests.questions.verbs import answered
 

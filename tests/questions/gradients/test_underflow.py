@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.gradients.underflow import (
+from stepscope.questions.underflow import (
     COMPARED,
     Gradients,
     best_scale,

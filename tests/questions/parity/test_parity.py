@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from stepscope.core.answer import Answer, Cell, Finding
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
-from stepscope.questions.parity.plain import FACTOR
-from stepscope.questions.parity.study import ROUNDING, VARIANTS, study_parity
+from stepscope.questions.parity import ROUNDING, VARIANTS, study_parity
+from stepscope.questions.parity_plain import FACTOR
 from tests.questions.parity.planted import LENGTH, make
 from tests.questions.verbs import answered, refused
 

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from stepscope.core.model_config import ModelConfig
-from stepscope.questions.quality.bundled_text import BundledText
-from stepscope.questions.quality.training import (
+from stepscope.questions.quality_text import BundledText
+from stepscope.questions.quality_training import (
     VARIANTS,
     Trained,
     TrainingSize,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.questions.quality.bundled_text import WORKS, BundledText, bundled_text
+from stepscope.questions.quality_text import WORKS, BundledText, bundled_text
 
 
 def test_the_text_is_there_and_is_what_its_note_says():
@@ -16,7 +16,7 @@ def test_the_text_is_there_and_is_what_its_note_says():
     assert b"Of Man's first disobedience" in text.train
     assert text.held_out.endswith(b"Through Eden took their solitary way.\n")
     assert max(text.train + text.held_out) < 128
-    note = files("stepscope.questions.quality").joinpath("text", "README.md").read_text()
+    note = files("stepscope.questions").joinpath("text", "README.md").read_text()
     assert "148,476" in note and "456,856" in note and "public domain" in note and all(name in note for name in WORKS)
 
 
@@ -25,7 +25,7 @@ def test_the_text_goes_with_the_package():
     import tomllib
 
     project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"]["stepscope.questions.quality"] == ["text/*"]
+    assert project["tool"]["setuptools"]["package-data"]["stepscope.questions"] == ["text/*"]
 
 
 def test_a_unigram_by_hand():

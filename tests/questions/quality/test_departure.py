@@ -3,7 +3,7 @@
 import math
 import random
 
-from stepscope.questions.quality.answer import departure, not_finite_from, smoothed, starts_apart
+from stepscope.questions.quality_answer import departure, not_finite_from, smoothed, starts_apart
 
 
 def test_smoothing_by_hand():

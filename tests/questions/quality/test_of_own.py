@@ -13,9 +13,9 @@ from torch import nn
 
 from stepscope.core.answer import Answer, decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.questions.quality.answer import RUNS
-from stepscope.questions.quality.study import study_own_quality
-from stepscope.questions.quality.training import rate_at
+from stepscope.questions.quality import study_own_quality
+from stepscope.questions.quality_answer import RUNS
+from stepscope.questions.quality_training import rate_at
 from tests.questions.verbs import refused
 
 OWN = """

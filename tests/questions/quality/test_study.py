@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from stepscope.core.answer import Answer, decode_answer, encode_answer, note
-from stepscope.core.errors import InputError
-from stepscope.questions.quality import study as quality
 from stepscope.questions.quality.answer import ABOVE, BY_STEP, RUNS, RunJudged, RunsJudged, quality_findings, smoothed
 from stepscope.questions.quality.study import SIZES, VALIDATION, study_quality
 from stepscope.questions.quality.training import (
@@ -20,6 +16,10 @@ from stepscope.questions.quality.training import (
     Trained,
     initial_model,
 )
+
+from stepscope.core.answer import Answer, decode_answer, encode_answer, note
+from stepscope.core.errors import InputError
+from stepscope.questions.quality import study as quality
 from tests.command import Done, stepscope
 from tests.questions.quality.small import SMALL, WORDS, trained
 

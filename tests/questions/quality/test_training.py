@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from stepscope.questions.quality.answer import not_finite_from
-from stepscope.questions.quality.training import (
+from stepscope.questions.quality_answer import not_finite_from
+from stepscope.questions.quality_training import (
     VARIANTS,
     batches,
     initial_model,

@@ -8,8 +8,8 @@ import torch
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS
-from stepscope.questions.quality.study import study_quality
-from stepscope.questions.quality.training import Trained, TrainingSize, train_whole_step, whole_steps
+from stepscope.questions.quality import study_quality
+from stepscope.questions.quality_training import Trained, TrainingSize, train_whole_step, whole_steps
 from tests.command import stepscope
 from tests.questions.quality.small import CPU, SMALL, WORDS, trained
 

@@ -11,7 +11,7 @@ from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import configure
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.shadow.study import LAYERS, RANKING, study_shadow
+from stepscope.questions.shadow import LAYERS, RANKING, study_shadow
 from tests.questions.shadow import planted
 from tests.questions.verbs import answered, refused
 

@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.core.answer import Answer, Doubted, Finding
 from stepscope.core.run import Run
-from stepscope.questions.compare.captures import answer_captures, compare_captures
+from stepscope.questions.compare_captures import answer_captures, compare_captures
 from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.digest import read_trace

@@ -11,7 +11,7 @@ from stepscope.core.processes import Change
 from stepscope.core.range_names import STEP
 
 if TYPE_CHECKING:
-    from stepscope.questions.compare.sides import SideComparison, SidePair
+    from stepscope.questions.compare import SideComparison, SidePair
     from stepscope.traces.captures.digest import TraceDigest
 
 
@@ -70,8 +70,8 @@ def compare(
 
     Raises InputError where a name means nothing, and where the sides have nothing in common.
     """
-    from stepscope.questions.compare.sides import compare_all, side_named
-    from stepscope.questions.compare.sides_answer import answer_comparison
+    from stepscope.questions.compare import compare_all, side_named
+    from stepscope.questions.compare_answer import answer_comparison
 
     sides = [side_named(str(name), Path(runs)) for name in (base, other)]
     for fault in (fault for side in sides for fault in side.faults):

@@ -69,9 +69,9 @@ def tune(
     budget_s = parse_seconds(str(budget), "budget")
     limit = parse_bytes(memory) if isinstance(memory, str) else memory
 
-    from stepscope.questions.tuning.answer import answer_tuned
-    from stepscope.questions.tuning.racing import Racing
-    from stepscope.questions.tuning.search import tune as search
+    from stepscope.questions.tuning import tune as search
+    from stepscope.questions.tuning_answer import answer_tuned
+    from stepscope.questions.tuning_races import Racing
     from stepscope.recording.device import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"

@@ -20,7 +20,7 @@ from stepscope.core.workloads import Workload
 from stepscope.engine.workload_options import TEXTBOOK_OPTIONS, OneWorkload
 
 if TYPE_CHECKING:
-    from stepscope.questions.compare.sides import Side, SideComparison, SidePair
+    from stepscope.questions.compare import Side, SideComparison, SidePair
     from stepscope.traces.captures.digest import TraceDigest
 
 
@@ -58,8 +58,8 @@ def compare(
 ) -> None:
     """Compare runs, sets, sweeps, tags or commits: what changed, by how much, and how sure that is."""
     check_picture(save)
-    from stepscope.questions.compare.sides import comparable_fields, compare_all, side_named
-    from stepscope.questions.compare.sides_answer import answer_comparison, comparison_as_json, parse_share, pictured
+    from stepscope.questions.compare import comparable_fields, compare_all, side_named
+    from stepscope.questions.compare_answer import answer_comparison, comparison_as_json, parse_share, pictured
 
     limit = parse_share(fail_if_slower, "--fail-if-slower") if fail_if_slower is not None else None
     if len(sides) < 2:
@@ -96,7 +96,7 @@ def _say_faults(side: "Side") -> None:
 
 
 def _gate(found: "list[SideComparison]", limit: float, *, strict: bool) -> None:
-    from stepscope.questions.compare.sides_answer import judge
+    from stepscope.questions.compare_answer import judge
 
     gate = judge(found, limit)
     for line in gate.slower:

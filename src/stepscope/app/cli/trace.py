@@ -311,7 +311,7 @@ def _check_only(answer: Answer, only: str | None) -> None:
 
 
 def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:
-    from stepscope.questions.compare.captures import answer_captures, compare_captures, comparison_as_json
+    from stepscope.questions.compare_captures import answer_captures, compare_captures, comparison_as_json
     from stepscope.traces.captures.answer import part_as_json
 
     comparison, part = compare_captures(before.attribution, after.attribution), after.part

@@ -69,8 +69,8 @@ def tune(
     on_gpu = type_of_device(device) == "cuda"
     asked = own or said.workload(model="small" if on_gpu else "tiny", seq_len=512 if on_gpu else 128)
 
-    from stepscope.questions.tuning.racing import Racing
-    from stepscope.questions.tuning.search import tune as search
+    from stepscope.questions.tuning import tune as search
+    from stepscope.questions.tuning_races import Racing
 
     with (
         stdout_kept_clean(),
@@ -85,7 +85,7 @@ def tune(
 
 def _leave_with(found: Tuned, save: Path | None, shown: Presentation) -> NoReturn:
     """Show what a search found, and leave with its exit code."""
-    from stepscope.questions.tuning.answer import answer_tuned
+    from stepscope.questions.tuning_answer import answer_tuned
 
     answer = answer_tuned(found)
     shown.show(answer, document=lambda: json_document(found))

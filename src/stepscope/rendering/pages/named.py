@@ -43,8 +43,8 @@ from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
-from stepscope.questions.compare.sides import SideComparison, SidePair, compare_sides, side_named
-from stepscope.questions.compare.sides_answer import answer_comparison, conclusion, short_names, verdict
+from stepscope.questions.compare import SideComparison, SidePair, compare_sides, side_named
+from stepscope.questions.compare_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.rendering.pages.of_answer import (
     gravest,
     heading_of,

@@ -23,9 +23,9 @@ from stepscope.core.range_names import FORWARD_BACKWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, find_run_files, load_run, write_atomically
 from stepscope.core.units import counted
-from stepscope.questions.attention.answer import answer_attention
-from stepscope.questions.compare.comparison import same_part
-from stepscope.questions.compare.sides import side_named
+from stepscope.questions.attention_answer import answer_attention
+from stepscope.questions.compare import side_named
+from stepscope.questions.comparison import same_part
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.pages.html import render_page
 from stepscope.rendering.picture import draw_answer

@@ -26,7 +26,7 @@ from stepscope.engine.workload_options import ManyWorkloads, factory_arguments
 
 if TYPE_CHECKING:
     from stepscope.engine.request import Cell, SweepPlan
-    from stepscope.questions.compare.comparison import ComparedRun, Sizes
+    from stepscope.questions.comparison import ComparedRun, Sizes
 
 
 @dataclass(frozen=True, kw_only=True)

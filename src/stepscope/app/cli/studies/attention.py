@@ -21,7 +21,7 @@ from stepscope.engine.request import Tell
 
 if TYPE_CHECKING:
     from stepscope.core.attention_call import AttentionTimings
-    from stepscope.questions.attention.grid import GateMatrix
+    from stepscope.questions.attention import GateMatrix
 
 # `stepscope study attention-gate`: is each implementation of attention right? The whole matrix, nothing timed.
 
@@ -64,7 +64,7 @@ def attention_gate(
         show_matrix(read_matrix(from_), shown)
         return
     from stepscope.core.run_directory import write_atomically
-    from stepscope.questions.attention.grid import (
+    from stepscope.questions.attention import (
         GATE_DTYPES,
         GateMatrix,
         encode_matrix,
@@ -126,8 +126,8 @@ def why_nothing(matrix: "GateMatrix") -> str:
 
 def show_matrix(matrix: "GateMatrix", shown: Presentation) -> None:
     """Show the matrix of verdicts."""
-    from stepscope.questions.attention.answer import answer_gate
-    from stepscope.questions.attention.grid import encode_matrix
+    from stepscope.questions.attention import encode_matrix
+    from stepscope.questions.attention_answer import answer_gate
 
     versions = ", ".join(f"{name} {version}" for name, version in matrix.versions.items())
     verdicts = [verdict for report in matrix.reports for verdict in report.verdicts]
@@ -156,7 +156,7 @@ def check_place(place: Path) -> None:
 
 def read_matrix(place: Path) -> "GateMatrix":
     """The matrix that `--figures` or `--json` wrote."""
-    from stepscope.questions.attention.grid import decode_matrix
+    from stepscope.questions.attention import decode_matrix
 
     return decode_matrix(read_named(place), str(place))
 
@@ -236,12 +236,12 @@ def attention(
     if keep_digests:
         raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
     if shown.only is not None:
-        from stepscope.questions.attention.answer import TITLES
+        from stepscope.questions.attention_answer import TITLES
 
         check_only(shown.only, TITLES)
     from stepscope.core.attention_call import encode_timings
     from stepscope.core.run_directory import write_atomically
-    from stepscope.questions.attention.grid import (
+    from stepscope.questions.attention import (
         check_runnable,
         compiles_of,
         grid_groups,
@@ -276,7 +276,7 @@ def attention(
             write_atomically(encode_timings(timings), figures)
 
     def run(tell: Tell) -> Answer:
-        from stepscope.questions.attention.answer import answer_attention
+        from stepscope.questions.attention_answer import answer_attention
 
         with interrupts.keeping():
             timings, interrupted = measure_grid(
@@ -338,7 +338,7 @@ def _read(places: tuple[Path, ...], keep: bool, answering: Answering) -> None:
     match kind_of(data):
         case "attention-timings":
             from stepscope.core.attention_call import decode_timings
-            from stepscope.questions.attention.answer import answer_attention
+            from stepscope.questions.attention_answer import answer_attention
 
             answering.show(answer_attention(decode_timings(data, str(place))))
         case "attention-gate":

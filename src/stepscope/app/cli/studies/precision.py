@@ -140,7 +140,7 @@ def quality(
     refuse_preset(model)
     refuse_sizes(**sizes)
     changes = [options_in(text) for text in against]
-    from stepscope.questions.quality.study import study_quality
+    from stepscope.questions.quality import study_quality
 
     with interrupts.keeping():
         return study_quality(

@@ -207,7 +207,7 @@ def kernels(
     from stepscope.app.cli.sweep import measure_and_report
     from stepscope.core.model_config import configure
     from stepscope.engine.request import Policy, SweepPlan
-    from stepscope.questions.compare.comparison import compared_cells
+    from stepscope.questions.comparison import compared_cells
 
     recording = Recording(record=record or (tool,), trace_steps=trace_steps)
     plan = SweepPlan(
@@ -409,7 +409,7 @@ def attention_step(*, asked: AskedSteps, attention: tuple[str, ...] | None) -> N
 
         check_only(asked.shown.only, TITLES)
     from stepscope.questions.attention_step import ON_CPU, ON_GPU, usual_attentions
-    from stepscope.questions.compare.comparison import compared_cells
+    from stepscope.questions.comparison import compared_cells
 
     attentions = attention or usual_attentions(asked.device_type)
     cells = compared_cells(

@@ -49,7 +49,7 @@ from stepscope.core.figures import (
 )
 from stepscope.core.samples import Ratio
 from stepscope.core.units import MIB, format_bytes, format_rate, format_share
-from stepscope.questions.compare.comparison import table_of_rows, times_as_fast, within
+from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
 # Timings of attention, ordered and set beside one another: powers of the sequence, ratios, crossovers.
 

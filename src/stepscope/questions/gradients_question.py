@@ -33,7 +33,7 @@ def underflow(
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     if found := of_own_model("underflow", module, model, arg, "--seed", "--format", **sizes, **options):
         return found
-    from stepscope.questions.gradients.underflow import study_underflow
+    from stepscope.questions.underflow import study_underflow
 
     named = configure(model or "tiny", vocabulary=vocabulary)
     return study_underflow(model=named, **given_ones(sizes), **options)
@@ -62,7 +62,7 @@ def scaling(
         return found
     refuse_preset(model)
     refuse_sizes(**sizes)
-    from stepscope.questions.gradients.scaling import study_scaling
+    from stepscope.questions.scaling import study_scaling
 
     return study_scaling(**options)
 
@@ -88,7 +88,7 @@ def swallowed(
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     if found := of_own_model("swallowed", module, model, arg, *takes, **sizes, **options):
         return found
-    from stepscope.questions.gradients.swallowed import study_swallowed
+    from stepscope.questions.swallowed import study_swallowed
 
     named = configure(model or "tiny", d_model=d_model, d_ff=d_ff, layers=layers, vocabulary=vocabulary)
     return study_swallowed(model=named, **given_ones(sizes), **options)

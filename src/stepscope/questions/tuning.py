@@ -17,8 +17,8 @@ from stepscope.core.strategies import PARAMETERS, strategy_named
 from stepscope.core.study_results import Tried, Tuned, Verdict, change_words
 from stepscope.core.units import format_seconds
 from stepscope.core.workloads import TextbookWorkload, Workload
-from stepscope.questions.tuning.curves import curves, departs_at, why_not_compared
-from stepscope.questions.tuning.racing import Racing
+from stepscope.questions.tuning_curves import curves, departs_at, why_not_compared
+from stepscope.questions.tuning_races import Racing
 
 # The rounds of a search for the fastest step: which changes are tried together, and in which order.
 #
@@ -297,7 +297,7 @@ def changes_of(
 
 # The search: round after round, the fastest change that surely helps is taken; then the end is confirmed.
 #
-# It knows neither processes nor clocks: what races, confirms and trains is given. `racing.py` has what measures.
+# It knows neither processes nor clocks: what races, confirms and trains is given. `tuning_races.py` has what measures.
 
 NOT_REACHED = "the time was over"
 FAR = 1.15

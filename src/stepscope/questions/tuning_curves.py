@@ -1,7 +1,7 @@
 """Do the losses of the fastest step follow those of the step that it replaces? Short trainings, a process each.
 
 A step that is faster because it computes something else shows it in its losses. How far they may be apart is told by
-the baseline itself, started from other parameters over the same batches (`questions/quality/answer.py`).
+the baseline itself, started from other parameters over the same batches (`questions/quality_answer.py`).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from stepscope.core.study_results import LossCurve
 from stepscope.core.workloads import Workload
 from stepscope.engine.stages import make_step
 from stepscope.engine.user_code import answer_apart, ask_apart
-from stepscope.questions.quality.answer import departure, reach_of, smoothed, starts_apart, window_of
+from stepscope.questions.quality_answer import departure, reach_of, smoothed, starts_apart, window_of
 from stepscope.recording.device import limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive

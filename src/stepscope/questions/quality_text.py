@@ -33,9 +33,7 @@ class BundledText:
 
 def bundled_text() -> BundledText:
     """The text, read from the installed package: nothing is downloaded."""
-    works = [
-        gzip.decompress(files("stepscope.questions.quality").joinpath("text", name).read_bytes()) for name in WORKS
-    ]
+    works = [gzip.decompress(files("stepscope.questions").joinpath("text", name).read_bytes()) for name in WORKS]
     cuts = [len(work) - len(work) // _HELD_OUT for work in works]
     return BundledText(
         train=b"".join(work[:cut] for work, cut in zip(works, cuts, strict=True)),

@@ -1,7 +1,8 @@
 """Whether the same batch gives the same loss and gradients in other micro-batches, compiled, checkpointed, or with
 another attention; and where one does not, what departs first.
 
-All of them run from the same weights, buffers, batch and random state. What counts as the same is measured: `plain.py`.
+All of them run from the same weights, buffers, batch and random state. What counts as the same is measured:
+`parity_plain.py`.
 """
 
 import contextlib
@@ -24,7 +25,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
 from stepscope.core.workloads import COMPILES, DTYPES
 from stepscope.questions.answers import computed_answer, table_by
-from stepscope.questions.parity.plain import (
+from stepscope.questions.parity_plain import (
     FACTOR,
     Explained,
     Plain,

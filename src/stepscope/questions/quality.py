@@ -23,9 +23,9 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import computed_answer, threads_for
-from stepscope.questions.quality.answer import FinalLoss, RunsJudged, panels_of, quality_findings, tables_of
-from stepscope.questions.quality.bundled_text import BYTE_VALUES, LICENCE, WORKS, bundled_text
-from stepscope.questions.quality.training import (
+from stepscope.questions.quality_answer import FinalLoss, RunsJudged, panels_of, quality_findings, tables_of
+from stepscope.questions.quality_text import BYTE_VALUES, LICENCE, WORKS, bundled_text
+from stepscope.questions.quality_training import (
     REFERENCE,
     VARIANTS,
     PlannedRun,

@@ -36,7 +36,7 @@ from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
-from stepscope.questions.compare.sides import SideComparison, SidePair
+from stepscope.questions.compare import SideComparison, SidePair
 from stepscope.runs.metrics import compared_ranks, joules_per_step, samples_of
 from stepscope.runs.run_sets import disagreement
 

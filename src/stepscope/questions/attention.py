@@ -21,7 +21,7 @@ from stepscope.core.errors import InputError, choose, one_line
 from stepscope.core.files import decode_document, json_document
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.engine.request import Stage, Tell
-from stepscope.questions.attention.workers import WorkerAnswer, WorkerTask, lost, work_through
+from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, lost, work_through
 
 # The whole matrix implementation x dtype x shape through the gate, by several processes, within a time.
 
@@ -296,7 +296,7 @@ def measure_grid(
 
     functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
     """
-    from stepscope.questions.attention.calls import (
+    from stepscope.questions.attention_calls import (
         AttentionCalls,
         judged_shape,
         odd_shapes,

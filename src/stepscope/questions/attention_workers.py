@@ -21,7 +21,7 @@ from stepscope.core.attention_call import AttentionShape, AttentionVerdict, Call
 from stepscope.core.errors import named_line
 from stepscope.core.parts import Attention, TensorDtype
 
-WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.questions.attention.workers")
+WORKER_COMMAND = (sys.executable, "-P", "-m", "stepscope.questions.attention_workers")
 
 
 class WorkerTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -139,7 +139,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
     """Do one task in this process."""
     import torch
 
-    from stepscope.questions.attention.calls import call_once
+    from stepscope.questions.attention_calls import call_once
     from stepscope.recording.device import resolve_device
     from stepscope.training.attention.gate import check_attention_matrix
 

@@ -23,7 +23,7 @@ from stepscope.core.model_config import PRESETS, configure
 from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer, table_by
-from stepscope.questions.autocast.operators import (
+from stepscope.questions.autocast_operators import (
     LOW,
     OPERATORS,
     TREATMENTS,

@@ -33,7 +33,7 @@ def autocast(
     if found := of_own_model("autocast", module, model, arg, "--dtype", "--rules", **sizes, **options):
         return found
     refuse_sizes(**sizes)
-    from stepscope.questions.autocast.study import study_autocast
+    from stepscope.questions.autocast import study_autocast
 
     return study_autocast(model or "toy", **options)
 

@@ -32,7 +32,7 @@ from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
 from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.engine.sweep import Series, run_sweep
-from stepscope.questions.tuning.curves import STEPS, TRAININGS
+from stepscope.questions.tuning_curves import STEPS, TRAININGS
 from stepscope.recording.nvml import smallest_gpu
 from stepscope.runs.run_sets import RunSet, change_of, paired_ratios, sets_of
 

@@ -22,8 +22,7 @@ from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.questions.gradients.scaling import DynamicLossScaler
-from stepscope.questions.quality.answer import (
+from stepscope.questions.quality_answer import (
     FinalLoss,
     Kind,
     RunJudged,
@@ -35,7 +34,8 @@ from stepscope.questions.quality.answer import (
     starts_apart,
     window_of,
 )
-from stepscope.questions.quality.bundled_text import BundledText
+from stepscope.questions.quality_text import BundledText
+from stepscope.questions.scaling import DynamicLossScaler
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive

@@ -1,1 +1,0 @@
-"""Timings of attention: ordered, and answered in tables and sentences."""

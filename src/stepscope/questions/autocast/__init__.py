@@ -1,1 +1,0 @@
-"""What autocast does: to a model of any kind, and to each operator."""

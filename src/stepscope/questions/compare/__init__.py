@@ -1,1 +1,0 @@
-"""Comparisons: runs that differ in one thing, side by side."""

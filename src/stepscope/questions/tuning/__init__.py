@@ -1,1 +1,0 @@
-"""Which choices make this step the fastest that fits and stays right?"""
