@@ -7,12 +7,12 @@ from typing import Any, get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from stepscope.questions.attention.calls import odd_shapes
-from stepscope.questions.attention.grid import shapes_of
 from torch import Tensor
 
 from stepscope.core.attention_call import AttentionCell, AttentionShape, Differentiated, Layout, Numbers
 from stepscope.core.parts import Attention, TensorDtype
+from stepscope.questions.attention import shapes_of
+from stepscope.questions.attention_calls import odd_shapes
 from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.gate import (
     LONG,

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stepscope.questions.quality.answer import ABOVE, BY_STEP, RUNS, RunJudged, RunsJudged, quality_findings, smoothed
-from stepscope.questions.quality.study import SIZES, VALIDATION, study_quality
-from stepscope.questions.quality.training import (
+
+from stepscope.core.answer import Answer, decode_answer, encode_answer, note
+from stepscope.core.errors import InputError
+from stepscope.questions import quality
+from stepscope.questions.quality import SIZES, VALIDATION, study_quality
+from stepscope.questions.quality_answer import ABOVE, BY_STEP, RUNS, RunJudged, RunsJudged, quality_findings, smoothed
+from stepscope.questions.quality_training import (
     LEAST_STEPS,
     VARIANTS,
     Trained,
     initial_model,
 )
-
-from stepscope.core.answer import Answer, decode_answer, encode_answer, note
-from stepscope.core.errors import InputError
-from stepscope.questions.quality import study as quality
 from tests.command import Done, stepscope
 from tests.questions.quality.small import SMALL, WORDS, trained
 
