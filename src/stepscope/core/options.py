@@ -1,18 +1,21 @@
-"""Options as records: a verb and a question state theirs in their signatures, and the command line is made from these.
+"""Verbs and their options as records. A verb is a function, and the command line is made from its signature.
 
-    Value = Annotated[str | None, Option("What does each format make of this number?", NUMBERS)]
+    Again = Annotated[bool, Option("Measure anew even if ceilings are stored.", MEASURING)]
 
-    def study_formats(*, value: Value = None, device: str = "cpu") -> Answer: ...
+    @verb("device", "stepscope device", "stepscope device --again")
+    def device(*, device: str, again: Again = False, shown: Presentation) -> None:
+        ...  # the docstring is the help
 
 A parameter that states no Option takes the one of its name in the table of options that verbs share
 (`app/cli/options.py`). The type says what the option takes: `tuple[int, ...]` is several numbers with commas between.
+Nothing here is built before a command is asked for: to import a verb takes no time.
 """
 
 import keyword
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from stepscope.core.errors import InputError
@@ -83,7 +86,7 @@ def completed(*names: str) -> Callable[[str], list[str]]:
 DEVICES = completed("auto", "cpu", "cuda", "cuda:0", "cuda:1")
 
 
-# Options on the command line: those that only have a default, nobody asked for.
+# Options that exclude or need one another.
 
 
 _ALWAYS = ("--only", "--style", "--brief", "--json", "--save", "--device")
@@ -92,7 +95,7 @@ _given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 
 
 def remember(flags: Iterable[str]) -> None:
-    """Keep the options that this command line has, before its verb runs."""
+    """Keep the options that this command line has, before its verb runs. Those that only have a default are not."""
     _given.set(tuple(flags))
 
 
@@ -103,36 +106,90 @@ def is_given(flag: str) -> bool:
 
 def refuse_beside(mode: str, *read: str) -> None:
     """Raise InputError for given options that are not read beside `mode`."""
-    useless = [flag for flag in _given.get() if flag not in (mode, *read, *_ALWAYS)]
-    if useless:
-        raise InputError(f"{', '.join(useless)} says nothing with {mode}: leave it out")
+    if fault := Alone(mode, *read).fault((mode, *_given.get())):
+        raise InputError(fault)
 
 
-@dataclass(frozen=True)
 class Conflict:
-    """Two options of which one alone may be given."""
+    """Options of which one alone may be given. In `why`, {} stands for those that were."""
 
-    first: str
-    second: str
-    why: str
+    def __init__(self, *flags: str, why: str) -> None:
+        self.flags, self.why = flags, why
 
     def fault(self, given: Collection[str]) -> str | None:
         """What is wrong with these options, in words."""
-        return self.why if {self.first, self.second} <= {*given} else None
+        both = [flag for flag in self.flags if flag in given]
+        return self.why.format(" and ".join(both)) if len(both) > 1 else None
 
 
-@dataclass(frozen=True)
 class Needs:
     """An option that says something beside another one only."""
 
-    option: str
-    other: str
-    why: str
+    def __init__(self, option: str, other: str, why: str) -> None:
+        self.flags, self.why = (option, other), why
 
     def fault(self, given: Collection[str]) -> str | None:
         """What is wrong with these options, in words."""
-        lacking = self.option in given and self.other not in given
-        return f"{self.option} belongs to {self.other}: {self.why}" if lacking else None
+        option, other = self.flags
+        lacking = option in given and other not in given
+        return f"{option} belongs to {other}: {self.why}" if lacking else None
+
+
+class Alone:
+    """An option beside which no others are read, but for some. In `why`, {} stands for those that were given."""
+
+    def __init__(self, mode: str, *read: str, others: Collection[str] = (), why: str = "") -> None:
+        self.flags, self.others = (mode, *read), others
+        self.why = why or f"{{}} says nothing with {mode}: leave it out"
+
+    def fault(self, given: Collection[str]) -> str | None:
+        """What is wrong with these options, in words."""
+        useless = [flag for flag in given if flag not in (*self.flags, *_ALWAYS)]
+        if self.others:
+            useless = [flag for flag in self.others if flag in given]
+        return self.why.format(", ".join(useless)) if self.flags[0] in given and useless else None
+
+
+# Verbs.
+
+
+Rule = Conflict | Needs | Alone
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """What a verb takes that no option names. In a signature, its parameter says name and type."""
+
+    help: str
+    metavar: str | None = None
+    names_a_run: bool = False
+    """Whether a shell offers the runs under --runs."""
+
+
+def file_or_run(files: str) -> Argument:
+    """The argument that names a file of these kinds, or a run that holds one."""
+    return Argument(f"{files}, a run directory, a part of a run's name, or `last`.", names_a_run=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """One command of the command line."""
+
+    name: str
+    function: Callable[..., int | None]
+    """Its parameters are the options, its docstring is the help, and it may return an exit code."""
+    examples: tuple[str, ...] = ()
+    """Two command lines, which the help shows."""
+    conflicts: tuple[Rule, ...] = ()
+    defaults: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What an option is when it is left out, in words, where that is no constant of the signature."""
+
+
+def verb(
+    name: str, *examples: str, conflicts: tuple[Rule, ...] = (), **defaults: str
+) -> Callable[[Callable[..., int | None]], Verb]:
+    """A decorator that makes a Verb of a function."""
+    return lambda function: Verb(name, function, examples, conflicts, defaults)
 
 
 # Lists of words and numbers, as in `0.5,1,2`: what options of several values are read by.

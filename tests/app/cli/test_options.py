@@ -16,7 +16,7 @@ import typer
 from stepscope.app.cli.app import _Command, app
 from stepscope.app.cli.options import OPTIONS
 from stepscope.app.cli.study import _Studies
-from stepscope.app.cli.verb import CONFLICTS, EXAMPLES, OLD_SPELLINGS, OPTIONS_OF
+from stepscope.app.cli.verb import OLD_SPELLINGS
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS, Needs
@@ -32,7 +32,7 @@ VERBS: dict[str, Any] = {
     **{f"study {name}": command for name, command in COMMAND.commands["study"].commands.items()},
 }
 
-STATED = {option: None for verb in VERBS for option in OPTIONS_OF[verb] if option not in OPTIONS}
+STATED = {option: None for verb in VERBS for option in VERBS[verb].options if option not in OPTIONS}
 """Options that a verb or a question states in its own signature."""
 EVERY_OPTION = (*OPTIONS, *STATED)
 
@@ -91,7 +91,7 @@ def test_the_list_of_verbs_says_what_each_verb_says(listed: dict[str, tuple[str,
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_each_verb_has_two_examples_that_it_understands(verb: str):
-    examples = EXAMPLES[verb]
+    examples = VERBS[verb].verb.examples
     assert len(examples) == 2
     for example in examples:
         words = shlex.split(example)
@@ -101,14 +101,16 @@ def test_each_verb_has_two_examples_that_it_understands(verb: str):
 
 
 def test_options_that_exclude_or_need_others_are_options_of_the_verb():
-    rules = [(verb, rule) for verb in VERBS for rule in CONFLICTS[verb]]
+    rules = [(verb, rule) for verb in VERBS for rule in VERBS[verb].verb.conflicts]
     assert len(rules) >= 6
     for verb, rule in rules:
-        flags = (rule.option, rule.other) if isinstance(rule, Needs) else (rule.first, rule.second)
-        assert set(flags) <= set(options_of(verb)), verb
+        others = getattr(rule, "others", ())
+        assert {*rule.flags, *others} <= set(options_of(verb)), verb
         assert rule.fault(()) is None
-        assert rule.fault(flags[:1] if isinstance(rule, Needs) else flags), verb
-        assert rule.fault(flags if isinstance(rule, Needs) else flags[:1]) is None, verb
+        together = (*rule.flags, *(others or ("--anything",)))
+        alone, beside = (together, rule.flags[:1]) if isinstance(rule, Needs) else (rule.flags[:1], together)
+        assert rule.fault(beside), verb
+        assert rule.fault(alone) is None, verb
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
@@ -189,7 +191,7 @@ def page() -> str:
         parts.append(f"## {group}\n\n| option | what it is | in |\n|---|---|---|")
         for option in (option for option in EVERY_OPTION if option.group == group):
             flag = option.flag.partition("/")[0]
-            verbs = [verb for verb in VERBS if option in OPTIONS_OF[verb]]
+            verbs = [verb for verb in VERBS if option in VERBS[verb].options]
             values = sorted({value_of(flag, verb) for verb in verbs}, key=len)
             others = [verb for verb in VERBS if verb not in verbs]
             named = f"every verb but {', '.join(others)}" if 3 * len(others) < len(verbs) else ", ".join(verbs)

@@ -8,11 +8,10 @@ import msgspec
 
 from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core.errors import InputError
 from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS
-from stepscope.core.options import BUDGET, Needs, Option, words
+from stepscope.core.options import BUDGET, Needs, Option, verb, words
 from stepscope.core.units import parse_bytes
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload

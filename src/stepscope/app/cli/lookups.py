@@ -3,10 +3,7 @@
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from stepscope.app.cli.output import Presentation, check_picture, draw, json_line, progress, stdout_kept_clean
-from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, table_of
 from stepscope.core.device_spec import DeviceReport
 from stepscope.core.environment import give_pages_back
@@ -14,7 +11,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.model_config import PRESETS
-from stepscope.core.options import MEASURING, STORED, Option, completed
+from stepscope.core.options import MEASURING, STORED, Argument, Option, completed, file_or_run, verb
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
 
@@ -50,7 +47,7 @@ def _load(path: Path) -> DeviceReport:
     "stepscope kernel sm80_xmma_gemm_f32f32_f32f32_f32_tn_n_tilesize128x128x8_stage3 --json",
 )
 def kernel(
-    name: Annotated[str, typer.Argument(help="The kernel's name as a profiler shows it.")], *, shown: Presentation
+    name: Annotated[str, Argument(help="The kernel's name as a profiler shows it.")], *, shown: Presentation
 ) -> None:
     """Explain a kernel by its name: library, types, layout, tile, and which product of a step it is."""
     from stepscope.traces.kernels.families import answer_kernel, explain_kernel

@@ -9,10 +9,9 @@ import msgspec
 
 from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core.device_spec import NETWORKS
 from stepscope.core.errors import InputError
-from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, completed, refuse_beside
+from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, completed, refuse_beside, verb
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 

@@ -10,18 +10,14 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean
-from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.environment import require_room_for_torch
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
-from stepscope.core.options import refuse_beside
-from stepscope.questions.question import Question
+from stepscope.core.options import Alone, Verb, verb
 
 if TYPE_CHECKING:
     from stepscope.engine.request import Tell
-
-_Decorator = Callable[[Callable[..., Answer]], Callable[..., None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,38 +54,33 @@ class Answering:
         draw(found, self.save)
 
 
-def study_verb(study: str, *examples: str, plot: bool = True, **usual: str) -> _Decorator:
+def study_verb(
+    study: str, *examples: str, plot: bool = True, **defaults: str
+) -> Callable[[Callable[..., Answer]], Verb]:
     """A decorator that makes a verb of a function that answers: its options, and those that every study has.
 
     A parameter `tell` of the function is no option: it is told of progress. plot: whether the answer has curves.
     """
     shared = inspect.signature(_every_study).parameters.values()
 
-    def make(run: Callable[..., Answer]) -> Callable[..., None]:
-        parameters = inspect.signature(run).parameters
+    def make(measure: Callable[..., Answer]) -> Verb:
+        parameters = inspect.signature(measure).parameters
 
-        @functools.wraps(run)
-        def made(*, from_: Path | None, shown: Presentation, save: Path | None = None, **asked: Any) -> None:
+        @functools.wraps(measure)
+        def run(*, from_: Path | None, shown: Presentation, save: Path | None = None, **options: Any) -> None:
             answering = Answering(study=study, shown=shown, save=save)
             if from_ is not None:
-                refuse_beside("--from")
                 answering.read(from_)
             else:
                 require_room_for_torch()
-                answering.run(lambda tell: run(**asked, **({"tell": tell} if "tell" in parameters else {})))
+                answering.run(lambda tell: measure(**options, **({"tell": tell} if "tell" in parameters else {})))
 
-        own = [parameter for parameter in parameters.values() if parameter.name != "tell"]
-        own += [parameter for parameter in shared if plot or parameter.name != "save"]
-        made.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
-        return verb(f"study {study}", *examples, conflicts=(), **usual)(made)
+        stated = [parameter for parameter in parameters.values() if parameter.name != "tell"]
+        stated += [parameter for parameter in shared if plot or parameter.name != "save"]
+        run.__signature__ = inspect.Signature(stated)  # type: ignore[attr-defined]
+        return verb(f"study {study}", *examples, conflicts=(Alone("--from"),), **defaults)(run)
 
     return make
-
-
-def command_of(question: Question) -> Callable[..., None]:
-    """The command of a question."""
-    make = study_verb(question.name, *question.examples, plot=question.has_curves, **question.defaults)
-    return make(question.measure)
 
 
 def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:

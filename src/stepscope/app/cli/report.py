@@ -4,15 +4,11 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import emit, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core.answer import GENERATOR
 from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError, choose
-from stepscope.core.options import OUTPUT, Needs, Option
+from stepscope.core.options import OUTPUT, Argument, Needs, Option, verb
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.picture import Drawer
 
@@ -47,11 +43,11 @@ Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of sou
 def report(
     what: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             help="A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
             "an answer that --json wrote.",
             metavar="WHAT...",
-            autocompletion=run_names,
+            names_a_run=True,
         ),
     ],
     *,

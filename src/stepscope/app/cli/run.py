@@ -1,17 +1,17 @@
 """`stepscope run`: measure one training step here."""
 
 import os
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
-import typer
 
 from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
 from stepscope.app.cli.sweep import measure_and_report, type_of_device
-from stepscope.app.cli.verb import verb
+from stepscope.app.cli.verb import workload_in
 from stepscope.core.answer import worst
 from stepscope.core.environment import place_in_job, refuse_several
 from stepscope.core.errors import (
@@ -23,12 +23,12 @@ from stepscope.core.errors import (
     StepscopeError,
 )
 from stepscope.core.files import json_document
-from stepscope.core.options import MEASURING, Option
+from stepscope.core.options import MEASURING, Option, verb
 from stepscope.core.run import Run, Settings
-from stepscope.core.run_directory import encode_run, load_run
+from stepscope.core.run_directory import encode_run, find_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
-from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.workload_options import OneWorkload
+from stepscope.core.workloads import TextbookWorkload, Workload
+from stepscope.engine.workload_options import TEXTBOOK_OPTIONS, OneWorkload
 
 if TYPE_CHECKING:
     from stepscope.allocations.explain import Explained
@@ -68,7 +68,7 @@ def run(
     runs: Path,
     save: Path | None,
     shown: Presentation,
-) -> None:
+) -> int:
     """Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."""
     check_picture(save)
     own = said.own
@@ -106,12 +106,12 @@ def run(
         measured, directory = measure_step(request, tell)
     if place is not None and place.rank:
         code = exit_code(measured)  # what is to be doubted is said by the first rank, which shows what all measured
-        raise typer.Exit(EXIT_DONE if code == EXIT_CHECK_FAILED else code)
+        return EXIT_DONE if code == EXIT_CHECK_FAILED else code
     for capture in measured.evidence.captures:
         if capture.failure:
             warn(f"no {capture.tool} trace: {capture.failure}")
     _show(measured, directory, shown, save)
-    raise typer.Exit(exit_code(measured))
+    return exit_code(measured)
 
 
 def _usual(said: OneWorkload, on_gpu: bool) -> TextbookWorkload:
@@ -130,8 +130,6 @@ def _cells(
     if repeat == 1 and against is None:
         return tuple(cells)  # ranks that share its steps are processes, too
     if against is not None:
-        from stepscope.app.cli.compare import is_options, stored_workload, with_options
-
         if is_options(against):
             other = with_options(said, against)
             second = other.own or _usual(other, on_gpu)
@@ -240,3 +238,52 @@ def _explained_memory(measured: Run, directory: Path) -> "Explained | None":
     except StepscopeError as error:
         warn(f"the memory snapshot is kept, and cannot be read: {error}")
     return None
+
+
+# `--against`: the other step, said by a run or by the options in which it differs.
+
+
+_OF_ANOTHER_STEP = (
+    "it takes a run's name, or options of the workload in which the other step differs, as in "
+    '--against "--compile default"'
+)
+_OF_A_STEP = 'write those of a step, as in --against "--dtype bf16"'
+
+
+def stored_workload(name: str, runs: Path) -> Workload:
+    """The workload of the run of this name. Raises InputError for a watched loop, which only its script can run."""
+    if not name.strip():
+        raise InputError(f"--against {name!r} names no run: {_OF_ANOTHER_STEP}")
+    workload = find_run(name, runs).workload
+    if not workload.may_run:
+        raise InputError(f"--against {name}: a loop that was watched runs only by its script; name a run of `run`")
+    return workload
+
+
+def is_options(text: str) -> bool:
+    """Whether --against names options, and no run."""
+    return text.lstrip().startswith("-")
+
+
+def with_options(said: OneWorkload, text: str) -> OneWorkload:
+    """What was said of the workload, with the options in this text in place of those that it had."""
+    other = workload_in(text, _OF_ANOTHER_STEP).said
+    kept = dict(said.said)
+    if {"model", "module"} & other.keys():  # another model: what was said of the first one's does not hold for it
+        dropped = {"model", "module", "arg", *(TEXTBOOK_OPTIONS if "module" in other else ())}
+        kept = {name: value for name, value in kept.items() if name not in dropped}
+    arguments = {**_arguments(kept), **_arguments(other)}
+    both = {**kept, **other, "arg": tuple(f"{name}={value}" for name, value in arguments.items())}
+    return OneWorkload({name: value for name, value in both.items() if name != "arg" or value})
+
+
+def options_in(text: str) -> dict[str, Any]:
+    """The fields of a workload that options say. Raises InputError for a text that is none."""
+    if not is_options(text):
+        raise InputError(f"--against {text!r} is no options: {_OF_A_STEP}")
+    return workload_in(text, _OF_A_STEP).fields
+
+
+def _arguments(said: Mapping[str, Any]) -> dict[str, str]:
+    parts = (text.partition("=") for text in said.get("arg", ()))
+    return {name: value for name, _, value in parts}

@@ -7,14 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
 import msgspec
-import typer
 
-from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit, json_line, present, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core.errors import InputError, choose
 from stepscope.core.files import json_document
-from stepscope.core.options import STORED, Option, completed
+from stepscope.core.options import STORED, Argument, Option, completed, verb
 from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, encode_run, find_place, find_run, load_runs
 from stepscope.runs.index import list_runs
@@ -30,9 +27,9 @@ if TYPE_CHECKING:
 def show(
     run: Annotated[
         str,
-        typer.Argument(
+        Argument(
             help="A run directory, a part of its name, `last`, or the name of a set.",
-            autocompletion=run_names,
+            names_a_run=True,
         ),
     ],
     *,
@@ -111,7 +108,7 @@ Tagged = Annotated[str | None, Option("Only runs with this tag.", STORED)]
 def ls(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
+        Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     tag: Tagged,
@@ -168,7 +165,7 @@ Speedup = Annotated[str | None, Option("A column's label: show speed-ups over it
 def table(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
+        Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     rows: Rows = "model,seq_len",
@@ -234,7 +231,7 @@ Predictions = Annotated[bool, Option("Show forecasts beside what was measured af
 def history(
     places: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
+        Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
     ] = None,
     *,
     workload: Workload,

@@ -1,11 +1,11 @@
 """`stepscope study NAME`: questions with an answer of their own."""
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import typer
 
 from stepscope.app.cli.verb import Verbs, study_now
+from stepscope.core.options import Verb
 from stepscope.questions.question import Question
 
 
@@ -110,13 +110,14 @@ class _Studies(Verbs):
     }
 
     @staticmethod
-    def command_of(registered: Any) -> Callable[..., None]:
-        """The command of a Question, or a function that is one already."""
+    def verb_of(registered: Any) -> Verb:
+        """The verb of a Question, or a verb itself."""
         if not isinstance(registered, Question):
             return registered
-        from stepscope.app.cli.questions import command_of
+        from stepscope.app.cli.questions import study_verb
 
-        return command_of(registered)
+        make = study_verb(registered.name, *registered.examples, plot=registered.has_curves, **registered.defaults)
+        return make(registered.measure)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, study_now(args))

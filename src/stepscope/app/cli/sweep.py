@@ -11,7 +11,6 @@ import typer
 
 from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, sweep_progress, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer, worst
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -22,7 +21,7 @@ from stepscope.core.errors import (
     Stopped,
     choose,
 )
-from stepscope.core.options import MEASURING, SWEEPING, Option, completed
+from stepscope.core.options import MEASURING, SWEEPING, Argument, Option, completed, verb
 from stepscope.core.parts import attention_names
 from stepscope.core.run import Run
 from stepscope.core.units import counted
@@ -71,7 +70,7 @@ Fresh = Annotated[bool, Option("Measure every cell again.", SWEEPING)]
 def sweep(
     recipe: Annotated[
         Path | None,
-        typer.Argument(help="A Python file, run with your rights, whose sweep() returns Workloads, instead of a grid."),
+        Argument(help="A Python file, run with your rights, whose sweep() returns Workloads, instead of a grid."),
     ] = None,
     *,
     said: ManyWorkloads,

@@ -5,14 +5,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from stepscope.app.cli.output import Presentation, draw, json_line, warn
-from stepscope.app.cli.verb import file_or_run, verb
 from stepscope.core.answer import Answer, Finding, name_of, worst
 from stepscope.core.environment import give_pages_back
-from stepscope.core.errors import EXIT_CHECK_FAILED, InputError
-from stepscope.core.options import OUTPUT, Conflict, Option
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, InputError
+from stepscope.core.options import OUTPUT, Conflict, Option, file_or_run, verb
 from stepscope.core.range_names import PHASES as CAPTURED_PHASES
 from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window, parse_window
@@ -174,13 +171,16 @@ Perfetto = Annotated[
 ]
 
 
+_TWO = "--against compares two"
+
+
 @verb(
     "trace",
     "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
     "stepscope trace rank0.json.gz rank1.json.gz",
     conflicts=(
-        Conflict("--cut", "--against", "--cut writes one capture, --against compares two: ask for one after the other"),
-        Conflict("--save", "--against", "--save draws one capture, --against compares two: leave one of them out"),
+        Conflict("--cut", "--against", why=f"--cut writes one capture, {_TWO}: ask for one after the other"),
+        Conflict("--save", "--against", why=f"--save draws one capture, {_TWO}: leave one of them out"),
     ),
 )
 def trace(
@@ -204,7 +204,7 @@ def trace(
     runs: Path,
     save: Path | None,
     shown: Presentation,
-) -> None:
+) -> int:
     """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
     is_part = asked_for.is_part
     if perfetto is not None and (against is not None or is_part):
@@ -226,16 +226,15 @@ def trace(
             )
         if against is not None:
             compare_jobs(against, captures, shown)
-        elif show_job(captures, perfetto=perfetto, save=save, shown=shown) == "error":
-            raise typer.Exit(EXIT_CHECK_FAILED)
-        return
+            return EXIT_DONE
+        return _exit_code(show_job(captures, perfetto=perfetto, save=save, shown=shown))
     place = captures[0] if rank is None else capture_of_rank(captures, rank)
     summary = load_summary(place)
     asked = _part(summary, place, asked_for) if is_part else summary
     if against is not None:
         before = load_summary(against)
         _compare(_part(before, against, asked_for) if is_part else before, asked, against, place, shown)
-        return
+        return EXIT_DONE
     from stepscope.traces.captures.checks import check_trace
 
     findings = check_trace(summary)
@@ -251,8 +250,11 @@ def trace(
 
         warn(f"{write_cut(asked.attribution, cut, source=place)} rows of work in {cut}")
     _show(asked, findings, place, view, save, shown)
-    if worst(findings) == "error":
-        raise typer.Exit(EXIT_CHECK_FAILED)
+    return _exit_code(worst(findings))
+
+
+def _exit_code(gravest: str | None) -> int:
+    return EXIT_CHECK_FAILED if gravest == "error" else EXIT_DONE
 
 
 def _show(

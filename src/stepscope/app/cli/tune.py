@@ -2,17 +2,14 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
-
-import typer
+from typing import Annotated
 
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, sweep_progress, warn
 from stepscope.app.cli.sweep import type_of_device
-from stepscope.app.cli.verb import verb
 from stepscope.core.answer import worst
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_INTERRUPTED
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED
 from stepscope.core.files import json_document, read_named
-from stepscope.core.options import MEASURING, STORED, Option, refuse_beside
+from stepscope.core.options import MEASURING, STORED, Alone, Option, verb
 from stepscope.core.strategies import shared_somehow
 from stepscope.core.study_results import TUNED_FIELDS, Tuned, decode_tuned, fields_kept
 from stepscope.core.units import parse_seconds
@@ -35,6 +32,7 @@ Fresh = Annotated[bool, Option("Measure again what an earlier search has measure
     "tune",
     "stepscope tune --model large --dtype bf16 --memory 80GiB",
     "stepscope tune --module train.py:make --budget 10min --keep dtype",
+    conflicts=(Alone("--from"),),
     model="small on a GPU, tiny on a CPU",
     seq_len="512 on a GPU, 128 on a CPU",
 )
@@ -51,7 +49,7 @@ def tune(
     runs: Path,
     save: Path | None,
     shown: Presentation,
-) -> None:
+) -> int:
     """Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.
 
     Changes take turns with the best step until then; the losses of the fastest are compared, and it is confirmed in
@@ -59,8 +57,7 @@ def tune(
     """
     check_picture(save)
     if from_ is not None:
-        refuse_beside("--from")
-        _leave_with(decode_tuned(read_named(from_), str(from_)), save, shown)
+        return _show(decode_tuned(read_named(from_), str(from_)), save, shown)
     kept = fields_kept(keep)
     said = OneWorkload(shared_somehow(said.said))
     own = said.own
@@ -80,16 +77,16 @@ def tune(
         ) as racing,
     ):
         found = search(asked, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
-    _leave_with(found, save, shown)
+    return _show(found, save, shown)
 
 
-def _leave_with(found: Tuned, save: Path | None, shown: Presentation) -> NoReturn:
-    """Show what a search found, and leave with its exit code."""
+def _show(found: Tuned, save: Path | None, shown: Presentation) -> int:
+    """Show what a search found. Returns its exit code."""
     from stepscope.questions.tuning_answer import answer_tuned
 
     answer = answer_tuned(found)
     shown.show(answer, document=lambda: json_document(found))
     draw(answer, save)
     if found.interrupted:
-        raise typer.Exit(EXIT_INTERRUPTED)
-    raise typer.Exit(EXIT_CHECK_FAILED if worst(answer.findings) == "error" else 0)
+        return EXIT_INTERRUPTED
+    return EXIT_CHECK_FAILED if worst(answer.findings) == "error" else EXIT_DONE

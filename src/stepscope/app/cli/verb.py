@@ -1,9 +1,8 @@
-"""A verb is a function, and its options are made from its parameters.
+"""Commands, made of verbs (`core/options.py`): a verb's parameters are its options.
 
-A parameter states its Option (`core/options.py`), or takes the one of its name in the table of options that verbs
-share; its annotation says how many values the option takes there: `tuple[str, ...]` is several, by commas. A parameter
-whose type is a record stands for the options that the record's fields name; OneWorkload and ManyWorkloads stand for all
-of a workload. Parameters that typer annotates are its arguments.
+A parameter states its Option, or takes the one of its name in the table of options that verbs share; its annotation
+says how many values the option takes there: `tuple[str, ...]` is several, by commas. A parameter whose type is a record
+stands for the options that the record's fields name; OneWorkload and ManyWorkloads stand for all of a workload.
 """
 
 import dataclasses
@@ -12,126 +11,107 @@ import importlib
 import inspect
 import math
 import operator
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from stepscope.app.cli.options import OPTIONS, run_names
-from stepscope.app.cli.output import warn
-from stepscope.core.errors import InputError
-from stepscope.core.options import GROUPS, Conflict, Needs, Option, completed, remember, several
+from stepscope.core.errors import InputError, one_line, warn
+from stepscope.core.options import GROUPS, Argument, Option, Verb, completed, remember, several
+
+if TYPE_CHECKING:
+    from stepscope.engine.workload_options import OneWorkload
 
 _METAVARS: dict[Any, str] = {int: "N", float: "X", Path: "PATH"}
 """What stands for a value in a help text; several values are `N,...`."""
 
-EXAMPLES: dict[str, tuple[str, ...]] = {}
-"""Examples of each verb's use, by the verb's name."""
-
-CONFLICTS: dict[str, tuple[Conflict | Needs, ...]] = {}
-"""Options of each verb that exclude or need one another, by the verb's name."""
-
-OPTIONS_OF: dict[str, list[Option]] = {}
-"""The options of each verb that was asked for, by the verb's name."""
+Values = dict[str, Any]
+"""The values that typer read, by the parameters' names."""
 
 
-def verb(
-    verb_name: str, *examples: str, conflicts: tuple[Conflict | Needs, ...] = (), **usual: str
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator that makes a function a verb: its parameters become options, or stay typer's arguments.
+def command_of(verb: Verb, kind: type[TyperCommand] | None = None, **settings: Any) -> Any:
+    """The command that reads a verb's options and calls its function, as one of typer's commands."""
+    parameters, options, call = _options_of(verb.function, verb)
 
-    `usual` says in words what an option is when it is left out, where that is no constant.
-    """
+    def run(**values: Any) -> None:
+        if code := call(values):
+            raise typer.Exit(code)
 
-    def make(function: Callable[..., None]) -> Callable[..., None]:
-        options = options_of(function, verb_name, usual)
-
-        @functools.wraps(function)
-        def made(**given: Any) -> None:
-            options.call(given)
-
-        options.give_signature(made)
-        EXAMPLES[verb_name], OPTIONS_OF[verb_name], CONFLICTS[verb_name] = examples, options.taken, conflicts
-        return made
-
-    return make
+    run.__doc__ = verb.function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=help_width())
+    alone.command(verb.name.rpartition(" ")[2], cls=kind or Command, **settings)(run)
+    command: Any = typer.main.get_command(alone)
+    command.verb, command.options = verb, options
+    return command
 
 
-def file_or_run(files: str) -> Any:
-    """The argument that names a file of these kinds, or a run that holds one."""
-    said = f"{files}, a run directory, a part of a run's name, or `last`."
-    return typer.Argument(help=said, autocompletion=run_names)
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options that a function or a record takes."""
-
-    parameters: list[inspect.Parameter]
-    """What typer reads as the function's signature."""
-    taken: list[Option]
-    call: Callable[[dict[str, Any]], Any]
-    """Calls the function, or makes the record, of the values of these parameters."""
-
-    def give_signature(self, function: Any) -> None:
-        """Give a function the parameters that typer reads."""
-        function.__signature__ = inspect.Signature(self.parameters)
-        function.__annotations__ = {parameter.name: parameter.annotation for parameter in self.parameters}
-
-
-def options_of(takes: Callable[..., Any], verb_name: str, usual: Mapping[str, str]) -> Options:
-    """The options of a function, or of a record."""
-    found = Options([], [], lambda given: takes(**{name: maker(given) for name, maker in makers.items()}))
-    makers: dict[str, Callable[[dict[str, Any]], Any]] = {}
+def _options_of(
+    takes: Callable[..., Any], verb: Verb
+) -> tuple[list[inspect.Parameter], list[Option], Callable[[Values], Any]]:
+    """What typer reads as the signature of a function or a record; its options; and what calls it with their values."""
+    parameters: list[inspect.Parameter] = []
+    options: list[Option] = []
+    makers: dict[str, Callable[[Values], Any]] = {}
     signature = inspect.signature(takes).parameters
+
+    def add(option: Option, several: bool, default: Any, words: Mapping[str, str]) -> Callable[[Values], Any]:
+        part = _Part(option, several, default)
+        parameters.append(part.parameter(words.get(option.name)))
+        options.append(option)
+        return part.value
+
     for name, parameter in signature.items():
-        annotation, stated = parameter.annotation, None
+        annotation: Any = parameter.annotation
+        stated: Any = None
         if get_origin(annotation) is Annotated:
             annotation, stated = get_args(annotation)[:2]
-            if not isinstance(stated, Option):
-                found.parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
-                makers[name] = operator.itemgetter(name)
-                continue
-            stated = dataclasses.replace(stated, name=name.rstrip("_"), takes=stated.takes or _one_value(annotation))
-        if (is_many := getattr(annotation, "IS_MANY", None)) is not None:
-            inner = _options_of_workload(annotation, verb_name, usual, is_many, signature)
+        if isinstance(stated, Argument):
+            offered = run_names if stated.names_a_run else None
+            info = typer.Argument(help=stated.help, metavar=stated.metavar, autocompletion=offered)
+            kind = Annotated[annotation, info]
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=kind))
+            makers[name] = operator.itemgetter(name)
+        elif (is_many := getattr(annotation, "IS_MANY", None)) is not None:
+            from stepscope.engine import workload_options as workload
+
+            words = {**workload.usual_values(), **verb.defaults}
+            of_one = {  # the verb's own parameters take precedence over a workload's
+                line.name: add(line, is_many, None, words)
+                for line in workload.OPTIONS
+                if line.name not in signature and _shared_option(line.name, verb.name) is line
+            }
+            makers[name] = functools.partial(_workload, annotation, of_one)
         elif isinstance(annotation, type) and is_dataclass(annotation):
-            inner = options_of(annotation, verb_name, usual)
+            inner_parameters, inner_options, makers[name] = _options_of(annotation, verb)
+            parameters += inner_parameters
+            options += inner_options
         else:
-            option = stated or line_of(name.rstrip("_"), verb_name)
-            assert option is not None, f"{verb_name}: no option {name} in the table"
+            plain = name.rstrip("_")
+            if isinstance(stated, Option):
+                option = dataclasses.replace(stated, name=plain, takes=stated.takes or _one_value(annotation))
+            else:
+                option = _shared_option(plain, verb.name)
+            assert option is not None, f"{verb.name}: no option {name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
-            part = _Part(option, _is_several(annotation), default)
-            inner = Options([part.parameter(usual.get(option.name))], [option], part.value)
-        found.parameters.extend(inner.parameters)
-        found.taken.extend(inner.taken)
-        makers[name] = inner.call
-    return found
+            makers[name] = add(option, _is_several(annotation), default, verb.defaults)
+    return parameters, options, lambda values: takes(**{name: maker(values) for name, maker in makers.items()})
 
 
-def _options_of_workload(
-    kind: Callable[..., Any], verb_name: str, usual: Mapping[str, str], is_many: bool, named: Mapping[str, Any]
-) -> Options:
-    """The options of a workload, but for those that the verb names itself."""
-    from stepscope.engine import workload_options as workload
-
-    lines = workload.OPTIONS
-    options = [each for each in lines if each.name not in named and line_of(each.name, verb_name) is each]
-    parts = [_Part(option, is_many, None) for option in options]
-    words = {**workload.usual_values(), **usual}
-
-    def call(given: dict[str, Any]) -> Any:
-        values = {part.option.name: part.value(given) for part in parts}
-        return kind({name: value for name, value in values.items() if value is not None})
-
-    return Options([part.parameter(words.get(part.option.name)) for part in parts], options, call)
+def _workload(kind: Callable[..., Any], makers: Mapping[str, Callable[[Values], Any]], values: Values) -> Any:
+    """The OneWorkload or ManyWorkloads of the options that were given."""
+    chosen = {name: maker(values) for name, maker in makers.items()}
+    return kind({name: value for name, value in chosen.items() if value is not None})
 
 
-def line_of(name: str, verb: str) -> Option | None:
+def _shared_option(name: str, verb: str) -> Option | None:
     """The shared option of this name, as it is in a verb."""
     lines = [option for option in OPTIONS if option.name == name]
     if not lines:
@@ -139,6 +119,10 @@ def line_of(name: str, verb: str) -> Option | None:
 
         lines = [option for option in OF_A_WORKLOAD if option.name == name and verb in (option.verbs or (verb,))]
     return max(lines, key=lambda option: len(option.verbs) > 0, default=None)
+
+
+def _is_several(annotation: Any) -> bool:
+    return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
 
 
 def _one_value(annotation: Any) -> type:
@@ -149,10 +133,6 @@ def _one_value(annotation: Any) -> type:
     return annotation if annotation in (int, float, bool, Path) else str
 
 
-def _is_several(annotation: Any) -> bool:
-    return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """An option in a verb: how many values it takes there, and what it is when it is left out."""
@@ -160,6 +140,10 @@ class _Part:
     option: Option
     several: bool
     default: Any
+
+    @property
+    def _repeats(self) -> bool:
+        return self.option.repeated or (self.several and self.option.takes is Path)
 
     def parameter(self, usual: str | None) -> inspect.Parameter:
         """The option as a parameter of a function that typer reads."""
@@ -188,9 +172,9 @@ class _Part:
             option.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
         )
 
-    def value(self, given: dict[str, Any]) -> Any:
+    def value(self, values: Values) -> Any:
         """What the verb gets."""
-        value, option = given[self.option.parameter], self.option
+        value, option = values[self.option.parameter], self.option
         if self._repeats:
             return tuple(value) if value is not None else self.default
         if value is None:
@@ -201,9 +185,35 @@ class _Part:
             raise InputError(f"{option.flag} is {value}: write a finite number")
         return value if option.takes in (None, int, float, bool, Path, str) else option.takes(value)
 
-    @property
-    def _repeats(self) -> bool:
-        return self.option.repeated or (self.several and self.option.takes is Path)
+
+def workload_in(text: str, takes: str) -> "OneWorkload":
+    """The options of a workload in the text of --against, as `run` reads them. takes: what may be written, in words."""
+    from stepscope.engine.workload_options import OneWorkload
+
+    found: list[OneWorkload] = []
+
+    def take(*, workload: OneWorkload) -> None:
+        found.append(workload)
+
+    command = command_of(Verb("run", take), TyperCommand, add_help_option=False)
+    try:
+        command.main(args=shlex.split(text), prog_name="--against", standalone_mode=False)
+    except ValueError as error:
+        raise InputError(f"cannot read --against {text!r}: {error}") from None
+    except Exception as error:
+        message = getattr(error, "format_message", None)  # typer's own errors; their module differs between versions
+        if message is None:
+            raise
+        fault = one_line(Exception(message())).removesuffix(".")
+        raise InputError(f"--against {text!r}: {fault}; {takes}") from None
+    if not found or not found[0].said:
+        raise InputError(f"--against {text!r} says nothing of a workload: {takes}")
+    return found[0]
+
+
+def help_width() -> dict[str, Any]:
+    """Settings of a context whose help is as wide as the terminal."""
+    return {"max_content_width": shutil.get_terminal_size().columns}
 
 
 # How every verb reads its arguments and shows its help; and the spellings of the release before.
@@ -236,8 +246,11 @@ _OLD_MODES = {"--gate": "attention-gate", "--model": "attention-step"}
 """Options of `study attention` that made another study of it: verbs of their own now."""
 
 
-class Verb(TyperCommand):
-    """One verb: its options in groups, examples below them, old spellings understood."""
+class Command(TyperCommand):
+    """The command of one verb: its options in groups, examples below them, old spellings understood."""
+
+    verb: Verb
+    options: list[Option]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         takes_value = {
@@ -246,25 +259,40 @@ class Verb(TyperCommand):
             if param.param_type_name == "option"
             for name in (*param.opts, *param.secondary_opts)
         }
-        if verb_name(ctx) == "watch":
+        if self.verb.name == "watch":
             args = _ended_before_the_script(args, takes_value)
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
-        renewed = list(_renewed(args, takes_value, has_arguments))
-        _refuse_empty_paths(renewed, verb_name(ctx))
+        renewed = _renewed(args, takes_value, has_arguments)
+        _refuse_empty_paths(renewed, {option.flag for option in self.options if option.takes is Path})
         try:
             rest = super().parse_args(ctx, renewed)
         except Exception as error:
             # Typer's own errors have no name to import by: their module differs between versions.
             if type(error).__name__ == "NoSuchOption":
-                _refuse_anothers_option(str(getattr(error, "option_name", "")), ctx)
+                self._refuse_anothers_option(str(getattr(error, "option_name", "")), ctx)
             raise
         sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
         given = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
         remember(given)
-        for conflict in CONFLICTS.get(verb_name(ctx), ()):
-            if fault := conflict.fault(given):
+        for rule in self.verb.conflicts:
+            if fault := rule.fault(given):
                 raise InputError(fault)
         return rest
+
+    def _refuse_anothers_option(self, flag: str, ctx: Any) -> None:
+        """Raise InputError, with the verbs that have it, for an option that this verb has not and others have."""
+        verbs = ctx.find_root().command.commands
+        everywhere = [*verbs.values(), *verbs["study"].commands.values()]
+        owners = [
+            command.verb.name
+            for command in everywhere
+            if isinstance(command, Command) and any(flag in param.opts for param in command.params)
+        ]
+        if owners:
+            more = f" and {len(owners) - _FEW_VERBS} more" if len(owners) > _FEW_VERBS else ""
+            have = "have" if len(owners) > 1 else "has"
+            some = f"{', '.join(owners[:_FEW_VERBS])}{more}"
+            raise InputError(f"No such option: {flag}: {self.verb.name} has none, and {some} {have} it")
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -281,7 +309,7 @@ class Verb(TyperCommand):
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Examples"):
-            for example in EXAMPLES.get(verb_name(ctx), ()):
+            for example in self.verb.examples:
                 formatter.write(f"{'':{formatter.current_indent}}{example}\n")
 
 
@@ -289,39 +317,36 @@ class Verbs(TyperGroup):
     """A command of verbs. A verb is built when it is asked for, since typer takes some milliseconds for each."""
 
     verbs: ClassVar[dict[str, tuple[str, str]]] = {}
-    """Each verb's function, as module:function, and what it does. The module is imported when the verb is asked for."""
+    """Each verb's record, as module:name, and what it does. The module is imported when the verb is asked for."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        functions = {name: function for name, (function, _) in self.verbs.items()}
-        self.commands = _BuiltWhenAsked(functions, self.commands, self.command_of)
+        self.commands = _BuiltWhenAsked(self.verbs, self.commands, self.verb_of)
 
     @staticmethod
-    def command_of(registered: Any) -> Callable[..., None]:
-        """The function that typer reads, from what a verb's line names."""
+    def verb_of(registered: Any) -> Verb:
+        """The verb that a line of the table names."""
         return registered
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}
-        texts |= {name: _summary(command.help or "") for name, command in self.commands.built.items()}
+        texts |= {name: command.help for name, command in self.commands.built.items() if name not in texts}
         with formatter.section("Verbs"):
             formatter.write_dl(list(texts.items()))
 
 
 class _BuiltWhenAsked(MutableMapping[str, Any]):
-    """Commands by name, made of functions when they are first looked up."""
+    """Commands by name, made of verbs when they are first looked up."""
 
     def __init__(
-        self, functions: dict[str, str], built: Mapping[str, Any], command_of: Callable[[Any], Callable[..., None]]
+        self, lines: Mapping[str, tuple[str, str]], built: Mapping[str, Any], verb_of: Callable[[Any], Verb]
     ) -> None:
-        self.functions, self.built, self.command_of = functions, dict(built), command_of
+        self.lines, self.built, self.verb_of = lines, dict(built), verb_of
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.built:
-            module, _, function = self.functions[name].partition(":")
-            alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=help_width())
-            alone.command(name, cls=Verb)(self.command_of(getattr(importlib.import_module(module), function)))
-            self.built[name] = typer.main.get_command(alone)
+            module, _, record = self.lines[name][0].partition(":")
+            self.built[name] = command_of(self.verb_of(getattr(importlib.import_module(module), record)))
         return self.built[name]
 
     def __setitem__(self, name: str, command: Any) -> None:
@@ -331,71 +356,41 @@ class _BuiltWhenAsked(MutableMapping[str, Any]):
         del self.built[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self.functions, **self.built})
+        return iter({**self.lines, **self.built})
 
     def __len__(self) -> int:
-        return len({**self.functions, **self.built})
+        return len({**self.lines, **self.built})
 
 
-def help_width() -> dict[str, Any]:
-    """Settings of a context whose help is as wide as the terminal."""
-    return {"max_content_width": shutil.get_terminal_size().columns}
-
-
-def verb_name(ctx: Any) -> str:
-    """The verb's name in the table: `study attention`, not `stepscope study attention`."""
-    return ctx.command_path.partition(" ")[2]
-
-
-def _summary(text: str) -> str:
-    """The first paragraph of a help text, whole."""
-    return " ".join(text.partition("\n\n")[0].split())
-
-
-def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool) -> Iterator[str]:
+def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool) -> list[str]:
     """The arguments with old spellings replaced, each said on stderr."""
-    rest = iter(list(enumerate(args)))
-    for i, arg in rest:
-        flag, sign, value = arg.partition("=")
+    renewed: list[str] = []
+    i = 0
+    while i < len(args):
+        arg = args[i]
         if arg == "--":
-            yield from (arg, *(word for _, word in rest))
-        elif arg == "--memory" and "--record" in takes_value and not _is_size(args[i + 1 : i + 2], has_arguments):
+            return [*renewed, *args[i:]]
+        flag, sign, value = arg.partition("=")
+        following = args[i + 1] if i + 1 < len(args) else "-"
+        is_size = following[:1].isdigit() or not (following.startswith("-") or has_arguments)
+        if arg == "--memory" and "--record" in takes_value and not is_size:
             _say(flag, "--record memory", " where no size follows")
-            yield from ("--record", "memory")
-        elif flag in OLD_SPELLINGS and flag not in takes_value and (new := _name_now(flag, takes_value)):
-            _say(flag, new)
-            yield f"{new}{sign}{value}"
-            if not sign:
-                yield from _next_word(rest)
+            renewed += ["--record", "memory"]
         else:
-            yield arg
-            if takes_value.get(flag) and not sign:
-                yield from _next_word(rest)
+            known = (flag, *OLD_SPELLINGS.get(flag, ()))
+            now = next((name for name in known if name in takes_value), flag)
+            if now != flag:
+                _say(flag, now)
+            renewed.append(f"{now}{sign}{value}")
+            if takes_value.get(now) and not sign:  # a value is no option, whatever it looks like
+                i += 1
+                renewed += args[i : i + 1]
+        i += 1
+    return renewed
 
 
-def _refuse_anothers_option(flag: str, ctx: Any) -> None:
-    """Raise InputError, with the verbs that have it, for an option that this verb has not and others have."""
-    root = ctx.find_root().command
-    owners = [name for name, command in _verbs_in(root) if any(flag in param.opts for param in command.params)]
-    if owners:
-        more = f" and {len(owners) - _FEW_VERBS} more" if len(owners) > _FEW_VERBS else ""
-        have = "have" if len(owners) > 1 else "has"
-        some = f"{', '.join(owners[:_FEW_VERBS])}{more}"
-        raise InputError(f"No such option: {flag}: {verb_name(ctx)} has none, and {some} {have} it")
-
-
-def _verbs_in(group: Any, before: str = "") -> Iterator[tuple[str, Any]]:
-    for name in group.commands:
-        command = group.commands[name]
-        if hasattr(command, "commands"):
-            yield from _verbs_in(command, f"{name} ")
-        else:
-            yield f"{before}{name}", command
-
-
-def _refuse_empty_paths(args: list[str], verb: str) -> None:
+def _refuse_empty_paths(args: list[str], paths: set[str]) -> None:
     """Raise InputError for an option whose path is empty: it would mean the directory that one stands in."""
-    paths = {option.flag for option in OPTIONS_OF.get(verb, ()) if option.takes is Path}
     options = args[: args.index("--")] if "--" in args else args
     for i, arg in enumerate(options):
         flag, sign, value = arg.partition("=")
@@ -412,23 +407,6 @@ def _ended_before_the_script(args: list[str], takes_value: dict[str, bool]) -> l
             return [*args[:i], "--", *args[i:]]
         i += 2 if takes_value.get(flag) and not sign else 1
     return args
-
-
-def _next_word(rest: Iterator[tuple[int, str]]) -> Iterator[str]:
-    """The value that an option takes from the next argument, whatever it looks like."""
-    for _, word in rest:
-        yield word
-        return
-
-
-def _name_now(flag: str, takes_value: dict[str, bool]) -> str | None:
-    return next((new for new in OLD_SPELLINGS[flag] if new in takes_value), None)
-
-
-def _is_size(following: list[str], has_arguments: bool) -> bool:
-    """Whether what follows `--memory` is its size: it is no option, and nothing that is an argument of the verb."""
-    word = following[0] if following else "-"
-    return word[:1].isdigit() or not (word.startswith("-") or has_arguments)
 
 
 def study_now(args: list[str]) -> list[str]:

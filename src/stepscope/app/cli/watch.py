@@ -11,11 +11,10 @@ import typer
 
 from stepscope.app.cli.measuring import Recording
 from stepscope.app.cli.output import give_back, show, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.interrupts import HandedOver, die_of_interrupt
-from stepscope.core.options import MEASURING, Option
+from stepscope.core.options import MEASURING, Argument, Option, verb
 from stepscope.engine.watched_script import (
     Launch,
     Program,
@@ -70,7 +69,7 @@ StepOf = Annotated[
 def watch(
     script: Annotated[
         list[str] | None,
-        typer.Argument(help="The script and its arguments; or -m and a module; or torchrun and all that follows."),
+        Argument(help="The script and its arguments; or -m and a module; or torchrun and all that follows."),
     ] = None,
     *,
     steps: Steps,

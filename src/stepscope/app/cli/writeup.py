@@ -8,13 +8,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-import typer
-
-from stepscope.app.cli.options import run_names
 from stepscope.app.cli.output import emit, warn
-from stepscope.app.cli.verb import verb
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose
-from stepscope.core.options import OUTPUT, Option
+from stepscope.core.options import OUTPUT, Argument, Option, verb
 from stepscope.core.units import counted
 
 if TYPE_CHECKING:
@@ -38,10 +34,10 @@ Output = Annotated[
 def writeup(
     sweeps: Annotated[
         list[str] | None,
-        typer.Argument(
+        Argument(
             help="Folders of runs, a sweep, a tag, or answers that --json wrote (default: --runs).",
             metavar="[SWEEP]...",
-            autocompletion=run_names,
+            names_a_run=True,
         ),
     ] = None,
     *,
@@ -50,7 +46,7 @@ def writeup(
     run: Run,
     scale: Sizes = "full",
     runs: Path,
-) -> None:
+) -> int:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
     from stepscope.rendering.writeup.document import SCALES, Material, Target, assignment_named, gather, write_up
 
@@ -82,12 +78,13 @@ def writeup(
         if code in (EXIT_INTERRUPTED, -signal.SIGINT):
             found = written()
             _say(found, target, run=run, failed=failed)
-            raise typer.Exit(EXIT_INTERRUPTED)
+            return EXIT_INTERRUPTED
         if code not in (EXIT_DONE, EXIT_CHECK_FAILED):
             failed.append(one.name)
             warn(f"{one.name} could not be measured (exit code {code}): the other questions go on")
         found = written()
     _say(found, target, run=run, failed=failed)
+    return EXIT_DONE
 
 
 def _is_bare(place: Path) -> bool:

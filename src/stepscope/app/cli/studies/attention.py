@@ -10,12 +10,11 @@ import typer
 from stepscope.app.cli.output import Presentation, stdout_kept_clean, warn
 from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.steps import STUDY, check_only, read_steps
-from stepscope.app.cli.verb import verb
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
-from stepscope.core.options import CALLS, MEASURING, STORED, WORKLOAD, Option, completed, refuse_beside
+from stepscope.core.options import CALLS, MEASURING, STORED, WORKLOAD, Option, completed, refuse_beside, verb
 from stepscope.core.parts import ATTENTIONS
 from stepscope.engine.request import Tell
 

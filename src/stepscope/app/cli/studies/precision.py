@@ -3,8 +3,8 @@
 from functools import partial
 from typing import Annotated, Any
 
-from stepscope.app.cli.compare import options_in
 from stepscope.app.cli.questions import study_verb
+from stepscope.app.cli.run import options_in
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.options import (

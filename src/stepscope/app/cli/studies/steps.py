@@ -12,11 +12,10 @@ from stepscope.app.cli.output import Presentation, check_picture, draw, emit_jso
 from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing
 from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
-from stepscope.app.cli.verb import verb
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS
-from stepscope.core.options import MEASURING, OUTPUT, PARALLEL, STORED, WORKLOAD, Option, refuse_beside
+from stepscope.core.options import MEASURING, OUTPUT, PARALLEL, STORED, WORKLOAD, Option, refuse_beside, verb
 from stepscope.core.parts import attention_names, named_kernels
 from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
