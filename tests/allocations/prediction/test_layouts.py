@@ -9,7 +9,6 @@ from stepscope.allocations.prediction.estimate import WORKSPACE_BYTES, estimate_
 from stepscope.allocations.prediction.layouts import (
     RankMemory,
     Shards,
-    Share,
     Stage,
     StageNeeds,
     bytes_of,
@@ -45,7 +44,7 @@ def test_a_stage_of_one_rank_is_the_step_of_one_gpu(compiled: str, checkpointing
         attention="flash",
     )  # fmt: skip
     alone = estimate_quickly(step)
-    found = stage_needs(Stage(workload=step, share=Share(model=PlannedModel(config=config)), gradients="made"))
+    found = stage_needs(Stage(workload=step, model=PlannedModel(config=config), gradients="made"))
     before = ("parameters", "optimizer state", "inputs", "workspaces", "rounding")
 
     def without(phase: str) -> int:
@@ -79,8 +78,7 @@ def test_tensor_and_sequence_parallel_ranks_keep_their_share_of_activations(tens
     """Korthikanti et al. 2022, equation 4: with sequence parallelism all that a block keeps is divided by t."""
     step = workload(dtype="bf16-pure")
     whole, share = (
-        stage_needs(Stage(workload=step, share=Share(model=MODEL, tensor=t), first=False, last=False)).saved
-        for t in (1, tensor)
+        stage_needs(Stage(workload=step, model=MODEL, tensor=t, first=False, last=False)).saved for t in (1, tensor)
     )
     assert share == pytest.approx(whole / tensor, rel=0.001)
 
@@ -93,7 +91,7 @@ def test_what_a_compiled_block_moves_by_hand():
         moved_by_stage(
             Stage(
                 workload=msgspec.structs.replace(step, model=msgspec.structs.replace(CONFIG, layers=n)),
-                share=Share(model=MODEL), first=False, last=False,
+                model=MODEL, first=False, last=False,
             )
         )
         for n in (1, 2)
@@ -143,7 +141,7 @@ def units_of(layers: int, *, ranks: int = 4, **fields: object) -> tuple[Stage, S
     """A stage of so many blocks whose parameters come and go, under torch.compile, and what it needs."""
     config = msgspec.structs.replace(CONFIG, layers=layers)
     shards = Shards(ranks=ranks, block=MODEL.block, root=MODEL.outside_blocks, gathered_bytes=4, reduced_bytes=4)
-    stage = Stage(workload=workload(model=config, **fields), share=Share(model=MODEL), gradients="made", shards=shards)
+    stage = Stage(workload=workload(model=config, **fields), model=MODEL, gradients="made", shards=shards)
     return stage, stage_needs(stage)
 
 
@@ -191,10 +189,10 @@ def test_buckets_hold_each_gradient_once_more(sharding: str, buckets: int):
 def test_a_stage_with_a_fused_part_is_the_step_of_one_gpu(part: str):
     step = workload(compile="eager", **{part: "fused"})
     alone = estimate_quickly(step)
-    found = stage_needs(Stage(workload=step, share=Share(model=MODEL), gradients="made"))
+    found = stage_needs(Stage(workload=step, model=MODEL, gradients="made"))
     assert alone.saved_for_backward is not None
     assert found.saved == alone.saved_for_backward - WORKSPACE_BYTES
-    assert found.saved <= stage_needs(Stage(workload=workload(compile="eager"), share=Share(model=MODEL))).saved + (
+    assert found.saved <= stage_needs(Stage(workload=workload(compile="eager"), model=MODEL)).saved + (
         2 * 4 * 512 * 1024 if part == "loss" else 0  # it keeps the head's gradient in fp32
     )
 
@@ -207,7 +205,7 @@ def test_a_pipeline_holds_what_is_in_flight():
             workload=workload(
                 dtype="bf16-pure", batch_size=1, model=msgspec.structs.replace(CONFIG, layers=2)
             ),
-            share=Share(model=MODEL), last=False,
+            model=MODEL, last=False,
         )
     )  # fmt: skip
     found = memory._of_rank(layout, 0, True)  # pyright: ignore[reportPrivateUsage]

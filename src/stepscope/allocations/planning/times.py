@@ -7,8 +7,9 @@ wait for it (forward and backward of the same micro-batch, or of the last one), 
 collective takes multiprocessors: computation beside it goes slower. Then the optimizer steps.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from operator import sub
 from typing import NamedTuple
 
 import msgspec
@@ -254,6 +255,10 @@ class BlockTimes:
     def backward_s(self) -> float:
         return sum(self.backward.values())
 
+    @property
+    def seconds(self) -> float:
+        return self.forward_s + self.backward_s
+
 
 class StepTime(msgspec.Struct, frozen=True, kw_only=True):
     """The time of a step of a layout, and what it is made of."""
@@ -293,22 +298,16 @@ class _DataSeconds(msgspec.Struct, frozen=True, kw_only=True):
     """In seconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Added:
+class _Added(NamedTuple):
     """Seconds that data parallelism adds: what nothing hides, what computation loses beside it, and copies."""
 
     exposed: float = 0.0
     slower: float = 0.0
     copied: float = 0.0
 
-    @property
-    def seconds(self) -> float:
-        return self.exposed + self.slower + self.copied
 
-    def __add__(self, other: "_Added") -> "_Added":
-        return _Added(
-            exposed=self.exposed + other.exposed, slower=self.slower + other.slower, copied=self.copied + other.copied
-        )
+_ADDED_TO = ("data parallel", "slower beside collectives", "copies for collectives")
+"""The parts of a step that the figures of _Added belong to."""
 
 
 class Clock:
@@ -319,7 +318,6 @@ class Clock:
         self.model: PlannedModel = memory.model
         self._blocks: dict[tuple[object, ...], BlockTimes] = {}
         self._ends: dict[tuple[object, ...], BlockTimes] = {}
-        self._moved: dict[tuple[object, ...], Moved] = {}
         self._seconds: dict[Transfer, float] = {}
         self._sent: dict[tuple[object, ...], _DataSeconds] = {}
         self._sends: dict[tuple[object, ...], float] = {}
@@ -331,7 +329,7 @@ class Clock:
     def least_s(self, layout: Layout) -> float:
         """Seconds that a step takes at least: quickly."""
         blocks = self.model.config.layers / layout.pipeline
-        return (layout.micro_batches + bubble_turns(layout)) * blocks * _sum(self._block(layout))
+        return (layout.micro_batches + bubble_turns(layout)) * blocks * self._block(layout).seconds
 
     def step(self, layout: Layout) -> StepTime:
         """The time of a step."""
@@ -341,25 +339,24 @@ class Clock:
         count = chunk * layout.chunks
         fewer = 1 if chunk * layout.stages > self.model.config.layers else 0
         # The last rank has the head, and where blocks do not divide evenly, a block less.
-        longest = max(count * _sum(block), (count - (fewer if p > 1 else 0)) * _sum(block) + _sum(ends))
-        at_last = longest > count * _sum(block)
+        longest = max(count * block.seconds, (count - (fewer if p > 1 else 0)) * block.seconds + ends.seconds)
+        at_last = longest > count * block.seconds
         parts: dict[str, float] = dict.fromkeys(PARTS, 0.0)
         blocks = count - (fewer if at_last and p > 1 else 0)
         for times, factor in ((block, blocks), (ends, 1 if at_last else 0)):
             for part, seconds in (*times.forward.items(), *times.backward.items()):
                 parts[part] += m * factor * seconds
-        turn = self.model.config.layers / p * _sum(block) + _sum(ends) / p
+        turn = self.model.config.layers / p * block.seconds + ends.seconds / p
         parts["pipeline bubble"] += bubble_turns(layout) * turn
         send = self._send(layout)
         if p > 1:
             parts["pipeline sends"] = 2 * (p - 1) * send + self._waits_s(layout, send, chunk * block.forward_s)
         each, once = self._data(layout, block, count)
-        parts["data parallel"] = m * each.exposed + once.exposed
-        parts["slower beside collectives"] = m * each.slower + once.slower
-        parts["copies for collectives"] = m * each.copied + once.copied
+        for part, of_each, of_once in zip(_ADDED_TO, each, once, strict=True):
+            parts[part] = m * of_each + of_once
         optimizer = self._optimizer_s(layout)
         parts["optimizer"] = optimizer
-        share = each.seconds / 2 / layout.chunks
+        share = sum(each) / 2 / layout.chunks
         return StepTime(
             step_s=sum(parts.values()),
             parts=parts,
@@ -368,7 +365,7 @@ class Clock:
             send_s=send,
             last_forward_s=ends.forward_s - (fewer * block.forward_s if p > 1 else 0),
             last_backward_s=ends.backward_s - (fewer * block.backward_s if p > 1 else 0),
-            data_s=once.seconds,
+            data_s=sum(once),
             optimizer_s=optimizer,
         )
 
@@ -387,17 +384,16 @@ class Clock:
         key = (*self._key(layout), layout.expert, _hooks_s(layout))
         if key not in self._blocks:
             layers, copies = self.model.config.layers, copies_s(layout, self.memory, self.rates)
-            block = self._blocks[key] = _mean(
-                [
-                    (
-                        self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone)),
-                        span.blocks / layers,
-                    )
-                    for span in spans_of(layout.checkpointing, layers)
-                ]
-            )
-            for parts, seconds in ((block.forward, block.forward_s), (block.backward, block.backward_s)):
-                parts["waiting for copies to the host"] = max(0.0, copies - seconds)
+            forward: dict[str, float] = {}
+            backward: dict[str, float] = {}
+            for span in spans_of(layout.checkpointing, layers):
+                alike = self._times_of_block(msgspec.structs.replace(layout, checkpointing=span.alone))
+                for mean, parts in ((forward, alike.forward), (backward, alike.backward)):
+                    for part, seconds in parts.items():
+                        mean[part] = mean.get(part, 0.0) + span.blocks / layers * seconds
+            for parts in (forward, backward):
+                parts["waiting for copies to the host"] = max(0.0, copies - sum(parts.values()))
+            self._blocks[key] = BlockTimes(forward=forward, backward=backward)
         return self._blocks[key]
 
     def _key(self, layout: Layout) -> tuple[object, ...]:
@@ -427,15 +423,15 @@ class Clock:
         backward["matrix products"] += 2 * count * PRODUCT_S
         if "run again" in backward:
             backward["run again"] += count * PRODUCT_S
-        self._add_elementwise(forward, backward, self._moved_by_block(layout), count, _hooks_s(layout))
+        one, two = (self.memory.moved(layout, first=False, last=False, blocks=blocks) for blocks in (1, 2))
         sizes = bytes_of(self.workload, layout.sharding)
-        for part, transfers in (
-            ("tensor parallel", tensor_transfers(self.model, layout, length, sizes, 1)),
-            ("context parallel", context_transfers(self.model, layout, length, sizes, 1)),
-            ("expert parallel", expert_transfers(self.model, layout, length, sizes, 1)),
-        ):
-            self._add_transfers(forward, backward, part, list(transfers))
-        return BlockTimes(forward=forward, backward=backward)
+        transfers = {
+            "tensor parallel": list(tensor_transfers(self.model, layout, length, sizes, 1)),
+            "context parallel": list(context_transfers(self.model, layout, length, sizes, 1)),
+            "expert parallel": list(expert_transfers(self.model, layout, length, sizes, 1)),
+        }
+        moved = Moved(*map(sub, two, one))
+        return self._with_rest(forward, backward, moved, products=count, transfers=transfers, hooks=_hooks_s(layout))
 
     def _end(self, layout: Layout) -> BlockTimes:
         """Embedding, head and loss."""
@@ -445,53 +441,41 @@ class Clock:
             tokens = layout.micro_batch * length / layout.context
             head = tokens * self.model.head_flops_per_token() / layout.tensor / self.rates.matmul_flops_per_s
             forward, backward = {"matrix products": head}, {"matrix products": 2 * head}
-            with_ends, without = self._moved_of(layout, 1, True), self._moved_of(layout, 1, False)
-            self._add_elementwise(forward, backward, _difference(with_ends, without), 1)
+            without, with_ends = (self.memory.moved(layout, first=ends, last=ends, blocks=1) for ends in (False, True))
             sizes = bytes_of(self.workload, layout.sharding)
-            transfers = list(end_transfers(self.model, layout, length, sizes))
-            self._add_transfers(forward, backward, "tensor parallel", transfers)
-            self._ends[key] = BlockTimes(forward=forward, backward=backward)
+            transfers = {"tensor parallel": list(end_transfers(self.model, layout, length, sizes))}
+            moved = Moved(*map(sub, with_ends, without))
+            self._ends[key] = self._with_rest(forward, backward, moved, products=1, transfers=transfers)
         return self._ends[key]
 
-    def _moved_by_block(self, layout: Layout) -> Moved:
-        return _difference(self._moved_of(layout, 2, False), self._moved_of(layout, 1, False))
-
-    def _moved_of(self, layout: Layout, blocks: int, ends: bool) -> Moved:
-        """Bytes that so many blocks move in a micro-batch."""
-        key = (*self._key(layout), blocks, ends)
-        if key not in self._moved:
-            self._moved[key] = self.memory.moved(layout, first=ends, last=ends, blocks=blocks)
-        return self._moved[key]
-
-    def _add_elementwise(
+    def _with_rest(
         self,
         forward: dict[str, float],
         backward: dict[str, float],
         moved: Moved,
+        *,
         products: int,
+        transfers: dict[str, list[Transfer]],
         hooks: tuple[float, float] = (0.0, 0.0),
-    ) -> None:
-        """Add elementwise kernels, and what the device waits for their launches, and for a host that runs hooks."""
+    ) -> BlockTimes:
+        """These times and all others: elementwise kernels, what the device waits for their launches and for a host that
+        runs hooks, and transfers that nothing hides, by part."""
         rates = self.rates
-        for times, count, fused, kernels, launched, hooked in (
-            (forward, moved.forward, moved.fused_forward, moved.kernels_forward, products, hooks[0]),
-            (backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2 * products, hooks[1]),
-        ):
+        phases: tuple[tuple[When, dict[str, float], float, float, float, int, float], ...] = (
+            ("forward", forward, moved.forward, moved.fused_forward, moved.kernels_forward, 1, hooks[0]),
+            ("backward", backward, moved.backward, moved.fused_backward, moved.kernels_backward, 2, hooks[1]),
+        )
+        for when, times, count, fused, kernels, passes, hooked in phases:
             others = max(0, count - fused) / rates.elementwise_bytes_per_s
             times["elementwise"] = others + max(0, fused) / rates.fused_bytes_per_s + max(0, kernels) * KERNEL_S
-            of_host = (kernels + launched) * rates.launch_s + (hooked if rates.launch_s else 0.0)
+            of_host = (kernels + passes * products) * rates.launch_s + (hooked if rates.launch_s else 0.0)
             waits = of_host - sum(times.values())
             if waits > 0:
                 times["launches"] = waits
-
-    def _add_transfers(
-        self, forward: dict[str, float], backward: dict[str, float], part: str, transfers: list[Transfer]
-    ) -> None:
-        phases: tuple[tuple[When, dict[str, float]], ...] = (("forward", forward), ("backward", backward))
-        for when, times in phases:
-            seconds = self._sum(transfers, when, overlaps=False)
-            if seconds:
-                times[part] = seconds
+            for part, sent in transfers.items():
+                if seconds := self._sum(sent, when, overlaps=False):
+                    times[part] = seconds
+        return BlockTimes(forward=forward, backward=backward)
 
     def _sum(self, transfers: list[Transfer], when: When, *, overlaps: bool) -> float:
         return sum(
@@ -511,13 +495,10 @@ class Clock:
             return 0.0
         key = (*self._key(layout), layout.data)
         if key not in self._sends:
-            self._sends[key] = self._send_s(layout)
+            sizes = bytes_of(self.workload, layout.sharding)
+            sends = pipeline_transfers(self.model, layout, self.workload.seq_len, sizes)
+            self._sends[key] = next((self.seconds(one) for one in sends), 0.0)
         return self._sends[key]
-
-    def _send_s(self, layout: Layout) -> float:
-        sizes = bytes_of(self.workload, layout.sharding)
-        sends = list(pipeline_transfers(self.model, layout, self.workload.seq_len, sizes))
-        return self.seconds(sends[0]) if sends else 0.0
 
     def _data(self, layout: Layout, block: BlockTimes, count: int) -> tuple[_Added, _Added]:
         """What data parallelism adds to each micro-batch of so many blocks, and to the step once."""
@@ -530,13 +511,13 @@ class Clock:
         sent, copies = self._sent[key], self._sent[key].copies
         forward = _Hiding(count * block.forward_s + copies.forward, self._beside(block.forward), sent.pieces)
         backward = _Hiding(count * block.backward_s + copies.backward, self._beside(block.backward), sent.pieces)
-        each = _added(sent.forward, forward) + _added(sent.backward, backward)
-        if SHARDINGS[layout.sharding].parameters:
-            gathered = _added(sent.gathered, forward)  # block by block, before the block's first forward
-        else:
-            gathered = _Added(exposed=sent.gathered)
-        once = gathered + _added(sent.reduced, backward) + _Added(exposed=sent.after, copied=copies.step)
-        return each + _Added(copied=copies.forward + copies.backward), once
+        copied = _Added(copied=copies.forward + copies.backward)
+        each = (_added(sent.forward, forward), _added(sent.backward, backward), copied)
+        # Whole parameters are gathered block by block, before the block's first forward.
+        sharded = SHARDINGS[layout.sharding].parameters
+        gathered = _added(sent.gathered, forward) if sharded else _Added(exposed=sent.gathered)
+        once = (gathered, _added(sent.reduced, backward), _Added(exposed=sent.after, copied=copies.step))
+        return _Added(*map(sum, zip(*each, strict=True))), _Added(*map(sum, zip(*once, strict=True)))
 
     def _beside(self, parts: dict[str, float]) -> float:
         """How many times as long these parts take together while a collective runs."""
@@ -545,9 +526,11 @@ class Clock:
         return (products * of_products + (whole - products) * of_others) / whole if whole else 1.0
 
     def _data_seconds(self, layout: Layout) -> "_DataSeconds":
-        transfers = list(data_transfers(self.model, layout, bytes_of(self.workload, layout.sharding)))
+        sizes, rate = bytes_of(self.workload, layout.sharding), self.rates.fused_bytes_per_s
+        transfers = list(data_transfers(self.model, layout, sizes))
         gathers = [one for one in transfers if one.what == "parameters"]
         reduces = [one for one in transfers if one.what == "gradients"]
+        copies = data_copies(self.model, layout, sizes)
         return _DataSeconds(
             pieces=max((one.times for one in transfers), default=1),
             forward=self._sum(transfers, "forward", overlaps=True),
@@ -555,15 +538,7 @@ class Clock:
             gathered=self._sum(gathers, "step", overlaps=True),
             reduced=self._sum(reduces, "step", overlaps=True),
             after=self._sum(reduces, "step", overlaps=False),
-            copies=self._copies(layout),
-        )
-
-    def _copies(self, layout: Layout) -> Copies:
-        copies, rate = data_copies(self.model, layout, bytes_of(self.workload, layout.sharding)), self.rates
-        return Copies(
-            forward=copies.forward / rate.fused_bytes_per_s,
-            backward=copies.backward / rate.fused_bytes_per_s,
-            step=copies.step / rate.fused_bytes_per_s,
+            copies=Copies(forward=copies.forward / rate, backward=copies.backward / rate, step=copies.step / rate),
         )
 
     def _optimizer_s(self, layout: Layout) -> float:
@@ -588,32 +563,6 @@ class Clock:
 def _hooks_s(layout: Layout) -> tuple[float, float]:
     """What the hooks of a block take the host, forward and backward: those of fully_shard, which shards gradients."""
     return UNIT_S if SHARDINGS[layout.sharding].gradients and layout.shard > 1 else (0.0, 0.0)
-
-
-def _sum(times: BlockTimes) -> float:
-    return times.forward_s + times.backward_s
-
-
-def _mean(times: Sequence[tuple[BlockTimes, float]]) -> BlockTimes:
-    """The mean of blocks' times, each with its share of the blocks."""
-    forward: dict[str, float] = {}
-    backward: dict[str, float] = {}
-    for block, share in times:
-        for mean, parts in ((forward, block.forward), (backward, block.backward)):
-            for part, seconds in parts.items():
-                mean[part] = mean.get(part, 0.0) + share * seconds
-    return BlockTimes(forward=forward, backward=backward)
-
-
-def _difference(more: Moved, less: Moved) -> Moved:
-    return Moved(
-        forward=more.forward - less.forward,
-        backward=more.backward - less.backward,
-        kernels_forward=more.kernels_forward - less.kernels_forward,
-        kernels_backward=more.kernels_backward - less.kernels_backward,
-        fused_forward=more.fused_forward - less.fused_forward,
-        fused_backward=more.fused_backward - less.fused_backward,
-    )
 
 
 def beside(rates: Rates, network: Network) -> tuple[float, float]:

@@ -19,7 +19,7 @@ has in flight: each chunk's saved activations, and what the chunk at work needs 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -33,7 +33,6 @@ from stepscope.allocations.prediction.symbolic_model import (
 from stepscope.allocations.prediction.symbolic_tensors import (
     ATTENTION,
     PRODUCTS,
-    Backward,
     Ledger,
     Node,
     Parameter,
@@ -122,7 +121,7 @@ class ShardedUnits:
             self._reduce(self._shards.block, parameters)
             return (gradient,)
 
-        return _passing(tape, x, backward)
+        return tape.alias("Unit", x, backward)
 
     def leave(self, tape: Tape, number: int, x: Tensor, *, again: bool) -> Tensor:
         """The output of the block, whose parameters go until its backward."""
@@ -138,7 +137,7 @@ class ShardedUnits:
                 self._buffer = self._gather(self._shards.block)
             return (gradient,)
 
-        return _passing(tape, x, backward)
+        return tape.alias("Unit", x, backward)
 
     def stand_for(self, blocks: int) -> None:
         """Keep the shards of the gradients of so many blocks, which are one piece of an abridged model."""
@@ -166,10 +165,6 @@ class ShardedUnits:
             self._kept.append(shard)
 
 
-def _passing(tape: Tape, x: Tensor, backward: Backward) -> Tensor:
-    return tape.alias("Unit", x, backward)
-
-
 # The symbolic model as one rank of a layout runs it: a stage of the blocks, at the sizes that a rank keeps.
 #
 # Tensor parallelism with sequence parallelism (Korthikanti et al. 2022): the residual stream and the norms hold T/tp
@@ -181,39 +176,52 @@ def _passing(tape: Tape, x: Tensor, backward: Backward) -> Tensor:
 _ROWS = ("attention.output.weight", "feed_forward.down.weight")
 
 
-class Share(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank has of a model: its share of matrices and sequence."""
+Gradients = Literal["made", "elsewhere"]
+"""made: gradients appear during backward, and are counted. elsewhere: they are sent away or added to what is there, and
+only the newest is counted."""
 
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks that a rank runs one after the other for one micro-batch, and its share of matrices and sequence."""
+
+    workload: TextbookWorkload
+    """The rank's: its blocks, its share of the sequence, one micro-batch."""
     model: PlannedModel
     tensor: int = 1
     context: int = 1
+    first: bool = True
+    """Whether the embedding belongs to it."""
+    last: bool = True
+    """Whether head and loss do."""
+    gradients: Gradients = "elsewhere"
+    shards: Shards | None = None
+    """How its parameters are sharded; None where they are whole. `gradients` then says it of their shards."""
 
 
 class RankModel(SymbolicModel):
-    """The symbolic model with a rank's sizes. `workload` holds the rank's blocks, and its share of the sequence."""
+    """The symbolic model with a rank's sizes."""
 
     units: ShardedUnits | None = None
     """What gathers the parameters of each block, and reduces their gradients; None where the rank has them whole."""
 
-    def __init__(self, workload: TextbookWorkload, share: Share) -> None:
-        self.share = share
-        self.ranks = share.tensor
-        super().__init__(workload)
-        config = share.model.config
+    def __init__(self, stage: Stage) -> None:
+        self.planned, self.ranks, self.context = stage.model, stage.tensor, stage.context
+        super().__init__(stage.workload)
+        config = self.planned.config
         self.d_ff = config.d_ff // self.ranks
         self.rows = self.tokens * config.heads // self.ranks
-        self.scores = self.rows * workload.seq_len * share.context
-        keys = share.model.local_keys(self.ranks) // config.head_dim
+        self.scores = self.rows * stage.workload.seq_len * self.context
+        keys = self.planned.local_keys(self.ranks) // config.head_dim
         self.queries_per_key = config.heads // self.ranks // keys
         self.sums_shared_keys = self.queries_per_key > 1
 
     def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
         if not prefix and name != "norm.weight":
-            shapes = {name: (self.share.model.local_vocabulary(self.ranks), self.share.model.config.d_model)}
+            shapes = {name: (self.planned.local_vocabulary(self.ranks), self.planned.config.d_model)}
         return super()._parameter(name, shapes, prefix)
 
     def _block(self, index: int) -> BlockParameters:
-        shapes = self.share.model.local_shapes(self.ranks)
+        shapes = self.planned.local_shapes(self.ranks)
         return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
 
     def received(self, tape: Tape) -> Tensor:
@@ -284,9 +292,9 @@ class RankModel(SymbolicModel):
         return tape.op("Mm", elements, size, [kernel, cast], saves=saves, backward=backward)
 
     def _fused(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if self.share.context == 1:
+        if self.context == 1:
             return super()._fused(tape, q, k, v)
-        whole = (k.elements + v.elements) * k.itemsize * self.share.context
+        whole = (k.elements + v.elements) * k.itemsize * self.context
         _gathered = tape.storage(whole)
         out = super()._fused(tape, q, k, v)
         node = out.node
@@ -301,11 +309,11 @@ class RankModel(SymbolicModel):
         return out
 
     def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
-        if self.share.model.experts == 1:
+        if self.planned.experts == 1:
             return super()._feed_forward(tape, x, block)
-        sent = tape.op("Dispatch", x.elements * self.share.model.active, x.itemsize, [x])
+        sent = tape.op("Dispatch", x.elements * self.planned.active, x.itemsize, [x])
         out = super()._feed_forward(tape, sent, block)
-        return tape.op("Combine", out.elements // self.share.model.active, out.itemsize, [out])
+        return tape.op("Combine", out.elements // self.planned.active, out.itemsize, [out])
 
 
 class CompiledRankModel(RankModel, CompiledSymbolicModel):
@@ -316,14 +324,14 @@ class FusedRankModel(RankModel, FusedSymbolicModel):
     """A rank's part of a model with fused parts."""
 
 
-def rank_model(workload: TextbookWorkload, share: Share) -> RankModel:
+def rank_model(stage: Stage) -> RankModel:
     """The model of a rank, as the workload runs it: op by op, with fused parts, or compiled.
 
     Compiling leaves fused parts as they are, and fuses what lies between them, which is little; it is left out.
     """
-    if any(name != REFERENCE for name in workload.parts.values()):
-        return FusedRankModel(workload, share)
-    return (RankModel if workload.compile == "eager" else CompiledRankModel)(workload, share)
+    if any(name != REFERENCE for name in stage.workload.parts.values()):
+        return FusedRankModel(stage)
+    return (RankModel if stage.workload.compile == "eager" else CompiledRankModel)(stage)
 
 
 # What a stage of a model needs on one rank of a layout, by running one micro-batch symbolically.
@@ -337,25 +345,6 @@ _OPERATORS_LEFT_OUT = PRODUCTS | ATTENTION
 _LOSS = "LinearCrossEntropy"
 _FUSED = frozenset({"RmsNorm", "AddRmsNorm", "Rotate", "SiluProduct", _LOSS})
 """The operators of fused parts (`symbolic_model.py`)."""
-
-Gradients = Literal["made", "elsewhere"]
-"""made: gradients appear during backward, and are counted. elsewhere: they are sent away or added to what is there, and
-only the newest is counted."""
-
-
-class Stage(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks that a rank runs one after the other, for one micro-batch."""
-
-    workload: TextbookWorkload
-    """The rank's: its blocks, its share of the sequence, one micro-batch."""
-    share: Share
-    first: bool = True
-    """Whether the embedding belongs to it."""
-    last: bool = True
-    """Whether head and loss do."""
-    gradients: Gradients = "elsewhere"
-    shards: Shards | None = None
-    """How its parameters are sharded; None where they are whole. `gradients` then says it of their shards."""
 
 
 class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
@@ -375,7 +364,7 @@ class StageNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """What forward sends to the host's memory, and backward gets back."""
 
 
-class Moved(msgspec.Struct, frozen=True, kw_only=True):
+class Moved(NamedTuple):
     """Bytes that operations of a micro-batch read and write, matrix products and fused attention left out."""
 
     forward: int
@@ -450,68 +439,31 @@ class _CountingTape(Tape):
         return gradients
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=65536)
 def stage_needs(stage: Stage) -> StageNeeds:
     """Run the stage's forward and backward, alike blocks as one piece."""
-    ledger = Ledger()
-    model = rank_model(stage.workload, stage.share)
+    ledger, model, units = Ledger(), rank_model(stage), None
     model.abridged = True
     if stage.shards is not None:
-        model.units = ShardedUnits(stage.shards, ledger, keeps=stage.gradients == "made")
+        units = model.units = ShardedUnits(stage.shards, ledger, keeps=stage.gradients == "made")
     elif stage.gradients == "elsewhere":
         for parameter in model.parameters:
             parameter.gradient = ledger.storage(0)
     tape = Tape(ledger, recording=True)
-    return _run(stage, model, tape)
-
-
-@functools.lru_cache(maxsize=8192)
-def moved_by_stage(stage: Stage) -> Moved:
-    """Bytes that the stage's elementwise operations read and write, each block run as it is."""
-    ledger = _CountingLedger()
-    model = rank_model(stage.workload, stage.share)
-    for parameter in model.parameters:
-        parameter.gradient = ledger.storage(0)
-    tape = _CountingTape(ledger, recording=True)
-    tape.width = stage.workload.model.d_model
-    made: list[tuple[int, int, int]] = []
-    _run(stage, model, tape, made)
-    (forward, kernels, fused), (both, all_kernels, all_fused) = made
-    return Moved(
-        forward=forward,
-        backward=both - forward,
-        kernels_forward=kernels,
-        kernels_backward=all_kernels - kernels,
-        fused_forward=fused,
-        fused_backward=all_fused - fused,
-    )
-
-
-def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, int]] | None = None) -> StageNeeds:
-    """What forward and backward need; `made` gets the sums after each."""
-    ledger, units = tape.ledger, model.units
-    tape.after_rerun = model.end_autocast
     ledger.begin()
     if units is not None:
         units.begin()
-    out = model.run_blocks(tape, model.embedding(tape) if stage.first else model.received(tape))
-    if stage.last:
-        logits = model.head(tape, out)
-        out = model.loss(tape, logits)
-        del logits
-    model.end_autocast()
+    out = _forward(stage, model, tape)
     if units is not None:
         units.forward_ends()
-    forward, saved = ledger.peak, ledger.total - ledger.live[GATHERED]
-    gathered_forward = ledger.at_peak[GATHERED]
-    _note(ledger, made)
+    forward, gathered_forward = ledger.peak, ledger.at_peak[GATHERED]
+    saved = ledger.total - ledger.live[GATHERED]
     ledger.begin()
     tape.backward(out)
     if units is not None:
         outside = [model.embedding_weight] if stage.first else []
         outside += [model.norm_weight, model.head_weight] if stage.last else []
         units.backward_ends(list(dict.fromkeys(outside)))
-    _note(ledger, made)
     at_peak = ledger.at_peak
     return StageNeeds(
         forward=forward,
@@ -523,9 +475,29 @@ def _run(stage: Stage, model: RankModel, tape: Tape, made: list[tuple[int, int, 
     )
 
 
-def _note(ledger: Ledger, made: list[tuple[int, int, int]] | None) -> None:
-    if made is not None and isinstance(ledger, _CountingLedger):
-        made.append((ledger.moved, ledger.kernels, ledger.fused))
+def _forward(stage: Stage, model: RankModel, tape: Tape) -> Tensor:
+    tape.after_rerun = model.end_autocast
+    out = model.run_blocks(tape, model.embedding(tape) if stage.first else model.received(tape))
+    if stage.last:
+        logits = model.head(tape, out)
+        out = model.loss(tape, logits)
+        del logits
+    model.end_autocast()
+    return out
+
+
+@functools.lru_cache(maxsize=8192)
+def moved_by_stage(stage: Stage) -> Moved:
+    """Bytes that the stage's elementwise operations read and write, each block run as it is."""
+    ledger, model = _CountingLedger(), rank_model(stage)
+    for parameter in model.parameters:
+        parameter.gradient = ledger.storage(0)
+    tape = _CountingTape(ledger, recording=True)
+    tape.width = stage.workload.model.d_model
+    out = _forward(stage, model, tape)
+    forward, kernels, fused = ledger.moved, ledger.kernels, ledger.fused
+    tape.backward(out)
+    return Moved(forward, ledger.moved - forward, kernels, ledger.kernels - kernels, fused, ledger.fused - fused)
 
 
 _MIXED = ("bf16", "fp16")
@@ -570,50 +542,6 @@ def bytes_of(workload: TextbookWorkload, sharding: str) -> Bytes:
         gradients=precision.weights,
         compute=precision.products,
         residual=precision.products if in_products else precision.residual,
-    )
-
-
-def rank_workload(workload: TextbookWorkload, layout: Layout, blocks: int) -> TextbookWorkload:
-    """The step as one rank of the layout runs it for a micro-batch."""
-    pure = workload.dtype in _MIXED and SHARDINGS[layout.sharding].in_compute_dtype
-    return msgspec.structs.replace(
-        workload,
-        model=msgspec.structs.replace(workload.model, layers=blocks),
-        batch_size=layout.micro_batch,
-        seq_len=workload.seq_len // layout.context,
-        dtype="bf16-pure" if pure else workload.dtype,
-        checkpointing=of_fewer_layers(layout.checkpointing, blocks),
-        accumulation=1,
-    )
-
-
-class _Question(msgspec.Struct, frozen=True):
-    """What a stage's needs depend on, of a layout: many layouts ask the same."""
-
-    workload: TextbookWorkload
-    model: PlannedModel
-    tensor: int
-    context: int
-    first: bool
-    last: bool
-    gradients: Gradients
-    shards: Shards | None
-
-
-@functools.lru_cache(maxsize=65536)
-def _needs(question: _Question) -> StageNeeds:
-    return stage_needs(_stage(question))
-
-
-def _stage(question: _Question) -> Stage:
-    share = Share(model=question.model, tensor=question.tensor, context=question.context)
-    return Stage(
-        workload=question.workload,
-        share=share,
-        first=question.first,
-        last=question.last,
-        gradients=question.gradients,
-        shards=question.shards,
     )
 
 
@@ -677,18 +605,11 @@ class RankMemory:
         if key not in self._moved:
             of_sizes = (msgspec.structs.replace(layout, micro_batch=size) for size in (1, 2))
             stage = _RankStage(blocks=blocks, first=first, last=last)
-            questions = (self._question(one, stage) for one in of_sizes)
-            self._moved[key] = tuple(moved_by_stage(_stage(question)) for question in questions)
-        one, two = self._moved[key]
+            self._moved[key] = tuple(moved_by_stage(self._stage(one, stage)) for one in of_sizes)
+        of_one, of_two = self._moved[key]
         more = layout.micro_batch - 1
-        return Moved(
-            forward=one.forward + more * (two.forward - one.forward),
-            backward=one.backward + more * (two.backward - one.backward),
-            kernels_forward=one.kernels_forward,
-            kernels_backward=one.kernels_backward,
-            fused_forward=one.fused_forward + more * (two.fused_forward - one.fused_forward),
-            fused_backward=one.fused_backward + more * (two.fused_backward - one.fused_backward),
-        )
+        moved = Moved(*(one + more * (two - one) for one, two in zip(of_one, of_two, strict=True)))
+        return moved._replace(kernels_forward=of_one.kernels_forward, kernels_backward=of_one.kernels_backward)
 
     def offloaded(self, layout: Layout) -> int:
         """Bytes that a block sends to the host's memory for a micro-batch, if it offloads."""
@@ -698,11 +619,8 @@ class RankMemory:
     def _held(self, layout: Layout, rank: int) -> tuple[int, int, int]:
         """Parameters on a rank: of its blocks, of its experts, and outside blocks."""
         key = (layout.tensor, layout.pipeline, layout.chunks, layout.expert, rank)
-        if key not in self._counts:
-            self._counts[key] = self._count(layout, rank)
-        return self._counts[key]
-
-    def _count(self, layout: Layout, rank: int) -> tuple[int, int, int]:
+        if key in self._counts:
+            return self._counts[key]
         last = layout.pipeline - 1
         chunk = largest_stage(self.model.config.layers, layout.stages)
         fewer = chunk * layout.stages - self.model.config.layers
@@ -712,7 +630,9 @@ class RankMemory:
         ends = (rank == 0) + (rank == last and (last > 0 or not self.model.config.tied))
         outside = ends * vocabulary + (self.model.config.d_model if rank == last else 0)
         dense = blocks * self.model.local_block(layout.tensor)
-        return dense, blocks * self.model.local_experts(layout.tensor, layout.expert), outside
+        experts = blocks * self.model.local_experts(layout.tensor, layout.expert)
+        held = self._counts[key] = dense, experts, outside
+        return held
 
     def _states(self, layout: Layout, sizes: Bytes, held: tuple[int, int, int]) -> tuple[int, int, int]:
         """Bytes of stored parameters, gradients that stay, and moments."""
@@ -779,15 +699,26 @@ class RankMemory:
             reduced_bytes=sizes.gradients,
         )
 
-    def _question(self, layout: Layout, stage: "_RankStage") -> _Question:
-        return _Question(
-            rank_workload(self.workload, layout, stage.blocks), self.model, layout.tensor, layout.context, stage.first,
-            stage.last, stage.gradients, stage.shards,
+    def _stage(self, layout: Layout, stage: "_RankStage") -> Stage:
+        """The stage as one rank of the layout runs it for a micro-batch."""
+        pure = self.workload.dtype in _MIXED and SHARDINGS[layout.sharding].in_compute_dtype
+        workload = msgspec.structs.replace(
+            self.workload,
+            model=msgspec.structs.replace(self.workload.model, layers=stage.blocks),
+            batch_size=layout.micro_batch,
+            seq_len=self.workload.seq_len // layout.context,
+            dtype="bf16-pure" if pure else self.workload.dtype,
+            checkpointing=of_fewer_layers(layout.checkpointing, stage.blocks),
+            accumulation=1,
+        )
+        return Stage(
+            workload=workload, model=self.model, tensor=layout.tensor, context=layout.context, first=stage.first,
+            last=stage.last, gradients=stage.gradients, shards=stage.shards,
         )  # fmt: skip
 
     def _stage_needs(self, layout: Layout, stage: "_RankStage", exactly: bool) -> StageNeeds:
         if exactly:
-            return _needs(self._question(layout, stage))
+            return stage_needs(self._stage(layout, stage))
         if stage.shards is not None:
             return self._of_units(layout, stage, stage.shards)
         key = self._key(layout, stage)
@@ -848,13 +779,13 @@ class RankMemory:
     def _by_tokens(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
         """The needs of so many tokens, for fused attention from those of a whole sequence and of two."""
         if not self._linear:
-            return _needs(self._question(layout, stage))
+            return stage_needs(self._stage(layout, stage))
         corners: list[StageNeeds] = []  # of one sequence and of two
         for micro_batch in (1, 2):
             of_corner = msgspec.structs.replace(layout, micro_batch=micro_batch)
             corner = self._key(of_corner, stage)
             if corner not in self._corners:
-                self._corners[corner] = _needs(self._question(of_corner, stage))
+                self._corners[corner] = stage_needs(self._stage(of_corner, stage))
             corners.append(self._corners[corner])
         return _interpolated(corners[0], corners[1], layout.micro_batch - 1)
 
