@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.allocations.at_moment import panel_of, thin
-from stepscope.allocations.prediction.accuracy import Accuracy, Comparison, accuracy_panels
+from stepscope.allocations.prediction.answer import Comparison, accuracy_of, accuracy_panels
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.core.answer import Answer, Finding, Frame, Guide, Panel, Point, decode_answer, encode_answer
 from stepscope.core.errors import InputError
@@ -301,12 +301,12 @@ def cell(batch_size: int, measured_gib: float, error: float, **changes: Any) -> 
     predicted = msgspec.structs.replace(estimate(ran), peak_bytes=round(measured * (1 + error)))
     return Comparison(
         run_id=f"{batch_size}", workload=ran, predicted=predicted, measured_peak=measured, measured_reserved=None,
-        ran=True, foretold=None,
+        ran=True, foretold=None, error=predicted.peak_bytes / measured - 1,
     )  # fmt: skip
 
 
 def test_accuracy_judges_by_the_cells_that_nothing_was_corrected_by():
-    accuracy = Accuracy(
+    accuracy = accuracy_of(
         comparisons=(cell(1, 2, 0.01), cell(2, 4, -0.03, phase="forward"), cell(4, 60, 0.02)),
         apart=(cell(8, 70, 0.5),),
     )
@@ -328,7 +328,7 @@ def test_accuracy_judges_by_the_cells_that_nothing_was_corrected_by():
 
 
 def test_accuracy_of_nothing_has_no_panels():
-    assert accuracy_panels(Accuracy(comparisons=())) == ()
+    assert accuracy_panels(accuracy_of(())) == ()
 
 
 def test_a_panel_with_a_frame_is_read_back_from_its_document():

@@ -1,11 +1,12 @@
-"""Predictions of memory as Answers: whether a step fits, what its peak is made of, and what would make it fit."""
+"""Predictions of memory as Answers: whether a step fits, what its peak is made of, what would make it fit, and how far
+predictions are off stored runs."""
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from stepscope.allocations.prediction.accuracy import Accuracy, Comparison, accuracy_panels
-from stepscope.allocations.prediction.estimate import KeptTensor, MemoryEstimate, kept_by_block
+from stepscope.allocations.prediction.estimate import KeptTensor, MemoryEstimate, estimate, kept_by_block
 from stepscope.allocations.prediction.fit import (
     CONVOLUTION_WORKSPACE_BYTES,
     MOST_GPUS,
@@ -14,13 +15,31 @@ from stepscope.allocations.prediction.fit import (
     FakeEstimate,
     Fit,
     Largest,
+    budget_of_memory,
+    budget_of_total,
+    will_fit,
 )
-from stepscope.core.answer import TEXT, Answer, Cell, Line, Table, as_lines, table_of, text
+from stepscope.core.answer import (
+    TEXT,
+    Answer,
+    Cell,
+    Frame,
+    Guide,
+    Line,
+    Panel,
+    Point,
+    Table,
+    as_lines,
+    table_of,
+    text,
+)
+from stepscope.core.attention_support import is_predicted
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import moment_bytes, parameter_count
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.units import format_bytes, format_share
+from stepscope.core.run import Run
+from stepscope.core.units import GIB, format_bytes, format_share
 from stepscope.core.workloads import TextbookWorkload, Workload
 
 _SYMBOLS = {
@@ -322,6 +341,85 @@ def answer_largest(found: Sequence[Largest], said: str) -> Answer:
     return Answer(study="fit", question="What is the largest that fits?", lead=lead, tables=(table,))
 
 
+# Predictions beside what stored runs measured.
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One run beside its prediction."""
+
+    run_id: str
+    workload: TextbookWorkload
+    predicted: MemoryEstimate
+    measured_peak: int | None
+    """Measured peak bytes; None where the run ended before its peak."""
+    measured_reserved: int | None
+    ran: bool
+    foretold: bool | None
+    """Whether it was predicted to fit into the memory it had; None where that is not known."""
+    error: float | None
+    """Predicted over measured peak, less one."""
+
+
+class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
+    """All comparisons of predicted with measured memory, and their errors."""
+
+    median_error: float | None
+    worst_error: float | None
+    verdicts: int
+    """Runs whose memory is known, so that a verdict could be right or wrong."""
+    verdicts_right: int
+    wrongly_said_to_fit: tuple[str, ...]
+    """Runs that were predicted to fit and ran out of memory."""
+    comparisons: tuple[Comparison, ...]
+    apart: tuple[Comparison, ...] = ()
+    """Runs that were used to correct the symbolic model: shown, and never counted."""
+
+
+def accuracy_of(comparisons: Sequence[Comparison], apart: Sequence[Comparison] = ()) -> Accuracy:
+    """The errors of comparisons, and how many verdicts were right."""
+    errors = [one.error for one in comparisons if one.error is not None]
+    judged = [one for one in comparisons if one.foretold is not None]
+    return Accuracy(
+        median_error=statistics.median(map(abs, errors)) if errors else None,
+        worst_error=max(errors, key=abs, default=None),
+        verdicts=len(judged),
+        verdicts_right=sum(one.foretold == one.ran for one in judged),
+        wrongly_said_to_fit=tuple(one.run_id for one in judged if one.foretold and not one.ran),
+        comparisons=tuple(comparisons),
+        apart=tuple(apart),
+    )
+
+
+def compare(runs: Sequence[Run], apart: Sequence[Run] = ()) -> Accuracy:
+    """Every run on a GPU that finished its steps or ran out of memory, beside its prediction."""
+    return accuracy_of(tuple(_compared(runs)), tuple(_compared(apart)))
+
+
+def _compared(runs: Sequence[Run]) -> Iterator[Comparison]:
+    for run in runs:
+        workload, memory, environment = run.workload, run.evidence.memory, run.environment
+        peak = memory.allocated_peak if memory else None
+        ended = run.status == "out-of-memory" or (run.status == "done" and peak is not None)
+        if not is_predicted(workload) or environment is None or environment.device_type != "cuda" or not ended:
+            continue
+        budget = None
+        if environment.memory_limit_bytes:
+            budget = budget_of_memory(environment.memory_limit_bytes)
+        elif environment.memory_bytes:
+            budget = budget_of_total(environment.memory_bytes, environment.device_name)
+        predicted = estimate(workload)
+        yield Comparison(
+            run_id=run.id,
+            workload=workload,
+            predicted=predicted,
+            measured_peak=peak,
+            measured_reserved=memory.reserved_peak if memory else None,
+            ran=run.status == "done",
+            foretold=will_fit(workload, budget, predicted) if budget is not None else None,
+            error=predicted.peak_bytes / peak - 1 if peak else None,
+        )
+
+
 def answer_accuracy(accuracy: Accuracy) -> Answer:
     """The Answer with each run beside its prediction, and the errors over all runs."""
     tables = [_comparison_table("cell", accuracy.comparisons, accuracy_sentences(accuracy))]
@@ -331,12 +429,14 @@ def answer_accuracy(accuracy: Accuracy) -> Answer:
 
 
 def _comparison_table(head: str, comparisons: Sequence[Comparison], notes: Sequence[str] = ()) -> Table:
+    verdicts = {None: "", True: "fits", False: "does not fit"}
     return table_of(
         head, ("measured", "B"), ("predicted", "B"), ("error", "{:+.2f} %"), "verdict",
         rows=[
             (
                 cell_name(each.workload), each.measured_peak or "OOM", each.predicted.peak_bytes,
-                each.error * 100 if each.error is not None else None, _foretold(each),
+                each.error * 100 if each.error is not None else None,
+                verdicts[each.foretold] + ("" if each.foretold in (None, each.ran) else ", wrongly"),
             )
             for each in comparisons
         ],
@@ -344,26 +444,99 @@ def _comparison_table(head: str, comparisons: Sequence[Comparison], notes: Seque
     )  # fmt: skip
 
 
-def _foretold(comparison: Comparison) -> str:
-    if comparison.foretold is None:
-        return ""
-    verdict = "fits" if comparison.foretold else "does not fit"
-    return verdict if comparison.foretold == comparison.ran else f"{verdict}, wrongly"
-
-
 def accuracy_sentences(accuracy: Accuracy) -> list[str]:
     """Sentences on the median and the worst error, and on wrong verdicts."""
     sentences: list[str] = []
-    worst, median = accuracy.worst, accuracy.median_error
-    if worst is not None and median is not None and worst.error is not None:
+    judged = [each for each in accuracy.comparisons if each.error is not None]
+    worst = max(judged, key=lambda each: abs(each.error or 0.0), default=None)
+    if worst is not None:
         sentences.append(
-            f"{len(accuracy.errors)} peaks predicted: the median error is {median * 100:.3f} %, the worst "
-            f"{worst.error * 100:+.2f} % ({cell_name(worst.workload)})."
+            f"{len(judged)} peaks predicted: the median error is {(accuracy.median_error or 0.0) * 100:.3f} %, the "
+            f"worst {(worst.error or 0.0) * 100:+.2f} % ({cell_name(worst.workload)})."
         )
     if accuracy.verdicts:
         wrong = len(accuracy.wrongly_said_to_fit)
         sentences.append(
-            f"{accuracy.right} of {accuracy.verdicts} verdicts came true; "
+            f"{accuracy.verdicts_right} of {accuracy.verdicts} verdicts came true; "
             + (f"{wrong} said to fit ran out of memory." if wrong else "none that was said to fit ran out of memory.")
         )
     return sentences
+
+
+BANDS = (0.02, 0.06)
+"""Shares of the measured peak: what the median error is held to, and what the worst is."""
+_WIDER = 1.25
+"""The axes go so much beyond the points."""
+
+
+def accuracy_panels(accuracy: Accuracy) -> tuple[Panel, ...]:
+    """Every run whose peak was measured; those that the prediction was corrected by stand apart."""
+    judged = [each for each in accuracy.comparisons if each.measured_peak]
+    apart = [each for each in accuracy.apart if each.measured_peak]
+    both = [(each, False) for each in judged] + [(each, True) for each in apart]
+    if not both:
+        return ()
+    peaks = [size / GIB for each, _ in both for size in (each.predicted.peak_bytes, each.measured_peak) if size]
+    ends = (min(peaks) / _WIDER, max(peaks) * _WIDER)
+    reach = 100 * _WIDER * max(BANDS[-1], *(abs(each.error or 0.0) for each, _ in both))
+    frame = Frame(
+        heading="Peak memory, predicted and measured",
+        note=_counted(accuracy, len(apart)),
+        line_title="model",
+        style_title="what ran",
+        x_ends=ends,
+    )
+    about_diagonal = [
+        Guide(x=ends, y=tuple(at * (1 - band) for at in ends), to=tuple(at * (1 + band) for at in ends))
+        for band in reversed(BANDS)
+    ]
+    about_zero = [
+        Guide(x=ends, y=(-100 * band,) * 2, to=(100 * band,) * 2, name=f"±{100 * band:g} %") for band in reversed(BANDS)
+    ]
+    with_ends = msgspec.structs.replace(frame, y_ends=ends, guides=(*about_diagonal, Guide(x=ends, y=ends)))
+
+    def points(height: Callable[[Comparison], float]) -> tuple[Point, ...]:
+        return tuple(
+            Point(
+                x=(each.measured_peak or 0) / GIB, y=height(each), line=each.workload.model.name,
+                style=_what_ran(each.workload), name=cell_name(each.workload), apart=hollow,
+            )
+            for each, hollow in both
+        )  # fmt: skip
+
+    upper = Panel(
+        x_title="measured peak (GiB)",
+        y_title="predicted peak (GiB)",
+        kind="points",
+        x_log=True,
+        y_log=True,
+        points=points(lambda each: each.predicted.peak_bytes / GIB),
+        frame=with_ends,
+    )
+    lower = msgspec.structs.replace(
+        upper,
+        y_title="error of the prediction (%)",
+        y_log=False,
+        points=points(lambda each: 100 * (each.error or 0.0)),
+        frame=msgspec.structs.replace(frame, y_ends=(-reach, reach), guides=(*about_zero, Guide(y=(0.0,)))),
+    )
+    return upper, lower
+
+
+def _what_ran(workload: TextbookWorkload) -> str:
+    """Phase and kind of step, in words few enough for shapes."""
+    phase = "inference" if workload.phase == "forward" else "training"
+    compiled = ", compiled" if workload.compile != "eager" else ""
+    checkpointed = ", checkpointed" if workload.checkpointing != "none" else ""
+    return phase + compiled + checkpointed
+
+
+def _counted(accuracy: Accuracy, apart: int) -> str:
+    """How many cells judge the prediction, and their median and worst error; how many it was corrected by."""
+    corrected = f"{apart} that it was corrected by, hollow" if apart else ""
+    worst, median = accuracy.worst_error, accuracy.median_error
+    if worst is None or median is None:
+        return corrected
+    count = sum(each.error is not None for each in accuracy.comparisons)
+    judged = f"{count} cells judge: median error {median:.2%}, worst {abs(worst):.2%}"
+    return "; ".join(part for part in (judged.replace("%", " %"), corrected) if part)

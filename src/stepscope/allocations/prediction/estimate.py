@@ -96,9 +96,7 @@ def _estimated(workload: TextbookWorkload, _attention: Attention | None, device_
 
 def estimate_quickly(workload: TextbookWorkload) -> MemoryEstimate:
     """Peaks of a steady step without the cache's remainders and with alike blocks as one piece: to compare choices."""
-    step = SymbolicStep(workload, "cuda", RoundingAllocator())
-    step.abridge()
-    return step.run(1)
+    return SymbolicStep(workload, "cuda", RoundingAllocator(), abridged=True).run(1)
 
 
 def runs_within(workload: TextbookWorkload, limit_bytes: int) -> str | None:
@@ -149,13 +147,14 @@ class SymbolicStep:
     phase = "build"
     """The phase that the step is in."""
 
-    def __init__(self, workload: TextbookWorkload, device_type: DeviceType, allocator: Allocator) -> None:
+    def __init__(
+        self, workload: TextbookWorkload, device_type: DeviceType, allocator: Allocator, *, abridged: bool = False
+    ) -> None:
         self._workload, self._allocator = workload, allocator
         self._on_gpu = device_type == "cuda"
         self._ledger = Ledger(allocator)
         self._model = symbolic_model(workload, device_type)
-        if workload.model.layers > MANY_LAYERS:
-            self.abridge()
+        self._model.abridged = abridged or workload.model.layers > MANY_LAYERS
         self._resident: list[Storage] = []
         self._peaks: dict[str, tuple[int, list[int]]] = {}
         self._saved = self._host_bytes = 0
@@ -184,20 +183,15 @@ class SymbolicStep:
                 before += WORKSPACE_BYTES * self._on_gpu * (1 if workload.phase == "forward" else 2)
         return self._result(before)
 
-    def abridge(self) -> None:
-        self._model.abridged = True
-
     def _build(self) -> None:
         workload, model = self._workload, self._model
-        angles = workload.seq_len * workload.model.head_dim
-        tensors = [p.elements for p in model.parameters[:1]] + [angles, angles]
-        tensors += [p.elements for p in model.parameters[1:]]
-        sizes = [p.itemsize for p in model.parameters[:1]] + [model.sizes.buffers] * 2
-        sizes += [p.itemsize for p in model.parameters[1:]]
+        angles = (workload.seq_len * workload.model.head_dim, model.sizes.buffers)
+        first, *others = ((p.elements, p.itemsize) for p in model.parameters)
+        tensors = [first, angles, angles, *others]
         # A model in bf16 is made in fp32 and then cast, tensor by tensor. What was made becomes the master weight.
-        made = [self._stay(4 * elements, "parameters") for elements in tensors]
+        made = [self._stay(4 * elements, "parameters") for elements, _ in tensors]
         keeps_masters = PRECISIONS[workload.dtype].masters and workload.phase == "train"
-        for i, (elements, size) in enumerate(zip(tensors, sizes, strict=True)):
+        for i, (elements, size) in enumerate(tensors):
             if size != 4:
                 if keeps_masters:
                     made[i].become(CATEGORIES.index("optimizer state"))
@@ -231,14 +225,12 @@ class SymbolicStep:
 
     def _forward(self, tape: Tape) -> Tensor | None:
         """training/training_step.py `ForwardLoss`, or the model alone; autocast ends with it."""
-        logits = self._logits(tape)
-        loss = self._model.loss(tape, logits) if tape.recording else None
+        model = self._model
+        logits = model.head(tape, model.run_blocks(tape, model.embedding(tape)))
+        loss = model.loss(tape, logits) if tape.recording else None
         del logits
-        self._model.end_autocast()
+        model.end_autocast()
         return loss
-
-    def _logits(self, tape: Tape) -> Tensor:
-        return self._model.head(tape, self._model.run_blocks(tape, self._model.embedding(tape)))
 
     def _optimize(self, first: bool) -> None:
         self._begin(OPTIMIZER)

@@ -20,20 +20,17 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Self, TypeVar
+from typing import TypeVar
 
 from stepscope.allocations.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
-    Backward,
     Node,
     Parameter,
     Segment,
     Storage,
     Tape,
     Tensor,
-    item_sizes,
     passes,
-    passes_and_makes,
     passes_twice,
 )
 from stepscope.core.attention_support import predicted_attention
@@ -65,22 +62,6 @@ class ScaledProducts:
     itemsize: int
     """Bytes of an element that is cast, and of one of a product."""
 
-    @classmethod
-    def of(cls, workload: TextbookWorkload, device_type: str) -> Self | None:
-        """The scaled products of a workload; None where its products take no operands of 8 bits."""
-        precision = PRECISIONS[workload.dtype]
-        if not precision.scaled:
-            return None
-        return cls(by_row=precision.scaled == "row", on_gpu=device_type == "cuda", itemsize=precision.products)
-
-    @property
-    def _by_kernels(self) -> bool:
-        return self.on_gpu and not self.by_row
-
-    def take(self, weight: Parameter, in_features: int) -> bool:
-        """Whether the products of a linear layer with this weight are among them."""
-        return takes_scaled(in_features, weight.elements // in_features)
-
     def linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
         """x w^T."""
         rows, out_features = x.elements // in_features, weight.elements // in_features
@@ -107,7 +88,7 @@ class ScaledProducts:
         x = tape.alias("View", x, passes)
         if isinstance(x.node, Node):
             x.node.gives_views = True
-        if self._by_kernels:
+        if self.on_gpu and not self.by_row:
             scales = tape.storage(_SCALE), tape.storage(_SCALE)
             _small = tape.storage(rows * in_features), tape.storage(in_features * out_features)
             return tape.op(
@@ -181,19 +162,28 @@ def run_offloading(
     backward reaches the next block that offloads, and that of the last, when it reaches the blocks."""
     leaving: deque[_Offloaded | None] = deque()
     last: _Offloaded | None = None
+
+    def fetching(block: _Offloaded, tape: Tape, gradient: Storage) -> Sequence[Storage]:
+        """The backward of what a block returns, before the block's own."""
+        while leaving:
+            if (other := leaving.popleft()) is not None:
+                other.leave()
+        block.fetch(tape)
+        return (gradient,)
+
     for span, block in ((span, block) for span, groups in blocks for block in groups):
         segment = Segment(lambda tape, x, block=block: run(tape, x, block), x, KEPT_OPERATORS["selective"])
         x = tape.run(segment)
         offloaded = _Offloaded(segment) if span.on_host else None
         leaving.append(offloaded)
-        if len(leaving) > BLOCKS_ON_THE_WAY:
-            _let_go(leaving)
+        if len(leaving) > BLOCKS_ON_THE_WAY and (other := leaving.popleft()) is not None:
+            other.leave()
         if offloaded is not None:
-            tape.offloaded += offloaded.bytes
+            tape.offloaded += sum(storage.bytes for storage in segment.kept)
             if last is not None:
-                x = tape.alias("Fetch", x, partial(_fetching, leaving, last))
+                x = tape.alias("Fetch", x, partial(fetching, last))
             last = offloaded
-    return x if last is None else tape.alias("Fetch", x, partial(_fetching, leaving, last))
+    return x if last is None else tape.alias("Fetch", x, partial(fetching, last))
 
 
 class _Offloaded:
@@ -203,11 +193,6 @@ class _Offloaded:
         segment.kept.pop().release()
         self._kept = segment.kept
         self._away: list[int] = []
-
-    @property
-    def bytes(self) -> int:
-        """What leaves the device, before it does."""
-        return sum(storage.bytes for storage in self._kept)
 
     def leave(self) -> None:
         """The copies are made: the device has the memory again."""
@@ -221,22 +206,6 @@ class _Offloaded:
         for storage in self._kept:
             storage.save()
         self._away.clear()
-
-
-def _let_go(leaving: "deque[_Offloaded | None]") -> None:
-    block = leaving.popleft()
-    if block is not None:
-        block.leave()
-
-
-def _fetching(
-    leaving: "deque[_Offloaded | None]", block: _Offloaded, tape: Tape, gradient: Storage
-) -> Sequence[Storage]:
-    """The backward of what a block returns, before the block's own."""
-    while leaving:
-        _let_go(leaving)
-    block.fetch(tape)
-    return (gradient,)
 
 
 _CAST = CATEGORIES.index("cast copies")
@@ -255,8 +224,15 @@ class SymbolicModel:
     def __init__(self, workload: TextbookWorkload, device_type: str = "cuda") -> None:
         self.workload = workload
         self.attention = ATTENTIONS[predicted_attention(workload, device_type)]
-        self._scaled = ScaledProducts.of(workload, device_type)
-        self.sizes = item_sizes(workload, device_type)
+        on_gpu = device_type == "cuda"
+        self.sizes = PRECISIONS[workload.dtype]
+        self.exponential_size = 4 if self.sizes.autocast and on_gpu else self.sizes.products
+        """Bytes of an exponential where softmax is written out, which autocast leaves in fp32 on a GPU."""
+        self._scaled = (
+            ScaledProducts(by_row=self.sizes.scaled == "row", on_gpu=on_gpu, itemsize=self.sizes.products)
+            if self.sizes.scaled
+            else None
+        )
         config = workload.model
         self.d_model, self.d_ff = config.d_model, config.d_ff
         self.tokens = workload.micro_batch_size * workload.seq_len
@@ -264,7 +240,7 @@ class SymbolicModel:
         """The number of rows of attention's scores: one for each query of each head."""
         self.scores = self.rows * workload.seq_len
         self.queries_per_key = config.heads // config.key_heads
-        self.sums_shared_keys = self.queries_per_key > 1 and device_type == "cuda"
+        self.sums_shared_keys = self.queries_per_key > 1 and on_gpu
         """Whether fused attention makes gradients of keys for each query head, and then sums them."""
         self.parameters: list[Parameter] = []
         shapes = shapes_outside_blocks(config)
@@ -422,12 +398,14 @@ class SymbolicModel:
 
     def _linear(self, tape: Tape, x: Tensor, weight: Parameter, in_features: int) -> Tensor:
         size = self.sizes.products
-        if self._scaled is not None and weight is not self.head_weight and self._scaled.take(weight, in_features):
+        out_features = weight.elements // in_features
+        scaled = weight is not self.head_weight and takes_scaled(in_features, out_features)
+        if self._scaled is not None and scaled:
             return self._scaled.linear(tape, tape.cast(x, size), weight, in_features)
         kernel = self._cast_weight(tape, weight) if weight.itemsize != size else weight
         cast = tape.cast(x, size)  # the caller's x stays alive
         saves = [kernel, cast] if isinstance(kernel, Tensor) else [cast]
-        elements = x.elements // in_features * (weight.elements // in_features)
+        elements = x.elements // in_features * out_features
         # If x is cast, its gradient is made from the copy's. Otherwise it is a view, in the shape of x.
         return tape.op("Mm", elements, size, [kernel, cast], saves=saves, gives_views=cast is x)
 
@@ -441,7 +419,9 @@ class SymbolicModel:
     def _rotary(self, tape: Tape, x: Tensor) -> Tensor:
         n, size = x.elements, x.itemsize
         turned = self._turned(tape, x)
-        angles = [] if size == self.sizes.buffers else [self._angles(tape) for _ in range(2)]
+        # Tables of cos and of sin in the dtype of the products.
+        table = self.workload.seq_len * self.workload.model.head_dim * self.sizes.products
+        angles = [] if size == self.sizes.buffers else [tape.storage(table) for _ in range(2)]
         by_cos = tape.op("Mul", n, size, [x], also_saves=angles[:1])
         by_sin = tape.op("Mul", n, size, [turned], also_saves=angles[1:])
         rotated = tape.op("Add", n, size, [by_cos, by_sin], backward=passes_twice)
@@ -461,10 +441,6 @@ class SymbolicModel:
         _negative = tape.storage(n // 2 * size)
         return tape.op("Cat", n, size, [x], backward=backward)
 
-    def _angles(self, tape: Tape) -> Storage:
-        """A table of cos or sin in the dtype of the products."""
-        return tape.storage(self.workload.seq_len * self.workload.model.head_dim * self.sizes.products)
-
     def _attention(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         q, k = self._rotated_heads(tape, x, block)
         v = self._project(tape, x, block["attention.value"])
@@ -475,15 +451,16 @@ class SymbolicModel:
         else:
             out = self._fused(tape, q, k, v)
         # Attention made of products stores heads before positions. The output projection needs a copy.
-        together = out if self.fused or self.workload.model.heads == 1 else self._beside(tape, out)
+        together = out
+        if not self.fused and self.workload.model.heads > 1:
+            # The copy's gradient is copied if the batch has several sequences.
+            backward = passes if self.workload.micro_batch_size == 1 else None
+            together = tape.op("Clone", out.elements, out.itemsize, [out], backward=backward)
         return self._linear(tape, together, block["attention.output"], self.d_model)
 
     def _rotated_heads(self, tape: Tape, x: Tensor, block: BlockParameters) -> tuple[Tensor, Tensor]:
-        return self._rotated(tape, x, block["attention.query"]), self._rotated(tape, x, block["attention.key"])
-
-    def _rotated(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
-        projected = self._project(tape, x, weight)
-        return self._rotary(tape, projected)  # a module's input lives until the module has returned
+        queries = self._rotary(tape, self._project(tape, x, block["attention.query"]))
+        return queries, self._rotary(tape, self._project(tape, x, block["attention.key"]))
 
     def _project(self, tape: Tape, x: Tensor, weight: Parameter) -> Tensor:
         """A linear map whose output is viewed as heads."""
@@ -512,14 +489,18 @@ class SymbolicModel:
 
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention by `reference` or `unsafe` of training/attention/written_out.py."""
-        a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
+        a, p, ss = self.sizes.products, self.exponential_size, self.scores
         k, v = self._for_all_heads(tape, k), self._for_all_heads(tape, v)
         scores = self._product(tape, ss, self._contiguous(tape, q), self._laid_out(tape, k))
         scores = tape.op("Mul", ss, a, [scores])
         _positions = [tape.storage(self.workload.seq_len * 8) for _ in range(2)]
-        scores = self._masked(tape, scores)
+        mask = tape.storage(self.workload.seq_len**2)
+        scores = tape.op("MaskedFill", ss, a, [scores], also_saves=[mask])
+        del mask
         _maximum = tape.storage(self.rows * a) if self.attention.subtracts_maximum else None
-        exponentials = self._exponentials(tape, scores)
+        shifted = tape.op("Sub", ss, a, [scores], backward=passes) if self.attention.subtracts_maximum else scores
+        exponentials = tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
+        del shifted
         sums = tape.op("Sum", self.rows, p, [exponentials], backward=passes)
 
         def of_quotient(tape: Tape, _: Storage) -> Sequence[Storage]:
@@ -538,22 +519,8 @@ class SymbolicModel:
         cast = tape.cast(weights, a)
         return self._product(tape, v.elements, cast, self._laid_out(tape, v))
 
-    def _masked(self, tape: Tape, scores: Tensor) -> Tensor:
-        mask = tape.storage(self.workload.seq_len**2)
-        return tape.op("MaskedFill", scores.elements, scores.itemsize, [scores], also_saves=[mask])
-
-    def _exponentials(self, tape: Tape, scores: Tensor) -> Tensor:
-        a, p, ss = self.sizes.products, self.sizes.exponentials, self.scores
-        shifted = tape.op("Sub", ss, a, [scores], backward=passes) if self.attention.subtracts_maximum else scores
-        return tape.op("Exp", ss, p, [tape.cast(shifted, p)], saves_output=True)
-
     def _product(self, tape: Tape, elements: int, a: Tensor, b: Tensor) -> Tensor:
         return tape.op("Bmm", elements, a.itemsize, [b, a], saves=[b, a])
-
-    def _beside(self, tape: Tape, out: Tensor) -> Tensor:
-        """A copy of the output with heads side by side. Its gradient is copied if the batch has several sequences."""
-        backward = passes if self.workload.micro_batch_size == 1 else None
-        return tape.op("Clone", out.elements, out.itemsize, [out], backward=backward)
 
     def _contiguous(self, tape: Tape, x: Tensor) -> Tensor:
         """x with batch and heads as one dimension: a copy, or a view if there is one sequence or one head."""
@@ -629,17 +596,21 @@ class SymbolicModel:
 
     def _gated(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         """silu(gate(x)) * up(x)."""
-        active = self._silu(tape, self._linear(tape, x, block["feed_forward.gate"], self.d_model))
+        gate = self._linear(tape, x, block["feed_forward.gate"], self.d_model)
+        active = tape.op("Silu", gate.elements, gate.itemsize, [gate], saves=[gate])
+        del gate
         up = self._linear(tape, x, block["feed_forward.up"], self.d_model)
         return tape.op("Mul", up.elements, up.itemsize, [active, up], saves=[active, up])
-
-    def _silu(self, tape: Tape, gate: Tensor) -> Tensor:
-        return tape.op("Silu", gate.elements, gate.itemsize, [gate], saves=[gate])
 
     def _add(self, tape: Tape, x: Tensor, branch: Tensor) -> Tensor:
         """The residual sum, in fp32 under autocast."""
         size = self.sizes.residual
-        backward = passes_twice if branch.itemsize == size else passes_and_makes(branch.elements * branch.itemsize)
+        cast_from = branch.elements * branch.itemsize
+
+        def casts(tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            return gradient, tape.storage(cast_from)
+
+        backward = passes_twice if branch.itemsize == size else casts
         return tape.op("Add", x.elements, size, [x, branch], backward=backward)
 
 
@@ -716,9 +687,16 @@ class FusedSymbolicModel(SymbolicModel):
         normal = tape.op("AddRmsNorm", elements, self.sizes.products, taken, also_saves=kept, backward=backward)
         return _second_result(tape, Tensor(total, elements, itemsize, normal.node), of_total), normal
 
-    def _of_norm(self, elements: int, weight: Parameter) -> "_OfWeight":
-        rows = elements // self.d_model
-        return _OfWeight(norm_programs(rows, self._device_type) * self.d_model * 4, weight.elements, weight.itemsize)
+    def _of_norm(self, elements: int, weight: Parameter) -> Callable[[Tape], Storage]:
+        """Makes the gradient of a norm's weight: each program's share, and their sum."""
+        shares = norm_programs(elements // self.d_model, self._device_type) * self.d_model * 4
+        size = weight.bytes
+
+        def made(tape: Tape) -> Storage:
+            _shares = tape.storage(shares)
+            return tape.storage(size)
+
+        return made
 
     # ---- rope and SwiGLU
 
@@ -784,17 +762,6 @@ class FusedSymbolicModel(SymbolicModel):
         return loss
 
 
-class _OfWeight:
-    """Makes the gradient of a norm's weight: each program's share, and their sum."""
-
-    def __init__(self, shares: int, elements: int, itemsize: int) -> None:
-        self._shares, self._elements, self._itemsize = shares, elements, itemsize
-
-    def __call__(self, tape: Tape) -> Storage:
-        _shares = tape.storage(self._shares)
-        return tape.storage(self._itemsize * self._elements)
-
-
 def _second_result(tape: Tape, result: Tensor, gradients: list[Storage]) -> Tensor:
     """The second result of the operation whose node it has. Its gradient waits in the list for the first one's."""
 
@@ -802,8 +769,7 @@ def _second_result(tape: Tape, result: Tensor, gradients: list[Storage]) -> Tens
         gradients.append(gradient)
         return (None,)
 
-    backward: Backward = keep
-    return tape.alias("Result", result, backward)
+    return tape.alias("Result", result, keep)
 
 
 class CompiledSymbolicModel(SymbolicModel):
@@ -841,24 +807,18 @@ class CompiledSymbolicModel(SymbolicModel):
     def _written_out(self, tape: Tape, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v = self._contiguous(tape, v)
         if not tape.recording:
-            return self._in_one_buffer(tape, v)
+            # Softmax overwrites the scores, and the next block reuses their buffer.
+            if self._scores_buffer is None:
+                self._scores_buffer = self._product(tape, self.scores, v, v)
+            return self._product(tape, v.elements, self._scores_buffer, v)
         scores = self._product(tape, self.scores, q, k)
         maxima, sums = tape.storage(self.rows * scores.itemsize), tape.storage(self.rows * 4)
-
-        def in_place(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
-            return (gradient,)
-
+        saved = [maxima, sums]
         weights = tape.op(
-            "Softmax", self.scores, scores.itemsize, [scores],
-            saves=[scores], also_saves=[maxima, sums], backward=in_place,
-        )  # fmt: skip
+            "Softmax", self.scores, scores.itemsize, [scores], saves=[scores], also_saves=saved, backward=passes
+        )
+        del saved
         return self._product(tape, v.elements, weights, v)
-
-    def _in_one_buffer(self, tape: Tape, v: Tensor) -> Tensor:
-        """Attention in inference: softmax overwrites the scores, and the next block reuses their buffer."""
-        if self._scores_buffer is None:
-            self._scores_buffer = self._product(tape, self.scores, v, v)
-        return self._product(tape, v.elements, self._scores_buffer, v)
 
     def _feed_forward(self, tape: Tape, x: Tensor, block: BlockParameters) -> Tensor:
         if not tape.recording and not self._kept_buffers:

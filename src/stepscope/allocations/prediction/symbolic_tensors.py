@@ -9,12 +9,9 @@ import contextlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
 from typing import Protocol
 
 from stepscope.core.evidence import CATEGORIES
-from stepscope.core.precisions import PRECISIONS
-from stepscope.core.workloads import TextbookWorkload
 
 _INDEX = {category: i for i, category in enumerate(CATEGORIES)}
 _SAVED, _TEMPORARY, _GRADIENT = _INDEX["saved for backward"], _INDEX["temporaries"], _INDEX["gradients"]
@@ -455,44 +452,5 @@ def passes_twice(_tape: Tape, gradient: Storage) -> Sequence[Storage]:
     return (gradient, gradient)
 
 
-def passes_and_makes(size: int) -> Backward:
-    """The backward of a sum of two inputs, the second of which was cast from so many bytes."""
-    return lambda tape, gradient: (gradient, tape.storage(size))
-
-
 _LEAF = Parameter("input of a checkpoint", 0, 0)
 """A stand-in for the graph above a segment's input while the segment runs again, so that its nodes are recorded."""
-
-
-# How many bytes an element takes in each part of the step, by the workload's dtype and the device.
-
-
-@dataclass(frozen=True, kw_only=True)
-class ItemSizes:
-    """Bytes per element, by the kind of tensor."""
-
-    weights: int
-    """Bytes per element of a parameter of two dimensions or more."""
-    vectors: int
-    """Bytes per element of any other parameter."""
-    buffers: int
-    residual: int
-    """Bytes per element of the residual stream."""
-    products: int
-    """Bytes per element of the inputs and outputs of matrix products."""
-    exponentials: int
-    """Bytes per element of the exponentials where softmax is written out."""
-
-
-def item_sizes(workload: TextbookWorkload, device_type: str) -> ItemSizes:
-    """Sizes for a workload: autocast leaves parameters and residual stream in fp32, and on a GPU exponentials too."""
-    precision = PRECISIONS[workload.dtype]
-    in_fp32 = precision.autocast and device_type == "cuda"
-    return ItemSizes(
-        weights=precision.weights,
-        vectors=precision.vectors,
-        buffers=precision.buffers,
-        residual=precision.residual,
-        products=precision.products,
-        exponentials=4 if in_fp32 else precision.products,
-    )

@@ -17,7 +17,6 @@ from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 
 if TYPE_CHECKING:
-    from stepscope.allocations.prediction.accuracy import Accuracy
     from stepscope.allocations.prediction.estimate import MemoryEstimate
     from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit
     from stepscope.core.answer import Answer
@@ -239,7 +238,7 @@ def _print_largest(workloads: list[TextbookWorkload], budget: "Budget", shown: P
 
 
 def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | None, shown: Presentation) -> None:
-    from stepscope.allocations.prediction.accuracy import compare
+    from stepscope.allocations.prediction.answer import answer_accuracy, compare
     from stepscope.core.run_directory import load_runs
 
     check_picture(save)
@@ -252,23 +251,6 @@ def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | No
         raise InputError(
             f"no run in {', '.join(map(str, folders))} has measured peaks: measure on a GPU, as `stepscope sweep` does"
         )
-    from stepscope.allocations.prediction.answer import answer_accuracy
-
     answer = answer_accuracy(accuracy)
-    shown.show(answer, document=lambda: json_document(_accuracy_as_json(accuracy)))
+    shown.show(answer, document=lambda: json_document(accuracy))
     draw(answer, save)
-
-
-def _accuracy_as_json(accuracy: "Accuracy") -> dict[str, object]:
-    worst = accuracy.worst
-    return {
-        "median_error": accuracy.median_error,
-        "worst_error": worst.error if worst else None,
-        "verdicts": accuracy.verdicts,
-        "verdicts_right": accuracy.right,
-        "wrongly_said_to_fit": [comparison.run_id for comparison in accuracy.wrongly_said_to_fit],
-        **{
-            name: [{**msgspec.to_builtins(comparison), "error": comparison.error} for comparison in comparisons]
-            for name, comparisons in (("comparisons", accuracy.comparisons), ("apart", accuracy.apart))
-        },
-    }
