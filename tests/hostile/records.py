@@ -16,8 +16,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from stepscope.core.formulas.operators.calls import Unknown
-from stepscope.core.formulas.operators.rules import (
+from stepscope.core.formulas.operator_formulas import Unknown
+from stepscope.core.formulas.operator_rules import (
     OPERATOR_WORK_RULES,
     call_sight,
     call_work,
@@ -28,6 +28,7 @@ from stepscope.traces.readers.kineto import Arguments, Event, decode_block, need
 from stepscope.traces.roofline_answer import shapes_label
 from tests.hostile.campaign import conclude, generator, parser
 from tests.hostile.captures import public
+from tests.operator_examples import recorded
 
 DATA = Path(__file__).parents[1] / "data"
 FIELDS = DIMS, TYPES, VALUES, STRIDES = "Input Dims", "Input type", "Concrete Inputs", "Input Strides"
@@ -71,7 +72,7 @@ def records(paths: list[Path]) -> Iterator[Record]:
 def examples() -> Iterator[Record]:
     """The example of each rule, for each of its operators."""
     for rule in OPERATOR_WORK_RULES:
-        example = rule.example
+        example = recorded(rule.example)
         given = {DIMS: json.loads(example.shapes), TYPES: json.loads(example.dtypes)}
         if example.values is not None:
             given[VALUES] = json.loads(example.values)

@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from stepscope.core.formulas import Convention, Work
-from stepscope.core.formulas.operators.calls import Operand, OperatorCall, TensorList, Unknown, Value
-from stepscope.core.formulas.operators.rules import call_work, is_product
+from stepscope.core.formulas.operator_formulas import Operand, OperatorCall, TensorList, Unknown, Value
+from stepscope.core.formulas.operator_rules import call_work, is_product
 from stepscope.core.parts import PARTS
 from stepscope.recording.precision import SCALED_CAST_KERNELS, SCALED_CASTS
 from stepscope.recording.step import Recorder
@@ -45,9 +45,9 @@ _NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional",
 def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int | None:
     """FLOPs of an operator that multiplies; None where nothing says that it does.
 
-    By the rules that also read traces (core/formulas/operators), with attention as the full square; where they do not
-    know the operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where none knows them, and
-    what such a formula raises.
+    By the rules that also read traces (core/formulas/operator_rules.py), with attention as the full square; where they
+    do not know the operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where none
+    knows them, and what such a formula raises.
     """
     multiplies = not isinstance(func, HigherOrderOperator) and is_product(func._schema.name)
     work = call_work(_call(func, args, kwargs), "full") if multiplies else None

@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from stepscope.core.errors import install_places, portable_path
 from stepscope.core.evidence import CodeLine, Habits, Unchanged
-from stepscope.core.formulas.operators.calls import Unknown
+from stepscope.core.formulas.operator_formulas import Unknown
 from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
 from stepscope.recording.flops import product_flops
 from stepscope.recording.held_tensors import local_part, weakly, weakly_each

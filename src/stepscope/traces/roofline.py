@@ -14,9 +14,8 @@ import polars as pl
 from stepscope.core.device_spec import Ceilings, DeviceSpec, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.formulas import CausalConvention, Work
-from stepscope.core.formulas.operators.calls import ELEMENT_BYTES
-from stepscope.core.formulas.operators.formulas import Sight
-from stepscope.core.formulas.operators.rules import call_sight, call_work, is_product, operator_rule, recorded_call
+from stepscope.core.formulas.operator_formulas import ELEMENT_BYTES, Sight
+from stepscope.core.formulas.operator_rules import call_sight, call_work, is_product, operator_rule, recorded_call
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.traces.captures.attribution import Attribution
 from stepscope.traces.captures.occupation import device_names

@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.errors import name_shown
-from stepscope.core.formulas.operators.rules import is_product
+from stepscope.core.formulas.operator_rules import is_product
 from stepscope.core.units import format_rate, format_share, ms_text
 from stepscope.traces.roofline import FamilyRoof, OperatorRoof, Peak, Roofline
 

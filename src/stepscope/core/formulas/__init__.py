@@ -64,8 +64,6 @@ def _sum(a: int | None, b: int | None) -> int | None:
 
 SOFTMAX_FLOPS = 5
 """y = exp(x - max) / sum: maximum, subtraction, exp, sum, division. log-softmax too: its last is a subtraction."""
-SOFTMAX_BACKWARD_FLOPS = 4
-"""dx = y * (dy - sum(dy * y)): product, sum, subtraction, product. log-softmax: dx = dy - exp(y) * sum(dy)."""
 
 
 def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) -> Work:
@@ -75,17 +73,6 @@ def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) 
         bytes_read=batch * (m * k + k * n) * bytes_per_element,
         bytes_written=batch * m * n * bytes_per_element,
     )
-
-
-def convolution_flops(places: int, weight: int) -> int:
-    """FLOPs of a convolution, forward or one of its gradients: a multiply and an add for each of the weight's elements
-    at each place.
-
-    `places`: batch times sides of the output, or of the input where the convolution is transposed; places that the
-    padding makes up count too. `weight`: its elements, (filters, channels of a group, ..); transposed, (channels,
-    filters of a group, ..).
-    """
-    return 2 * places * weight
 
 
 def copy_work(bytes_copied: int) -> Work:
@@ -131,44 +118,6 @@ def attention_backward_flops(sizes: AttentionSizes, causal: CausalConvention) ->
 def _of_square(sizes: AttentionSizes, depth: int, causal: CausalConvention) -> int:
     flops = 2 * sizes.batch * sizes.heads * sizes.queries * sizes.keys * depth
     return flops // 2 if causal == "half" else flops
-
-
-def softmax_work(elements: int, bytes_per_element: int) -> Work:
-    """Work of softmax or log-softmax along one dimension."""
-    size = elements * bytes_per_element
-    return elementwise_work(elements, SOFTMAX_FLOPS, bytes_read=size, bytes_written=size)
-
-
-def softmax_backward_work(elements: int, bytes_per_element: int) -> Work:
-    """Work of softmax's backward: it reads dy and y and writes dx, each of `elements`."""
-    size = elements * bytes_per_element
-    return elementwise_work(elements, SOFTMAX_BACKWARD_FLOPS, bytes_read=2 * size, bytes_written=size)
-
-
-def layer_norm_flops(elements: int, *, weight: bool, bias: bool) -> int:
-    """FLOPs of (x - mean) * rstd * w + b: sum; subtraction, square, sum; product; a product for w, a sum for b."""
-    return elements * (5 + weight + bias)
-
-
-def layer_norm_backward_flops(elements: int, *, weight: bool, bias: bool) -> int:
-    """FLOPs of layer norm's backward, dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum(dy * n) and db = sum(dy).
-
-    n = (x - mean) * rstd takes two, the means three, dx four; with a weight, g = dy * w one and dw two; db one.
-    """
-    return elements * (9 + 3 * weight + bias)
-
-
-def rms_norm_flops(elements: int, *, weight: bool) -> int:
-    """FLOPs of x * rsqrt(mean(x^2)) * w (Zhang and Sennrich 2019): square, sum, product; a product for w."""
-    return elements * (3 + weight)
-
-
-def rms_norm_backward_flops(elements: int, *, weight: bool) -> int:
-    """FLOPs of RMSNorm's backward: dx = rms^-1 * (g - n * mean(g * n)); dw = sum(dy * n).
-
-    n = x * rms^-1 takes one, the mean two, dx three; g = dy * w one and dw two where there is a weight.
-    """
-    return elements * (6 + 3 * weight)
 
 
 def adamw_work(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
-from stepscope.core.formulas.operators.rules import is_product
+from stepscope.core.formulas.operator_rules import is_product
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.step import Phase, drive
 from stepscope.traces.captures.attribution import attribute

@@ -5,14 +5,15 @@ import json
 import pytest
 
 from stepscope.core.formulas import Convention, Work
-from stepscope.core.formulas.operators.calls import Operand, promoted
-from stepscope.core.formulas.operators.rules import (
+from stepscope.core.formulas.operator_formulas import Operand, promoted
+from stepscope.core.formulas.operator_rules import (
     OPERATOR_WORK_RULES,
     OperatorRule,
     is_product,
     operator_rule,
     operator_work,
 )
+from tests.operator_examples import recorded
 
 SQUARE = 2 * 12 * 512 * 512
 """Scores of the attention examples: batch 2, 12 heads, 512 queries and keys, head_dim 64."""
@@ -157,9 +158,9 @@ def work_of(
     return operator_work(name, json.dumps(shapes), json.dumps(dtypes), values=said, **more)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("rule", OPERATOR_WORK_RULES, ids=lambda rule: rule.example.operator)
+@pytest.mark.parametrize("rule", OPERATOR_WORK_RULES, ids=lambda rule: rule.example.partition(" ")[0])
 def test_each_rule_counts_its_example_as_one_does_by_hand(rule: OperatorRule):
-    example = rule.example
+    example = recorded(rule.example)
     assert operator_rule(example.operator) is rule, "an earlier rule hides this one"
     work = operator_work(example.operator, example.shapes, example.dtypes, values=example.values, list_element_bytes=4)
     assert work is not None

@@ -5,9 +5,11 @@ not recorded, is left out. Views are taken for dense, since strides are not reco
 less than counted. Whatever the record leaves open raises Unknown.
 """
 
+import json
 import math
+import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from stepscope.core.formulas import (
     AttentionSizes,
@@ -16,63 +18,280 @@ from stepscope.core.formulas import (
     adamw_work,
     attention_backward_flops,
     attention_flops,
-    convolution_flops,
-    copy_work,
     elementwise_work,
-    layer_norm_backward_flops,
-    layer_norm_flops,
-    rms_norm_backward_flops,
-    rms_norm_flops,
-    softmax_backward_work,
-    softmax_work,
 )
-from stepscope.core.formulas.operators.calls import (
-    COMPLEX_BYTES,
-    ELEMENT_BYTES,
-    Operand,
-    OperatorCall,
-    TensorList,
-    Unknown,
-    broadcast,
-    promoted,
+
+# One call of a framework operator: the shapes and dtypes of its arguments, and the values of those that are numbers.
+#
+# Kineto writes JSON ("Input Dims", "Input type"): `[[2048, 768], [768, 3072]]`, `["float", "c10::BFloat16"]`. Numbers
+# are "Scalar" or, where PyTorch wraps them in a tensor, [] with a dtype; an argument left out is "". Lists of tensors
+# have nested shapes and no dtype, and beyond 30 tensors no shapes either. The values ("Concrete Inputs", since PyTorch
+# 2.1) are texts as Python writes them: `["", "[2, 2]", "False", "0.125"]`.
+
+
+_LARGEST = 2**48
+"""Elements of one tensor: more is no tensor but a broken file."""
+_MOST_SIDES = 64
+_WHOLE = re.compile(r"-?[0-9]{1,15}")
+
+ELEMENT_BYTES: dict[str, int] = {
+    "double": 8, "float": 4, "c10::BFloat16": 2, "c10::Half": 2, "at::BFloat16": 2, "at::Half": 2,
+    "c10::Float8_e4m3fn": 1, "c10::Float8_e5m2": 1, "c10::Float8_e4m3fnuz": 1, "c10::Float8_e5m2fnuz": 1,
+    "c10::Float8_e8m0fnu": 1, "c10::Float4_e2m1fn_x2": 1,
+    "long int": 8, "long": 8, "long long": 8, "__int64": 8, "int": 4, "short": 2, "short int": 2,
+    "long unsigned int": 8, "unsigned long": 8, "unsigned int": 4, "unsigned short": 2, "short unsigned int": 2,
+    "signed char": 1, "unsigned char": 1, "bool": 1,
+}  # fmt: skip
+"""Bytes of an element by the name of its C++ type."""
+COMPLEX_BYTES = {"c10::complex<float>": 8, "c10::complex<double>": 16, "c10::complex<c10::Half>": 4}
+"""Complex elements, of which no rule but those of products knows the FLOPs."""
+
+_INTEGERS = frozenset(
+    name for name in ELEMENT_BYTES if name != "bool" and "::" not in name and name not in ("double", "float")
 )
+_NO_TENSOR = frozenset({"Scalar", "ScalarList", "GenericList", ""})
+
+Value = bool | int | tuple[int, ...] | None
+"""The value of an argument: a truth value, a whole number or several; None where it was not recorded."""
+
+
+class Unknown(Exception):
+    """The record does not say enough to count this call's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor argument. `dtype` is None for those in lists, of which `element_bytes` may still be known."""
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    element_bytes: int | None
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Raises Unknown where the element's size is not known."""
+        return self.elements * self.size
+
+    @property
+    def size(self) -> int:
+        """Bytes of an element. Raises Unknown."""
+        if self.element_bytes is None:
+            raise Unknown
+        return self.element_bytes
+
+    @property
+    def is_floating(self) -> bool:
+        return self.dtype not in _INTEGERS and self.dtype != "bool"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorList:
+    """A list of tensors; `tensors` is None where their shapes were not recorded."""
+
+    tensors: tuple[Operand, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCall:
+    """Arguments in order, None for numbers and for what was left out; `values` of numbers, where they were recorded."""
+
+    operator: str
+    arguments: tuple[Operand | TensorList | None, ...]
+    values: tuple[Value, ...] = ()
+
+    def optional(self, index: int) -> Operand | None:
+        """The tensor at this place, or None where there is none."""
+        argument = self.arguments[index] if index < len(self.arguments) else None
+        if isinstance(argument, TensorList):
+            raise Unknown
+        return argument
+
+    def tensor(self, index: int) -> Operand:
+        """The tensor at this place. Raises Unknown where there is none."""
+        argument = self.optional(index)
+        if argument is None:
+            raise Unknown
+        return argument
+
+    def tensors(self, index: int) -> tuple[Operand, ...]:
+        """The list at this place. Raises Unknown where it was not recorded."""
+        argument = self.arguments[index] if index < len(self.arguments) else None
+        if not isinstance(argument, TensorList) or not argument.tensors:
+            raise Unknown
+        return argument.tensors
+
+    def numbers(self, index: int) -> tuple[int, ...] | None:
+        """The numbers of the list at this place, or None where they were not recorded."""
+        value = self._value(index)
+        return value if isinstance(value, tuple) else None
+
+    def number(self, index: int) -> int | None:
+        """The whole number at this place, or None where it was not recorded."""
+        value = self._value(index)
+        return value if type(value) is int else None
+
+    def flag(self, index: int) -> bool | None:
+        """The truth value at this place, or None where it was not recorded."""
+        value = self._value(index)
+        return value if isinstance(value, bool) else None
+
+    def _value(self, index: int) -> Value:
+        return self.values[index] if index < len(self.values) else None
+
+
+def read_call(
+    operator: str,
+    shapes: str,
+    dtypes: str | None,
+    values: str | None = None,
+    list_element_bytes: int | None = None,
+) -> OperatorCall | None:
+    """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known.
+
+    Without `dtypes` every argument with sides is a tensor of such elements, and one without sides a number. Values that
+    cannot be read count as not recorded.
+    """
+    try:
+        read_shapes = _list(shapes)
+        if dtypes is None:
+            sides = [_shape(shape) for shape in read_shapes]
+            tensors = [Operand(shape, None, list_element_bytes) if shape else None for shape in sides]
+            return OperatorCall(operator, tuple(tensors))
+        read_dtypes = _list(dtypes)
+        if len(read_shapes) != len(read_dtypes):
+            return None
+        arguments = [_argument(*pair, list_element_bytes) for pair in zip(read_shapes, read_dtypes, strict=True)]
+    except Unknown:
+        return None
+    try:
+        texts = _list(values or "[]")
+    except Unknown:
+        texts = []
+    # Where there are more values or fewer, nobody knows which is whose.
+    whole = len(texts) == len(arguments)
+    return OperatorCall(operator, tuple(arguments), tuple(map(_value, texts)) if whole else ())
+
+
+def _list(text: str) -> list[object]:
+    """The items of a JSON list. Raises Unknown for all else."""
+    try:
+        read = json.loads(text)
+    except (ValueError, RecursionError):
+        raise Unknown from None
+    return _items(read)
+
+
+def _items(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise Unknown
+    return cast("list[object]", value)
+
+
+def _argument(shape: object, dtype: object, list_element_bytes: int | None) -> Operand | TensorList | None:
+    if not isinstance(dtype, str):
+        raise Unknown
+    if dtype in _NO_TENSOR:
+        return None
+    if dtype == "TensorList":
+        shapes = [_shape(each) for each in _items(shape)]
+        return TensorList(tuple(Operand(each, None, list_element_bytes) for each in shapes) if shapes else None)
+    return Operand(_shape(shape), dtype, ELEMENT_BYTES.get(dtype) or COMPLEX_BYTES.get(dtype))
+
+
+def _value(text: object) -> Value:
+    """`False`, `12` or `[1, 1]`, as Python or JSON writes it; None for all else."""
+    if isinstance(text, (bool, int, list)):
+        text = json.dumps(text)
+    if not isinstance(text, str):
+        return None
+    if text[:1] + text[-1:] != "[]":
+        return _number(text)
+    numbers = [_number(word.strip()) for word in text[1:-1].split(",") if word]
+    whole = [int(number) for number in numbers if number is not None]
+    return tuple(whole) if len(whole) == len(numbers) else None
+
+
+def _number(word: str) -> bool | int | None:
+    if word.lower() in ("true", "false"):
+        return word.lower() == "true"
+    return int(word) if _WHOLE.fullmatch(word) else None
+
+
+def _shape(value: object) -> tuple[int, ...]:
+    sides = [side for side in _items(value) if type(side) is int and 0 <= side < _LARGEST]
+    if len(sides) != len(_items(value)) or len(sides) > _MOST_SIDES or math.prod(sides) >= _LARGEST:
+        raise Unknown
+    return tuple(sides)
+
+
+def broadcast(shapes: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """The shape that these broadcast to, by NumPy's rule. Raises Unknown where they do not."""
+    rank = max((len(shape) for shape in shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    result: list[int] = []
+    for sides in zip(*padded, strict=True):
+        wide = {side for side in sides if side != 1}
+        if len(wide) > 1:
+            raise Unknown
+        result.append(wide.pop() if wide else 1)
+    return tuple(result)
+
+
+def promoted(tensors: list[Operand]) -> str:
+    """The dtype of a pointwise result, by PyTorch's type promotion. Raises Unknown for dtypes not in the table.
+
+    A tensor without dimensions changes the result only where it is of a higher kind (boolean, integer, floating). One
+    of dtype double is taken for a number of Python's, which becomes fp32, the default.
+    """
+    if not tensors or any(tensor.dtype not in ELEMENT_BYTES for tensor in tensors):
+        raise Unknown
+    sized = [tensor for tensor in tensors if tensor.shape] or tensors
+    kind = max(_kind(tensor) for tensor in tensors)
+    if kind > max(_kind(tensor) for tensor in sized):
+        number = promoted([tensor for tensor in tensors if not tensor.shape])
+        return "float" if number == "double" else number
+    dtypes = {str(tensor.dtype) for tensor in sized if _kind(tensor) == kind}
+    if len(dtypes) > 1 and {ELEMENT_BYTES[dtype] for dtype in dtypes} == {2}:
+        return "float"  # bf16 with fp16
+    return max(dtypes, key=lambda dtype: ELEMENT_BYTES[dtype])
+
+
+def _kind(tensor: Operand) -> int:
+    return 2 if tensor.is_floating else 0 if tensor.dtype == "bool" else 1
 
 
 # Pointwise. `operands` leading arguments are read, the result is written; names with a last underscore write the first.
 def pointwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: int = 1, result: str = "") -> Work:
     """`result`: "bool", or "float" where integers give floating-point numbers; else by promotion."""
-    given = call.arguments[:operands]
-    tensors = [found for found in given if isinstance(found, Operand)]
-    if not tensors or any(isinstance(found, TensorList) for found in given):
+    arguments = call.arguments[:operands]
+    tensors = [each for each in arguments if isinstance(each, Operand)]
+    if not tensors or any(isinstance(each, TensorList) for each in arguments):
         raise Unknown
-    in_place = call.operator.endswith("_")
-    dtype = tensors[0].dtype if in_place else _result_dtype(call, given, tensors, result)
+    in_place, floating = call.operator.endswith("_"), any(tensor.is_floating for tensor in tensors)
+    if in_place:
+        dtype = tensors[0].dtype
+    elif result == "bool" or (result == "float" and not floating):
+        dtype = result
+    elif not floating and None in arguments:  # a number of unknown type beside integers may make the result floating
+        raise Unknown
+    elif call.operator.startswith("aten::where"):
+        dtype = promoted(tensors[1:])  # the condition is no value
+    else:
+        dtype = promoted(tensors[:1] if call.operator.startswith("aten::masked_fill") else tensors)
     if dtype not in ELEMENT_BYTES:
         raise Unknown
-    shape = broadcast([found.shape for found in tensors])
+    shape = broadcast([tensor.shape for tensor in tensors])
     if in_place and shape != tensors[0].shape:
         raise Unknown
     written = Operand(shape, dtype, ELEMENT_BYTES[dtype])
     # Beside tensors with dimensions, one without is a number that travels with the launch.
-    read = sum(found.bytes for found in tensors if found.shape or not shape)
-    counted = flops if written.is_floating or any(found.is_floating for found in tensors) else 0
+    read = sum(tensor.bytes for tensor in tensors if tensor.shape or not shape)
+    counted = flops if written.is_floating or floating else 0
     return elementwise_work(written.elements, counted, bytes_read=read, bytes_written=written.bytes)
-
-
-def _result_dtype(call: OperatorCall, given: tuple[object, ...], tensors: list[Operand], result: str) -> str:
-    if result == "bool":
-        return "bool"
-    floating = any(found.is_floating for found in tensors)
-    if not floating and result == "float":
-        return "float"
-    if not floating and None in given:  # a number of unknown type beside integers may make the result floating
-        raise Unknown
-    values = tensors
-    if call.operator.startswith("aten::where"):
-        values = tensors[1:]  # the condition is no value
-    elif call.operator.startswith("aten::masked_fill"):
-        values = tensors[:1]
-    return promoted(values)
 
 
 def fill(call: OperatorCall, _: CausalConvention) -> Work:
@@ -90,22 +309,24 @@ def dropout(call: OperatorCall, _: CausalConvention) -> Work:
     return elementwise_work(x.elements, 2, bytes_read=x.bytes, bytes_written=x.bytes + x.elements)
 
 
-def dropout_backward(call: OperatorCall, _: CausalConvention) -> Work:
-    grad, mask = call.tensor(0), call.tensor(1)
-    return elementwise_work(grad.elements, 2, bytes_read=grad.bytes + mask.bytes, bytes_written=grad.bytes)
-
-
 # Along rows.
-def softmax(call: OperatorCall, _: CausalConvention) -> Work:
-    x = call.tensor(0)
-    return softmax_work(x.elements, x.size)
+def elementwise(call: OperatorCall, _: CausalConvention, *, flops: int, operands: int = 1) -> Work:
+    """`flops` for each element of the first tensor, which the result is like; so many leading tensors are read.
+
+    Of embedding's backward that is a sum for each element of the gradient, and a row written for each index, as if all
+    were different: the zeros of the other rows are written, and counted, by an operator of their own.
+    """
+    first, *others = (call.tensor(place) for place in range(operands))
+    read = first.bytes + _bytes(*others)
+    return elementwise_work(first.elements, flops, bytes_read=read, bytes_written=first.bytes)
 
 
-def softmax_backward(call: OperatorCall, _: CausalConvention) -> Work:
+def softmax_backward(call: OperatorCall, causal: CausalConvention) -> Work:
+    """dx = y * (dy - sum(dy * y)): product, sum, subtraction, product. log-softmax: dx = dy - exp(y) * sum(dy)."""
     grad, y = call.tensor(0), call.tensor(1)
     if grad.shape != y.shape or grad.size != y.size:
         raise Unknown
-    return softmax_backward_work(y.elements, y.size)
+    return elementwise(call, causal, flops=4, operands=2)
 
 
 def reduction(call: OperatorCall, _: CausalConvention, *, flops: int) -> Work:
@@ -118,36 +339,47 @@ def reduction(call: OperatorCall, _: CausalConvention, *, flops: int) -> Work:
 
 
 def layer_norm(call: OperatorCall, _: CausalConvention) -> Work:
-    """Mean and rstd of each row are written too: eight bytes a row, left out."""
+    """(x - mean) * rstd * w + b: sum; subtraction, square, sum; product; a product for w, a sum for b.
+
+    Mean and rstd of each row are written too: eight bytes a row, left out.
+    """
     x, weight, bias = call.tensor(0), call.optional(2), call.optional(3)
-    flops = layer_norm_flops(x.elements, weight=weight is not None, bias=bias is not None)
+    flops = x.elements * (5 + (weight is not None) + (bias is not None))
     return Work(flops=flops, bytes_read=x.bytes + _bytes(weight, bias), bytes_written=x.bytes)
 
 
 def layer_norm_backward(call: OperatorCall, _: CausalConvention) -> Work:
-    """All gradients are taken to be wanted: grad_out, x, mean, rstd, w are read; dx, dw, db written."""
+    """dx = rstd * (g - mean(g) - n * mean(g * n)), dw = sum(dy * n) and db = sum(dy), all taken to be wanted.
+
+    n = (x - mean) * rstd takes two, the means three, dx four; with a weight, g = dy * w one and dw two; db one.
+    grad_out, x, mean, rstd, w are read; dx, dw, db written.
+    """
     grad, x, mean, rstd = (call.tensor(index) for index in (0, 1, 3, 4))
     weight, bias = call.optional(5), call.optional(6)
-    flops = layer_norm_backward_flops(x.elements, weight=weight is not None, bias=bias is not None)
-    read = grad.bytes + x.bytes + mean.bytes + rstd.bytes + _bytes(weight)
-    return Work(flops=flops, bytes_read=read, bytes_written=x.bytes + _bytes(weight, bias))
+    flops = x.elements * (9 + 3 * (weight is not None) + (bias is not None))
+    read = _bytes(grad, x, mean, rstd, weight)
+    return Work(flops=flops, bytes_read=read, bytes_written=_bytes(x, weight, bias))
 
 
 def rms_norm(call: OperatorCall, _: CausalConvention) -> Work:
+    """x * rsqrt(mean(x^2)) * w (Zhang and Sennrich 2019): square, sum, product; a product for w."""
     x, weight = call.tensor(0), call.optional(2)
-    flops = rms_norm_flops(x.elements, weight=weight is not None)
-    return Work(flops=flops, bytes_read=x.bytes + _bytes(weight), bytes_written=x.bytes)
+    flops = x.elements * (3 + (weight is not None))
+    return Work(flops=flops, bytes_read=_bytes(x, weight), bytes_written=x.bytes)
 
 
 def rms_norm_backward(call: OperatorCall, _: CausalConvention) -> Work:
+    """dx = rms^-1 * (g - n * mean(g * n)); dw = sum(dy * n).
+
+    n = x * rms^-1 takes one, the mean two, dx three; g = dy * w one and dw two where there is a weight.
+    """
     grad, x, rms, weight = call.tensor(0), call.tensor(1), call.tensor(3), call.optional(4)
-    flops = rms_norm_backward_flops(x.elements, weight=weight is not None)
-    read = grad.bytes + x.bytes + rms.bytes + _bytes(weight)
-    return Work(flops=flops, bytes_read=read, bytes_written=x.bytes + _bytes(weight))
+    flops = x.elements * (6 + 3 * (weight is not None))
+    return Work(flops=flops, bytes_read=_bytes(grad, x, rms, weight), bytes_written=_bytes(x, weight))
 
 
 def _bytes(*tensors: Operand | None) -> int:
-    return sum(found.bytes for found in tensors if found is not None)
+    return sum(tensor.bytes for tensor in tensors if tensor is not None)
 
 
 # Rows by number.
@@ -164,16 +396,7 @@ def rows(call: OperatorCall, _: CausalConvention, *, table: int = 0, index: int)
     return Work(flops=0, bytes_read=numbers.bytes + read, bytes_written=numbers.elements * width)
 
 
-def rows_backward(call: OperatorCall, _: CausalConvention) -> Work:
-    """A sum for each element of the gradient; a row written for each index, as if all were different.
-
-    The zeros of the other rows are written, and counted, by an operator of their own.
-    """
-    grad, numbers = call.tensor(0), call.tensor(1)
-    return elementwise_work(grad.elements, 1, bytes_read=grad.bytes + numbers.bytes, bytes_written=grad.bytes)
-
-
-def gather_work(call: OperatorCall, _: CausalConvention) -> Work:
+def gather(call: OperatorCall, _: CausalConvention) -> Work:
     numbers = call.tensor(2)
     size = numbers.elements * call.tensor(0).size
     return Work(flops=0, bytes_read=numbers.bytes + size, bytes_written=size)
@@ -203,28 +426,21 @@ def loss_backward(call: OperatorCall, _: CausalConvention) -> Work:
 
 
 # Lists of tensors.
-def concatenation(call: OperatorCall, _: CausalConvention) -> Work:
-    return copy_work(sum(found.bytes for found in call.tensors(0)))
-
-
-def foreach(call: OperatorCall, _: CausalConvention, *, flops: int, writes: bool = True) -> Work:
+def foreach(
+    call: OperatorCall, _: CausalConvention, *, flops: int = 0, reads: bool = True, writes: bool = True
+) -> Work:
     """Every list is read; as much is written as the first has. Beyond 30 tensors lists are not recorded: Unknown."""
-    lists = [call.tensors(i) for i, given in enumerate(call.arguments) if isinstance(given, TensorList)]
+    lists = [call.tensors(place) for place, each in enumerate(call.arguments) if isinstance(each, TensorList)]
     if not lists:
         raise Unknown
-    elements = sum(found.elements for found in lists[0])
-    read = sum(found.bytes for each in lists for found in each)
-    written = sum(found.bytes for found in lists[0]) if writes else 0
-    return elementwise_work(elements, flops, bytes_read=read, bytes_written=written)
-
-
-def foreach_zero(call: OperatorCall, _: CausalConvention) -> Work:
-    return Work(flops=0, bytes_read=0, bytes_written=sum(found.bytes for found in call.tensors(0)))
+    elements = sum(tensor.elements for tensor in lists[0])
+    read = sum(_bytes(*tensors) for tensors in lists) if reads else 0
+    return elementwise_work(elements, flops, bytes_read=read, bytes_written=_bytes(*lists[0]) if writes else 0)
 
 
 def adamw(call: OperatorCall, _: CausalConvention) -> Work:
     parameters = call.tensors(0)
-    return adamw_work(sum(found.elements for found in parameters), parameters[0].size)
+    return adamw_work(sum(tensor.elements for tensor in parameters), parameters[0].size)
 
 
 # Matrix products, grouped ones among them, and convolutions: what multiplies, beside attention.
@@ -257,7 +473,7 @@ def product(
     results = m * n * (1 if sums_batch or not batch else batch[0])
     return Work(
         flops=2 * math.prod(batch) * m * n * k * _products_an_element(a),
-        bytes_read=a.bytes + b.bytes + (added.bytes if added else 0),
+        bytes_read=_bytes(a, b, added),
         bytes_written=results * (result_bytes or a.size),
     )
 
@@ -280,7 +496,7 @@ def scaled_product(call: OperatorCall, causal: CausalConvention) -> Work:
 
 def _scales(call: OperatorCall) -> int:
     """Bytes of the tensors after the two operands; scales in lists, whose dtype is not recorded, are left out."""
-    return sum(found.bytes for found in call.arguments[2:] if isinstance(found, Operand) and found.element_bytes)
+    return sum(each.bytes for each in call.arguments[2:] if isinstance(each, Operand) and each.element_bytes)
 
 
 def _products_an_element(operand: Operand) -> int:
@@ -296,33 +512,24 @@ def grouped_product(call: OperatorCall, _: CausalConvention) -> Work:
     (m, k) x (g, k, n): rows are divided. (g, m, k) x (k, n): columns. (m, k) x (k, n): depth, and each group has a
     result. (g, m, k) x (g, k, n): nothing.
     """
-    a, b, offsets = call.tensor(0), call.tensor(1), call.optional(_first_integers(call))
-    (*groups, m, k), (*groups_b, k_of_b, n) = _matrices(a), _matrices(b)
+    a, b = call.tensor(0), call.tensor(1)
+    if len(a.shape) not in (2, 3) or len(b.shape) not in (2, 3):
+        raise Unknown
+    (*groups, m, k), (*groups_b, k_of_b, n) = a.shape, b.shape
     if k != k_of_b or (groups and groups_b and groups != groups_b):
         raise Unknown
     batch = groups[0] if groups and groups_b else 1
     results = batch
     if not groups and not groups_b:
-        if offsets is None:
-            raise Unknown
+        # Offsets stand behind the scales, where there are any: the first tensor of int32.
+        integers = (each for each in call.arguments[2:] if isinstance(each, Operand) and each.dtype == "int")
+        offsets = next(integers, None) or call.tensor(2)
         results = offsets.elements
     return Work(
         flops=2 * batch * m * n * k * _products_an_element(a),
         bytes_read=a.bytes + b.bytes + _scales(call),
         bytes_written=results * m * n * a.size,
     )
-
-
-def _matrices(operand: Operand) -> tuple[int, ...]:
-    if len(operand.shape) not in (2, 3):
-        raise Unknown
-    return operand.shape
-
-
-def _first_integers(call: OperatorCall) -> int:
-    """The place of the offsets, which stand behind the scales where there are any: the first tensor of int32."""
-    places = range(2, len(call.arguments))
-    return next((at for at in places if isinstance(found := call.arguments[at], Operand) and found.dtype == "int"), 2)
 
 
 def products_of_lists(call: OperatorCall, _: CausalConvention) -> Work:
@@ -336,7 +543,7 @@ def products_of_lists(call: OperatorCall, _: CausalConvention) -> Work:
             raise Unknown
         flops += 2 * a.elements * b.shape[1]
         written += a.shape[0] * b.shape[1] * a.size
-    return Work(flops=flops, bytes_read=sum(found.bytes for found in (*first, *second)), bytes_written=written)
+    return Work(flops=flops, bytes_read=_bytes(*first, *second), bytes_written=written)
 
 
 def linear(
@@ -358,7 +565,7 @@ def linear(
     if left or (not weights_a_byte and weights.shape[1] != k):
         raise Unknown
     places = rows.elements // k
-    read = rows.bytes + weights.bytes + (added.bytes if added else 0)
+    read = _bytes(rows, weights, added)
     return Work(flops=2 * places * k * n, bytes_read=read, bytes_written=places * n * rows.size)
 
 
@@ -403,7 +610,7 @@ def sparse_product(call: OperatorCall, _: CausalConvention, *, sparse: int, dens
     if depth != 2 * kept.shape[1] or (not transposed and len(whole.shape) != 2):
         raise Unknown
     columns = whole.elements // depth
-    read = sum(found.bytes for found in call.arguments if isinstance(found, Operand) and found.element_bytes)
+    read = sum(each.bytes for each in call.arguments if isinstance(each, Operand) and each.element_bytes)
     written = kept.shape[0] * columns * whole.size
     return Work(flops=2 * kept.elements * columns, bytes_read=read, bytes_written=written)
 
@@ -427,22 +634,16 @@ class Convolution:
         """A multiply and an add for each element of the weight at each of the output's places, or, transposed, the
         input's. Groups have smaller weights, and so fewer FLOPs."""
         x, weight = call.tensor(0), call.tensor(1)
-        transposed = self._is_transposed(call)
+        transposed = self.transposed if isinstance(self.transposed, bool) else call.flag(self.transposed)
+        if transposed is None:
+            raise Unknown
         channels, sides = self._output(call, x.shape, weight.shape, transposed=transposed)
         places = x.shape[0] * math.prod(x.shape[2:] if transposed else sides)
         return Work(
-            flops=convolution_flops(places, weight.elements),
+            flops=2 * places * weight.elements,
             bytes_read=x.bytes + weight.bytes,
             bytes_written=x.shape[0] * channels * math.prod(sides) * x.size,
         )
-
-    def _is_transposed(self, call: OperatorCall) -> bool:
-        if isinstance(self.transposed, bool):
-            return self.transposed
-        found = call.flag(self.transposed)
-        if found is None:
-            raise Unknown
-        return found
 
     def _output(
         self, call: OperatorCall, x: tuple[int, ...], weight: tuple[int, ...], *, transposed: bool
@@ -467,11 +668,10 @@ class Convolution:
             groups = 1 if self.groups is None else call.number(self.groups)
             if groups is None or weight[0] != x[1]:
                 raise Unknown
+            extras = _each_side(more or (0,), rank)
             sides = [
                 (side - 1) * step - 2 * pad + reach + extra
-                for side, reach, pad, step, extra in zip(
-                    x[2:], reaches, pads, strides, _each_side(more or (0,), rank), strict=True
-                )
+                for side, reach, pad, step, extra in zip(x[2:], reaches, pads, strides, extras, strict=True)
             ]
             channels = weight[1] * groups
         if min(sides) < 1:
@@ -505,7 +705,7 @@ def convolution_backward(
     over = x if turned else grad
     if over.shape[0] != x.shape[0] or weight.shape[0] != (x if turned else grad).shape[1]:
         raise Unknown
-    flops = convolution_flops(over.shape[0] * math.prod(over.shape[2:]), weight.elements)
+    flops = 2 * over.shape[0] * math.prod(over.shape[2:]) * weight.elements
     return Work(
         flops=flops * (bool(of_input) + bool(of_weight)),
         bytes_read=grad.bytes + (weight.bytes if of_input else 0) + (x.bytes if of_weight else 0),
@@ -579,7 +779,11 @@ class FusedAttention:
         """Which keys a query sees, as far as the record says. Raises Unknown where the sizes are not known."""
         mask = self._optional(call, self.bias)
         masked = mask is not None and bool(mask.shape)
-        causal = self._is_causal(call)
+        if self.mask_type:
+            kind = self._mask_type(call)
+            causal = None if kind is None else kind in (_FROM_FIRST, _FROM_LAST)
+        else:
+            causal = next((flag for place in self.causal if (flag := call.flag(place)) is not None), None)
         if causal is not None:
             return "causal" if causal else "masked" if masked else "not causal"
         if masked:
@@ -587,14 +791,8 @@ class FusedAttention:
         sizes = self._sizes(call, *(call.tensor(self.query + i) for i in range(3)))
         return "assumed causal" if sizes.queries == sizes.keys else "assumed not causal"
 
-    def _is_causal(self, call: OperatorCall) -> bool | None:
-        if self.mask_type:
-            kind = self._mask_type(call)
-            return None if kind is None else kind in (_FROM_FIRST, _FROM_LAST)
-        return next((found for place in self.causal if (found := call.flag(place)) is not None), None)
-
     def _mask_type(self, call: OperatorCall) -> int | None:
-        return next((found for place in self.mask_type if (found := call.number(place)) is not None), None)
+        return next((value for place in self.mask_type if (value := call.number(place)) is not None), None)
 
     def _seen_twice(self, call: OperatorCall, sizes: AttentionSizes) -> int:
         """Twice the pairs of a query and a key that it sees: whole, though half of a causal square may be odd."""
@@ -622,9 +820,7 @@ class FusedAttention:
         if self.window is None:
             return None, None
         before, after = call.number(self.window), call.number(self.window + 1)
-        return (before if before is not None and before >= 0 else None), (
-            after if after is not None and after >= 0 else None
-        )
+        return None if before is None or before < 0 else before, None if after is None or after < 0 else after
 
     def _sizes(self, call: OperatorCall, q: Operand, k: Operand, v: Operand) -> AttentionSizes:
         """Keys and values may have fewer heads than queries, and values another width."""
@@ -634,8 +830,7 @@ class FusedAttention:
         if lengths is not None and lengths.elements:
             return self._packed(call, lengths, q, k, v)
         rows_at = 3 - self.heads_at
-        shapes = [found.shape for found in (q, k, v)]
-        if any(len(shape) != 4 or not found.elements for shape, found in zip(shapes, (q, k, v), strict=True)):
+        if any(len(each.shape) != 4 or not each.elements for each in (q, k, v)):
             raise Unknown
         if q.shape[0] != k.shape[0] or k.shape[:3] != v.shape[:3] or q.shape[3] != k.shape[3]:
             raise Unknown
@@ -676,10 +871,10 @@ class FusedAttention:
         return call.optional(place) if place is not None else None
 
 
-def _in_one_row(found: Operand) -> tuple[int, int, int]:
+def _in_one_row(tensor: Operand) -> tuple[int, int, int]:
     """(total, heads, head_dim), before which a batch of one may stand."""
-    *batch, total, heads, head_dim = found.shape if len(found.shape) in (3, 4) else (0, 0, 0)
-    if batch not in ([], [1]) or not found.elements or not total:
+    *batch, total, heads, head_dim = tensor.shape if len(tensor.shape) in (3, 4) else (0, 0, 0)
+    if batch not in ([], [1]) or not tensor.elements or not total:
         raise Unknown
     return total, heads, head_dim
 
@@ -687,12 +882,12 @@ def _in_one_row(found: Operand) -> tuple[int, int, int]:
 def _in_band(queries: int, keys: int, before: int, after: int | None, offset: int) -> int:
     """The pairs in which the key stands from `before` keys before query + offset to `after` after it."""
     reach = max(queries, keys) + abs(offset) if after is None else after
-    return _up_to(queries, keys, offset + reach + 1) - _up_to(queries, keys, offset - before)
 
+    def up_to(start: int) -> int:
+        """The sum of max(0, min(i + start, keys)) over the queries i: how many keys lie before each one's limit."""
+        return _rising(start + queries, keys) - _rising(start, keys)
 
-def _up_to(queries: int, keys: int, start: int) -> int:
-    """The sum of max(0, min(i + start, keys)) over the queries i: how many keys lie before each one's limit."""
-    return _rising(start + queries, keys) - _rising(start, keys)
+    return up_to(offset + reach + 1) - up_to(offset - before)
 
 
 def _rising(end: int, most: int) -> int:

@@ -1,1 +1,0 @@
-"""FLOPs and bytes of one call of an operator, from what was recorded of its arguments."""
