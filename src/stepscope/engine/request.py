@@ -299,3 +299,12 @@ def combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any
 
 def _as_list(values: Sequence[Any] | float | None) -> list[Any]:
     return list(values) if isinstance(values, (list, tuple)) else [values]
+
+
+def type_of_device(device: str) -> str:
+    """cpu or cuda; asks torch only where the user leaves it open."""
+    if device != "auto":
+        return device.partition(":")[0]
+    from stepscope.recording.device import resolve_device  # noqa: PLC0415  (torch)
+
+    return resolve_device(device).type

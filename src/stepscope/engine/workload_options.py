@@ -1,4 +1,4 @@
-"""The options of a workload, and the workloads that they make: of the textbook's model, or of one of the user's own.
+"""The options of a workload, the workloads that they make, and the options of how a step is measured.
 
 A new field of ModelConfig or Workload is one line of the table: `run`, `sweep` and `fit` have it then, and hand it on.
 """
@@ -6,15 +6,27 @@ A new field of ModelConfig or Workload is one line of the table: `run`, `sweep` 
 import functools
 import itertools
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, cast
 
 import msgspec
 
 from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
-from stepscope.core.errors import InputError, warn
+from stepscope.core.errors import InputError, choose, warn
+from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, configure
-from stepscope.core.options import MODEL, PARALLEL, WORKLOAD, Option, completed, positive_number
+from stepscope.core.options import (
+    MEASURING,
+    MODEL,
+    PARALLEL,
+    RECORDING,
+    WORKLOAD,
+    Option,
+    completed,
+    is_given,
+    positive_number,
+    words,
+)
 from stepscope.core.parts import (
     KERNELS,
     MODULE_PARTS,
@@ -25,6 +37,7 @@ from stepscope.core.parts import (
     kernels_of,
     named_kernels,
 )
+from stepscope.core.run import Settings, settings_from
 from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
 from stepscope.core.user_model import code_digest, parse_arguments, unmet
 from stepscope.core.workloads import (
@@ -41,7 +54,7 @@ from stepscope.core.workloads import (
     Workload,
     is_configuration,
 )
-from stepscope.engine.request import combinations, grid
+from stepscope.engine.request import MEMORY_STACKS, MemoryRequest, MemoryStacks, TraceRequest, combinations, grid
 
 
 def norm_bound(text: str) -> float | str:
@@ -298,3 +311,86 @@ def _flags(said: Mapping[str, Any]) -> list[str]:
 
 TEXTBOOK_OPTIONS = tuple(name for name in _FIELDS if name not in _OF_ANY_MODEL)
 """Options of a workload that say something of the textbook's model alone."""
+
+
+# How long a step is measured, and what is kept of some more steps.
+
+
+RECORDED = ("memory", *TRACE_TOOLS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """How long a step is measured."""
+
+    warmup: int | None = None
+    steps: int | None = None
+    seconds: float = 5.0
+    no_profile: Annotated[bool, Option("Leave out the profiled step after the timed ones.", MEASURING)] = False
+
+    @property
+    def settings(self) -> Settings:
+        """The record of these options that a run keeps."""
+        return settings_from(self.warmup, self.steps, self.seconds, self.no_profile)
+
+
+Record = Annotated[
+    tuple[str, ...],
+    Option(
+        "What to keep of some more steps: every allocation with its stack (memory), a trace of torch.profiler "
+        "(kineto) or of Nsight Systems (nsys). Several by commas.",
+        RECORDING,
+        metavar="|".join(RECORDED),
+        repeated=True,
+        complete=completed(*RECORDED),
+    ),
+]
+TraceSteps = Annotated[int, Option("How many steps a trace holds.", RECORDING)]
+TraceStacks = Annotated[bool, Option("With Python stacks in the trace (slow). Needs --record kineto.", RECORDING)]
+MemoryStacksOf = Annotated[
+    str | None,
+    Option(
+        "Whose stacks allocations keep: python (default), or all: C++ too, which takes minutes. Needs --record memory.",
+        RECORDING,
+        complete=completed(*MEMORY_STACKS),
+    ),
+]
+MemorySteps = Annotated[
+    int,
+    Option(
+        "How many steps are recorded: 3 or more show what grows from step to step. Needs --record memory.", RECORDING
+    ),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """What is kept of some more steps, after the timed ones."""
+
+    record: Record = ()
+    trace_steps: TraceSteps = 2
+    trace_stacks: TraceStacks = False
+    memory_stacks: MemoryStacksOf = None
+    memory_steps: MemorySteps = 1
+    trace: TraceRequest = field(init=False)
+    memory: MemoryRequest | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        named = tuple(dict.fromkeys(word for text in self.record for word in words(text, "--record")))
+        for name in named:
+            choose(name, RECORDED, "record")
+        needs = (
+            ("--trace-stacks", self.trace_stacks, ("kineto",), "stacks"),
+            ("--memory-stacks", self.memory_stacks is not None, ("memory",), "stacks"),
+            ("--memory-steps", is_given("--memory-steps"), ("memory",), "steps"),
+            ("--trace-steps", is_given("--trace-steps"), TRACE_TOOLS, "steps"),
+        )
+        for flag, given, records, what in needs:
+            if given and not set(records) & set(named):
+                add = "add it" if len(records) == 1 else "add one of them"
+                raise InputError(f"{flag} belongs to --record {' or '.join(records)}: {add}, or leave the {what} out")
+        tools = cast("tuple[TraceTool, ...]", tuple(name for name in named if name in TRACE_TOOLS))
+        stacks = cast("MemoryStacks", self.memory_stacks or "python")  # MemoryRequest refuses others
+        memory = MemoryRequest(stacks=stacks, steps=self.memory_steps) if "memory" in named else None
+        object.__setattr__(self, "trace", TraceRequest(tools=tools, steps=self.trace_steps, stacks=self.trace_stacks))
+        object.__setattr__(self, "memory", memory)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
 
-from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean, warn
-from stepscope.app.cli.sweep import measure_and_report, type_of_device
+from stepscope.app.cli.sweep import measure_and_report
 from stepscope.app.cli.verb import workload_in
 from stepscope.core.answer import worst
 from stepscope.core.environment import place_in_job, refuse_several
@@ -28,7 +27,8 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import encode_run, find_run, load_run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import TextbookWorkload, Workload
-from stepscope.engine.workload_options import TEXTBOOK_OPTIONS, OneWorkload
+from stepscope.engine.request import type_of_device
+from stepscope.engine.workload_options import TEXTBOOK_OPTIONS, OneWorkload, Recording, Timing
 
 if TYPE_CHECKING:
     from stepscope.allocations.explain import Explained

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import msgspec
 import typer
 
-from stepscope.app.cli.measuring import Recording, Timing
 from stepscope.app.cli.output import Presentation, sweep_progress, warn
 from stepscope.core.answer import Answer, worst
 from stepscope.core.errors import (
@@ -26,7 +25,7 @@ from stepscope.core.parts import attention_names
 from stepscope.core.run import Run
 from stepscope.core.units import counted
 from stepscope.core.workloads import DTYPES, PHASES
-from stepscope.engine.workload_options import ManyWorkloads
+from stepscope.engine.workload_options import ManyWorkloads, Recording, Timing
 
 if TYPE_CHECKING:
     from stepscope.engine.request import Policy, SweepPlan
@@ -296,12 +295,3 @@ def is_wanted(run: Run, wanted: Mapping[str, tuple[Any, ...]]) -> bool:
         (workload.name if field == "model" else getattr(workload, field, None)) in values
         for field, values in wanted.items()
     )
-
-
-def type_of_device(device: str) -> str:
-    """cpu or cuda; asks torch only where the user leaves it open."""
-    if device != "auto":
-        return device.partition(":")[0]
-    from stepscope.recording.device import resolve_device
-
-    return resolve_device(device).type

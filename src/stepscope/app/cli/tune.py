@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Annotated
 
 from stepscope.app.cli.output import Presentation, check_picture, draw, stdout_kept_clean, sweep_progress, warn
-from stepscope.app.cli.sweep import type_of_device
 from stepscope.core.answer import worst
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED
 from stepscope.core.files import json_document, read_named
@@ -13,6 +12,7 @@ from stepscope.core.options import MEASURING, STORED, Alone, Option, verb
 from stepscope.core.strategies import shared_somehow
 from stepscope.core.study_results import TUNED_FIELDS, Tuned, decode_tuned, fields_kept
 from stepscope.core.units import parse_seconds
+from stepscope.engine.request import type_of_device
 from stepscope.engine.workload_options import OneWorkload
 
 Budget = Annotated[

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
 import typer
 
-from stepscope.app.cli.measuring import Recording
 from stepscope.app.cli.output import give_back, show, warn
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line
@@ -29,6 +28,7 @@ from stepscope.engine.watched_script import (
     when_imported,
     without_our_frames,
 )
+from stepscope.engine.workload_options import Recording
 
 if TYPE_CHECKING:
     from stepscope.engine.watched_run import WatchedRun

@@ -13,7 +13,6 @@ from stepscope.app.cli.sweep import (
     finished_answer,
     is_wanted,
     stored_runs,
-    type_of_device,
     unread,
     wanted_runs,
 )
@@ -21,7 +20,7 @@ from stepscope.core.answer import Answer
 from stepscope.core.options import STORED, Option, refuse_beside
 from stepscope.core.run import Run, settings_from
 from stepscope.core.workloads import is_configuration
-from stepscope.engine.request import TraceRequest
+from stepscope.engine.request import TraceRequest, type_of_device
 from stepscope.engine.workload_options import ManyWorkloads, factory_arguments
 
 if TYPE_CHECKING:

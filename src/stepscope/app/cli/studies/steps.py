@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli.measuring import Record, Recording, Timing, TraceSteps
 from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
 from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing
-from stepscope.app.cli.sweep import finished_answer, stored_runs, type_of_device
+from stepscope.app.cli.sweep import finished_answer, stored_runs
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS
@@ -21,8 +20,8 @@ from stepscope.core.run import Run, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.strategies import SCALINGS, spelled
 from stepscope.core.workloads import COMPILES, DTYPES
-from stepscope.engine.request import TraceRequest
-from stepscope.engine.workload_options import OneWorkload
+from stepscope.engine.request import TraceRequest, type_of_device
+from stepscope.engine.workload_options import OneWorkload, Record, Recording, Timing, TraceSteps
 from stepscope.questions.one_model import given_ones
 
 if TYPE_CHECKING:
