@@ -28,9 +28,9 @@ from stepscope.core.evidence import MemoryCategory, PhaseSpan
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.units import GIB
+from stepscope.rendering.charts import draw_bars, draw_series, log_ticks
 from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots.charts import draw_bars, draw_series, log_ticks
-from stepscope.rendering.plots.save import CATEGORY_COLOURS, plot_spec, plot_svg, save_plot
+from stepscope.rendering.plots import CATEGORY_COLOURS, plot_spec, plot_svg, save_plot
 from stepscope.runs.answer import answer_run
 from stepscope.runs.tables import TableQuery, table_panels
 from tests.command import Done, stepscope
@@ -260,7 +260,7 @@ import sys
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
-from stepscope.rendering.plots.save import save_plot
+from stepscope.rendering.plots import save_plot
 from tests.rendering.test_plots import PHASES, a_step, timeline
 save_plot(timeline(a_step(), PHASES, title="</script><b>a step", interactive=True), Path(sys.argv[1]))
 """
@@ -542,7 +542,7 @@ import sys
 sys.modules["vl_convert"] = None
 from stepscope.core.errors import InputError
 try:
-    import stepscope.rendering.plots.save
+    import stepscope.rendering.plots
 except InputError as error:
     print(error)
 """

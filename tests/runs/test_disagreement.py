@@ -11,7 +11,7 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.questions.comparison import ComparedRun, Pair, compare_runs, replaced_runs, same_part
 from stepscope.questions.speed import TimedCell, pair_up
-from stepscope.rendering.writeup.document import Material
+from stepscope.rendering.writeup import Material
 from stepscope.runs.fields import conditions_in
 from stepscope.runs.run_sets import conditions_apart, disagreeing, disagreement
 from stepscope.runs.tables import TableQuery, build_table, select_runs

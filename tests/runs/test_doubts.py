@@ -10,14 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from stepscope.app.cli.app import app
-from stepscope.core.answer import Finding, Severity
+from stepscope.core.answer import Answer, Finding, Severity
 from stepscope.core.figures import doubt_mark, doubting_kinds, doubts_sentence, marked
 from stepscope.core.run import Run
 from stepscope.core.run_directory import save_run
 from stepscope.questions.attention_step import StepCell, answer_steps
 from stepscope.questions.warmup import answer_warmup
-from stepscope.rendering.sweep import ProgressRow, render_progress, sentence_of
-from stepscope.runs.answer import answer_cells, answer_list
+from stepscope.runs.answer import ProgressRow, answer_cells, answer_list, ended_cell_sentence, sweep_progress
 from stepscope.runs.tables import TableQuery, build_table
 from tests.conftest import make_run, workload
 from tests.shown import shown
@@ -56,8 +55,9 @@ def of_a_speed_up(run: Run) -> str:
 
 def of_a_sweep(run: Run) -> str:
     row = ProgressRow(name="cell", state="done", stage="", run=run, resumed=False)
-    assert sentence_of([row], 0, None).endswith(marked("step 12.1 s", run))
-    return shown(render_progress([row], None))
+    assert ended_cell_sentence([row], 0, None).endswith(marked("step 12.1 s", run))
+    _, table = sweep_progress([row], None)
+    return shown(Answer(study="sweep", question="", tables=(table,)))
 
 
 PLACES: dict[str, tuple[str, Callable[[Run], str]]] = {

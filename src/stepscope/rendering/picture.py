@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def draw_svg(answer: Answer) -> str:
     """Its panels as SVG; empty where they cannot be drawn, since too much would have to be told apart."""
-    from stepscope.rendering.plots.save import plot_spec, plot_svg  # noqa: PLC0415
+    from stepscope.rendering.plots import plot_spec, plot_svg  # noqa: PLC0415
 
     try:
         return plot_svg(plot_spec(draw_answer(answer)))
@@ -38,7 +38,7 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
     """
     import altair as alt  # noqa: PLC0415
 
-    from stepscope.rendering.plots.charts import (  # noqa: PLC0415  # noqa: PLC0415
+    from stepscope.rendering.charts import (  # noqa: PLC0415  # noqa: PLC0415
         HOLLOW,
         draw_areas,
         draw_bars,
@@ -86,7 +86,7 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
 def draw_panels(page: Page, folder: Path, suffix: str) -> int:
     """Write each plot of a page into a file of its own, named by its section; their number. One that cannot be drawn,
     since it holds more than can be told apart, is left out."""
-    from stepscope.rendering.plots.save import save_plot  # noqa: PLC0415
+    from stepscope.rendering.plots import save_plot  # noqa: PLC0415
 
     written = 0
     for section in page.sections:
@@ -197,7 +197,7 @@ def _read(stream: IO[bytes]) -> bytes | None:
 def _serve() -> None:
     """Draw what comes in until it ends."""
     from stepscope.rendering.picture import draw_svg  # noqa: PLC0415
-    from stepscope.rendering.plots.save import get_ready  # noqa: PLC0415
+    from stepscope.rendering.plots import get_ready  # noqa: PLC0415
 
     get_ready()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):

@@ -5,6 +5,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,6 +20,7 @@ from stepscope.core.answer import (
     Panel,
     Point,
     Table,
+    Tone,
     as_lines,
     table_of,
     text,
@@ -27,7 +29,7 @@ from stepscope.core.answer import (
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
 from stepscope.core.evidence import Capture, Correctness, Evaluated, RankFigures, RanksEvidence, WatchedLoop
-from stepscope.core.figures import MARKS, doubt_mark, doubting_kinds, figure
+from stepscope.core.figures import MARKS, doubt_mark, doubting_kinds, figure, marked
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import recomputed_flops
 from stepscope.core.parts import PartFound
@@ -99,6 +101,64 @@ def nodes_findings(runs: Sequence[Run]) -> Iterable[Finding]:
 
 def _said(value: object) -> str:
     return "none" if value is None else str(value)
+
+
+# A sweep while it runs.
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgressRow:
+    """A cell of a sweep as it stands."""
+
+    name: str
+    state: str
+    stage: str
+    run: Run | None
+    resumed: bool
+
+    @property
+    def step(self) -> str:
+        """What a step of it takes; empty where that is not known."""
+        step_s = metrics.median_s(self.run, STEP) if self.run else None
+        return marked(f"step {format_seconds(step_s)}", self.run) if self.run and step_s else ""
+
+
+def sweep_progress(
+    rows: Sequence[ProgressRow], seconds_left: float | None, height: int | None = None
+) -> tuple[str, Table]:
+    """How much of a sweep is done, and its cells with their states; a low screen has those round the one measured."""
+    ended = sum(1 for row in rows if row.run is not None)
+    fit = len(rows) if height is None else max(3, height - 5)  # summary, head, rule, two blank lines
+    current = next((i for i, row in enumerate(rows) if row.state == "measuring"), ended)
+    first = max(0, min(current - fit // 2, len(rows) - fit))
+    cells: list[tuple[Cell, ...]] = []
+    tones: dict[int, Tone] = {}
+    for i, row in enumerate(rows[first : first + fit]):
+        if row.run is None:
+            state = row.stage or row.state
+            tones[i] = "strong" if row.state == "measuring" else "aside"
+        else:
+            state = f"{status_word(row.run)}{', found on disk' if row.resumed else ''}"
+            tones[i] = "" if row.run.status == "done" else "bad"
+        cells.append((row.name, state, row.step))
+    table = table_of("cell", "state", "step", rows=cells, tones=tones)
+    return f"{ended} of {len(rows)} cells{_time_left(seconds_left)}", table
+
+
+def ended_cell_sentence(rows: Sequence[ProgressRow], index: int, seconds_left: float | None) -> str:
+    """One line for a cell that has ended."""
+    row = rows[index]
+    assert row.run is not None
+    result = row.step if row.run.status == "done" else status_sentence(row.run)
+    more = " (already measured)" if row.resumed else _time_left(seconds_left)
+    return f"[{index + 1}/{len(rows)}] {row.name}: {result}{more}"
+
+
+def _time_left(seconds: float | None) -> str:
+    if not seconds:
+        return ""
+    minutes, rest = divmod(round(seconds), 60)
+    return f", about {f'{minutes} min ' if minutes else ''}{rest} s left"
 
 
 # What a run says of the ranks that shared its step: a table with a row each, and how they were taken together.

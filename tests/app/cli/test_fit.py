@@ -19,7 +19,7 @@ from stepscope.core.units import GIB, MIB
 from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
 from stepscope.engine.request import Cell, SweepPlan
 from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots.save import save_plot
+from stepscope.rendering.plots import save_plot
 from tests.command import stepscope
 from tests.conftest import workload
 from tests.shown import check_golden

@@ -17,10 +17,9 @@ from stepscope.core.evidence import Evidence, Precision, Updates
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import format_bytes
+from stepscope.rendering.pages.html import redacted
 from stepscope.rendering.pages.named import commands_of, page_named, page_of_comparison, page_of_run, page_of_runs
-from stepscope.rendering.pages.of_answer import gravest, page_of_answer
-from stepscope.rendering.pages.of_capture import page_of_capture
-from stepscope.rendering.pages.redaction import redacted
+from stepscope.rendering.pages.of_answer import gravest, page_of_answer, page_of_capture
 from stepscope.traces.captures.answer import icicle_panel
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.digest import load_capture, load_digest

@@ -12,7 +12,7 @@ from stepscope.core.answer import Answer, Panel, Point, decode_answer, encode_an
 from stepscope.core.errors import InputError
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.rendering.renderers import render
-from stepscope.rendering.writeup.document import (
+from stepscope.rendering.writeup import (
     ASSIGNMENTS,
     MOST_ALIKE,
     MOST_ROWS,

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from stepscope.core.answer import Answer, encode_answer
 from stepscope.core.errors import InputError, StepscopeError, choose, visible, warn
@@ -22,7 +23,7 @@ from stepscope.rendering.terminal import CleanConsole, parts_of, plain_part
 
 if TYPE_CHECKING:
     from stepscope.engine.request import Stage, SweepState
-    from stepscope.rendering.sweep import ProgressRow
+    from stepscope.runs.answer import ProgressRow
 
 
 def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
@@ -79,7 +80,7 @@ def _columns() -> int:
 def check_picture(target: Path | None) -> None:
     """Raise InputError, before anything is measured, unless a picture can be written under such a name."""
     if target is not None:
-        from stepscope.rendering.plots.save import check_target
+        from stepscope.rendering.plots import check_target
 
         check_target(target)
 
@@ -89,7 +90,7 @@ def draw(answer: "Answer", target: Path | None) -> None:
     if target is None:
         return
     from stepscope.rendering.picture import draw_answer
-    from stepscope.rendering.plots.save import is_interactive, save_plot
+    from stepscope.rendering.plots import is_interactive, save_plot
 
     save_plot(draw_answer(answer, interactive=is_interactive(target)), target)
     notes = "; ".join(dict.fromkeys(panel.frame.note for panel in answer.panels if panel.frame.note))
@@ -190,7 +191,9 @@ def progress() -> Generator[Callable[["Stage"], None]]:
 @contextlib.contextmanager
 def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
     """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
-    from stepscope.rendering.sweep import render_progress, sentence_of
+    from stepscope.rendering.terminal import make_table
+    from stepscope.runs.answer import ended_cell_sentence
+    from stepscope.runs.answer import sweep_progress as progress_of
 
     faults: list[str] = []
     if sys.stderr.isatty():
@@ -199,7 +202,8 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
 
             def show_live(state: "SweepState") -> None:
                 faults.extend(fault for fault in state.faults if fault not in faults)
-                live.update(render_progress(rows_of(state), state.seconds_left, height))
+                done, table = progress_of(rows_of(state), state.seconds_left, height)
+                live.update(Group(Text(done), make_table(table)))
 
             yield show_live
         for fault in faults:
@@ -221,15 +225,15 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
         for i, row in enumerate(rows):
             if row.run is not None and i not in told:
                 told.add(i)
-                warn(sentence_of(rows, i, state.seconds_left))
+                warn(ended_cell_sentence(rows, i, state.seconds_left))
 
     yield tell
 
 
 def rows_of(state: "SweepState") -> "list[ProgressRow]":
-    """The state of a sweep as rendering/sweep.py reads it."""
+    """The state of a sweep as runs/answer.py reads it."""
     from stepscope.core.formulas.spelled import cell_name
-    from stepscope.rendering.sweep import ProgressRow
+    from stepscope.runs.answer import ProgressRow
 
     return [
         ProgressRow(

@@ -71,7 +71,7 @@ def report(
     try:
         page = _made(what, runs, compare=compare, across=across, drawer=None if redact else drawer)
         if redact:
-            from stepscope.rendering.pages.redaction import redacted
+            from stepscope.rendering.pages.html import redacted
 
             page = redacted(page, what)
         from stepscope.rendering.pages.html import render_page

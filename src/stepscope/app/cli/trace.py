@@ -211,7 +211,7 @@ def trace(
         other = "--against compares two" if against is not None else "other options show a part"
         raise InputError(f"--perfetto shows one whole capture, {other}: ask for one after the other")
     if save is not None:
-        from stepscope.rendering.plots.save import check_target
+        from stepscope.rendering.plots import check_target
 
         check_target(save)
     del no_ranges  # captures without ranges are read in any case

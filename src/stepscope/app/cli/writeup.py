@@ -14,7 +14,7 @@ from stepscope.core.options import OUTPUT, Argument, Option, verb
 from stepscope.core.units import counted
 
 if TYPE_CHECKING:
-    from stepscope.rendering.writeup.document import Measure, Scale, Target, WriteUp
+    from stepscope.rendering.writeup import Measure, Scale, Target, WriteUp
 
 
 Assignment = Annotated[str, Option("Whose questions are answered.")]
@@ -48,7 +48,7 @@ def writeup(
     runs: Path,
 ) -> int:
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
-    from stepscope.rendering.writeup.document import SCALES, Material, Target, assignment_named, gather, write_up
+    from stepscope.rendering.writeup import SCALES, Material, Target, assignment_named, gather, write_up
 
     asked = assignment_named(assignment)
     choose(scale, SCALES, "scale")

@@ -50,11 +50,14 @@ from stepscope.rendering.pages.of_answer import (
     heading_of,
     is_prediction,
     page_of_answer,
+    page_of_capture,
+    page_of_job,
     page_of_prediction,
     section,
     sections_of,
+    sections_of_capture,
+    sections_of_digest,
 )
-from stepscope.rendering.pages.of_capture import page_of_capture, page_of_job, sections_of_capture, sections_of_digest
 from stepscope.runs import metrics
 from stepscope.runs.answer import answer_cells, answer_run, identify, status_in_short, status_sentence, status_word
 from stepscope.runs.fields import FIELDS, VALUES, Scalar

@@ -1,26 +1,38 @@
-"""The page of any answer: a comparison, a snapshot, a prediction, the ranks of a job, or a study that was stored."""
+"""The page of any answer: a comparison, a snapshot, a prediction, a capture, the ranks of a job, a stored study."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import polars as pl
 
 from stepscope.core.answer import (
     SEVERITIES,
     Answer,
+    Cell,
     Figure,
     Finding,
     Page,
     Panel,
     Section,
     Table,
+    as_lines,
     decode_answer,
     name_of,
+    table_of,
 )
 from stepscope.core.errors import InputError
-from stepscope.core.units import format_bytes
+from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
+from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicle_panel, timeline_panel
+from stepscope.traces.captures.digest import TraceDigest
+from stepscope.traces.captures.summary import OUTSIDE, TraceSummary
+from stepscope.traces.kernels.names import kernel_labels
+from stepscope.traces.ranks import Job
+from stepscope.traces.ranks_answer import answer_job
+from stepscope.traces.roofline_answer import roofline_tables
 
 PLOTS = "Plots"
 _OF_A_TERMINAL = re.compile(r"(?:More tables with --only: .*|\d[\d,]* more: --only .*)")
@@ -129,7 +141,7 @@ def page_of_prediction(document: Any, source: str) -> Page:
         )
     answer = decode_answer(json.dumps(document["answer"]).encode(), source)
     try:
-        figures = tuple(_figures(document))
+        figures = tuple(_figures_of_prediction(document))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{source} is no whole prediction ({error}): write it anew by stepscope fit --json") from None
     # The verdict is the first sentence under a table, where the others say how it came to be.
@@ -137,7 +149,7 @@ def page_of_prediction(document: Any, source: str) -> Page:
     return page_of_answer(answer, "prediction", sentence=sentence, figures=figures)
 
 
-def _figures(document: Mapping[str, Any]) -> list[Figure]:
+def _figures_of_prediction(document: Mapping[str, Any]) -> list[Figure]:
     fits, margin, estimate = document["fits"], document["margin_bytes"], document["estimate"]
     figures = [
         Figure(name="peak", value=format_bytes(document["peak_bytes"]), note="predicted, by PyTorch's allocator"),
@@ -153,3 +165,193 @@ def _figures(document: Mapping[str, Any]) -> list[Figure]:
     if saved:
         figures.append(Figure(name="saved for backward", value=format_bytes(saved), note="when forward ends"))
     return figures
+
+
+# The page of a captured step, and of a job's ranks: where the time went, by which kernels, how near the device's
+# peaks, and what ran when.
+
+
+def page_of_capture(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Page:
+    """The page of one capture. Raises InputError where it holds no work."""
+    answer = answer_trace(summary, findings, source)
+    return Page(
+        title=f"Where does the time of {source} go?",
+        kind="capture",
+        sentence=_sentence_of_capture(summary),
+        figures=_figures_of_capture(summary, findings),
+        findings=findings,
+        checked=True,
+        sections=(*heading_of(answer), *sections_of_capture(summary, answer), *ending_of(answer)),
+        shown_by=(f"stepscope trace {shlex.quote(source)}",),
+    )
+
+
+def sections_of_capture(summary: TraceSummary, answer: Answer) -> tuple[Section, ...]:
+    """An icicle of the time, the kernels, the roofline, and the timeline, each with its tables."""
+    roofs = {name_of(table) for table in roofline_tables(summary.roofline)} if summary.roofline is not None else set()
+    places: dict[str, list[Table]] = {"time": [], "kernels": [], "roofline": [], "when": []}
+    for table in answer.tables:
+        name = name_of(table)
+        in_kernels = name.startswith(("top of", "kernels of"))
+        kind = (
+            "roofline" if name in roofs else "kernels" if in_kernels else "when" if name.startswith("idle") else "time"
+        )
+        places[kind].append(table)
+    bars = [panel for panel in answer.panels if panel.kind in ("bars", "stack")]
+    roof = [panel for panel in answer.panels if panel not in bars]
+    whole = summary.part is None
+    icicle = icicle_panel(summary) if whole else None
+    timeline = timeline_panel([("", summary.attribution, summary.occupation, 0)]) if whole else None
+    found = (
+        ("Where the time went", _present(icicle), places["time"]),
+        ("The longest kernels", bars, places["kernels"]),
+        ("Against the device's peaks", roof, places["roofline"]),
+        ("What ran when, and what stood idle", _present(timeline), places["when"]),
+    )
+    return tuple(
+        section(title, answer, tables=tables, panels=panels) for title, panels, tables in found if tables or panels
+    )
+
+
+def _present(panel: Panel | None) -> list[Panel]:
+    return [panel] if panel is not None else []
+
+
+def _sentence_of_capture(summary: TraceSummary) -> str:
+    phases = sorted(summary.phases, key=lambda phase: -phase.busy_ns)
+    noun = "operators" if summary.attribution.table.on_cpu else "kernels"
+    if not phases or not summary.busy_ns:
+        return f"No {noun} ran in this capture."
+    steps = max(1, summary.steps)
+    share = phases[0].busy_ns / (summary.busy_ns / steps)
+    totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum())
+    family = totals.sort("busy_ns", "family", descending=[True, False])["family"][0]
+    took = f"{ms_text(summary.busy_ns / steps)} ms"
+    kept = f"keeps the device busy for {took} with {noun}"
+    if summary.attribution.table.on_cpu:
+        kept = f"takes {took} of the host's time in {noun}"
+    return f"A step {kept}, {format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
+
+
+def _where(phase: str) -> str:
+    return "outside the phases" if phase == OUTSIDE else f"in {phase}"
+
+
+def _figures_of_capture(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figure, ...]:
+    steps, noun = max(1, summary.steps), "operators" if summary.attribution.table.on_cpu else "kernels"
+    per = counted(steps, "step")
+    occupied = summary.occupation
+    idle = occupied.idle_ns / occupied.span_ns if occupied is not None and occupied.span_ns else None
+    covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
+    return (
+        Figure(name=f"{noun[:-1]} time a step", value=f"{ms_text(summary.busy_ns / steps)} ms"),
+        Figure(name=f"{noun} a step", value=format_count(round(summary.kernel_count / steps)), note=per),
+        Figure(name="matrix products", value=format_share(summary.gemm_fraction), note="of the time in phases"),
+        Figure(
+            name="device idle",
+            value=format_share(idle) if idle is not None else "not known",
+            note="under the profiler" if idle is not None else "a CPU, or part of a capture",
+        ),
+        gravest(findings, note=f"{format_share(covered)} of the time has a place"),
+    )
+
+
+def page_of_job(
+    job: Job, findings: tuple[Finding, ...], places: Sequence[str], load: Callable[[str], TraceSummary]
+) -> Page:
+    """The page of several ranks' captures, from a folder or from files. `load` reads one of them again, by its source,
+    for the timeline."""
+    source = places[0] if len(places) == 1 else counted(len(places), "capture")
+    offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
+    lanes: Iterable[tuple[str, TraceSummary, int]] = (
+        (f"rank {rank.number}", load(rank.source), offsets.get(rank.number, 0)) for rank in job.ranks[:_RANKS_DRAWN]
+    )
+    timeline = timeline_panel((name, one.attribution, one.occupation, offset) for name, one, offset in lanes)
+    slowest = max(job.ranks, key=lambda rank: rank.busy_ns)
+    return page_of_answer(
+        answer_job(job, findings, source),
+        "ranks",
+        title=f"What do the ranks of {source} do?",
+        sentence=f"A step takes {ms_text(job.step_ns)} ms on {counted(len(job.ranks), 'rank')}; rank {slowest.number} "
+        "has most kernel time.",
+        figures=(
+            Figure(name="ranks", value=format_count(len(job.ranks))),
+            Figure(name="a step", value=f"{ms_text(job.step_ns)} ms"),
+            Figure(name="most kernel time", value=f"rank {slowest.number}"),
+            gravest(findings),
+        ),
+        panels=(timeline,) if timeline is not None else (),
+        shown_by=(f"stepscope trace {shlex.join(places)}",),
+    )
+
+
+_RANKS_DRAWN = 8
+"""Ranks whose streams a timeline shows: more are too thin to be read."""
+
+
+# What a run's page shows of a trace of which only the digest was kept: tables and icicles, and no timeline.
+
+
+def sections_of_digest(digest: TraceDigest, *, on_cpu: bool) -> tuple[Section, ...]:
+    """Where the time went, the longest kernels, and how near the families come to the device's peaks."""
+    noun = "operator" if on_cpu else "kernel"
+    found = (
+        ("Where the time went", digest_icicles(digest, noun), [_phases(digest, noun)]),
+        ("The longest kernels", [], list(_longest(digest))),
+        ("Against the device's peaks", [], [_roofs(digest)]),
+    )
+    sections = (_section(title, panels, [table for table in tables if table.rows]) for title, panels, tables in found)
+    return tuple(one for one in sections if one.answer.panels or one.answer.tables)
+
+
+def _section(title: str, panels: list[Panel], tables: list[Table]) -> Section:
+    answer = Answer(study="trace", question="", tables=tuple(tables), panels=tuple(panels))
+    return Section(title=title, answer=answer)
+
+
+def _phases(digest: TraceDigest, noun: str) -> Table:
+    rows: list[tuple[Cell, ...]] = [
+        (phase.phase, phase.kernels, phase.busy_ns, phase.gemm_fraction) for phase in digest.phases
+    ]
+    steps = counted(digest.steps, "step")
+    kept = f"From the digest of a trace by {digest.profiler} over {steps}; the trace itself is not kept here."
+    return table_of(
+        "phase, a step",
+        (f"{noun}s", "g"),
+        (f"{noun} time ms", "ms of ns"),
+        ("matrix share", "%"),
+        rows=rows,
+        notes=as_lines(kept),
+    )
+
+
+def _longest(digest: TraceDigest) -> Iterator[Table]:
+    labels = kernel_labels(row.name for row in digest.top)
+    for phase in dict.fromkeys(row.phase for row in digest.top):
+        yield table_of(
+            f"top of {phase}",
+            "family",
+            ("calls", "g"),
+            ("ms a step", "ms of ns"),
+            ("share", "%"),
+            rows=[
+                (labels[row.name], row.family, row.calls, row.busy_ns, row.share)
+                for row in digest.top
+                if row.phase == phase
+            ],
+        )
+
+
+def _roofs(digest: TraceDigest) -> Table:
+    return table_of(
+        "family",
+        ("ms a step", "ms of ns"),
+        ("FLOP/B", ".3g"),
+        ("bound ms", "ms of ns"),
+        ("times its bound", ".2f"),
+        "mostly",
+        rows=[
+            (row.family, row.device_ns, row.intensity, row.bound_ns, row.over_bound, row.verdict)
+            for row in digest.roofs
+        ],
+    )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from stepscope.core.answer import SEVERITIES, Finding
 from stepscope.core.run import Run
-from stepscope.runs.checks import computation, execution, loops, measurement
+from stepscope.runs.checks import computation, loops, measurement
 
 Check = Callable[[Run], Finding | None]
 
@@ -19,17 +19,17 @@ CHECKS: tuple[Check, ...] = (
     computation.precision_mismatch,
     computation.attention_in_fp32,
     computation.compile_not_used,
-    execution.compile_mode_mismatch,
+    computation.compile_mode_mismatch,
     computation.compile_fallback,
-    execution.attention_mismatch,
-    execution.part_mismatch,
-    execution.part_left,
-    execution.optimizer_mismatch,
-    execution.clip_mismatch,
-    execution.optimizer_skipped,
-    execution.parameters_not_finite,
-    execution.accumulation_mismatch,
-    execution.checkpointing_mismatch,
+    computation.attention_mismatch,
+    computation.part_mismatch,
+    computation.part_left,
+    computation.optimizer_mismatch,
+    computation.clip_mismatch,
+    computation.optimizer_skipped,
+    computation.parameters_not_finite,
+    computation.accumulation_mismatch,
+    computation.checkpointing_mismatch,
     computation.phase_includes_forward,
     computation.autocast_scope,
     computation.graph_kept_alive,
@@ -56,7 +56,7 @@ CHECKS: tuple[Check, ...] = (
     measurement.host_busy,
     measurement.preset_changed,
     measurement.config_not_followed,
-    execution.update_after_backward,
+    computation.update_after_backward,
     measurement.launch_bound,
     measurement.profiler_overhead,
     loops.unpinned_batch,

@@ -14,7 +14,7 @@ from stepscope.core.answer import Guide, Panel, Point, Span
 from stepscope.core.errors import InputError, middle_cut, printable
 from stepscope.core.units import GIB, KIB, MIB, format_bytes
 from stepscope.rendering.cells import icicle_places
-from stepscope.rendering.plots.save import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, told_apart
+from stepscope.rendering.plots import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, told_apart
 
 # Axes that plots share: logarithmic ones with few, round ticks.
 

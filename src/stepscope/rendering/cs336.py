@@ -35,7 +35,7 @@ from stepscope.questions.parallel import SharedCell, answer_parallel, part_of
 from stepscope.questions.speed import TimedCell, answer_speed
 from stepscope.questions.speed import pair_up as speed_pairs
 from stepscope.questions.warmup import answer_warmup
-from stepscope.rendering.writeup.document import Assignment, Found, Material, Measure, Question, Source
+from stepscope.rendering.writeup import Assignment, Found, Material, Measure, Question, Source
 from stepscope.runs.metrics import samples_of
 from stepscope.runs.tables import Statistic, TableQuery, answer_table, build_records, table_panels
 

@@ -29,7 +29,7 @@ from stepscope.questions.comparison import same_part
 from stepscope.rendering.cells import where_of
 from stepscope.rendering.pages.html import render_page
 from stepscope.rendering.picture import draw_answer
-from stepscope.rendering.plots.save import plot_spec, plot_svg
+from stepscope.rendering.plots import plot_spec, plot_svg
 from stepscope.rendering.renderers import render
 from stepscope.runs.fields import matches
 from stepscope.runs.run_sets import Disagreement, disagreeing, disagreement
@@ -237,7 +237,7 @@ ASSIGNMENTS = ("cs336",)
 def assignment_named(name: str) -> Assignment:
     """The assignment of this name. Raises InputError, with the names, for another."""
     choose(name, ASSIGNMENTS, "assignment")
-    return importlib.import_module(f"stepscope.rendering.writeup.{name}").ASSIGNMENT
+    return importlib.import_module(f"stepscope.rendering.{name}").ASSIGNMENT
 
 
 # The questions of an assignment, each with its Answer or with the reason why there is none.

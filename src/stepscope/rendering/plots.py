@@ -6,15 +6,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import altair as alt
 import msgspec
-import vl_convert
 
 from stepscope.core.errors import InputError, one_line, printable
 from stepscope.core.run_directory import write_atomically
 
-# The look that all plots share: font, colours, and one fixed colour for each category of memory.
-
+try:
+    import altair as alt
+    import vl_convert
+except ImportError as error:
+    # A machine that only measures may lack them; whoever asks it for a plot is told once, here, for every plot.
+    raise InputError(f"cannot plot without {error.name}: pip install altair vl-convert-python") from error
 
 FONT = "Liberation Sans, Arial, Helvetica, sans-serif"
 """vl-convert bundles Liberation Sans, so text is measured the same on every machine; Arial has the same metrics."""
