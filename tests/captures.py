@@ -12,8 +12,7 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.traces.assemble import assemble
-from stepscope.traces.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable
+from stepscope.traces.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable, assemble
 
 Row = dict[str, Any]
 

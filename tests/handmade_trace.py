@@ -5,9 +5,17 @@ from typing import Any
 
 import polars as pl
 
-from stepscope.traces.assemble import operators_as_work, with_launches
 from stepscope.traces.captures.attribution import Attribution, attribute
-from stepscope.traces.table import CALL_SCHEMA, OPERATOR_SCHEMA, RANGE_SCHEMA, WORK_SCHEMA, TraceTable, with_details
+from stepscope.traces.table import (
+    CALL_SCHEMA,
+    OPERATOR_SCHEMA,
+    RANGE_SCHEMA,
+    WORK_SCHEMA,
+    TraceTable,
+    operators_as_work,
+    with_details,
+    with_launches,
+)
 
 PROCESS, MAIN, AUTOGRAD = 1, 11, 12
 

@@ -24,7 +24,7 @@ from stepscope.core.formulas.operator_rules import (
     operator_rule,
     recorded_call,
 )
-from stepscope.traces.readers.kineto import Arguments, Event, decode_block, needs_values, operator_shapes
+from stepscope.traces.readers.kineto import BY_VALUES, Arguments, Event, decode_block
 from stepscope.traces.roofline_answer import shapes_label
 from tests.hostile.campaign import conclude, generator, parser
 from tests.hostile.captures import public
@@ -142,8 +142,8 @@ def fault_of(name: str, given: dict[str, Any]) -> str | None:
 def _texts(event: Event) -> tuple[str | None, str | None, str | None]:
     """Shapes, dtypes and values as the reader takes them from an event."""
     given = event.args or Arguments()
-    values = bytes(given.values) if needs_values(event.name) else b""
-    texts = (operator_shapes(given), bytes(given.dtypes), values)
+    values = bytes(given.values) if BY_VALUES.search(str(event.name)) else b""
+    texts = (bytes(given.shapes) or bytes(given.shapes_old), bytes(given.dtypes), values)
     return tuple(text.decode("utf-8", "replace") or None for text in texts)  # type: ignore[return-value]
 
 

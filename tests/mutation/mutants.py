@@ -125,7 +125,7 @@ MUTANTS = (
     # Captures.
     Mutant(
         name="launches joined without the process",
-        file="traces/assemble.py",
+        file="traces/table.py",
         old="return number * _FEW_IDS + ",
         new="return number * 0 + ",
         falsifies="kernels of one rank are launched by another (row 12 of docs/measuring.md)",

@@ -22,12 +22,11 @@ import polars as pl
 from stepscope.core.errors import InputError, printable
 from stepscope.core.evidence import TRACE_TOOLS
 from stepscope.core.run_directory import CAPTURE_FILES, DIGEST_FILE, RUN_FILE, write_atomically
-from stepscope.traces.assemble import is_launch
 from stepscope.traces.captures.attribution import ROOT, Attribution, gather, is_node, tells_phase
 from stepscope.traces.captures.digest import find_capture
 from stepscope.traces.kernels.names import kernel_labels
 from stepscope.traces.nesting import Nest, numbered
-from stepscope.traces.table import COPIES, COUNTER_SCHEMA, TraceTable, empty, stepwise
+from stepscope.traces.table import COPIES, COUNTER_SCHEMA, TraceTable, empty, is_launch, stepwise
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""

@@ -7,6 +7,7 @@ Where some do cross (ranges of several threads, times cut to microseconds), the 
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import polars as pl
 
@@ -39,17 +40,12 @@ class _Scale:
 
 def _scale(track: pl.Series, start_ns: pl.Series, end_ns: pl.Series) -> _Scale:
     tracks = {value: number for number, value in enumerate(track.unique().sort().to_list())}
-    origin, last = _integer(start_ns.min()) - 1, _integer(end_ns.max()) + 2
+    origin, last = cast("int", start_ns.min()) - 1, cast("int", end_ns.max()) + 2
     span = last - origin
     if span * max(1, len(tracks)) < _LARGEST:
         return _Scale(origin=origin, span=span, tracks=tracks, times=None)
     times = pl.concat([start_ns.rename("t"), end_ns.rename("t")]).unique().sort()
     return _Scale(origin=0, span=len(times) + 2, tracks=tracks, times=times)
-
-
-def _integer(value: object) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 class Nest:
@@ -196,6 +192,22 @@ def numbered(frame: pl.DataFrame, by: list[str]) -> pl.Series:
     distinct = frame.select(by).unique().sort(by).with_row_index("number")
     joined = frame.select(by).join(distinct, on=by, how="left", maintain_order="left", nulls_equal=True)
     return joined["number"].cast(pl.Int64)
+
+
+def by_thread(intervals: pl.DataFrame) -> Nest:
+    """The nest of intervals on their threads."""
+    return Nest(intervals.with_columns(numbered(intervals, ["process", "thread"]).alias("track")), "track")
+
+
+def open_rows(intervals: pl.DataFrame, places: pl.DataFrame, time_ns: pl.Series) -> pl.Series:
+    """The row of the innermost interval that is open at each moment in its place, or null.
+
+    The columns of `places` (process and thread, say), which the intervals have too, tell the tracks.
+    """
+    by = places.columns
+    track = numbered(pl.concat([intervals.select(by), places]), by)
+    nest = Nest(intervals.with_columns(track.head(intervals.height).alias("track")), "track")
+    return nest.innermost(track.tail(places.height), time_ns)
 
 
 def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> pl.DataFrame:

@@ -4,16 +4,19 @@ Times are integer nanoseconds on the trace's own clock. Nothing is dropped: devi
 launches without device work stay in, and what has no row (flow arrows, metadata, counters) is counted in `other`.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, cast
 
 import polars as pl
+
+from stepscope.core.errors import InputError
+from stepscope.traces.nesting import by_thread
 
 # Counters of a capture: figures that a profiler recorded over time, beside what ran.
 
 
-COPY_SCHEMA = pl.Schema({"start_ns": pl.Int64, "duration_ns": pl.Int64, "device": pl.Int64, "bytes": pl.Int64})
-"""Columns of the copies of which `copy_bandwidth` is made."""
 COUNTER_SCHEMA = pl.Schema(
     {"start_ns": pl.Int64, "process": pl.Int64, "device": pl.Int64, "name": pl.Categorical(), "value": pl.Int64}
 )
@@ -22,36 +25,11 @@ COUNTER_SCHEMA = pl.Schema(
 ALLOCATED, RESERVED, COPYING = "bytes allocated", "bytes reserved", "copy bandwidth, bytes/s"
 
 
-def copies_of(work: pl.DataFrame, moved: list[int | None]) -> pl.DataFrame:
-    """The rows of `work`, which are copies, with the bytes that each moved. A figure beyond 64 bits is none."""
-    return work.select("start_ns", "duration_ns", "device", pl.Series("bytes", _fitting(moved), dtype=pl.Int64))
-
-
-def memory_counters(
-    start_ns: pl.Series, process: pl.Series, said: list[tuple[int | None, int | None, int | None]]
-) -> pl.DataFrame:
-    """What the allocator held after each of its events, which say device, bytes allocated and bytes reserved."""
-    devices = [-1 if device is None else device for device in _fitting([device for device, _, _ in said])]
-    of_each = pl.DataFrame(
-        {"start_ns": start_ns, "process": process, "device": pl.Series(devices, dtype=pl.Int64)}
-        | {ALLOCATED: pl.Series(_fitting([allocated for _, allocated, _ in said]), dtype=pl.Int64)}
-        | {RESERVED: pl.Series(_fitting([reserved for _, _, reserved in said]), dtype=pl.Int64)}
-    )
-    return (
-        of_each.unpivot(index=["start_ns", "process", "device"], variable_name="name", value_name="value")
-        .drop_nulls("value")
-        .with_columns(pl.col("name").cast(pl.Categorical()))
-        .select(COUNTER_SCHEMA.names())
-    )
-
-
-def _fitting(values: list[int | None]) -> list[int | None]:
-    return [None if value is None or abs(value) >= 2**62 else value for value in values]
-
-
-def copy_bandwidth(copies: pl.DataFrame) -> pl.DataFrame:
+def _copy_bandwidth(work: pl.DataFrame) -> pl.DataFrame:
     """The counter of bytes a second that copies move."""
-    known = copies.filter((pl.col("bytes") > 0) & (pl.col("bytes") < 2**53) & (pl.col("duration_ns") > 0))
+    known = work.filter(
+        pl.col("kind") == "memcpy", pl.col("bytes") > 0, pl.col("bytes") < 2**53, pl.col("duration_ns") > 0
+    )
     rate = (pl.col("bytes") / pl.col("duration_ns") * 1e9).round().cast(pl.Int64, strict=False).fill_null(0)
     begins = known.select("device", "start_ns", rate.alias("change"))
     ends = known.select("device", pl.col("start_ns") + pl.col("duration_ns"), -rate.alias("change"))
@@ -214,10 +192,13 @@ def empty(schema: pl.Schema) -> pl.DataFrame:
 
 
 def with_details(work: pl.DataFrame) -> pl.DataFrame:
-    """Device work with the columns of DETAIL_SCHEMA that its reader did not give, as null."""
-    return work.with_columns(
-        pl.lit(None, dtype).alias(name) for name, dtype in DETAIL_SCHEMA.items() if name not in work.columns
+    """Device work with all columns of DETAIL_SCHEMA, null where its reader did not give them."""
+    rest = [name for name in work.columns if name not in DETAIL_SCHEMA]
+    details = (
+        pl.col(name) if name in work.columns else pl.lit(None, dtype).alias(name)
+        for name, dtype in DETAIL_SCHEMA.items()
     )
+    return work.select(*rest, *details)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,3 +236,434 @@ class TraceTable:
     def on_cpu(self) -> bool:
         """Whether the rows of `work` are CPU operators by their own time, since no device took part."""
         return bool(self.work.height) and (self.work.item(0, "kind") == "operator")
+
+
+# Ties device work to the host call that launched it, by (process, correlation id).
+#
+# Some captures do not say the id in their rows. The profiler's arrows then lead from a call to its work, or an id that
+# calls, operators and work share (External id) does.
+
+
+_LAUNCH = r"^(cuda|cu|hip)\w*(Launch|Memcpy|Memset)"
+_NO_LAUNCH = r"HostFunc|GraphAdd|Graph\w*Node|GetLaunch|CallConfiguration"
+
+
+_FEW_IDS = 2**44
+"""Correlation ids below this, which is usual, share 64 bits with a number for their process."""
+
+
+def is_launch(name: pl.Expr) -> pl.Expr:
+    """Whether a call of that name puts work on a device: launches of kernels and graphs, copies and fills."""
+    return name.str.contains(_LAUNCH) & ~name.str.contains(_NO_LAUNCH)
+
+
+def with_launches(
+    work: pl.DataFrame,
+    calls: pl.DataFrame,
+    *,
+    arrows: pl.DataFrame | None = None,
+    operators: pl.DataFrame | None = None,
+) -> pl.DataFrame:
+    """Add launch_row, launch_ns and launch_thread (null without a record); the rows and their number are unchanged.
+
+    The key is (process, correlation id): ids are counted per process, so the id alone ties kernels to strangers'
+    launches. Where several calls carry one id, the launch among them counts. Where a trace does not say the process of
+    device work (Kineto), the process is taken from the calls: the only one, or the one whose launch fits.
+
+    Work without such a call is of the one that an arrow (LINK_SCHEMA, ending at device and stream) leads from; or of
+    one with its external id: the first work of the first launch, and so on. Without such a call either, `launch_row` is
+    null, and it was launched when its arrow or the operator of its external id began.
+    """
+    keyed = pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
+    if work["process"].null_count():
+        hosts = [frame for frame in (calls.filter(keyed), calls, operators) if frame is not None and frame.height]
+        work = _with_process(work, calls.filter(keyed), hosts[0]["process"].unique() if hosts else None)
+    call = _call_of(work, calls, keyed)
+    work = work.with_columns(
+        call.alias("launch_row"),
+        calls["start_ns"].gather(call).alias("launch_ns"),
+        calls["thread"].gather(call).alias("launch_thread"),
+    )
+    if arrows is not None and arrows.height:
+        work = _filled(work, lambda rows: _from_arrows(rows, calls, arrows))
+    if work.select((pl.col("external").is_not_null() & pl.col("launch_ns").is_null()).any()).item():
+        taken = work["launch_row"]
+        work = _filled(work, lambda rows: _by_external_ids(rows, calls, taken))
+        if operators is not None:  # as the operators of their external ids began
+            by = ["process", "external"]
+            began = operators.select(*by, launch_ns="start_ns", launch_thread="thread").drop_nulls()
+            began = began.unique(by, keep="first").with_columns(pl.lit(None, pl.UInt32).alias("launch_row"))
+            work = _filled(work, lambda rows: rows.select("at", *by).join(began, on=by, how="inner"))
+    return work
+
+
+def _filled(work: pl.DataFrame, find: Callable[[pl.DataFrame], pl.DataFrame]) -> pl.DataFrame:
+    """Work with what `find` tells of rows without a launch, by their place `at`: process, and the launch's columns."""
+    launch = ("launch_row", "launch_ns", "launch_thread")
+    rows = work.select("process", "device", "stream", "start_ns", "duration_ns", "external", "launch_ns")
+    told = find(rows.with_row_index("at").filter(pl.col("launch_ns").is_null()).drop("launch_ns"))
+    if not told.height:
+        return work
+    places = pl.int_range(work.height, dtype=pl.UInt32, eager=True).alias("at").to_frame()
+    told = places.join(told, on="at", how="left", maintain_order="left")
+    return work.with_columns(
+        pl.coalesce(told["process"], "process").alias("process"),
+        *(pl.coalesce(column, told[column]).alias(column) for column in launch),
+    )
+
+
+def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) -> pl.DataFrame:
+    """The launches of these rows of work by the arrows that end where they begin, or within them."""
+    columns = {"launch_thread": "thread", "launch_ns": "start_ns"}
+    launching = calls.filter(_launches(calls))
+    begins = _at_the_start(arrows.filter("begins"), launching, ["process", "thread"]).select("id", "process", **columns)
+    begins = pl.concat(
+        [begins, calls.select("process", id="correlation", **columns).drop_nulls("id").select(begins.columns)]
+    )
+    ends = arrows.filter(~pl.col("begins")).select("id", "start_ns", device="process", stream="thread")
+    ends = _at_the_start(ends, rows, ["device", "stream"])
+    pairs = ends.join(begins, on="id", how="inner").unique(
+        ["device", "stream", "start_ns"], keep="first", maintain_order=True
+    )
+    place = ["process", "launch_thread", "launch_ns"]
+    called = calls.select("process", launch_thread="thread", launch_ns="start_ns", launches=_launches(calls))
+    called = called.with_row_index("launch_row").sort("launches").unique(place, keep="last")
+    found = rows.drop("process").join(pairs, on=["device", "stream", "start_ns"], how="inner")
+    return found.join(called, on=place, how="left").select("at", "process", "launch_row", "launch_ns", "launch_thread")
+
+
+def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) -> pl.DataFrame:
+    """Ends of arrows, each at the start of the slice of its track that it lies in: it is bound to the whole slice."""
+    ends = ends.sort("start_ns", nulls_last=True, maintain_order=True)
+    begun = slices.select(*track, begun_ns="start_ns", end_ns=pl.col("start_ns") + pl.col("duration_ns"))
+    around = ends.join_asof(
+        begun.drop_nulls("begun_ns").sort("begun_ns", "end_ns"),
+        left_on="start_ns",
+        right_on="begun_ns",
+        by=track,
+        strategy="backward",
+        check_sortedness=False,
+    )
+    inside = pl.col("start_ns") <= pl.col("end_ns")
+    return around.with_columns(pl.when(inside).then("begun_ns").otherwise("start_ns").alias("start_ns")).select(
+        ends.columns
+    )
+
+
+def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, taken: pl.Series) -> pl.DataFrame:
+    """The launches of these rows of work by the external ids of calls, turn by turn."""
+    by = ["process", "external"]
+    turn = pl.int_range(pl.len()).over(by).alias("turn")
+    free = calls.with_row_index("launch_row").filter(_launches(calls)).drop_nulls("external")
+    free = free.filter(~pl.col("launch_row").is_in(taken.drop_nulls().implode())).sort("start_ns")
+    free = free.select("launch_row", *by, turn, launch_ns="start_ns", launch_thread="thread")
+    waiting = rows.drop_nulls("external").sort("start_ns", nulls_last=True).select("at", *by, turn)
+    return waiting.join(free, on=[*by, "turn"], how="inner")
+
+
+def _launches(calls: pl.DataFrame) -> pl.Series:
+    """Whether each call puts work on a device."""
+    distinct = calls["name"].unique().cast(pl.String)  # names are few, so each is looked at once
+    launching = distinct.filter(distinct.to_frame().select(is_launch(pl.col("name"))).to_series())
+    return calls["name"].is_in(launching.cast(pl.Categorical).implode())
+
+
+def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
+    """Row of the call behind each row of work, or null: a binary search in the sorted keys, for the memory's sake."""
+    processes = {value: number for number, value in enumerate(calls["process"].unique().to_list())}
+    low, high = calls["correlation"].min(), calls["correlation"].max()
+    small = low is None or (cast("int", low) >= 0 and cast("int", high) < _FEW_IDS)
+    ids = None if small else calls["correlation"].unique().sort()  # else their ranks stand for them
+
+    def key(frame: pl.DataFrame) -> pl.Series:
+        number = frame["process"].replace_strict(processes, default=None, return_dtype=pl.Int64)
+        one = frame.select(pl.when(keyed).then(pl.col("correlation"))).to_series()
+        if ids is not None:
+            rank = ids.search_sorted(one.fill_null(0), side="left").cast(pl.Int64)
+            known = ids.gather(rank.clip(upper_bound=len(ids) - 1)) == one
+            one = pl.select(pl.when(known).then(rank)).to_series()
+        return number * _FEW_IDS + pl.select(pl.when(one.is_between(0, _FEW_IDS - 1)).then(one)).to_series()
+
+    records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key").sort("key")
+    if (records["key"] == records["key"].shift(1)).any():
+        records = (
+            records.with_columns(
+                _launches(calls).gather(records["call"]).alias("launch"), calls["start_ns"].gather(records["call"])
+            )
+            .sort("key", "launch", "start_ns")
+            .unique("key", keep="last", maintain_order=True)
+        )
+    wanted = key(work)
+    if not records.height:
+        return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
+    at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
+    found = records["key"].gather(at) == wanted
+    return pl.select(pl.when(found).then(records["call"].gather(at))).to_series()
+
+
+def _with_process(work: pl.DataFrame, records: pl.DataFrame, processes: pl.Series | None) -> pl.DataFrame:
+    """Fill the process of device work from the calls that launched it, which are of these processes."""
+    if processes is None or len(processes) == 1:
+        only = processes.item() if processes is not None else 0
+        return work.with_columns(pl.col("process").fill_null(only))
+    # Several processes in one file (merged traces of several ranks): a device's work belongs to the process most of
+    # whose launches carry its (correlation, external) ids and precede it. Ranks in step with each other may all fit:
+    # they are then taken in their order, each for a device of its own.
+    candidates = work.filter(pl.col("process").is_null() & pl.col("correlation").is_not_null()).join(
+        records.select("process", "correlation", "external", "start_ns").rename({"start_ns": "called_ns"}),
+        on="correlation",
+        how="inner",
+        suffix="_call",
+    )
+    votes = (
+        candidates.filter(
+            (pl.col("called_ns") <= pl.col("start_ns"))
+            & (pl.col("external").eq_missing(pl.col("external_call")) | pl.col("external").is_null())
+        )
+        .group_by("device", "process_call")
+        .agg(pl.len().alias("votes"))
+        .filter(pl.col("votes") >= 0.99 * pl.col("votes").max().over("device"))
+        .sort("device", pl.col("process_call").abs())  # words for processes are numbered -2, -3, ... as they come
+    )
+    chosen: dict[int, int] = {}
+    for (device,), fitting in votes.group_by("device", maintain_order=True):
+        fits = fitting["process_call"].to_list()
+        chosen[cast("int", device)] = next((one for one in fits if one not in chosen.values()), fits[0])
+    by_device = pl.col("device").replace_strict(chosen, default=0, return_dtype=pl.Int64)
+    return work.with_columns(pl.coalesce("process", by_device).alias("process"))
+
+
+def operators_as_work(operators: pl.DataFrame) -> pl.DataFrame:
+    """A trace without device work: every operator by its own time, that of operators it calls excluded.
+
+    The rows are in the order of a nest by thread.
+    """
+    nest = by_thread(operators)
+    own = nest.self_ns(operators["duration_ns"]) if nest.height else pl.Series([], dtype=pl.Int64)
+    return with_details(
+        operators[nest.order].select(
+            "start_ns",
+            own.alias("duration_ns"),
+            pl.lit(-1, pl.Int64).alias("device"),
+            pl.col("thread").alias("stream"),
+            pl.lit("operator", KIND).alias("kind"),
+            pl.col("name").cast(pl.Categorical),
+            "process",
+            pl.lit(None, pl.Int64).alias("correlation"),
+            "external",
+            pl.lit(None, pl.Int64).alias("graph_node"),
+            pl.lit(None, pl.UInt32).alias("launch_row"),
+            pl.col("start_ns").alias("launch_ns"),
+            pl.col("thread").alias("launch_thread"),
+        )
+    )
+
+
+# Puts right the times of a capture that cannot be true, each where it does least harm, and counts them.
+#
+# The CUDA profiler's library (CUPTI) writes start and end as 0 where it could not collect them; a time a year from all
+# others is of no clock; and on one stream a kernel cannot outlast those that were launched after it.
+
+
+FAR_NS = 2**55
+"""Times that are this far apart (417 days) are not of one capture, and nothing lasts so long."""
+_EARLY_LAUNCH = r"Ex|Cooperative|Graph"
+"""Calls that may let a kernel begin before the one before it has ended: those with attributes of the launch."""
+
+_SHORT_NS = 10_000
+"""An overlap up to this is never cut: on a B200, kernels begin up to 3.7 us before the one before them has ended."""
+_LEAST_NS = 500
+"""No kernel is shorter. Where the next row begins sooner, it is the starts that cannot be, and nothing is cut."""
+
+Frames = dict[str, pl.DataFrame]
+
+
+def without_impossible_times(work: pl.DataFrame, others: Frames, damage: Damage) -> tuple[pl.DataFrame, Frames]:
+    """The frames without rows that have no time. Work without one stays, and its `start_ns` is null.
+
+    others: the frames of host rows by what they are, each with `start_ns`, some with `duration_ns`.
+    """
+    frames = {WORK: work, **others}
+    for what, frame in frames.items():
+        if "duration_ns" in frame.columns and cast("int", frame["duration_ns"].max() or 0) >= FAR_NS:
+            endless = pl.col("duration_ns") >= FAR_NS
+            add_count(damage.endless, what, int(frame.select(endless.sum()).item()))
+            frames[what] = frame.with_columns(pl.when(~endless).then("duration_ns").otherwise(0).alias("duration_ns"))
+    work = frames.pop(WORK)
+    starts = [frame["start_ns"] for frame in (work, *frames.values()) if frame.height]
+    low = min((cast("int", one.min() or 0) for one in starts), default=0)
+    high = max((cast("int", one.max() or 0) for one in starts), default=0)
+    zero = (pl.col("start_ns") == 0) & (pl.col("duration_ns") == 0)
+    if high - low < FAR_NS and not any(one.null_count() for one in starts) and not work.select(zero.any()).item():
+        return work, frames
+
+    def is_near(time_ns: object) -> pl.Expr:
+        return (pl.col("start_ns") - int(cast("float", time_ns or 0))).abs() < FAR_NS
+
+    host = pl.concat([frames[what]["start_ns"] for what in (CALLS, OPERATORS, RANGES)]).drop_nulls()
+    own = work.filter(~zero)["start_ns"].drop_nulls()
+    near = is_near(pl.concat([host, own] if not host.len() else [host]).median())
+    for what, frame in frames.items():
+        frames[what] = frame.filter(near)
+        add_count(damage.untimed, what, frame.height - frames[what].height)
+    if own.len() and not work.filter(~zero).select(near.any()).item():
+        near = is_near(own.median())  # the device has a clock of its own
+    known = ~zero & near.fill_null(False)
+    return work.with_columns(pl.when(known).then("start_ns").alias("start_ns")), frames
+
+
+_NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col("launch_ns") > 0)).fill_null(False)
+"""Whether a row of work, joined to its launch, has no start. A start of 0 is none where the launch is later."""
+
+
+def at_their_launch(work: pl.DataFrame, damage: Damage) -> pl.DataFrame:
+    """Work with its launches, of which the rows without a start stand at their launch, or else at 0 or, where that is
+    far from all others, at the first start."""
+    missing = work.select(_NO_START.alias("missing")).to_series()
+    if not missing.any():
+        return work
+    add_count(damage.untimed, WORK, int(missing.sum()))
+    first = cast("int", work["start_ns"].filter(~missing).min() or 0)
+    instead = pl.coalesce("launch_ns", pl.lit(first if abs(first) >= FAR_NS else 0, pl.Int64))
+    return work.with_columns(pl.when(missing).then(instead).otherwise("start_ns").alias("start_ns"))
+
+
+def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> tuple[pl.DataFrame, Damage]:
+    """Work of which no row outlasts later work of its stream: such a row is cut where the next begins.
+
+    A row may overlap the next where that was launched to begin early (programmatic dependent launch), and kernels of
+    one graph run side by side. So a row is cut only if work of another launch begins and ends within it, and either
+    more begins in it too, or the call of that work cannot begin it early.
+    """
+    places = ["process", "device", "stream"]
+    timed = (pl.col("stream") >= 0) & (pl.col("duration_ns") > 0) & ~_NO_START
+    end_ns = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
+    rows = work.select(*places, "start_ns", end_ns, "launch_ns", "duration_ns", "launch_row").with_row_index("row")
+    rows = rows.filter(timed).sort(*places, "start_ns", "end_ns")
+    begins_within = pl.col("start_ns").shift(-1) < pl.col("end_ns") - _SHORT_NS
+    on_one_stream = pl.all_horizontal(pl.col(column) == pl.col(column).shift(-1) for column in places)
+    if not rows.select((begins_within & on_one_stream).any()).item():
+        return work, damage
+    # What the rows of one launch have in common: their correlation id, that of a graph where no id is recorded, or the
+    # row itself.
+    known = pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
+    of_graph = pl.when(pl.col("graph_node").is_not_null()).then(pl.lit(-1, pl.Int64))
+    launch = pl.when(known).then("correlation").otherwise(of_graph.otherwise(-2 - pl.col("row").cast(pl.Int64)))
+    rows = rows.with_columns(work.with_row_index("row").select(launch.alias("launch"))["launch"].gather(rows["row"]))
+    runs = rows.select(pl.struct(*places, "launch").rle_id().alias("run"), pl.struct(places).rle_id().alias("stream"))
+    first = runs["run"].search_sorted(runs["run"], side="right").clip(upper_bound=max(0, rows.height - 1))
+    next_ns = rows["start_ns"].gather(first)
+    outlasts = (
+        (rows["end_ns"].gather(first) < rows["end_ns"])
+        & (rows["end_ns"] - next_ns > _SHORT_NS)
+        & (next_ns - rows["start_ns"] >= _LEAST_NS)
+        & (runs["stream"].gather(first) == runs["stream"])
+    )
+    cut: dict[int, int] = {}
+    for at in outlasts.arg_true().to_list():
+        row, after = rows.row(at, named=True), first[at]
+        on_stream = rows[after:].filter(runs["stream"][after:] == runs["stream"][at])
+        inside = on_stream.filter(pl.col("start_ns") < row["end_ns"])
+        within = inside["launch_row"].filter(inside["end_ns"] < row["end_ns"])
+        early = calls["name"].gather(within).cast(pl.String).str.contains(_EARLY_LAUNCH).fill_null(True)
+        if inside.height > 1 or not early.all():
+            cut[row["row"]] = inside["start_ns"][0] - row["start_ns"]
+    if not cut:
+        return work, damage
+    index = pl.int_range(pl.len(), dtype=pl.UInt32)
+    duration = index.replace_strict(cut, default=pl.col("duration_ns"), return_dtype=pl.Int64).alias("duration_ns")
+    shorter = work.with_columns(duration)
+    cut_ns = int(work["duration_ns"].sum()) - int(shorter["duration_ns"].sum())
+    return shorter, replace(damage, overlong=len(cut), cut_ns=cut_ns)
+
+
+LARGEST_NS = 2**62
+"""Since 1970 the clock says less until 2116. Within it sums and differences of times fit their 64 bits."""
+
+
+def assemble(
+    *,
+    path: Path,
+    profiler: Profiler,
+    work: pl.DataFrame,
+    calls: pl.DataFrame,
+    ranges: pl.DataFrame,
+    operators: pl.DataFrame | None = None,
+    links: pl.DataFrame | None = None,
+    arrows: pl.DataFrame | None = None,
+    devices: dict[int, str] | None = None,
+    other: dict[str, int] | None = None,
+    recorder: str | None = None,
+    lost: int = 0,
+    threads: dict[tuple[int, int], str] | None = None,
+    collectives: pl.DataFrame | None = None,
+    rank: int | None = None,
+    ranks: int | None = None,
+    damage: Damage | None = None,
+    counters: pl.DataFrame | None = None,
+    remarks: tuple[str, ...] = (),
+    traced: frozenset[str] = frozenset(),
+) -> TraceTable:
+    """Check the schemas, join the launches, put right times that cannot be; without device work operators stand in.
+
+    `arrows` lead from calls to their work, as LINK_SCHEMA, where the rows themselves do not say it.
+
+    Raises InputError, naming `path`, where no row has a time, or durations add up to more than a clock can say.
+    """
+    work = with_details(work)
+    operators = empty(OPERATOR_SCHEMA) if operators is None else operators
+    links = empty(LINK_SCHEMA) if links is None else links
+    collectives = empty(COLLECTIVE_SCHEMA) if collectives is None else collectives
+    counters = empty(COUNTER_SCHEMA) if counters is None else counters
+    damage = damage or Damage()
+    for frame, schema in (
+        (work, pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})),
+        (calls, CALL_SCHEMA),
+        (ranges, RANGE_SCHEMA),
+        (operators, OPERATOR_SCHEMA),
+        (links, LINK_SCHEMA),
+        (collectives, COLLECTIVE_SCHEMA),
+        (counters, COUNTER_SCHEMA),
+    ):
+        assert frame.schema == schema, f"{frame.schema} is not {schema}"
+    counters = pl.concat([counters, _copy_bandwidth(work)])
+    if (work.height or operators.height) and not any(frame["start_ns"].count() for frame in (work, calls, operators)):
+        raise InputError(f"{path}: none of its events has a time that can be read: this capture is damaged")
+    work, hosts = without_impossible_times(
+        work,
+        {CALLS: calls, OPERATORS: operators, RANGES: ranges, "arrows": links, "collectives": collectives}
+        | {"counters": counters},
+        damage,
+    )
+    calls, operators, ranges, links, collectives, counters = hosts.values()
+    for frame in (work, calls, ranges, operators):
+        if frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
+            raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")
+    copies = work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
+    if not copies.is_sorted():
+        work = work[copies.arg_sort()]  # stable: the order is the file's but for that
+    if work.height:
+        work, damage = cut_at_the_next(with_launches(work, calls, arrows=arrows, operators=operators), calls, damage)
+        work = at_their_launch(work, damage)
+    else:
+        work = operators_as_work(operators)
+    return TraceTable(
+        profiler=profiler,
+        work=work,
+        calls=calls,
+        ranges=ranges,
+        operators=operators,
+        links=links,
+        devices=devices or {},
+        other=other or {},
+        recorder=recorder,
+        lost=lost,
+        threads=threads or {},
+        collectives=collectives,
+        rank=rank,
+        ranks=ranks,
+        damage=damage,
+        counters=counters,
+        remarks=remarks,
+        traced=traced,
+    )

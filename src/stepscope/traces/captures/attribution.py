@@ -25,9 +25,8 @@ from stepscope.core.range_names import (
     RECOMPUTATION,
     STEP,
 )
-from stepscope.traces.assemble import operator_order
 from stepscope.traces.kernels.families import FAMILIES, classify
-from stepscope.traces.nesting import Nest, numbered, union
+from stepscope.traces.nesting import Nest, by_thread, numbered, union
 from stepscope.traces.table import COPIES, KIND, TraceTable
 
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
@@ -581,7 +580,7 @@ def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
 def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable) -> pl.Series:
     """The row in `table.operators` of the innermost operator open at each launch. On the CPU, the operator itself."""
     if table.on_cpu:
-        return operator_order(table.operators).alias("operator_row")
+        return by_thread(table.operators).order.alias("operator_row")
     rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
     return gather(operators["row"], rows).alias("operator_row")
 

@@ -10,13 +10,12 @@ from stepscope.core.device_spec import lacks
 from stepscope.core.errors import name_shown
 from stepscope.core.range_names import BACKWARD, STEP
 from stepscope.core.units import counted, format_count, format_seconds, format_share, in_ms
-from stepscope.traces.assemble import is_launch
 from stepscope.traces.captures.attribution import phase_of, range_kind
 from stepscope.traces.captures.occupation import device_names
 from stepscope.traces.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import decode, is_tf32
 from stepscope.traces.nesting import Nest, numbered
-from stepscope.traces.table import COPIES, KIND, WORK, Profiler, TraceTable
+from stepscope.traces.table import COPIES, KIND, WORK, Profiler, TraceTable, is_launch
 
 # Checks of a capture for rows that cannot be as they stand, and for what it was recorded without.
 

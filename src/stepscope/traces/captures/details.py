@@ -4,13 +4,12 @@ from dataclasses import dataclass
 
 import polars as pl
 
-from stepscope.traces.assemble import is_launch
 from stepscope.traces.captures.attribution import Attribution, gather, range_kind
 from stepscope.traces.captures.occupation import matching, named, waits
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.nesting import Nest, numbered
 from stepscope.traces.roofline import OperatorRoof
-from stepscope.traces.table import COPIES, KIND, TraceTable
+from stepscope.traces.table import COPIES, KIND, TraceTable, is_launch
 
 # Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
 #

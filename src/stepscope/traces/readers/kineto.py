@@ -18,13 +18,12 @@ import msgspec
 import polars as pl
 
 from stepscope.core.errors import InputError, printable
-from stepscope.traces.assemble import assemble
 from stepscope.traces.readers.json_events import read_events
 from stepscope.traces.table import (
+    ALLOCATED,
     CALL_SCHEMA,
     CALLS,
     COLLECTIVE_SCHEMA,
-    COPY_SCHEMA,
     COUNTER_SCHEMA,
     DETAIL_SCHEMA,
     KIND,
@@ -33,15 +32,14 @@ from stepscope.traces.table import (
     OPERATORS,
     RANGE_SCHEMA,
     RANGES,
+    RESERVED,
     WORK,
     WORK_SCHEMA,
     Damage,
     TraceTable,
     add_count,
-    copies_of,
-    copy_bandwidth,
+    assemble,
     empty,
-    memory_counters,
 )
 
 # Times of Chrome-trace events as exact nanoseconds.
@@ -60,16 +58,6 @@ _SAMPLE = 1000
 _UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 
 
-def needs_decimals(times: list[Any]) -> bool:
-    """Whether some of the times are doubles so large that they have lost nanoseconds."""
-    try:
-        if max(times) < EXACT_BELOW_US:
-            return False
-    except (TypeError, ValueError):  # there are none, or some are no numbers
-        pass
-    return any(type(time) is float and time >= EXACT_BELOW_US for time in times)
-
-
 def ns_per_unit(times: list[Any]) -> int | None:
     """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read.
 
@@ -84,10 +72,25 @@ def ns_per_unit(times: list[Any]) -> int | None:
 
 def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
     """A column of times or durations; null where one is no number, or beyond all clocks."""
+    kinds = set(map(type, times))
     try:
-        return _scaled(name, _numbers(times), per_unit)
+        if kinds <= {int, float}:
+            whole = float not in kinds
+            values = pl.Series(name, times, dtype=pl.Int64 if whole else pl.Float64, strict=whole)
+            largest = max(abs(Decimal(values.min() or 0)), abs(Decimal(values.max() or 0)))  # type: ignore[arg-type]
+            # Among floats, large integers would lose nanoseconds.
+            if largest * per_unit < _LARGEST_NS and (len(kinds) < 2 or largest < EXACT_BELOW_US):
+                if whole:
+                    return values * per_unit
+                if values.is_finite().all():
+                    floor = values.floor()  # apart, since the product would round once more
+                    return floor.cast(pl.Int64) * per_unit + ((values - floor) * per_unit).round().cast(pl.Int64)
+        exact = [Decimal(time) * per_unit for time in times]
+        if max(map(abs, exact), default=Decimal(0)) < _LARGEST_NS:
+            return pl.Series(name, list(map(round, exact)), dtype=pl.Int64)
     except _UNREADABLE:
-        return pl.Series(name, [_nanoseconds(time, per_unit) for time in times], dtype=pl.Int64)
+        pass
+    return pl.Series(name, [_nanoseconds(time, per_unit) for time in times], dtype=pl.Int64)
 
 
 def _nanoseconds(time: Any, per_unit: int) -> int | None:
@@ -96,37 +99,6 @@ def _nanoseconds(time: Any, per_unit: int) -> int | None:
         return round(exact) if abs(exact) < _LARGEST_NS else None
     except _UNREADABLE:
         return None
-
-
-def _numbers(values: list[Any]) -> pl.Series | list[Decimal]:
-    kinds = set(map(type, values))
-    if kinds <= {int}:
-        return pl.Series(values, dtype=pl.Int64)
-    if kinds <= {int, float}:
-        series = pl.Series(values, dtype=pl.Float64, strict=False)
-        if kinds == {float} or _largest(series) < EXACT_BELOW_US:
-            return series
-    return [Decimal(value) for value in values]
-
-
-def _largest(values: pl.Series | list[Decimal]) -> Decimal:
-    """The largest magnitude of the times."""
-    if isinstance(values, list):
-        return max(map(abs, values), default=Decimal(0))
-    return max(abs(Decimal(values.min() or 0)), abs(Decimal(values.max() or 0)))  # type: ignore[arg-type]
-
-
-def _scaled(name: str, values: pl.Series | list[Decimal], per_unit: int) -> pl.Series:
-    if not _largest(values) * per_unit < _LARGEST_NS:
-        raise OverflowError("a time beyond all clocks")
-    if isinstance(values, list):
-        return pl.Series(name, [round(value * per_unit) for value in values], dtype=pl.Int64)
-    if values.dtype == pl.Int64:
-        return (values * per_unit).alias(name)
-    if not values.is_finite().all():
-        raise ValueError("not a finite time")
-    whole = values.floor()  # apart, since the product would round once more
-    return (whole.cast(pl.Int64) * per_unit + ((values - whole) * per_unit).round().cast(pl.Int64)).alias(name)
 
 
 # Events of a Kineto trace, decoded into typed structs that skip what no reader asks for.
@@ -165,7 +137,8 @@ class Arguments(msgspec.Struct, frozen=True, gc=False):
     collective_sequence: int | None = msgspec.field(default=None, name="Seq")
 
 
-_BY_VALUES = re.compile(r"conv|attention|flash_attn|^sgl_kernel::fwd$")
+BY_VALUES = re.compile(r"conv|attention|flash_attn|^sgl_kernel::fwd$")
+"""Operators whose work depends on values: a convolution's strides, whether attention is causal."""
 _DIGITS = 20
 """Characters of the longest number of 64 bits."""
 _LONGEST_NAME = 200
@@ -213,9 +186,12 @@ _NO_EVENT = Event(ph="unreadable")
 
 
 def decode_block(text: bytes) -> list[Event]:
+    """The events of a block; their times as decimals where doubles so large would lose nanoseconds."""
     try:
         events = _decode(text)
-        return _decode_exact(text) if needs_decimals([event.ts for event in events]) else events  # type: ignore[return-value]
+        if any(type(event.ts) is float and event.ts >= EXACT_BELOW_US for event in events):
+            return _decode_exact(text)  # type: ignore[return-value]
+        return events
     except msgspec.ValidationError:
         return [_tightened(event) for event in _decode_apart(text)]
 
@@ -270,25 +246,6 @@ def whole_number(value: object) -> int | None:
     return int(text) if len(text) < _DIGITS and text.removeprefix("-").isdecimal() else None
 
 
-def either(arguments: list[Arguments], name: str) -> list[int | None]:
-    """The numbers of this name or, where there are none, of its older spelling."""
-    values: list[int | None] = list(map(operator.attrgetter(name), arguments))
-    if None not in values:
-        return values
-    older = map(operator.attrgetter(f"{name}_old"), arguments)
-    return [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
-
-
-def operator_shapes(given: Arguments) -> bytes:
-    """The shapes as recorded."""
-    return bytes(given.shapes) or bytes(given.shapes_old)
-
-
-def needs_values(name: object) -> bool:
-    """Whether an operator's work depends on values: a convolution's strides, whether attention is causal."""
-    return isinstance(name, str) and _BY_VALUES.search(name) is not None
-
-
 _CATEGORIES = {
     "kernel": "kernel",
     "concurrent_kernel": "kernel",
@@ -330,7 +287,7 @@ def read_kineto(path: Path) -> TraceTable:
     reader = _Reader(path)
     for block in read_events(path, decode_block, reader.damage.mended):
         if isinstance(block, dict):
-            reader.note_fields(block)
+            reader.fields.update(block)
         else:
             reader.take(block)
     return reader.table()
@@ -345,22 +302,17 @@ class _Reader:
         self._texts: dict[str, int] = {}
         self._other: dict[str, int] = defaultdict(int)
         self._names: dict[str, int] = {}
-        self._fields: dict[str, Any] = {}
         self._threads: dict[tuple[int, int], str] = {}
         self._events = 0
         self._ns_per_unit: int | None = None
+        self.fields: dict[str, Any] = {}
         self.damage = Damage()
-        self._counters: list[pl.DataFrame] = []
-        self._copies = [empty(COPY_SCHEMA)]
         self._takers: dict[str, Callable[[list[Event]], None]] = {
             **{kind: partial(self._take_work, kind) for kind in ("kernel", "memcpy", "memset")},
             "call": self._take_calls,
             "operator": self._take_operators,
             "range": self._take_ranges,
         }
-
-    def note_fields(self, fields: dict[str, Any]) -> None:
-        self._fields.update(fields)
 
     def take(self, events: list[Event]) -> None:
         self._events += len(events)
@@ -377,26 +329,40 @@ class _Reader:
             elif ph == "i" and cat == _INSTANT:
                 self._take_counters(group)
             elif place == "link" and ph in ("s", "f"):
-                self._take_links("links", group, begins=ph == "s")
+                self._take_arrows("links", group, begins=ph == "s")
             elif ph:
                 self._other[cat or f"phase {ph}"] += len(group)
                 if ph == "M":
                     self._name_threads(group)
-        if not self._says_launches(known):
+        # Whether all device work and calls of this block have a correlation id: else arrows tell the launches.
+        ids = [frame["correlation"] for kind, rows in known.items() for frame in self._parts[kind][rows:]]
+        if not ids or any(each.null_count() or (each == 0).any() for each in ids):
             for (ph, cat), group in sorted_events.items():
                 if ph in ("s", "f") and (cat or "").lower() in _ARROWS:
-                    self._take_links("arrows", group, begins=ph == "s")
+                    self._take_arrows("arrows", group, begins=ph == "s")
 
     def _take_counters(self, group: list[Event]) -> None:
         """Keep how much memory was allocated and reserved, and count the instants that say something else."""
         memory = [event for event in group if event.name == _MEMORY]
-        if memory:
-            start, _ = self._times(memory, "memory events")
-            process, _ = self._host(memory)
-            said = [(given.memory_of, given.allocated, given.reserved) for given in map(_arguments, memory)]
-            self._counters.append(memory_counters(start, process, said))
         if len(memory) < len(group):
             self._other[_INSTANT] += len(group) - len(memory)
+        if not memory:
+            return
+        figures = {"device": "memory_of", ALLOCATED: "allocated", RESERVED: "reserved"}
+        columns = [
+            pl.Series(
+                name, [_within(getattr(event.args, of, None), 2**62, 1 - 2**62) for event in memory], dtype=pl.Int64
+            )
+            for name, of in figures.items()
+        ]
+        told = pl.DataFrame([self._times(memory, "memory events")[0], self._host(memory)[0], *columns])
+        self._parts["counters"].append(
+            told.with_columns(pl.col("device").fill_null(-1))
+            .unpivot(index=["start_ns", "process", "device"], variable_name="name", value_name="value")
+            .drop_nulls("value")
+            .with_columns(pl.col("name").cast(pl.Categorical()))
+            .select(COUNTER_SCHEMA.names())
+        )
 
     def _name_threads(self, group: list[Event]) -> None:
         """Keep the names of threads. One may have several: of the process, then its own; all are kept in one text."""
@@ -408,23 +374,30 @@ class _Reader:
 
     def _take_work(self, kind: str, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        work = pl.DataFrame(
-            [
-                *self._times(group, WORK),
-                _integers("device", (given.device for given in arguments), group, "pid"),
-                _integers("stream", (given.stream for given in arguments), group, "tid"),
-                pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
-                self._text("name", (event.name for event in group)),
-                pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
-                self._column("correlation", [given.correlation for given in arguments]),
-                self._column("external", either(arguments, "external")),
-                self._column("graph_node", [given.graph_node for given in arguments]),
-                *self._details(kind, arguments),
+        if kind == "kernel":
+            occupancy = [_within(given.occupancy, 2**31) for given in arguments]
+            details = [
+                self._text("grid", (bytes(given.grid) for given in arguments)),
+                self._text("block", (bytes(given.block) for given in arguments)),
+                pl.Series("registers", [_within(given.registers, 2**31) for given in arguments], dtype=pl.Int32),
+                pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False),
             ]
+        else:
+            details = [pl.Series("bytes", [_within(given.copied, 2**62) for given in arguments], dtype=pl.Int64)]
+        self._parts["work"].append(
+            pl.DataFrame(
+                [
+                    *self._times(group, WORK),
+                    _integers("device", (given.device for given in arguments), group, "pid"),
+                    _integers("stream", (given.stream for given in arguments), group, "tid"),
+                    pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
+                    self._text("name", (event.name for event in group)),
+                    pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
+                    *self._columns(arguments, "correlation", "external", "graph_node"),
+                    *details,
+                ]
+            )
         )
-        self._parts["work"].append(work)
-        if kind == "memcpy":
-            self._copies.append(copies_of(work, [given.copied for given in arguments]))
         self._take_collectives(group)
 
     def _take_collectives(self, group: list[Event]) -> None:
@@ -434,51 +407,18 @@ class _Reader:
             return
         arguments = [event.args or NO_ARGUMENTS for event in told]
         start, _ = self._times(told, "collectives")
-        whole = ("correlation", "group_size", "elements_in", "elements_out")
+        whole = ("correlation", "group_size", "elements_in", "elements_out", "collective_sequence")
         texts = {
             name: [bytes(getattr(given, name)).decode("utf-8", "replace").strip('"') for given in arguments]
             for name in ("collective", "group", "dtype")
         }
-        self._parts["collectives"].append(
-            pl.DataFrame(
-                [
-                    start,
-                    *self._host(told),
-                    *(self._column(name, [getattr(given, name) for given in arguments]) for name in whole),
-                    *(self._text(name, values) for name, values in texts.items()),
-                    self._column("sequence", [given.collective_sequence for given in arguments]),
-                ]
-            )
-        )
-
-    def _details(self, kind: str, arguments: list[Arguments]) -> Iterator[pl.Series]:
-        """The columns of DETAIL_SCHEMA: a kernel has no bytes, and a copy nothing else."""
-        kernel, nothing = kind == "kernel", [None] * len(arguments)
-        untold = self._text("memory", [b""]).new_from_index(0, len(arguments))
-        yield pl.Series(
-            "bytes", nothing if kernel else [_within(given.copied, 2**62) for given in arguments], dtype=pl.Int64
-        )
-        yield untold
-        yield self._text("grid", (bytes(given.grid) for given in arguments)) if kernel else untold.alias("grid")
-        yield self._text("block", (bytes(given.block) for given in arguments)) if kernel else untold.alias("block")
-        registers = [_within(given.registers, 2**31) for given in arguments] if kernel else nothing
-        yield pl.Series("registers", registers, dtype=pl.Int32)
-        occupancy = [_within(given.occupancy, 2**31) for given in arguments] if kernel else nothing
-        yield pl.Series("occupancy", occupancy, dtype=pl.Float32, strict=False)
+        columns = [*self._columns(arguments, *whole), *(self._text(name, values) for name, values in texts.items())]
+        rows = pl.DataFrame([start, *self._host(told), *columns])
+        self._parts["collectives"].append(rows.rename({"collective_sequence": "sequence"}))
 
     def _take_calls(self, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        self._parts["calls"].append(
-            pl.DataFrame(
-                [
-                    *self._times(group, CALLS),
-                    *self._host(group),
-                    self._text("name", (event.name for event in group)),
-                    self._column("correlation", [given.correlation for given in arguments]),
-                    self._column("external", either(arguments, "external")),
-                ]
-            )
-        )
+        self._keep("calls", group, CALLS, *self._columns(arguments, "correlation", "external"))
 
     def _take_operators(self, group: list[Event]) -> None:
         old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
@@ -486,63 +426,36 @@ class _Reader:
             self._take_ranges([event for event in group if event.name in old])
             group = [event for event in group if event.name not in old]
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        self._parts["operators"].append(
-            pl.DataFrame(
-                [
-                    *self._times(group, OPERATORS),
-                    *self._host(group),
-                    self._text("name", (event.name for event in group)),
-                    self._column("external", either(arguments, "external")),
-                    self._column("sequence", [given.sequence for given in arguments]),
-                    self._column("forward_thread", either(arguments, "forward_thread")),
-                    self._text("shapes", _texts(operator_shapes, arguments)),
-                    self._text("dtypes", _texts(lambda given: bytes(given.dtypes), arguments)),
-                    self._values(group, arguments),
-                ]
-            )
-        )
+        untold = self._text("", [b""]).new_from_index(0, len(group))
+        shapes, dtypes, values = (untold.alias(name) for name in ("shapes", "dtypes", "values"))
+        if any(given.shapes or given.shapes_old or given.dtypes for given in arguments):
+            shapes = self._text("shapes", (bytes(given.shapes) or bytes(given.shapes_old) for given in arguments))
+            dtypes = self._text("dtypes", (bytes(given.dtypes) for given in arguments))
+        by_values = {
+            name for name in {event.name for event in group} if isinstance(name, str) and BY_VALUES.search(name)
+        }
+        if by_values:
+            # Few events are of such operators: to look at each one's values took as long as its shapes.
+            places = [at for at, event in enumerate(group) if event.name in by_values and arguments[at].values]
+            values = values.scatter(places, self._text("values", (bytes(arguments[at].values) for at in places)))
+        ids = self._columns(arguments, "external", "sequence", "forward_thread")
+        self._keep("operators", group, OPERATORS, *ids, shapes, dtypes, values)
         if any(event.name == _COLLECTIVE for event in group):
             self._take_collectives(group)
 
-    def _values(self, group: list[Event], arguments: list[Arguments]) -> pl.Series:
-        """The values of each event's arguments, of operators whose work depends on them."""
-        column = self._text("values", [b""]).new_from_index(0, len(group))
-        wanted = {name for name in {event.name for event in group} if needs_values(name)}
-        if not wanted:
-            return column
-        # Few events are of such operators: to look at each one's values took as long as its shapes.
-        places = [at for at, event in enumerate(group) if event.name in wanted and arguments[at].values]
-        return column.scatter(places, self._text("values", (bytes(arguments[at].values) for at in places)))
-
     def _take_ranges(self, group: list[Event]) -> None:
-        self._parts["ranges"].append(
-            pl.DataFrame(
-                [
-                    *self._times(group, RANGES),
-                    *self._host(group),
-                    self._text("name", (event.name for event in group)),
-                    pl.Series("nested", [True], dtype=pl.Boolean).new_from_index(0, len(group)),
-                ]
-            )
-        )
+        self._keep("ranges", group, RANGES, pl.Series("nested", [True]).new_from_index(0, len(group)))
 
-    def _says_launches(self, known: dict[str, int]) -> bool:
-        """Whether all device work and calls of a block, whose parts follow the `known` ones, have a correlation id."""
-        rows = [frame["correlation"] for kind in ("work", "calls") for frame in self._parts[kind][known[kind] :]]
-        return bool(rows) and not any(ids.null_count() or (ids == 0).any() for ids in rows)
+    def _keep(self, kind: str, group: list[Event], what: str, *columns: pl.Series) -> None:
+        """Keep the times, places and names of events on the host, with these columns."""
+        name = self._text("name", (event.name for event in group))
+        self._parts[kind].append(pl.DataFrame([*self._times(group, what), *self._host(group), name, *columns]))
 
-    def _take_links(self, kind: str, group: list[Event], *, begins: bool) -> None:
+    def _take_arrows(self, kind: str, group: list[Event], *, begins: bool) -> None:
         start, _ = self._times(group, "arrows")
-        self._parts[kind].append(
-            pl.DataFrame(
-                [
-                    self._column("id", self._identities([event.id for event in group])),
-                    start,
-                    *self._host(group),
-                    pl.Series("begins", [begins], dtype=pl.Boolean).new_from_index(0, len(group)),
-                ]
-            )
-        )
+        end = pl.Series("begins", [begins]).new_from_index(0, len(group))
+        ids = self._column("id", self._identities([event.id for event in group]))
+        self._parts[kind].append(pl.DataFrame([ids, start, *self._host(group), end]))
 
     def _times(self, group: list[Event], what: str) -> tuple[pl.Series, pl.Series]:
         """The columns start_ns and duration_ns; a start that is none is null."""
@@ -569,10 +482,16 @@ class _Reader:
     def _identity(self, value: object) -> int:
         """The number of a process, thread or arrow, as a number or as text; words get negative numbers of their own."""
         number = whole_number(value)
-        return -2 - self._number(str(value)) if number is None else number
+        return -2 - self._names.setdefault(str(value), len(self._names)) if number is None else number
 
-    def _number(self, text: str) -> int:
-        return self._names.setdefault(text, len(self._names))
+    def _columns(self, arguments: list[Arguments], *names: str) -> Iterator[pl.Series]:
+        """The numbers of these names or, where there are none, of their older spelling."""
+        for name in names:
+            values: list[int | None] = list(map(operator.attrgetter(name), arguments))
+            if None in values and (old := f"{name}_old") in Arguments.__struct_fields__:
+                older = map(operator.attrgetter(old), arguments)
+                values = [otherwise if value is None else value for value, otherwise in zip(values, older, strict=True)]
+            yield self._column(name, values)
 
     def _column(self, name: str, values: list[Any]) -> pl.Series:
         """A column of ids and counts. Those of more than 63 bits wrap, so that equal ones stay equal."""
@@ -594,92 +513,80 @@ class _Reader:
                 "capture it with torch.profiler (activities CPU and CUDA) or nsys"
             )
         texts = pl.Series([_readable(text) for text in self._texts], dtype=pl.String)
-        rank, ranks = _rank(self._fields)
+        frame = partial(self._frame, texts)
+        listed = self.fields.get("deviceProperties")
+        devices = cast("list[Any]", listed) if isinstance(listed, list) else []
+        rank, ranks = self._rank()
         return assemble(
             path=self._path,
             profiler="Kineto",
-            work=self._frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA}), texts),
-            calls=self._frame("calls", CALL_SCHEMA, texts),
-            ranges=self._frame("ranges", RANGE_SCHEMA, texts),
-            operators=self._frame("operators", OPERATOR_SCHEMA, texts),
-            links=self._frame("links", LINK_SCHEMA, texts),
-            arrows=self._frame("arrows", LINK_SCHEMA, texts),
+            work=frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})),
+            calls=frame("calls", CALL_SCHEMA),
+            ranges=frame("ranges", RANGE_SCHEMA),
+            operators=frame("operators", OPERATOR_SCHEMA),
+            links=frame("links", LINK_SCHEMA),
+            arrows=frame("arrows", LINK_SCHEMA),
+            collectives=frame("collectives", COLLECTIVE_SCHEMA),
             devices={
-                device["id"]: str(device.get("name", ""))
-                for device in _dicts(self._fields.get("deviceProperties"))
-                if isinstance(device.get("id"), int)
+                one["id"]: str(one.get("name", ""))
+                for one in cast("list[dict[str, Any]]", [one for one in devices if isinstance(one, dict)])
+                if isinstance(one.get("id"), int)
             },
             other=dict(self._other),
-            recorder=_recorder(self._fields),
+            recorder=self._recorder(),
             threads=self._threads,
-            collectives=self._frame("collectives", COLLECTIVE_SCHEMA, texts),
             rank=rank,
             ranks=ranks,
             damage=self.damage,
-            counters=pl.concat([empty(COUNTER_SCHEMA), *self._counters, copy_bandwidth(pl.concat(self._copies))]),
+            counters=pl.concat([empty(COUNTER_SCHEMA), *self._parts["counters"]]),
         )
 
-    def _frame(self, name: str, schema: pl.Schema, texts: pl.Series) -> pl.DataFrame:
+    def _frame(self, texts: pl.Series, name: str, schema: pl.Schema) -> pl.DataFrame:
+        """All that was kept of one kind; kernels and copies have different details."""
         parts = self._parts.pop(name, None)
         if not parts:
             return empty(schema)
-        frame = pl.concat(parts, rechunk=True)
-        named = [column for column, dtype in schema.items() if dtype in (pl.String, pl.Categorical())]
+        frame = pl.concat(parts, how="diagonal", rechunk=True)
+        present = [column for column in schema if column in frame.columns]
+        named = [column for column in present if schema[column] in (pl.String, pl.Categorical())]
         looked_up = [texts.cast(schema[column]).gather(frame[column]).alias(column) for column in named]
         optional = [column for column in named if column != "name"]
         return (
             frame.with_columns(looked_up)
             .with_columns(pl.when(pl.col(optional) != pl.lit("", pl.Categorical())).then(pl.col(optional)))
-            .select(list(schema))
+            .select(present)
         )
 
+    def _rank(self) -> tuple[int | None, int | None]:
+        """The rank of the process and the number of ranks, as PyTorch writes them where torch.distributed is in use."""
+        written = self.fields.get("distributedInfo")
+        job = cast("dict[str, Any]", written) if isinstance(written, dict) else {}
+        rank, ranks = job.get("rank"), job.get("world_size")
+        both = type(rank) is int and type(ranks) is int and 0 <= rank < ranks
+        return (rank, ranks) if both else (None, None)
 
-def _arguments(event: Event) -> Arguments:
-    return event.args or NO_ARGUMENTS
-
-
-def _dicts(value: list[Any] | str | float | None) -> list[dict[str, Any]]:
-    """The dicts among a list's items; an empty list where the value is no list."""
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+    def _recorder(self) -> str | None:
+        for key in ("pytorch_version", "torch_version", "cupti_version"):
+            if key in self.fields:
+                return printable(f"{key.removesuffix('_version')} {self.fields[key]}"[:80])
+        return None
 
 
 def _integers(name: str, values: Iterable[int | None], group: list[Event], otherwise: str) -> pl.Series:
     """A number from the arguments, or from where the event itself holds it; -1 where neither does."""
-    found: list[int] = []
+    numbers: list[int] = []
     for value, event in zip(values, group, strict=True):
-        given = whole_number(getattr(event, otherwise)) if value is None else value
-        found.append(given if given is not None and abs(given) < 2**63 else -1)
-    return pl.Series(name, found, dtype=pl.Int64)
+        number = whole_number(getattr(event, otherwise)) if value is None else value
+        numbers.append(number if number is not None and abs(number) < 2**63 else -1)
+    return pl.Series(name, numbers, dtype=pl.Int64)
 
 
-def _within(value: float | None, limit: int) -> float | None:
+def _within(value: float | None, limit: int, least: int = 0) -> float | None:
     """A count from the arguments; null where it is damaged: no time depends on it."""
-    return value if value is not None and 0 <= value < limit else None
-
-
-def _texts(of: Callable[[Arguments], bytes], arguments: list[Arguments]) -> Iterable[bytes]:
-    """A text of each event; in a trace without shapes none has any, which is seen at once."""
-    has_shapes = any(given.shapes or given.shapes_old or given.dtypes for given in arguments)
-    return map(of, arguments) if has_shapes else [b""] * len(arguments)
+    return value if value is not None and least <= value < limit else None
 
 
 def _readable(text: object) -> str:
     if isinstance(text, bytes):
         text = text.decode("utf-8", "replace")
     return str(text).encode("utf-8", "replace").decode()
-
-
-def _rank(fields: dict[str, Any]) -> tuple[int | None, int | None]:
-    """The rank of the process and the number of ranks, as PyTorch writes them where torch.distributed is in use."""
-    given = fields.get("distributedInfo")
-    told = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
-    rank, ranks = told.get("rank"), told.get("world_size")
-    both = type(rank) is int and type(ranks) is int and 0 <= rank < ranks
-    return (rank, ranks) if both else (None, None)
-
-
-def _recorder(fields: dict[str, Any]) -> str | None:
-    for key in ("pytorch_version", "torch_version", "cupti_version"):
-        if key in fields:
-            return printable(f"{key.removesuffix('_version')} {fields[key]}"[:80])
-    return None

@@ -26,13 +26,13 @@ from stepscope.core.errors import InputError, StepscopeError, one_line, printabl
 from stepscope.core.files import check_no_pointer
 from stepscope.core.profilers import export_report, find_importer, find_nsys, how_to_get_nsys, import_stream
 from stepscope.core.units import format_bytes
-from stepscope.traces.assemble import LARGEST_NS, assemble
 from stepscope.traces.readers.json_events import is_bomb
 from stepscope.traces.table import (
     CALL_SCHEMA,
     CALLS,
     DETAIL_SCHEMA,
     KIND,
+    LARGEST_NS,
     OPERATOR_SCHEMA,
     RANGE_SCHEMA,
     RANGES,
@@ -41,7 +41,7 @@ from stepscope.traces.table import (
     Damage,
     TraceTable,
     add_count,
-    copy_bandwidth,
+    assemble,
     empty,
 )
 
@@ -504,7 +504,6 @@ def _read(tables: Tables) -> TraceTable:
         devices=_devices(tables),
         other=counts.other,
         damage=counts.damage,
-        counters=copy_bandwidth(pl.concat(counts.copies)) if counts.copies else None,
         recorder=_recorder(tables),
         remarks=remarks,
         traced=traced,
