@@ -27,15 +27,7 @@ from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.checks import check_trace
 from stepscope.traces.captures.summary import AttentionRow, KernelRow, PhaseSummary, TraceSummary
 from stepscope.traces.readers.kineto import read_kineto
-from stepscope.traces.readers.nsys import (
-    SQLITE,
-    holds_sqlite,
-    is_nsys_report,
-    read_nsys_parquet,
-    read_nsys_report,
-    read_nsys_sqlite,
-    read_packed_sqlite,
-)
+from stepscope.traces.readers.nsys import read_nsys
 from stepscope.traces.table import TraceTable
 
 # Reads any capture that stepscope knows, told apart by its content rather than its name.
@@ -48,18 +40,13 @@ def read_trace(path: Path) -> TraceTable:
     """
     try:
         found = find_capture(path)
-        if found.is_dir():
-            return read_nsys_parquet(found)
-        with found.open("rb") as file:
-            head = file.read(64)
-        check_no_pointer(found, head)
-        if head.startswith(SQLITE):
-            return read_nsys_sqlite(found)
-        if is_nsys_report(found, head):
-            return read_nsys_report(found)
-        if holds_sqlite(found, head):
-            return read_packed_sqlite(found)
-        return read_kineto(found)
+        head = b""
+        if not found.is_dir():
+            with found.open("rb") as file:
+                head = file.read(64)
+            check_no_pointer(found, head)
+        table = read_nsys(found, head)
+        return table if table is not None else read_kineto(found)
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
 

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -256,40 +255,30 @@ _MEMORY = {0: "Pageable", 1: "Pinned", 2: "Device", 3: "Array", 4: "Managed", 5:
 
 
 def detail_columns(frame: pl.DataFrame) -> list[pl.Expr]:
-    """The columns of DETAIL_SCHEMA; null where the export does not say them."""
-    found = {
-        "bytes": _detail_number("bytes"),
-        "memory": pl.concat_str(_memory("srcKind"), pl.lit(" -> "), _memory("dstKind")),
-        "grid": _list(_GRID),
-        "block": _list(_BLOCK),
-        "registers": _detail_number("registersPerThread"),
-    }
-    needed = {
-        "bytes": ("bytes",),
-        "memory": ("srcKind", "dstKind"),
-        "grid": _GRID,
-        "block": _BLOCK,
-        "registers": ("registersPerThread",),
+    """The columns of DETAIL_SCHEMA that the export says."""
+
+    def memory(column: str) -> pl.Expr:
+        return pl.col(column).replace_strict(_MEMORY, default=None, return_dtype=pl.String)
+
+    def sizes(columns: tuple[str, ...]) -> pl.Expr:
+        told = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
+        return pl.when(told).then(pl.format("[{}, {}, {}]", *columns))
+
+    def count(column: str) -> pl.Expr:
+        return pl.when(pl.col(column) >= 0).then(pl.col(column))
+
+    columns = {
+        "bytes": (("bytes",), count("bytes")),
+        "memory": (("srcKind", "dstKind"), pl.concat_str(memory("srcKind"), pl.lit(" -> "), memory("dstKind"))),
+        "grid": (_GRID, sizes(_GRID)),
+        "block": (_BLOCK, sizes(_BLOCK)),
+        "registers": (("registersPerThread",), count("registersPerThread")),
     }
     return [
-        (found[name] if name in found and set(needed[name]) <= set(frame.columns) else pl.lit(None))
-        .cast(dtype, strict=False)
-        .alias(name)
-        for name, dtype in DETAIL_SCHEMA.items()
+        value.cast(DETAIL_SCHEMA[name], strict=False).alias(name)
+        for name, (needed, value) in columns.items()
+        if set(needed) <= set(frame.columns)
     ]
-
-
-def _detail_number(column: str) -> pl.Expr:
-    return pl.when(pl.col(column) >= 0).then(pl.col(column))
-
-
-def _memory(column: str) -> pl.Expr:
-    return pl.col(column).replace_strict(_MEMORY, default=None, return_dtype=pl.String)
-
-
-def _list(columns: tuple[str, ...]) -> pl.Expr:
-    told = pl.all_horizontal(pl.col(columns) != NO_NUMBER)
-    return pl.when(told).then(pl.format("[{}, {}, {}]", *columns))
 
 
 # Tells operators from ranges in a capture of `torch.autograd.profiler.emit_nvtx`, which writes both as NVTX ranges.
@@ -363,18 +352,6 @@ SQLITE = b"SQLite format 3\x00"
 """How an SQLite database begins."""
 _BLOCK_BYTES = 4 << 20
 _KEPT_FREE_BYTES = 64 << 20
-_BROKEN = (OSError, EOFError, zlib.error)
-
-
-def holds_sqlite(path: Path, head: bytes) -> bool:
-    """Whether a file that begins with `head` is an SQLite database in gzip."""
-    if not head.startswith(b"\x1f\x8b"):
-        return False
-    try:
-        with gzip.open(path) as file:
-            return file.read(len(SQLITE)) == SQLITE
-    except _BROKEN:
-        return False  # the reader of JSON says what is wrong with it
 
 
 @contextmanager
@@ -383,8 +360,19 @@ def unpacked(path: Path) -> Generator[Path]:
     with tempfile.TemporaryDirectory(prefix="stepscope-") as folder:
         target = Path(folder, "capture.sqlite")
         packed_bytes, written = path.stat().st_size, 0
+
+        def block_of(source: gzip.GzipFile) -> bytes:
+            try:
+                return source.read(_BLOCK_BYTES)
+            except EOFError:
+                raise InputError(
+                    f"{path}: the gzip file is truncated after {written} bytes of content; copy or export it again"
+                ) from None
+            except (OSError, zlib.error) as error:
+                raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
+
         with gzip.open(path) as source, target.open("wb") as out:
-            while block := _block(path, source, written):
+            while block := block_of(source):
                 written += len(block)
                 if is_bomb(packed_bytes, written):
                     raise InputError(
@@ -399,17 +387,6 @@ def unpacked(path: Path) -> Generator[Path]:
                     )
                 out.write(block)
         yield target
-
-
-def _block(path: Path, source: gzip.GzipFile, written: int) -> bytes:
-    try:
-        return source.read(_BLOCK_BYTES)
-    except EOFError:
-        raise InputError(
-            f"{path}: the gzip file is truncated after {written} bytes of content; copy or export it again"
-        ) from None
-    except (OSError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read: {one_line(error)}") from None
 
 
 _PUSH_POP, _START_END = (59, 70), (60, 71)
@@ -430,31 +407,31 @@ _LONGEST_REMARK = 200
 _COPY_NAMES = {1: "HtoD", 2: "DtoH", 8: "DtoD", 10: "PtoP"}
 
 
-def read_nsys_sqlite(path: Path) -> TraceTable:
-    """The TraceTable of an SQLite export. Raises InputError where it is none, or lacks CUDA activity."""
-    return _read(SqliteTables(path))
+def read_nsys(path: Path, head: bytes) -> TraceTable | None:
+    """The TraceTable of an export (SQLite, also in gzip, or a parquetdir) or of a report, which nsys exports here.
+
+    None where the file, which begins with `head`, is none of these. Raises InputError where it lacks CUDA activity.
+    """
+    if path.is_dir():
+        return _Reader(ParquetTables(path)).table()
+    if head.startswith(SQLITE):
+        return _Reader(SqliteTables(path)).table()
+    if path.suffix in (".nsys-rep", ".qdrep", ".qdstrm") or head.startswith((b"NSYS", b"QDSTRM")):
+        made = exported(path)
+    elif head.startswith(b"\x1f\x8b") and _holds_sqlite(path):
+        made = unpacked(path)
+    else:
+        return None
+    with made as sqlite:
+        return _Reader(SqliteTables(sqlite, named=path)).table()
 
 
-def read_packed_sqlite(path: Path) -> TraceTable:
-    """The TraceTable of an SQLite export that gzip compressed, through a temporary file."""
-    with unpacked(path) as sqlite:
-        return _read(SqliteTables(sqlite, named=path))
-
-
-def read_nsys_parquet(path: Path) -> TraceTable:
-    """The TraceTable of a folder made by `nsys export --type parquetdir`."""
-    return _read(ParquetTables(path))
-
-
-def read_nsys_report(path: Path) -> TraceTable:
-    """The TraceTable of a report or a raw capture, which Nsight Systems on this machine exports."""
-    with exported(path) as sqlite:
-        return _read(SqliteTables(sqlite, named=path))
-
-
-def is_nsys_report(path: Path, head: bytes) -> bool:
-    """Whether a file is a report (`.nsys-rep`) or a raw capture (`.qdstrm`) that nsys must export first."""
-    return path.suffix in (".nsys-rep", ".qdrep", ".qdstrm") or head.startswith((b"NSYS", b"QDSTRM"))
+def _holds_sqlite(path: Path) -> bool:
+    try:
+        with gzip.open(path) as file:
+            return file.read(len(SQLITE)) == SQLITE
+    except (OSError, EOFError, zlib.error):
+        return False  # the reader of JSON says what is wrong with it
 
 
 @contextmanager
@@ -482,65 +459,242 @@ def exported(path: Path) -> Generator[Path]:
         yield sqlite
 
 
-def _read(tables: Tables) -> TraceTable:
-    if not tables.columns("StringIds") and not tables.columns("NVTX_EVENTS"):
-        raise InputError(f"{tables.path}: not an export of Nsight Systems (it has no table StringIds)")
-    strings = _strings(tables)
-    counts = _Counts()
-    calls = _calls(tables, strings, counts)
-    work = _work(tables, strings, counts)
-    remarks, traced = _remarks(tables), _traced(tables)
-    if not work.height:
-        raise InputError(f"{tables.path}: this export holds no CUDA activity: {_why_no_cuda(remarks, traced)}")
-    last_ns = max(_end_ns(calls), _end_ns(work))
-    ranges, operators = (_closed(frame, last_ns) for frame in _ranges(tables, strings, counts))
-    return assemble(
-        path=tables.path,
-        profiler="Nsight Systems",
-        work=work,
-        calls=calls,
-        ranges=ranges,
-        operators=operators,
-        devices=_devices(tables),
-        other=counts.other,
-        damage=counts.damage,
-        recorder=_recorder(tables),
-        remarks=remarks,
-        traced=traced,
-        threads=_threads(tables, strings, counts),
-    )
+class _Reader:
+    """Reads the tables of an export, and counts the rows without a place and those that are damaged."""
 
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+        self._other: dict[str, int] = {}
+        self._damage = Damage()
+        self._strings = pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
+        if self._has("StringIds", "id", "value"):
+            frame = self._whole("StringIds", ["id"], ["value"]).unique("id", keep="first")
+            self._strings = frame.with_columns(_decoded(frame["value"]))
 
-@dataclass(frozen=True)
-class _Counts:
-    """Rows without a place, and rows that are damaged, as they are come upon."""
+    def table(self) -> TraceTable:
+        path = self._tables.path
+        if not self._tables.columns("StringIds") and not self._tables.columns("NVTX_EVENTS"):
+            raise InputError(f"{path}: not an export of Nsight Systems (it has no table StringIds)")
+        calls, work = self._calls(), self._work()
+        asked = self._metadata("META_DATA_CAPTURE")
+        traced = frozenset(
+            kind
+            for kind in ("cuda", "nvtx")
+            for name, value in asked.items()
+            if name.endswith(f"COLLECT_{kind.upper()}_TRACE") and value.lower() == "true"
+        )
+        remarks = self._remarks()
+        if not work.height:
+            raise InputError(f"{path}: this export holds no CUDA activity: {_why_no_cuda(remarks, traced)}")
+        ends = [(frame["start_ns"] + frame["duration_ns"]).max() for frame in (calls, work)]
+        last_ns = max(end for end in (*ends, 0) if isinstance(end, int))
+        ranges, operators = (_closed(frame, last_ns) for frame in self._ranges())
+        return assemble(
+            path=path,
+            profiler="Nsight Systems",
+            work=work,
+            calls=calls,
+            ranges=ranges,
+            operators=operators,
+            devices=self._devices(),
+            other=self._other,
+            damage=self._damage,
+            recorder=self._recorder(),
+            remarks=remarks,
+            traced=traced,
+            threads=self._threads(),
+        )
 
-    other: dict[str, int] = field(default_factory=dict[str, int])
-    copies: list[pl.DataFrame] = field(default_factory=list[pl.DataFrame])
-    damage: Damage = field(default_factory=Damage)
+    def _has(self, table: str, *columns: str) -> bool:
+        return set(columns) <= set(self._tables.columns(table))
 
+    def _whole(self, table: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
+        nothing = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Int64) | dict.fromkeys(texts, pl.Binary))
+        return pl.concat([nothing, *self._tables.batches(table, numbers, texts)])
 
-def _threads(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> dict[tuple[int, int], str]:
-    """The names of threads, by process and thread as other frames number them."""
-    if not _has(tables, "ThreadNames", ["nameId", "globalTid"]):
-        return {}
-    frame = _whole(tables, "ThreadNames", ["nameId", "globalTid"], [])
-    named = frame.select(_process("globalTid").alias("process"), pl.col("globalTid").alias("thread")).with_columns(
-        _looked_up(frame, "nameId", strings, "names of threads", counts).cast(pl.String).alias("name")
-    )
-    return {(process, thread): name for process, thread, name in named.drop_nulls().iter_rows()}
+    def _timed(self, table: str, numbers: list[str], texts: list[str], what: str) -> Iterator[pl.DataFrame]:
+        """Batches of the rows that have a time. Rows that have none, or end before they begin, are counted."""
+        may_be_open = what == RANGES
+        needed = ("start",) if may_be_open else ("start", "end")
+        for frame in self._tables.batches(table, numbers, texts):
+            timed = frame
+            if any(frame[column].min() == NO_NUMBER for column in needed):
+                timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
+                add_count(self._other, _UNTIMED, frame.height - timed.height)
+            on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
+            recorded, timed = timed.height, timed.filter(*on_a_clock)
+            add_count(self._damage.untimed, what, recorded - timed.height)
+            backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
+            if may_be_open:  # a mark has no end
+                backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
+            add_count(self._damage.backwards, what, int(timed.select(backwards.sum()).item()))
+            yield timed
 
+    def _threads(self) -> dict[tuple[int, int], str]:
+        """The names of threads, by process and thread as other frames number them."""
+        if not self._has("ThreadNames", "nameId", "globalTid"):
+            return {}
+        frame = self._whole("ThreadNames", ["nameId", "globalTid"], [])
+        named = frame.select(_PROCESS, pl.col("globalTid").alias("thread")).with_columns(
+            self._looked_up(frame, "nameId", "names of threads").cast(pl.String).alias("name")
+        )
+        return {(process, thread): name for process, thread, name in named.drop_nulls().iter_rows()}
 
-def _strings(tables: Tables) -> pl.DataFrame:
-    if not {"id", "value"} <= set(tables.columns("StringIds")):
-        return pl.DataFrame(schema={"id": pl.Int64, "value": pl.String})
-    frame = _whole(tables, "StringIds", ["id"], ["value"]).unique("id", keep="first")
-    return frame.with_columns(_decoded(frame["value"]))
+    def _looked_up(self, frame: pl.DataFrame, column: str, what: str, *, wanted: pl.Series | None = None) -> pl.Series:
+        """The strings of ids, or the texts that stand in their place; an id without a string stays visible as its
+        number, and no id is no string.
 
+        Ids without a string are counted, as damage to `what`, where the string is `wanted`.
+        """
+        if frame[column].dtype == pl.Binary:
+            return _decoded(frame[column]).alias("name")
+        joined = self._of_ids(frame, column)
+        missing = joined.select(pl.col("value").is_null() & (pl.col(column) != NO_NUMBER)).to_series()
+        add_count(self._damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
+        return joined.select(
+            pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
+        ).to_series()
 
-def _whole(tables: Tables, table: str, numbers: list[str], texts: list[str]) -> pl.DataFrame:
-    nothing = pl.DataFrame(schema=dict.fromkeys(numbers, pl.Int64) | dict.fromkeys(texts, pl.Binary))
-    return pl.concat([nothing, *tables.batches(table, numbers, texts)])
+    def _of_ids(self, frame: pl.DataFrame, column: str) -> pl.DataFrame:
+        return frame.select(column).join(
+            self._strings, left_on=column, right_on="id", how="left", maintain_order="left"
+        )
+
+    def _calls(self) -> pl.DataFrame:
+        table, numbers = "CUPTI_ACTIVITY_KIND_RUNTIME", ["start", "end", "globalTid", "correlationId"]
+        if not self._has(table, *numbers, "nameId"):
+            return empty(CALL_SCHEMA)
+        texts = ["nameId"] if self._tables.is_text(table, "nameId") else []
+        if not texts:
+            numbers.append("nameId")
+        parts = [
+            frame.select(
+                _START,
+                _DURATION,
+                _PROCESS,
+                pl.col("globalTid").alias("thread"),
+                self._looked_up(frame, "nameId", CALLS).cast(pl.Categorical),
+                _number("correlationId").alias("correlation"),
+                pl.lit(None, pl.Int64).alias("external"),
+            )
+            for frame in self._timed(table, numbers, texts, CALLS)
+        ]
+        return pl.concat([empty(CALL_SCHEMA), *parts])
+
+    def _work(self) -> pl.DataFrame:
+        parts = [
+            frame.select(
+                _START,
+                _DURATION,
+                _number("deviceId").fill_null(-1).alias("device"),
+                _number("streamId").fill_null(-1).alias("stream"),
+                pl.lit(kind, KIND).alias("kind"),
+                self._names_of_work(frame, kind).cast(pl.Categorical),
+                _number("globalPid").alias("process"),
+                _number("correlationId").alias("correlation"),
+                pl.lit(None, pl.Int64).alias("external"),
+                _number("graphNodeId").alias("graph_node"),
+                *detail_columns(frame),
+            )
+            for table, kind in _WORK_TABLES.items()
+            if self._has(table, "start", "end")
+            for frame in self._work_batches(table)
+        ]
+        return pl.concat([empty(WORK_SCHEMA), *parts], how="diagonal")
+
+    def _work_batches(self, table: str) -> Iterator[pl.DataFrame]:
+        present = self._tables.columns(table)
+        texts = [name for name in _NAMES if name in present and self._tables.is_text(table, name)]
+        optional = ("deviceId", "streamId", "correlationId", "globalPid", "graphNodeId")
+        wanted = (*optional, *DETAILS, *_NAMES, "copyKind", "graphId")
+        numbers = ["start", "end", *(name for name in wanted if name in present and name not in texts)]
+        absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
+        for frame in self._timed(table, numbers, texts, WORK):
+            yield frame.with_columns(absent)
+
+    def _names_of_work(self, frame: pl.DataFrame, kind: str) -> pl.Series:
+        columns = [name for name in _NAMES if name in frame.columns]
+        if kind == "kernel" and columns:
+            named = pl.Series("name", [None], dtype=pl.String).new_from_index(0, frame.height)
+            for column in columns:  # the name of each kernel by the first of these columns that says it
+                is_text = frame[column].dtype == pl.Binary
+                names = _decoded(frame[column]) if is_text else self._of_ids(frame, column)["value"]
+                named = pl.select(pl.coalesce(named, names.replace("", None)).alias("name")).to_series()
+                if not named.null_count():
+                    return named
+            return named.fill_null(self._looked_up(frame, columns[0], WORK, wanted=named.is_null()))
+        if kind == "memcpy" and "copyKind" in frame.columns:
+            copies = pl.col("copyKind").replace_strict(_COPY_NAMES, default="other", return_dtype=pl.String)
+            return frame.select(pl.format("Memcpy {}", copies).alias("name")).to_series()
+        if kind == "graph" and "graphId" in frame.columns:
+            return frame.select(pl.format("CUDA graph {}", "graphId").alias("name")).to_series()
+        return pl.Series("name", [kind.capitalize()]).new_from_index(0, frame.height)
+
+    def _ranges(self) -> tuple[pl.DataFrame, pl.DataFrame]:
+        """Ranges of the user's, and operators that `emit_nvtx` wrote as ranges; what is neither is counted."""
+        table, numbers = "NVTX_EVENTS", ["start", "end", "eventType", "globalTid"]
+        parts = [empty(RANGE_SCHEMA)], [empty(OPERATOR_SCHEMA)]
+        if not self._has(table, *numbers):
+            return parts[0][0], parts[1][0]
+        if self._has(table, "textId"):
+            numbers.append("textId")
+        texts = ["text"] if self._has(table, "text") else []
+        for frame in self._timed(table, numbers, texts, RANGES):
+            chosen = frame.filter(pl.col("eventType").is_in([*_PUSH_POP, *_START_END]))
+            add_count(self._other, "NVTX marks and others", frame.height - chosen.height)
+            ranges = chosen.select(
+                _START,
+                pl.when(pl.col("end") != NO_NUMBER).then(_DURATION).alias("duration_ns"),
+                _PROCESS,
+                pl.col("globalTid").alias("thread"),
+                self._names_of_ranges(chosen).cast(pl.Categorical),
+                pl.col("eventType").is_in(_PUSH_POP).alias("nested"),
+            )
+            for part, rows in zip(parts, operators_apart(ranges), strict=True):
+                part.append(rows)
+        return pl.concat(parts[0]), pl.concat(parts[1])
+
+    def _names_of_ranges(self, frame: pl.DataFrame) -> pl.Series:
+        name = pl.Series("name", [""]).new_from_index(0, frame.height)
+        if "text" in frame.columns:
+            name = _decoded(frame["text"]).alias("name")
+        if "textId" not in frame.columns:
+            return name
+        registered = self._looked_up(frame, "textId", RANGES, wanted=name == "")
+        unsaid = (name == "") & (frame["textId"] != NO_NUMBER)
+        return pl.select(pl.when(unsaid).then(registered).otherwise(name).alias("name")).to_series()
+
+    def _devices(self) -> dict[int, str]:
+        table = "TARGET_INFO_GPU"
+        if not self._has(table, "name"):
+            return {}
+        numbers = [name for name in ("cuDevice", "id") if self._has(table, name)][:1]
+        frame = self._whole(table, numbers, ["name"])
+        names = _decoded(frame["name"]).to_list()
+        devices = dict(zip(frame[numbers[0]].to_list() if numbers else range(len(names)), names, strict=True))
+        return {number: name for number, name in devices.items() if number != NO_NUMBER}
+
+    def _remarks(self) -> tuple[str, ...]:
+        """What nsys itself warns of in this capture, each sentence once."""
+        if not self._has("DIAGNOSTIC_EVENT", "severity", "text"):
+            return ()
+        frame = self._whole("DIAGNOSTIC_EVENT", ["severity"], ["text"])
+        grave = _decoded(frame.filter(pl.col("severity").is_in(_GRAVE))["text"]).to_list()
+        return tuple(dict.fromkeys(" ".join(printable(text).split())[:_LONGEST_REMARK] for text in grave if text))
+
+    def _metadata(self, table: str) -> dict[str, str]:
+        if not self._has(table, "name", "value"):
+            return {}
+        frame = self._whole(table, [], ["name", "value"])
+        return dict(zip(_decoded(frame["name"]).to_list(), _decoded(frame["value"]).to_list(), strict=True))
+
+    def _recorder(self) -> str | None:
+        for table in ("META_DATA_CAPTURE", "META_DATA_EXPORT"):
+            facts = self._metadata(table)
+            for key in ("NSYS_VERSION", "EXPORT_NSYS_VERSION", "EXPORT_VERSION", "PRODUCT_VERSION"):
+                if key in facts:
+                    return printable(f"nsys {facts[key]}"[:80])
+        return None
 
 
 def _decoded(column: pl.Series) -> pl.Series:
@@ -552,193 +706,6 @@ def _decoded(column: pl.Series) -> pl.Series:
     return column.replace_strict(distinct, texts, return_dtype=pl.String).alias(column.name)
 
 
-def _looked_up(
-    frame: pl.DataFrame,
-    column: str,
-    strings: pl.DataFrame,
-    what: str,
-    counts: _Counts,
-    *,
-    wanted: pl.Series | None = None,
-) -> pl.Series:
-    """The strings of ids, or the texts that stand in their place; an id without a string stays visible as its number,
-    and no id is no string.
-
-    Ids without a string are counted, as damage to `what`, where the string is `wanted`.
-    """
-    if frame[column].dtype == pl.Binary:
-        return _decoded(frame[column]).alias("name")
-    joined = frame.select(pl.col(column)).join(
-        strings, left_on=column, right_on="id", how="left", maintain_order="left"
-    )
-    missing = joined.select(pl.col("value").is_null() & (pl.col(column) != NO_NUMBER)).to_series()
-    add_count(counts.damage.nameless, what, int((missing if wanted is None else missing & wanted).sum()))
-    return joined.select(
-        pl.coalesce("value", pl.format("string {}", _number(column)), pl.lit("")).alias("name")
-    ).to_series()
-
-
-def _best_name(frame: pl.DataFrame, columns: list[str], strings: pl.DataFrame, counts: _Counts) -> pl.Series:
-    """The name of each kernel by the first of these columns, of ids or of texts, that says it."""
-    named = pl.Series("name", [None], dtype=pl.String).new_from_index(0, frame.height)
-    for column in columns:
-        if frame[column].dtype == pl.Binary:
-            found = _decoded(frame[column])
-        else:
-            ids = frame.select(column)
-            found = ids.join(strings, left_on=column, right_on="id", how="left", maintain_order="left")["value"]
-        named = pl.select(pl.coalesce(named, found.replace("", None)).alias("name")).to_series()
-        if not named.null_count():
-            return named
-    return named.fill_null(_looked_up(frame, columns[0], strings, WORK, counts, wanted=named.is_null()))
-
-
-def _process(thread: str) -> pl.Expr:
-    return (pl.col(thread) // 2**24) * 2**24
-
-
-def _timed(
-    tables: Tables, table: str, numbers: list[str], texts: list[str], *, what: str, counts: _Counts
-) -> Iterator[pl.DataFrame]:
-    """Batches of the rows that have a time. Rows that have none, or end before they begin, are counted."""
-    may_be_open = what == RANGES
-    needed = ("start",) if may_be_open else ("start", "end")
-    for frame in tables.batches(table, numbers, texts):
-        timed = frame
-        if any(frame[column].min() == NO_NUMBER for column in needed):
-            timed = frame.filter(*(pl.col(column) != NO_NUMBER for column in needed))
-            add_count(counts.other, _UNTIMED, frame.height - timed.height)
-        on_a_clock = [pl.col(column).is_between(-LARGEST_NS, LARGEST_NS, closed="none") for column in needed]
-        recorded, timed = timed.height, timed.filter(*on_a_clock)
-        add_count(counts.damage.untimed, what, recorded - timed.height)
-        backwards = (pl.col("end") < pl.col("start")) & (pl.col("end") != NO_NUMBER)
-        if may_be_open:  # a mark has no end
-            backwards &= pl.col("eventType").is_in([*_PUSH_POP, *_START_END])
-        add_count(counts.damage.backwards, what, int(timed.select(backwards.sum()).item()))
-        yield timed
-
-
-def _end_ns(frame: pl.DataFrame) -> int:
-    end = (frame["start_ns"] + frame["duration_ns"]).max()
-    return end if isinstance(end, int) else 0
-
-
-def _calls(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
-    table = "CUPTI_ACTIVITY_KIND_RUNTIME"
-    wanted = ["start", "end", "globalTid", "correlationId", "nameId"]
-    if not _has(tables, table, wanted):
-        return empty(CALL_SCHEMA)
-    texts = [name for name in wanted if name == "nameId" and tables.is_text(table, name)]
-    wanted = [name for name in wanted if name not in texts]
-    parts = [
-        frame.select(
-            pl.col("start").alias("start_ns"),
-            _duration(),
-            _process("globalTid").alias("process"),
-            pl.col("globalTid").alias("thread"),
-            _looked_up(frame, "nameId", strings, CALLS, counts).cast(pl.Categorical),
-            _number("correlationId").alias("correlation"),
-            pl.lit(None, pl.Int64).alias("external"),
-        )
-        for frame in _timed(tables, table, wanted, texts, what=CALLS, counts=counts)
-    ]
-    return pl.concat([empty(CALL_SCHEMA), *parts])
-
-
-def _work(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
-    parts = [
-        _work_of(frame, kind, strings, counts)
-        for table, kind in _WORK_TABLES.items()
-        for frame in _work_batches(tables, table, counts)
-    ]
-    return pl.concat([empty(pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})), *parts])
-
-
-def _work_batches(tables: Tables, table: str, counts: _Counts) -> Iterator[pl.DataFrame]:
-    if not _has(tables, table, ["start", "end"]):
-        return
-    present = set(tables.columns(table))
-    names = [name for name in (*_NAMES, "copyKind", "graphId") if name in present]
-    texts = [name for name in names if name in _NAMES and tables.is_text(table, name)]
-    optional = ["deviceId", "streamId", "correlationId", "globalPid", "graphNodeId"]
-    wanted = ["start", "end", *(name for name in (*optional, *DETAILS) if name in present)]
-    wanted += [name for name in names if name not in texts]
-    absent = [pl.lit(NO_NUMBER, pl.Int64).alias(name) for name in optional if name not in present]
-    for frame in _timed(tables, table, wanted, texts, what=WORK, counts=counts):
-        if table == _COPIES and "bytes" in present:
-            device = _number("deviceId").fill_null(-1) if "deviceId" in present else pl.lit(-1, pl.Int64)
-            counts.copies.append(
-                frame.select(pl.col("start").alias("start_ns"), _duration(), device.alias("device"), "bytes")
-            )
-        yield frame.with_columns(absent)
-
-
-def _work_of(frame: pl.DataFrame, kind: str, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
-    names = [name for name in _NAMES if name in frame.columns]
-    if kind == "kernel" and names:
-        name = _best_name(frame, names, strings, counts)
-    elif kind == "memcpy" and "copyKind" in frame.columns:
-        copies = pl.col("copyKind").replace_strict(_COPY_NAMES, default="other", return_dtype=pl.String)
-        name = frame.select(pl.format("Memcpy {}", copies).alias("name")).to_series()
-    elif kind == "graph" and "graphId" in frame.columns:
-        name = frame.select(pl.format("CUDA graph {}", "graphId").alias("name")).to_series()
-    else:
-        name = pl.Series("name", [kind.capitalize()]).new_from_index(0, frame.height)
-    return frame.select(
-        pl.col("start").alias("start_ns"),
-        _duration(),
-        _number("deviceId").fill_null(-1).alias("device"),
-        _number("streamId").fill_null(-1).alias("stream"),
-        pl.lit(kind, KIND).alias("kind"),
-        name.cast(pl.Categorical),
-        _number("globalPid").alias("process"),
-        _number("correlationId").alias("correlation"),
-        pl.lit(None, pl.Int64).alias("external"),
-        _number("graphNodeId").alias("graph_node"),
-        *detail_columns(frame),
-    )
-
-
-def _ranges(tables: Tables, strings: pl.DataFrame, counts: _Counts) -> tuple[pl.DataFrame, pl.DataFrame]:
-    """Ranges of the user's, and operators that `emit_nvtx` wrote as ranges; what is neither is counted in `other`."""
-    table = "NVTX_EVENTS"
-    if not _has(tables, table, ["start", "end", "eventType", "globalTid"]):
-        return empty(RANGE_SCHEMA), empty(OPERATOR_SCHEMA)
-    present = set(tables.columns(table))
-    numbers = [name for name in ("start", "end", "eventType", "globalTid", "textId") if name in present]
-    parts: list[pl.DataFrame] = []
-    operators: list[pl.DataFrame] = []
-    others = 0
-    texts = ["text"] if "text" in present else []
-    for frame in _timed(tables, table, numbers, texts, what=RANGES, counts=counts):
-        chosen = frame.filter(pl.col("eventType").is_in([*_PUSH_POP, *_START_END]))
-        others += frame.height - chosen.height
-        ranges, written = operators_apart(_ranges_of(chosen, strings, counts))
-        parts.append(ranges)
-        operators.append(written)
-    add_count(counts.other, "NVTX marks and others", others)
-    return pl.concat([empty(RANGE_SCHEMA), *parts]), pl.concat([empty(OPERATOR_SCHEMA), *operators])
-
-
-def _ranges_of(frame: pl.DataFrame, strings: pl.DataFrame, counts: _Counts) -> pl.DataFrame:
-    name = pl.Series("name", [""]).new_from_index(0, frame.height)
-    if "text" in frame.columns:
-        name = _decoded(frame["text"]).alias("name")
-    if "textId" in frame.columns:
-        looked_up = _looked_up(frame, "textId", strings, RANGES, counts, wanted=name == "")
-        both = pl.DataFrame({"name": name, "registered": looked_up, "id": frame["textId"]})
-        registered = pl.when((pl.col("name") == "") & (pl.col("id") != NO_NUMBER)).then("registered").otherwise("name")
-        name = both.select(registered.alias("name")).to_series()
-    return frame.select(
-        pl.col("start").alias("start_ns"),
-        pl.when(pl.col("end") != NO_NUMBER).then(_duration()).alias("duration_ns"),
-        _process("globalTid").alias("process"),
-        pl.col("globalTid").alias("thread"),
-        name.cast(pl.Categorical),
-        pl.col("eventType").is_in(_PUSH_POP).alias("nested"),
-    )
-
-
 def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
     """The ranges, with the last recorded moment as the end of those that were open when the capture stopped."""
     if not ranges["duration_ns"].null_count():
@@ -747,72 +714,20 @@ def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
     return ranges.with_columns(pl.col("duration_ns").fill_null(last - pl.col("start_ns")).clip(lower_bound=0))
 
 
-def _devices(tables: Tables) -> dict[int, str]:
-    table = "TARGET_INFO_GPU"
-    if not _has(tables, table, ["name"]):
-        return {}
-    numbers = [name for name in ("cuDevice", "id") if name in tables.columns(table)][:1]
-    frame = _whole(tables, table, numbers, ["name"])
-    names = _decoded(frame["name"]).to_list()
-    found = dict(zip(frame[numbers[0]].to_list() if numbers else range(len(names)), names, strict=True))
-    return {number: name for number, name in found.items() if number != NO_NUMBER}
-
-
-def _remarks(tables: Tables) -> tuple[str, ...]:
-    """What nsys itself warns of in this capture, each sentence once."""
-    table = "DIAGNOSTIC_EVENT"
-    if not _has(tables, table, ["severity", "text"]):
-        return ()
-    frame = _whole(tables, table, ["severity"], ["text"])
-    grave = _decoded(frame.filter(pl.col("severity").is_in(_GRAVE))["text"])
-    return tuple(dict.fromkeys(" ".join(printable(text).split())[:_LONGEST_REMARK] for text in grave.to_list() if text))
-
-
-def _traced(tables: Tables) -> frozenset[str]:
-    """What nsys was asked to trace (`cuda`, `nvtx`), where the capture says it."""
-    return frozenset(
-        kind
-        for kind in ("cuda", "nvtx")
-        if any(
-            name.endswith(f"COLLECT_{kind.upper()}_TRACE") and value.lower() == "true"
-            for name, value in _metadata(tables, "META_DATA_CAPTURE").items()
-        )
-    )
-
-
 def _why_no_cuda(remarks: tuple[str, ...], traced: frozenset[str]) -> str:
     """What nsys says of CUDA, or else of anything; without a word of it, the advice that was not followed yet."""
-    said = [remark for remark in remarks if "cuda" in remark.lower()] or list(remarks)
-    if said:
-        return "nsys says: " + " ".join(remark if remark.endswith((".", "?", "!")) else f"{remark}." for remark in said)
+    words = [remark for remark in remarks if "cuda" in remark.lower()] or list(remarks)
+    if words:
+        return "nsys says: " + " ".join(word if word.endswith((".", "?", "!")) else f"{word}." for word in words)
     if "cuda" in traced:
         return "nsys was asked to trace CUDA and saw none: look whether the process that it followed uses the GPU"
     return "capture with `nsys profile --trace=cuda,nvtx`"
 
 
-def _metadata(tables: Tables, table: str) -> dict[str, str]:
-    if not _has(tables, table, ["name", "value"]):
-        return {}
-    frame = _whole(tables, table, [], ["name", "value"])
-    return dict(zip(_decoded(frame["name"]).to_list(), _decoded(frame["value"]).to_list(), strict=True))
-
-
-def _recorder(tables: Tables) -> str | None:
-    for table in ("META_DATA_CAPTURE", "META_DATA_EXPORT"):
-        facts = _metadata(tables, table)
-        for key in ("NSYS_VERSION", "EXPORT_NSYS_VERSION", "EXPORT_VERSION", "PRODUCT_VERSION"):
-            if key in facts:
-                return printable(f"nsys {facts[key]}"[:80])
-    return None
-
-
-def _has(tables: Tables, table: str, columns: list[str]) -> bool:
-    return set(columns) <= set(tables.columns(table))
-
-
-def _duration() -> pl.Expr:
-    return (pl.col("end") - pl.col("start")).clip(lower_bound=0).alias("duration_ns")
-
-
 def _number(column: str) -> pl.Expr:
     return pl.when(pl.col(column) != NO_NUMBER).then(pl.col(column))
+
+
+_START = pl.col("start").alias("start_ns")
+_DURATION = (pl.col("end") - pl.col("start")).clip(lower_bound=0).alias("duration_ns")
+_PROCESS = ((pl.col("globalTid") // 2**24) * 2**24).alias("process")
