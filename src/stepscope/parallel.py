@@ -7,9 +7,9 @@ import importlib
 from typing import Any
 
 _PLACES = {
-    "BucketedDataParallel": "ddp_bucketed",
+    "BucketedDataParallel": "ddp_textbook",
     "FullyShardedDataParallel": "fsdp_textbook",
-    "OverlappedDataParallel": "ddp_overlap",
+    "OverlappedDataParallel": "ddp_textbook",
     "ShardedOptimizer": "zero1",
 }
 """What is public, by its file. It is imported when it is asked for: it needs PyTorch."""

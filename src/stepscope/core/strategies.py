@@ -132,7 +132,7 @@ class StrategyRecord:
     words: str
     """What it does, in a sentence."""
     module: str
-    """The name of its file in training/parallel/strategies/."""
+    """Its file in training/parallel/strategies/, which has a function of its name."""
     is_lesson: bool
     """Whether it is written out here to be read; else the field's own is called."""
     backends: tuple[str, ...] = ("gloo", "nccl")
@@ -208,19 +208,19 @@ STRATEGIES: dict[str, StrategyRecord] = {
     record.name: record
     for record in (
         StrategyRecord(
-            name="ddp-naive", module="ddp_naive", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-naive", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces each gradient by itself, after backward.",
         ),
         StrategyRecord(
-            name="ddp-flat", module="ddp_flat", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-flat", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces all gradients as one tensor, after backward.",
         ),
         StrategyRecord(
-            name="ddp-overlap", module="ddp_overlap", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-overlap", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces each gradient while backward goes on, as soon as it is ready.",
         ),
         StrategyRecord(
-            name="ddp-bucketed", module="ddp_bucketed", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-bucketed", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
             words="All-reduces gradients in buckets of 25 MiB while backward goes on.", options=(_BUCKET,),
         ),
         StrategyRecord(
@@ -275,14 +275,14 @@ STRATEGIES: dict[str, StrategyRecord] = {
             "activations are all-reduced twice a block.",
         ),
         StrategyRecord(
-            name="tensor-sequence", module="tensor_sequence", is_lesson=False, splits=PRODUCTS, textbook_only=True,
+            name="tensor-sequence", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True,
             dtensors=True, splits_stream=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="As tensor, and what lies between the split products, embedding and head are split, too: norms and "
             "residual stream by the sequence.",
         ),
         StrategyRecord(
-            name="fsdp2-tensor", module="fsdp2_tensor", is_lesson=False, textbook_only=True, near=2, dtensors=True,
+            name="fsdp2-tensor", module="tensor", is_lesson=False, textbook_only=True, near=2, dtensors=True,
             splits_stream=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="Pairs of ranks run tensor-sequence on the same samples, and fsdp2 shards their parts across pairs.",

@@ -109,7 +109,7 @@ def unused(rank: int, ranks: int) -> list[str]:
             model=module, forward=module, blocks=(), make_optimizer=None, record=strategy_named(word),
             micro_batches=lambda batch: [batch], autocast=contextlib.nullcontext,
         )  # fmt: skip
-        spread = ddp.spread(whole, Ranks())
+        spread = ddp.ddp(whole, Ranks())
         try:
             for _ in range(2):
                 spread.forward(torch.ones(2, 8)).sum().backward()

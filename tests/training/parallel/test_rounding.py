@@ -15,7 +15,7 @@ from stepscope.core.workloads import TextbookWorkload
 from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, difference_bound
 from stepscope.training.parallel.step import Spread, Strategy, Whole, replicated
-from stepscope.training.parallel.strategies import ddp_flat
+from stepscope.training.parallel.strategies import ddp_textbook
 from stepscope.training.training_step import Ranks, textbook_parts
 from tests.training.parallel.ranks import Here, on_ranks
 
@@ -57,13 +57,13 @@ def loses_one_part(whole: Whole, ranks: Ranks) -> Spread:
         norm = whole.model.get_parameter("norm.weight").grad
         if ranks.rank == ranks.ranks - 1 and norm is not None:
             norm.zero_()
-        torch.no_grad()(ddp_flat.average_flat)(list(trained(whole.model)))
+        ddp_textbook.average_flat(list(trained(whole.model)))
 
     return replicated(whole, finish=finish)
 
 
 def _off_by(share: float, whole: Whole, ranks: Ranks) -> Spread:
-    right = ddp_flat.spread(whole, ranks)
+    right = ddp_textbook.ddp_flat(whole, ranks)
 
     def finish() -> None:
         right.finish()
@@ -76,7 +76,7 @@ def _off_by(share: float, whole: Whole, ranks: Ranks) -> Spread:
 
 def steps_too_far(whole: Whole, ranks: Ranks) -> Spread:
     """Is right but for AdamW's rate, by two thousandths: no gradient and no step of SGD shows it."""
-    right = ddp_flat.spread(whole, ranks)
+    right = ddp_textbook.ddp_flat(whole, ranks)
     assert right.optimizer is not None
     if isinstance(right.optimizer, torch.optim.AdamW):
         for group in right.optimizer.param_groups:

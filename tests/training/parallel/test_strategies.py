@@ -22,8 +22,8 @@ from stepscope.training.parallel import correctness
 from stepscope.training.parallel.collective import broadcast_from_first, trained
 from stepscope.training.parallel.correctness import check_ranks, furthest
 from stepscope.training.parallel.step import Spread, Strategy, Whole, part_of, replicated, spread_parts
-from stepscope.training.parallel.strategies import ddp_bucketed, ddp_flat, ddp_overlap, fsdp2
-from stepscope.training.parallel.strategies.ddp_bucketed import in_buckets
+from stepscope.training.parallel.strategies import ddp_textbook, fsdp2
+from stepscope.training.parallel.strategies.ddp_textbook import in_buckets
 from stepscope.training.training_step import Ranks, textbook_parts
 from tests.conftest import at_length
 from tests.training.parallel.ranks import Here, on_ranks
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 def sums(whole: Whole, ranks: Ranks) -> Spread:
     """Adds gradients up and forgets to divide."""
-    right = ddp_flat.spread(whole, ranks)
+    right = ddp_textbook.ddp_flat(whole, ranks)
 
     def finish() -> None:
         right.finish()
@@ -51,12 +51,12 @@ def forgets_one(whole: Whole, ranks: Ranks) -> Spread:
     broadcast_from_first(whole.model)
     most = [p for name, p in whole.model.named_parameters() if name != "norm.weight"]
     assert len(most) < len(list(whole.model.parameters()))
-    return replicated(whole, finish=lambda: torch.no_grad()(ddp_flat.average_flat)(most))
+    return replicated(whole, finish=lambda: ddp_textbook.average_flat(most))
 
 
 def one_bucket_late(whole: Whole, ranks: Ranks) -> Spread:
     """Takes each bucket's message for the one before it, where they are equally long."""
-    module = ddp_bucketed.BucketedDataParallel(whole.forward, bucket_mib=1e-3)
+    module = ddp_textbook.BucketedDataParallel(whole.forward, bucket_mib=1e-3)
 
     def finish() -> None:
         module.finish_gradient_synchronization()
@@ -68,7 +68,7 @@ def one_bucket_late(whole: Whole, ranks: Ranks) -> Spread:
 
 def off_by_little(whole: Whole, ranks: Ranks) -> Spread:
     """Averages right, but for one part in a hundred thousand."""
-    right = ddp_flat.spread(whole, ranks)
+    right = ddp_textbook.ddp_flat(whole, ranks)
 
     def finish() -> None:
         right.finish()
@@ -81,7 +81,7 @@ def off_by_little(whole: Whole, ranks: Ranks) -> Spread:
 
 def off_by_some_in_bf16(whole: Whole, ranks: Ranks) -> Spread:
     """Averages right in bf16, but for one part in a hundred."""
-    right = fsdp2.spread(whole, ranks)
+    right = fsdp2.fsdp2(whole, ranks)
 
     def finish() -> None:
         for parameter in whole.model.parameters():
@@ -93,7 +93,7 @@ def off_by_some_in_bf16(whole: Whole, ranks: Ranks) -> Spread:
 
 def keeps_one_local(whole: Whole, ranks: Ranks) -> Spread:
     """Averages the gradients of the last micro-batch, and leaves those before it on their rank."""
-    module = ddp_overlap.OverlappedDataParallel(whole.forward)
+    module = ddp_textbook.OverlappedDataParallel(whole.forward)
     before: dict[Any, Any] = {}
 
     @contextlib.contextmanager
@@ -114,7 +114,7 @@ def keeps_one_local(whole: Whole, ranks: Ranks) -> Spread:
 
 def lets_go(whole: Whole, ranks: Ranks) -> Spread:
     """Has matrices while the model runs forward, and other numbers in their places when backward runs a block again."""
-    right = ddp_flat.spread(whole, ranks)
+    right = ddp_textbook.ddp_flat(whole, ranks)
     gates = [block.get_parameter("feed_forward.gate.weight") for block in whole.blocks]
     held: list[torch.Tensor] = []
 
@@ -169,7 +169,7 @@ EIGHT_BITS = msgspec.structs.replace(WORKLOAD, dtype="fp8", seq_len=32, model=SM
 
 def twice(whole: Whole, ranks: Ranks) -> Spread:
     """Doubles every gradient of sharded parameters."""
-    right = fsdp2.spread(dataclasses.replace(whole, record=strategy_named(IN_16)), ranks)
+    right = fsdp2.fsdp2(dataclasses.replace(whole, record=strategy_named(IN_16)), ranks)
 
     def finish() -> None:
         right.finish()

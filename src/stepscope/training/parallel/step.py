@@ -104,7 +104,7 @@ class Spread:
 
 
 class Strategy(Protocol):
-    """What a file of training/parallel/strategies/ has as `spread`."""
+    """What a file of training/parallel/strategies/ has under the name of a strategy."""
 
     def __call__(self, whole: Whole, ranks: Ranks) -> Spread: ...
 
@@ -191,10 +191,10 @@ def spread_parts(
         micro_batches=lambda batch: [one[:inputs] for one in split(batch, count)],
         autocast=lambda: autocast_of(choices, device_type),
     )
-    chosen: Strategy = (
-        strategy or importlib.import_module(f"stepscope.training.parallel.strategies.{record.module}").spread
-    )
-    return chosen(whole, ranks)
+    if strategy is None:
+        module = importlib.import_module(f"stepscope.training.parallel.strategies.{record.module}")
+        strategy = cast("Strategy", getattr(module, record.name.replace("-", "_")))
+    return strategy(whole, ranks)
 
 
 def part_of(batch: tuple[object, ...], parts: StepParts, record: StrategyRecord, ranks: Ranks) -> tuple[object, ...]:

@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 
 from stepscope.training.parallel.step import Spread, Whole, replicated
-from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
+from stepscope.training.parallel.strategies.ddp_textbook import BucketedDataParallel
 from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import Transformer
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def context(whole: Whole, ranks: Ranks) -> Spread:
     """Run steps within PyTorch's context, and average gradients in buckets."""
     rotary = cast("Transformer", whole.model).rotary
     module = BucketedDataParallel(whole.forward)  # broadcasts the rotary positions while they are whole

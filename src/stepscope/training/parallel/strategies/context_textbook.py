@@ -30,7 +30,7 @@ from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import for_all_heads, reference
 from stepscope.training.parallel.step import Spread, Whole, by_rank, in_order, part_of_sequence, replicated
-from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
+from stepscope.training.parallel.strategies.ddp_textbook import BucketedDataParallel
 from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import CausalSelfAttention, Transformer
 
@@ -91,7 +91,7 @@ def _to_the_end(inner: AttentionFunction, q: Tensor, k: Tensor, v: Tensor, scale
     return reference(q, k, v, causal=True, scale=scale, first_query=k.shape[_SEQUENCE] - q.shape[_SEQUENCE])
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def context_textbook(whole: Whole, ranks: Ranks) -> Spread:
     """Split the sequence; gather keys and values for attention, and average gradients."""
     model = cast("Transformer", whole.model)
     module = BucketedDataParallel(whole.forward)  # broadcasts the rotary positions while they are whole

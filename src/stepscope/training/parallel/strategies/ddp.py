@@ -26,7 +26,7 @@ class _Named(DistributedDataParallel):
             ) from None
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def ddp(whole: Whole, ranks: Ranks) -> Spread:
     """Wrap the module; it averages gradients within backward."""
     chosen = whole.record.chosen
     module = _Named(

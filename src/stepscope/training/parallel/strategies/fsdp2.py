@@ -17,7 +17,7 @@ from stepscope.training.parallel.step import Spread, Whole
 from stepscope.training.training_step import Ranks
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def fsdp2(whole: Whole, ranks: Ranks) -> Spread:
     """Shard each block, then the rest."""
     broadcast_from_first(whole.model)
     # Said, since PyTorch would take the GPU that a machine has, where the ranks are on its CPU.

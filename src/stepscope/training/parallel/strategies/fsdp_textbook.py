@@ -229,7 +229,7 @@ class FullyShardedDataParallel(nn.Module):
         }
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def fsdp_textbook(whole: Whole, ranks: Ranks) -> Spread:
     """Shard every parameter; each block is a unit."""
     names = {parameter: name for name, parameter in whole.model.named_parameters()}
     inside = dict(whole.forward.named_parameters())

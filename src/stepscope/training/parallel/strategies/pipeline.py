@@ -90,7 +90,7 @@ class _Stage(nn.Module):
         return self._model.run(self._number, received, int(micro))
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def pipeline(whole: Whole, ranks: Ranks) -> Spread:
     """Keep the blocks of this rank's stages, and let a schedule run them."""
     model = cast("Transformer", whole.model)
     broadcast_from_first(model)

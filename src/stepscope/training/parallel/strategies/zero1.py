@@ -20,7 +20,7 @@ from stepscope.core.errors import InputError
 from stepscope.recording.held_tensors import local_part, whole_numel
 from stepscope.training.parallel.collective import broadcast
 from stepscope.training.parallel.step import Spread, Whole, replicated
-from stepscope.training.parallel.strategies.ddp_bucketed import BucketedDataParallel
+from stepscope.training.parallel.strategies.ddp_textbook import BucketedDataParallel
 from stepscope.training.training_step import Ranks
 
 
@@ -121,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             own.update({name: value for name, value in shown.items() if name != "params" and name in own})
 
 
-def spread(whole: Whole, ranks: Ranks) -> Spread:
+def zero1(whole: Whole, ranks: Ranks) -> Spread:
     """Average gradients in buckets, and keep the optimizer's state sharded."""
     module = BucketedDataParallel(whole.forward)
     optimizer = None
