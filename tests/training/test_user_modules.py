@@ -24,9 +24,9 @@ from stepscope.recording.driven import capture_memory, observe_step, step_operat
 from stepscope.recording.step import drive
 from stepscope.runs.checks import check_run
 from stepscope.training.training_step import Shared, StepParts
-from stepscope.training.user_module.batches import named_tensors, split
 from stepscope.training.user_module.loading import load_factory, load_module, make_user_step
 from stepscope.training.user_module.module_step import ModuleStep, UserStep, find_blocks
+from stepscope.training.user_module.user_code import named_tensors, split
 from tests.conftest import make_run, mini
 from tests.cpu_allocations import allocated_bytes
 from tests.training.by_dtype import BY_DTYPE

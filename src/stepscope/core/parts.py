@@ -414,7 +414,7 @@ def _fused(function: str, saves: str, signs: str, largest_width: int | None = No
 
 
 def _compiled(function: str, saves: str) -> PartRecord:
-    return PartRecord(function=f"stepscope.training.parts.compiled:{function}", saves=saves, compiled=True)
+    return PartRecord(function=f"stepscope.training.parts.formulas:compiled_{function}", saves=saves, compiled=True)
 
 
 def _liger(function: str, saves: str, signs: str, *, overwrites: bool = False) -> PartRecord:

@@ -1,4 +1,4 @@
-"""What our operators share: when a call must be an operator, and the checks and casts of its tensors."""
+"""What our operators share: when a call must be an operator, checks and casts of its tensors, and their compiler."""
 
 import threading
 from collections.abc import Callable
@@ -9,6 +9,10 @@ from torch import Tensor
 from torch._C._autograd import _profiler_enabled
 
 from stepscope.core.errors import InputError
+
+_SHAPES = 1024
+"""How many shapes dynamo compiles a function for before it gives up (its default is 8). After that the function runs
+uncompiled, and is another implementation."""
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -129,3 +133,18 @@ def check_targets(targets: Tensor, vocabulary: int, ignore_index: int = -100) ->
         torch.ops.aten._assert_async.msg(fits.all(), "Target is out of bounds: it is neither a token nor ignore_index")
     elif not fits.all():
         raise IndexError(f"Target {int(targets[~fits][0])} is out of bounds.")
+
+
+def compile_for_each_shape(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """The function, compiled anew for each shape, so that a kernel for this very shape is judged. Raises where it would
+    run uncompiled."""
+    compiled: Any = torch.compile(function, dynamic=False, fullgraph=True)
+    from torch._dynamo import config  # noqa: PLC0415  (which torch.compile loads)
+
+    def call(*tensors: Tensor, **options: Any) -> Tensor:
+        if config.recompile_limit >= _SHAPES:
+            return compiled(*tensors, **options)
+        with config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=_SHAPES):
+            return compiled(*tensors, **options)
+
+    return call

@@ -33,6 +33,7 @@ from stepscope.core.errors import named_line, one_line
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
+from stepscope.kernels.operators import compile_for_each_shape
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.held_tensors import saved_tensors
@@ -48,7 +49,6 @@ from stepscope.recording.timer import (
     with_lead,
 )
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
-from stepscope.training.attention.compiled import compile_for_each_shape
 from stepscope.training.attention.gate import LONG, check_attention_matrix
 from stepscope.training.attention.inputs import TORCH_DTYPES
 

@@ -50,8 +50,8 @@ from stepscope.recording.device import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import Recorder
 from stepscope.training.attention.pytorch import BACKENDS
-from stepscope.training.user_module.batches import named_tensors
 from stepscope.training.user_module.module_step import ModuleStep, find_blocks
+from stepscope.training.user_module.user_code import named_tensors
 
 # The first module whose output, or whose output's gradient, is not what it is in the plain step.
 #

@@ -18,8 +18,8 @@ from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.questions.replays import Distance, StepResult, Subject, distance, run_step, without_dropout
 from stepscope.training.attention.pytorch import BACKENDS
-from stepscope.training.user_module.batches import named_tensors, split
 from stepscope.training.user_module.module_step import ModuleStep
+from stepscope.training.user_module.user_code import named_tensors, split
 
 FACTOR = 8.0
 """How many times as far as rounding moves the plain step another may be. What moves a step by rounding differs from

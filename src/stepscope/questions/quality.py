@@ -51,9 +51,8 @@ from stepscope.recording.device import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.training.scaled_products import plain_products
 from stepscope.training.training_step import check_choices, check_supported
-from stepscope.training.user_module.batches import moved
 from stepscope.training.user_module.module_step import ModuleStep
-from stepscope.training.user_module.user_code import said_of
+from stepscope.training.user_module.user_code import moved, said_of
 
 SIZES: dict[str, TrainingSize] = {
     # fp16 products are slow on a CPU without instructions for them (five times fp32's step): two runs of ten have them.

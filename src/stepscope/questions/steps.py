@@ -13,7 +13,7 @@ from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload, UserModel, Workload
 from stepscope.training.making import make_step
 from stepscope.training.training_step import AssembledStep
-from stepscope.training.user_module.batches import moved
+from stepscope.training.user_module.user_code import moved
 
 
 def factory_workload(factory: str, arguments: Mapping[str, Any] | None, **choices: Any) -> FactoryWorkload:

@@ -1,6 +1,5 @@
 """PyTorch's FlexAttention: the mask is a function of positions, and its kernel is compiled for it."""
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -8,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from stepscope.kernels.operators import as_autocast
-from stepscope.training.attention.compiled import compile_for_each_shape
+from stepscope.kernels.operators import as_autocast, compile_for_each_shape
 from stepscope.training.attention.written_out import fully_masked_queries, with_zeros
 
 
@@ -42,12 +40,10 @@ def flex(
         options["kernel_options"] = {"FORCE_USE_FLEX_ATTENTION": True}
     if q.device.type != "cuda" or torch.compiler.is_compiling():
         return flex_attention(q, k, v, **options)
-    return _compiled()(q, k, v, **options)
+    return _compiled(flex_attention)(q, k, v, **options)
 
 
-@cache
-def _compiled() -> Callable[..., Tensor]:
-    return compile_for_each_shape(flex_attention)
+_compiled = cache(compile_for_each_shape)
 
 
 @cache

@@ -26,7 +26,6 @@ from stepscope.core.files import read_document
 from stepscope.core.user_model import without_options
 from stepscope.core.workloads import FactoryWorkload, UserModel, Workload, is_configuration
 from stepscope.training.training_step import Batch, Share, Shared, StepParts
-from stepscope.training.user_module.batches import input_names, named_tensors
 from stepscope.training.user_module.module_step import (
     ModuleStep,
     UserModule,
@@ -36,7 +35,13 @@ from stepscope.training.user_module.module_step import (
     placed,
     understand,
 )
-from stepscope.training.user_module.user_code import describe_module, printed_to_stderr, said_of
+from stepscope.training.user_module.user_code import (
+    describe_module,
+    input_names,
+    named_tensors,
+    printed_to_stderr,
+    said_of,
+)
 
 # Makes a Hugging Face model from its configuration alone, with random weights and a random batch. Nothing is
 # downloaded.

@@ -24,8 +24,7 @@ from stepscope.recording.step import Phase
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.parts.replaced import replace_in
 from stepscope.training.training_step import AssembledStep, Batch, Share, StepParts, check_choices, in_16_bits
-from stepscope.training.user_module.batches import Call, batches_of, input_names, moved, named_tensors, split
-from stepscope.training.user_module.user_code import said_of
+from stepscope.training.user_module.user_code import Call, batches_of, input_names, moved, named_tensors, said_of, split
 
 # Checkpoints a user's module: finds its blocks, and makes each of them run again in backward.
 #

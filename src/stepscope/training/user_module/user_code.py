@@ -1,13 +1,23 @@
-"""Runs a user's code: whatever it raises becomes one line, and what it prints does not go to our stdout."""
+"""Runs a user's code, handles its batches, and describes its module.
+
+Whatever the code raises becomes one line, and what it prints does not go to our stdout. A batch is one tensor, or
+tensors nested in tuples, lists and dicts.
+"""
 
 import contextlib
 import hashlib
+import inspect
+import itertools
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader
 
 from stepscope.core.errors import DeviceError, InputError, StepscopeError, named_line, one_line
 from stepscope.core.workloads import Input, UserModel
@@ -30,6 +40,143 @@ def said_of(what: str) -> Iterator[None]:
 def printed_to_stderr() -> contextlib.AbstractContextManager[object]:
     """While open, what Python code prints goes to stderr: stdout is for our result."""
     return contextlib.redirect_stdout(sys.stderr)
+
+
+# The batches of a user's own model.
+
+
+MOST_BATCHES = 4
+"""Batches that are taken from a loader or another iterator, as many as the textbook's steps rotate through."""
+
+
+def batches_of(given: Any, name: str) -> list[Any]:
+    """The batches that a user gave: one batch, or the batches of a list, an iterator or a DataLoader."""
+    if not isinstance(given, (list, Iterator, DataLoader)):
+        return [_plain(given)]
+    with said_of(f"the batches of {name} fail"):
+        batches = [
+            _plain(batch) for batch in (given if isinstance(given, list) else itertools.islice(given, MOST_BATCHES))
+        ]
+    if not batches:
+        what = "an empty list" if isinstance(given, list) else f"{type(given).__name__} that gives none"
+        raise InputError(f"{name} has no batch: it gave {what}; give one batch, or a list of batches")
+    return [tuple(batch) if isinstance(batch, list) else batch for batch in batches]
+
+
+def moved(batch: Any, device: torch.device, dtype: torch.dtype | None, name: str) -> Any:
+    """The batch on the device; where a dtype is given, its floating tensors in that dtype."""
+
+    def move(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.to(device, dtype if leaf.is_floating_point() else None)
+        return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+    with said_of(f"the batch of {name} cannot be moved to {device}"):
+        return tree_map(move, batch)
+
+
+def named_tensors(batch: Any, names: Sequence[str] = ()) -> list[tuple[str, Tensor]]:
+    """The tensors of a batch, by the path of keys to each. `names` are those of the items of a tuple, in order."""
+    if isinstance(batch, Tensor):
+        return [(names[0] if names else "input", batch)]
+    return list(_named(batch, names, ""))
+
+
+def split(batch: Any, parts: int, name: str) -> list[Any]:
+    """The batch in `parts` micro-batches of equal size, as views. The first size of its first tensor is the batch size.
+    Each tensor with this first size is cut along it; every micro-batch gets the other tensors whole."""
+    if parts == 1:
+        return [batch]
+    tensors = named_tensors(batch)
+    size = tensors[0][1].shape[0] if tensors and tensors[0][1].dim() else 0
+    if not size:
+        raise InputError(f"{name} cannot run with accumulation {parts}: its batch has no tensor to split")
+    if size % parts:
+        near = ", ".join(str(n) for n in range(2, size + 1) if size % n == 0)
+        raise InputError(
+            f"the batch of {name} has {size} samples, which cannot be split into {parts} equal micro-batches: "
+            f"choose accumulation {near or 1}"
+        )
+    return [tree_map(lambda leaf, i=i: _part(leaf, i, parts, size), batch) for i in range(parts)]
+
+
+class Call:
+    """How forward is called with a batch.
+
+    for_loss_too: the loss takes the batch as well. Forward then takes the items of a dict that it names, and as many
+    items of a tuple as it needs.
+    """
+
+    def __init__(self, module: nn.Module, *, for_loss_too: bool) -> None:
+        self._keywords = _keywords(module) if for_loss_too else None
+        self._needed = _needed(module) if for_loss_too else None
+
+    def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Forward's positional and keyword arguments."""
+        if isinstance(batch, dict):
+            names = self._keywords
+            return (), batch if names is None else {key: batch[key] for key in batch if key in names}
+        return (batch[: self._needed] if isinstance(batch, tuple) else (batch,)), {}
+
+    def rest(self, batch: Any) -> Any:
+        """The part of the batch that forward does not take: one item alone, or several as a tuple."""
+        if isinstance(batch, dict):
+            names = self._keywords
+            left = () if names is None else tuple(batch[key] for key in batch if key not in names)
+        else:
+            left = batch[self._needed :] if isinstance(batch, tuple) and self._needed is not None else ()
+        return left[0] if len(left) == 1 else left
+
+
+def input_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of forward's positional parameters."""
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(p.name for p in _signature(module) if p.kind in by_place)
+
+
+def _plain(batch: Any) -> Any:
+    """The batch with one of Python's own containers outermost: a BatchEncoding is a mapping, but no dict."""
+    if batch is None:
+        return ()
+    return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+def _part(leaf: Any, index: int, parts: int, size: int) -> Any:
+    if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
+        return leaf.narrow(0, index * (size // parts), size // parts)
+    return leaf
+
+
+def _named(value: Any, names: Sequence[str], path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _named(item, (), f"{path}.{key}" if path else str(key))
+    elif isinstance(value, (tuple, list)):
+        for i, item in enumerate(value):
+            own = names[i] if i < len(names) else str(i)
+            yield from _named(item, (), f"{path}.{own}" if path else own)
+
+
+def _keywords(module: nn.Module) -> frozenset[str] | None:
+    """The names that forward takes; None where it takes any."""
+    parameters = _signature(module)
+    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
+
+
+def _needed(module: nn.Module) -> int | None:
+    """The number of positional arguments without a default that forward takes, at least one; None where it does not
+    say."""
+    parameters = [p for p in _signature(module) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return max(sum(p.default is p.empty for p in parameters), 1) if parameters else None
+
+
+def _signature(module: nn.Module) -> list[inspect.Parameter]:
+    try:
+        return list(inspect.signature(module.forward).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 # Describes a user's own model, so that an experiment can be named by it: its class, batch, structure and code.
