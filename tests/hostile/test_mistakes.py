@@ -777,8 +777,12 @@ def test_3_products_of_16_bits_where_8_were_asked_for(dtype: str):
 @pytest.mark.parametrize("asked", OPTIMIZERS)
 @pytest.mark.parametrize("ran", OPTIMIZERS)
 def test_27_another_implementation_of_the_optimizer_ran(monkeypatch: pytest.MonkeyPatch, asked: str, ran: str):
-    build = training_step._build_optimizer
-    monkeypatch.setattr(training_step, "_build_optimizer", lambda model, _: build(model, mini(optimizer=ran)))
+    make = training_step.optimizer_for
+    monkeypatch.setattr(
+        training_step,
+        "optimizer_for",
+        lambda trained, _, *rest, **options: make(trained, mini(optimizer=ran), *rest, **options),
+    )
     run = observed(TrainingStep(mini(optimizer=asked), CPU))
     # Without streams, the optimizer under backward updates after it, as the one that it is made of.
     same = asked == ran or {asked, ran} == set(OF_ONE_LAUNCH)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.transformer import aligned_numbers, moment_blocks
 from stepscope.kernels.adamw import Clipping, Moving, Updated, UpdateOfMany
-from stepscope.training.optimizer import Updating, when_ready
+from stepscope.training.optimizer import Updating, updated_by, when_ready
 
 _UNDER_BACKWARD_BYTES = 32 * 2**20
 """Gradients that are ready are updated together once they have so many bytes: a launch is then worth its while."""
@@ -50,7 +50,7 @@ class AdamWOneLaunch(Updating):
         self._updates: dict[tuple[int, ...], UpdateOfMany] = {}
         self.max_norm = max_norm
         self._clipping: Clipping | None = None
-        for parameter in (each for group in self.param_groups for each in group["params"]):
+        for parameter in updated_by(self):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
 
@@ -64,30 +64,22 @@ class AdamWOneLaunch(Updating):
             if found := [parameter for parameter in group["params"] if parameter.grad is not None]:
                 ready[number] = found
                 self._begin(number)
-        if self.max_norm is not None and ready:
-            self._update_clipped(ready, self.max_norm)
-            return
-        for number, parameters in ready.items():
-            self._update(number, parameters)
-
-    def _update_clipped(self, ready: Mapping[int, list[Tensor]], max_norm: float) -> None:
-        """Update these parameters of each group, with gradients clipped to this norm over all groups."""
         updates = [
             (number, self._update_of(number, parameters), _gradients(parameters))
             for number, parameters in ready.items()
         ]
-        if self._clipping is None:
-            self._clipping = Clipping(max_norm, updates[0][2][0].device)
-        self._clipping.measure([(update, gradients) for _, update, gradients in updates])
+        if self.max_norm is not None and updates:
+            self._clipping = self._clipping or Clipping(self.max_norm, updates[0][2][0].device)
+            self._clipping.measure([(update, gradients) for _, update, gradients in updates])
+        clip = None if self._clipping is None else self._clipping.values
         for number, update, gradients in updates:
-            update.run(gradients, self._moving[number], clip=self._clipping.values)
+            update.run(gradients, self._moving[number], clip=clip)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what `state_dict` gave. Masters and moments stay fp32, whatever dtype the parameters have."""
         super().load_state_dict(state_dict)
         numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for number, parameter in zip(numbers, parameters, strict=True):
+        for number, parameter in zip(numbers, updated_by(self), strict=True):
             given = state_dict["state"].get(number, {})
             kept = self.state[parameter]
             for name in ("master", "exp_avg", "exp_avg_sq"):
@@ -108,36 +100,29 @@ class AdamWOneLaunch(Updating):
                     self.state[parameter]["step"] = moving.values[3]
         self._moving[number].advance(group["lr"])
 
-    def _update(self, number: int, parameters: list[Tensor], programs: int | None = None) -> None:
-        """Update these parameters of a group, all of which have a gradient."""
-        self._update_of(number, parameters).run(_gradients(parameters), self._moving[number], programs)
-
     def _update_of(self, number: int, parameters: list[Tensor]) -> UpdateOfMany:
         """The update of these parameters of a group, made once."""
         key = tuple(map(id, parameters))
-        if key not in self._updates:
-            group = self.param_groups[number]
-            self._make_moments(parameters, self._moving[number])
-            updated = [self._updated(parameter) for parameter in parameters]
-            numbers = {name: group[name] for name in ("betas", "eps", "weight_decay")}
-            self._updates[key] = UpdateOfMany(updated, **numbers)
-        return self._updates[key]
-
-    def _make_moments(self, parameters: Sequence[Tensor], moving: Moving) -> None:
+        if key in self._updates:
+            return self._updates[key]
         new = [parameter for parameter in parameters if "exp_avg" not in self.state[parameter]]
         strange = next((each for each in new if torch.empty_like(each).stride() != each.stride()), None)
         if strange is not None:
             raise InputError(f"AdamW in one launch takes dense parameters, not strides {strange.stride()}")
+        step = self._moving[number].values[3]
         for parameter, (exp_avg, exp_avg_sq) in zip(new, moments_beside(new), strict=True):
-            self.state[parameter] |= {"step": moving.values[3], "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-
-    def _updated(self, parameter: Tensor) -> Updated:
-        state = self.state[parameter]
-        if parameter.dtype != torch.float32 and "master" not in state:
-            master = self._masters.pop(parameter, None)
-            state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
-        master = state.get("master", parameter)
-        return Updated(parameter=parameter, master=master, exp_avg=state["exp_avg"], exp_avg_sq=state["exp_avg_sq"])
+            self.state[parameter] |= {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        updated: list[Updated] = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if parameter.dtype != torch.float32 and "master" not in state:
+                master = self._masters.pop(parameter, None)
+                state["master"] = parameter.float() if master is None else _like(master.float(), parameter)
+            moments = {name: state[name] for name in ("exp_avg", "exp_avg_sq")}
+            updated.append(Updated(parameter=parameter, master=state.get("master", parameter), **moments))
+        numbers = {name: self.param_groups[number][name] for name in ("betas", "eps", "weight_decay")}
+        self._updates[key] = UpdateOfMany(updated, **numbers)
+        return self._updates[key]
 
 
 class AdamWUnderBackward(AdamWOneLaunch):
@@ -160,7 +145,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
         self._ready_bytes = 0
         self._stream: torch.cuda.Stream | None = None
         self._to_join = False
-        all_bytes = sum(parameter.nbytes for group in self.param_groups for parameter in group["params"])
+        all_bytes = sum(parameter.nbytes for parameter in updated_by(self))
         self._worthwhile_bytes = min(_UNDER_BACKWARD_BYTES, all_bytes / _UNDER_BACKWARD_LAUNCHES)
         for number, group in enumerate(self.param_groups):
             for parameter in group["params"]:
@@ -187,7 +172,7 @@ class AdamWUnderBackward(AdamWOneLaunch):
             left = [p for p in group["params"] if p.grad is not None and p not in self._done]
             if left:
                 self._start(number)
-                self._update(number, left)
+                self._update_of(number, left).run(_gradients(left), self._moving[number])
         self.join()
         self._begun.clear()
         self._done.clear()
@@ -217,7 +202,8 @@ class AdamWUnderBackward(AdamWOneLaunch):
             self._start(number)
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
             with torch.cuda.stream(self._stream):
-                self._update(number, parameters, _UNDER_BACKWARD_PROGRAMS)
+                update = self._update_of(number, parameters)
+                update.run(_gradients(parameters), self._moving[number], _UNDER_BACKWARD_PROGRAMS)
             self._to_join = True
             self._done.update(parameters)
         self._ready.clear()

@@ -45,7 +45,13 @@ class Updating(torch.optim.Optimizer, ABC):
 
 
 class OneByOne(Updating):
-    """An optimizer that updates one parameter after another, from its gradient in fp32."""
+    """An AdamW that updates one parameter after another, from its gradient in fp32."""
+
+    def __init__(
+        self, parameters: Iterable[Tensor], *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 1e-2,
+    ) -> None:  # fmt: skip
+        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _update_all(self) -> None:
         for group in self.param_groups:
@@ -70,12 +76,6 @@ class AdamWBf16State(OneByOne):
 
     counts_updates = True
     """Each parameter's state has its count of updates from the first one on."""
-
-    def __init__(
-        self, parameters: Iterable[Tensor], *, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8, weight_decay: float = 1e-2,
-    ) -> None:  # fmt: skip
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -127,13 +127,12 @@ class AdamWBf16Parameters(OneByOne):
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], *, keeping: Keeping = "nearest", lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 1e-2,
-        watch: Watch | None = None,
-    ) -> None:  # fmt: skip
+        self, parameters: Iterable[Tensor], *, keeping: Keeping = "nearest", watch: Watch | None = None, **options: Any
+    ) -> None:
+        """options: those of every AdamW, as `lr`."""
         choose(keeping, KEEPINGS, "keeping")
-        super().__init__(parameters, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
+        super().__init__(parameters, **options)
+        for parameter in updated_by(self):
             if parameter.dtype != torch.bfloat16:
                 raise InputError(f"a parameter of {parameter.dtype} was given to keep in bf16: convert the model first")
         self.keeping, self.watch = keeping, watch
@@ -144,9 +143,7 @@ class AdamWBf16Parameters(OneByOne):
         state = self.state[parameter]
         if "master" in state:
             return state["master"].clone()
-        if "lost" in state:
-            return parameter.float() + state["lost"].float()
-        return parameter.float()
+        return parameter.float() + state["lost"].float() if "lost" in state else parameter.float()
 
     def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         (beta1, beta2), lr = group["betas"], group["lr"]
@@ -167,19 +164,17 @@ class AdamWBf16Parameters(OneByOne):
         wanted = (before * (-lr * group["weight_decay"])).addcdiv_(
             average, denominator, value=-lr / (1 - beta1 ** state["step"])
         )
-        self._store(parameter, before + wanted, state)
-        if self.watch is not None:
-            self.watch(parameter, before, wanted, self.held(parameter) - before)
-
-    def _store(self, parameter: Tensor, exact: Tensor, state: dict[str, Any]) -> None:
+        exact = before + wanted
         if self.keeping == "stochastic":
             round_stochastically(exact, into=parameter)
-            return
-        parameter.copy_(exact)
+        else:
+            parameter.copy_(exact)
         if self.keeping == "kahan":
             state["lost"].copy_(exact - parameter.float())
         elif self.keeping == "master":
             state["master"].copy_(exact)
+        if self.watch is not None:
+            self.watch(parameter, before, wanted, self.held(parameter) - before)
 
 
 # Gradients scaled down to a bound on their global norm, where the optimizer does not do it itself.

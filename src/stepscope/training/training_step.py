@@ -65,7 +65,7 @@ class StepGraphs:
         self._graphs: list[torch.cuda.CUDAGraph | None] = [None] * len(phases)
         self._runs = [0] * len(phases)
         self.phases = tuple(
-            Phase(name=phase.name, run=self._run_of(i, phase.name, phase.run)) for i, phase in enumerate(phases)
+            Phase(name=phase.name, run=functools.partial(self._run, i, phase)) for i, phase in enumerate(phases)
         )
 
     @property
@@ -75,8 +75,7 @@ class StepGraphs:
 
     def take(self, batch: Any) -> Any:
         """Copy a batch to the place that the graphs read, and give that place. Raises InputError for other shapes."""
-        given, places = pytree.tree_leaves(batch), pytree.tree_leaves(self._place)
-        for value, place in zip(given, places, strict=True):
+        for value, place in zip(pytree.tree_leaves(batch), pytree.tree_leaves(self._place), strict=True):
             if isinstance(place, Tensor):
                 if value.shape != place.shape:
                     raise InputError(
@@ -86,24 +85,18 @@ class StepGraphs:
                 place.copy_(value, non_blocking=True)
         return self._place
 
-    def _run_of(self, i: int, name: str, run: Callable[[], object]) -> Callable[[], None]:
-        def replayed() -> None:
-            graph = self._graphs[i]
-            if graph is not None:
-                graph.replay()
-            else:
-                self._first(i, name, run)
-
-        return replayed
-
-    def _first(self, i: int, name: str, run: Callable[[], object]) -> None:
-        """Run a phase on the stream that will be captured, or capture and replay it."""
+    def _run(self, i: int, phase: Phase) -> None:
+        """Replay a phase; run it on the stream that will be captured, or capture it, where that is not done."""
+        graph = self._graphs[i]
+        if graph is not None:
+            graph.replay()
+            return
         self._runs[i] += 1
         current = torch.cuda.current_stream(self._device)
         if self._runs[i] < GRAPH_WARMUP:
             self._stream.wait_stream(current)
             with torch.cuda.stream(self._stream):
-                run()
+                phase.run()
             current.wait_stream(self._stream)
             return
         if i == 0:
@@ -113,14 +106,14 @@ class StepGraphs:
         try:
             # Other threads, as a compiler's or a sampler's, may go on with what a capture forbids.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-                run()
+                phase.run()
         except StepscopeError:
             raise
         except Exception as error:  # whatever a step does that a graph cannot hold
             if is_out_of_memory(error):
                 raise
             raise InputError(
-                f"{name} cannot be captured into a CUDA graph: {named_line(error)}; leave out --graph step"
+                f"{phase.name} cannot be captured into a CUDA graph: {named_line(error)}; leave out --graph step"
             ) from error
         self._pool = graph.pool()
         self._graphs[i] = graph
@@ -246,8 +239,7 @@ class AssembledStep:
         self._local = shared.local if shared is not None else contextlib.nullcontext
         self.workload, self.device = choices, device
         self._named_tensors, self._split, self._forward_inputs = parts.named_tensors, parts.split, parts.forward_inputs
-        self.model = parts.model
-        self.blocks = parts.blocks
+        self.model, self.blocks = parts.model, parts.blocks
         self.compiled = choices.compile != "eager"
         self.compiles_parts = not self.compiled and parts.compiles_parts
         self.cuda_graphs = choices.graph == "step" or (device.type == "cuda" and choices.compile in CUDA_GRAPH_MODES)
@@ -255,7 +247,9 @@ class AssembledStep:
         self.forward_module: nn.Module = _compiled(parts, choices.compile) if self.compiled else parts.forward
         self.optimizer = None
         if choices.phase == "train":
-            self.optimizer = parts.optimizer or _build_optimizer(parts, choices)
+            trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
+            chosen = parts.optimizer or optimizer_for(trained, choices, parts.masters, max_norm=choices.clip)
+            self.optimizer = chosen
         self._max_norm = choices.clip if self.optimizer is not None else None
         self._norm_of = shared.norm_of if shared is not None else global_norm
         # An optimizer that begins under backward leaves the gradients of early micro-batches alone.
@@ -522,11 +516,6 @@ def _compiled(parts: StepParts, mode: str) -> nn.Module:
     return compiled
 
 
-def _build_optimizer(parts: StepParts, choices: Workload) -> torch.optim.Optimizer:
-    trained = [parameter for parameter in parts.model.parameters() if parameter.requires_grad]
-    return optimizer_for(trained, choices, parts.masters, max_norm=choices.clip)
-
-
 LEARNING_RATE = 1e-4
 
 
@@ -546,19 +535,15 @@ def optimizer_for(
 
         chosen = one_launch.AdamWOneLaunch if choices.optimizer == OF_ONE_LAUNCH[0] else one_launch.AdamWUnderBackward
         return chosen(trained, lr=LEARNING_RATE, masters=masters, max_norm=max_norm)
-    make = functools.partial(_pytorchs_adamw, choices=choices)
-    return OnMasters(trained, make, masters, max_norm) if masters else make(trained)
-
-
-def _pytorchs_adamw(parameters: Sequence[Tensor], choices: Workload) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        parameters,
+    adamw = functools.partial(
+        torch.optim.AdamW,
         lr=LEARNING_RATE,
         foreach=choices.optimizer == "adamw-foreach",
         fused=choices.optimizer == "adamw-fused",
         # Without it PyTorch counts updates on the host, which no replay would do again.
         capturable=choices.graph == "step",
     )
+    return OnMasters(trained, adamw, masters, max_norm) if masters else adamw(trained)
 
 
 def _random_batches(workload: TextbookWorkload, device: torch.device) -> list[tuple[Tensor, Tensor]]:
