@@ -308,11 +308,11 @@ def trace_table(capture: Capture) -> TraceTable:
     operators = [
         (*placed(row), None, row["sequence"], row["forward_thread"], None, None, None) for row in capture.operators
     ]
-    return assemble(
-        path=Path("a capture"),
+    table = TraceTable(
         profiler="Kineto",
         work=pl.DataFrame(work, schema=WORK_SCHEMA, orient="row"),
         calls=pl.DataFrame(calls, schema=CALL_SCHEMA, orient="row"),
         ranges=pl.DataFrame(ranges, schema=RANGE_SCHEMA, orient="row"),
         operators=pl.DataFrame(operators, schema=OPERATOR_SCHEMA, orient="row"),
     )
+    return assemble(table, Path("a capture"))

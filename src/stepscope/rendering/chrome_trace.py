@@ -25,8 +25,8 @@ from stepscope.core.run_directory import CAPTURE_FILES, DIGEST_FILE, RUN_FILE, w
 from stepscope.traces.captures.attribution import ROOT, Attribution, gather, is_node, tells_phase
 from stepscope.traces.captures.digest import find_capture
 from stepscope.traces.kernels.names import kernel_labels
-from stepscope.traces.nesting import Nest, numbered
-from stepscope.traces.table import COPIES, COUNTER_SCHEMA, TraceTable, empty, is_launch, stepwise
+from stepscope.traces.nesting import Nest, by_thread
+from stepscope.traces.table import COPIES, COUNTER_SCHEMA, TraceTable, empty, launches, stepwise
 
 _BLOCK = 65_536
 """Events turned into text at once: some 30 MB."""
@@ -516,7 +516,7 @@ def _within_steps(attribution: Attribution) -> pl.Expr:
 
 def _closed(operators: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
     """The operators of a CPU; raises InputError where their own times are no longer those of the part."""
-    nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
+    nest = by_thread(operators)
     if not nest.height or int(nest.self_ns(operators["duration_ns"]).sum()) != busy_ns:
         raise InputError("--cut: an operator of this part calls one outside it: cut a step, a phase or all")
     return operators
@@ -532,7 +532,7 @@ def _operators(attribution: Attribution, within: pl.Expr) -> pl.DataFrame:
     if not recorded.height:
         return recorded
     rows = work["operator_row"].drop_nulls().unique()
-    nest = Nest(recorded.with_columns(numbered(recorded, ["process", "thread"]).alias("track")), "track")
+    nest = by_thread(recorded)
     kept = pl.Series([False]).new_from_index(0, recorded.height).scatter(rows, True)
     if attribution.forwards.height:
         after = recorded.filter(is_node(recorded) & (pl.col("start_ns") >= (work["launch_ns"].max() or 0)))["start_ns"]
@@ -567,11 +567,8 @@ def _ids_of_calls(table: TraceTable) -> pl.Series:
 def _calls(attribution: Attribution, open_then: pl.Expr, ids: pl.Series) -> pl.DataFrame:
     """The launches of the work, and the calls meanwhile that launch nothing."""
     calls = attribution.table.calls.with_columns(ids.alias("correlation")).with_row_index("row")
-    names = calls["name"].unique().cast(pl.String)
-    launching = names.filter(names.to_frame().select(is_launch(pl.col(names.name))).to_series())
-    launches = pl.col("name").is_in(launching.cast(calls["name"].dtype).implode())
     own = pl.col("row").is_in(attribution.work["launch_row"].drop_nulls().unique().implode())
-    return calls.filter(own | (~launches & open_then)).drop("row")
+    return calls.filter(own | (~launches(calls["name"]) & open_then)).drop("row")
 
 
 _ARGUMENTS = {

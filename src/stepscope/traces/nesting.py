@@ -227,3 +227,8 @@ def union(intervals: pl.DataFrame, by: list[str], *, touching: bool = True) -> p
         .agg(pl.col("start_ns").min(), pl.col("end_ns").max(), pl.len().alias("merged"))
         .drop("_piece")
     )
+
+
+def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
+    """The intervals with a column duration_ns."""
+    return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))

@@ -19,12 +19,12 @@ from stepscope.core.formulas.communication import KINDS, kind_of, message_bytes,
 from stepscope.core.range_names import STEP
 from stepscope.core.run_directory import CAPTURE_FILES, RANK_FOLDER, RUN_FILE
 from stepscope.core.units import counted
-from stepscope.traces.captures.attribution import Attribution, range_kind
-from stepscope.traces.captures.checks import doubts_of
+from stepscope.traces.captures.attribution import Attribution, gather, range_kind
+from stepscope.traces.captures.checks import DOUBTS, check_trace
 from stepscope.traces.captures.digest import load_capture
 from stepscope.traces.captures.occupation import covered_ns
 from stepscope.traces.captures.summary import TraceSummary, layers_together
-from stepscope.traces.nesting import Nest, union
+from stepscope.traces.nesting import open_rows, union
 from stepscope.traces.table import TraceTable
 
 # One rank of a job: its times in short, and its collectives. The capture itself is let go, so that many fit.
@@ -115,7 +115,7 @@ def rank_of(summary: TraceSummary, number: int, source: str) -> Rank:
         times=_times(summary),
         collectives=collectives_of(attribution, steps),
         computing=union(attribution.kernels.filter(_COMPUTES & (pl.col("duration_ns") > 0)), ["device"]).drop("merged"),
-        doubts=doubts_of(summary),
+        doubts=check_trace(summary, DOUBTS),
     )
 
 
@@ -209,23 +209,9 @@ def _told(kernels: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
 
 def _open_at(kernels: pl.DataFrame, intervals: pl.DataFrame) -> pl.DataFrame:
     """The interval that was open on each kernel's thread at its launch; a row of nulls where none was."""
-    keys = pl.concat(
-        [
-            kernels.select("process", pl.col("launch_thread").alias("thread")),
-            intervals.select("process", "thread"),
-        ]
-    )
-    distinct = keys.unique().with_row_index("track")
-    track = keys.join(distinct, on=["process", "thread"], how="left", maintain_order="left", nulls_equal=True)["track"]
-    track = track.cast(pl.Int64)
-    nest = Nest(intervals.with_columns(track.tail(intervals.height).alias("track")), "track")
-    row = nest.innermost(track.head(kernels.height), kernels["launch_ns"])
-    nothing = pl.DataFrame(schema=intervals.schema)
-    if not intervals.height:
-        return pl.concat(
-            [nothing, pl.DataFrame({name: [None] * kernels.height for name in nothing.columns}, schema=nothing.schema)]
-        )
-    return intervals.select(pl.all().gather(row))
+    places = kernels.select("process", pl.col("launch_thread").alias("thread"))
+    row = open_rows(intervals, places, kernels["launch_ns"])
+    return pl.DataFrame([gather(column, row) for column in intervals])
 
 
 # Which kernels of several ranks are one collective, and how far the ranks' clocks are apart.

@@ -207,10 +207,10 @@ class TraceTable:
     `launch_ns` and `launch_thread`; copies and fills come last in it.
 
     `devices`: names by index where the trace says them. `other`: rows of the file without a place here, by category.
-    `recorder`: the profiler's version, where the trace says it. `lost`: events the profiler itself says it lost.
-    `threads`: the names of threads by (process, thread), where the trace says them. `rank`: which rank of `ranks` the
-    process was; None where it was alone, or the trace does not say. `remarks`: the profiler's own warnings. `traced`:
-    what it was asked to trace (`cuda`, `nvtx`), where the trace says it.
+    `recorder`: the profiler's version, where the trace says it. `threads`: the names of threads by (process, thread),
+    where the trace says them. `rank`: which rank of `ranks` the process was; None where it was alone, or the trace does
+    not say. `remarks`: the profiler's own warnings. `traced`: what it was asked to trace (`cuda`, `nvtx`), where the
+    trace says it.
     """
 
     profiler: Profiler
@@ -222,7 +222,6 @@ class TraceTable:
     devices: dict[int, str] = field(default_factory=dict[int, str])
     other: dict[str, int] = field(default_factory=dict[str, int])
     recorder: str | None = None
-    lost: int = 0
     threads: dict[tuple[int, int], str] = field(default_factory=dict[tuple[int, int], str])
     collectives: pl.DataFrame = field(default_factory=lambda: empty(COLLECTIVE_SCHEMA))
     rank: int | None = None
@@ -252,9 +251,24 @@ _FEW_IDS = 2**44
 """Correlation ids below this, which is usual, share 64 bits with a number for their process."""
 
 
-def is_launch(name: pl.Expr) -> pl.Expr:
-    """Whether a call of that name puts work on a device: launches of kernels and graphs, copies and fills."""
-    return name.str.contains(_LAUNCH) & ~name.str.contains(_NO_LAUNCH)
+def fits(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Series:
+    """Whether each name matches a pattern, and not the other. Names are few, so each distinct one is looked at once."""
+    distinct = names.unique().drop_nulls()
+    text = distinct.cast(pl.String)
+    chosen = text.str.contains(pattern)
+    if but_not is not None:
+        chosen &= ~text.str.contains(but_not)
+    return names.is_in(distinct.filter(chosen).implode())
+
+
+def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:
+    """The rows whose name matches a pattern, and not the other."""
+    return frame.filter(fits(frame["name"], pattern, but_not))
+
+
+def launches(names: pl.Series) -> pl.Series:
+    """Whether a call of each name puts work on a device: launches of kernels and graphs, copies and fills."""
+    return fits(names, _LAUNCH, _NO_LAUNCH)
 
 
 def with_launches(
@@ -315,7 +329,7 @@ def _filled(work: pl.DataFrame, find: Callable[[pl.DataFrame], pl.DataFrame]) ->
 def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) -> pl.DataFrame:
     """The launches of these rows of work by the arrows that end where they begin, or within them."""
     columns = {"launch_thread": "thread", "launch_ns": "start_ns"}
-    launching = calls.filter(_launches(calls))
+    launching = calls.filter(launches(calls["name"]))
     begins = _at_the_start(arrows.filter("begins"), launching, ["process", "thread"]).select("id", "process", **columns)
     begins = pl.concat(
         [begins, calls.select("process", id="correlation", **columns).drop_nulls("id").select(begins.columns)]
@@ -326,7 +340,7 @@ def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) 
         ["device", "stream", "start_ns"], keep="first", maintain_order=True
     )
     place = ["process", "launch_thread", "launch_ns"]
-    called = calls.select("process", launch_thread="thread", launch_ns="start_ns", launches=_launches(calls))
+    called = calls.select("process", launch_thread="thread", launch_ns="start_ns", launches=launches(calls["name"]))
     called = called.with_row_index("launch_row").sort("launches").unique(place, keep="last")
     found = rows.drop("process").join(pairs, on=["device", "stream", "start_ns"], how="inner")
     return found.join(called, on=place, how="left").select("at", "process", "launch_row", "launch_ns", "launch_thread")
@@ -354,18 +368,11 @@ def _by_external_ids(rows: pl.DataFrame, calls: pl.DataFrame, taken: pl.Series) 
     """The launches of these rows of work by the external ids of calls, turn by turn."""
     by = ["process", "external"]
     turn = pl.int_range(pl.len()).over(by).alias("turn")
-    free = calls.with_row_index("launch_row").filter(_launches(calls)).drop_nulls("external")
+    free = calls.with_row_index("launch_row").filter(launches(calls["name"])).drop_nulls("external")
     free = free.filter(~pl.col("launch_row").is_in(taken.drop_nulls().implode())).sort("start_ns")
     free = free.select("launch_row", *by, turn, launch_ns="start_ns", launch_thread="thread")
     waiting = rows.drop_nulls("external").sort("start_ns", nulls_last=True).select("at", *by, turn)
     return waiting.join(free, on=[*by, "turn"], how="inner")
-
-
-def _launches(calls: pl.DataFrame) -> pl.Series:
-    """Whether each call puts work on a device."""
-    distinct = calls["name"].unique().cast(pl.String)  # names are few, so each is looked at once
-    launching = distinct.filter(distinct.to_frame().select(is_launch(pl.col("name"))).to_series())
-    return calls["name"].is_in(launching.cast(pl.Categorical).implode())
 
 
 def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Series:
@@ -386,13 +393,11 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
 
     records = pl.DataFrame({"key": key(calls)}).with_row_index("call").drop_nulls("key").sort("key")
     if (records["key"] == records["key"].shift(1)).any():
-        records = (
-            records.with_columns(
-                _launches(calls).gather(records["call"]).alias("launch"), calls["start_ns"].gather(records["call"])
-            )
-            .sort("key", "launch", "start_ns")
-            .unique("key", keep="last", maintain_order=True)
+        is_launch, start_ns = launches(calls["name"]), calls["start_ns"]
+        records = records.with_columns(
+            is_launch.gather(records["call"]).alias("launch"), start_ns.gather(records["call"])
         )
+        records = records.sort("key", "launch", "start_ns").unique("key", keep="last", maintain_order=True)
     wanted = key(work)
     if not records.height:
         return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
@@ -439,11 +444,10 @@ def operators_as_work(operators: pl.DataFrame) -> pl.DataFrame:
     The rows are in the order of a nest by thread.
     """
     nest = by_thread(operators)
-    own = nest.self_ns(operators["duration_ns"]) if nest.height else pl.Series([], dtype=pl.Int64)
     return with_details(
         operators[nest.order].select(
             "start_ns",
-            own.alias("duration_ns"),
+            nest.self_ns(operators["duration_ns"]).alias("duration_ns"),
             pl.lit(-1, pl.Int64).alias("device"),
             pl.col("thread").alias("stream"),
             pl.lit("operator", KIND).alias("kind"),
@@ -581,61 +585,30 @@ LARGEST_NS = 2**62
 """Since 1970 the clock says less until 2116. Within it sums and differences of times fit their 64 bits."""
 
 
-def assemble(
-    *,
-    path: Path,
-    profiler: Profiler,
-    work: pl.DataFrame,
-    calls: pl.DataFrame,
-    ranges: pl.DataFrame,
-    operators: pl.DataFrame | None = None,
-    links: pl.DataFrame | None = None,
-    arrows: pl.DataFrame | None = None,
-    devices: dict[int, str] | None = None,
-    other: dict[str, int] | None = None,
-    recorder: str | None = None,
-    lost: int = 0,
-    threads: dict[tuple[int, int], str] | None = None,
-    collectives: pl.DataFrame | None = None,
-    rank: int | None = None,
-    ranks: int | None = None,
-    damage: Damage | None = None,
-    counters: pl.DataFrame | None = None,
-    remarks: tuple[str, ...] = (),
-    traced: frozenset[str] = frozenset(),
-) -> TraceTable:
-    """Check the schemas, join the launches, put right times that cannot be; without device work operators stand in.
+def assemble(table: TraceTable, path: Path, *, arrows: pl.DataFrame | None = None) -> TraceTable:
+    """What a reader gives, checked: launches joined, times that cannot be put right; where no device worked, operators.
 
     `arrows` lead from calls to their work, as LINK_SCHEMA, where the rows themselves do not say it.
 
     Raises InputError, naming `path`, where no row has a time, or durations add up to more than a clock can say.
     """
-    work = with_details(work)
-    operators = empty(OPERATOR_SCHEMA) if operators is None else operators
-    links = empty(LINK_SCHEMA) if links is None else links
-    collectives = empty(COLLECTIVE_SCHEMA) if collectives is None else collectives
-    counters = empty(COUNTER_SCHEMA) if counters is None else counters
-    damage = damage or Damage()
+    work, calls, operators, damage = with_details(table.work), table.calls, table.operators, table.damage
     for frame, schema in (
         (work, pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})),
         (calls, CALL_SCHEMA),
-        (ranges, RANGE_SCHEMA),
+        (table.ranges, RANGE_SCHEMA),
         (operators, OPERATOR_SCHEMA),
-        (links, LINK_SCHEMA),
-        (collectives, COLLECTIVE_SCHEMA),
-        (counters, COUNTER_SCHEMA),
+        (table.links, LINK_SCHEMA),
+        (table.collectives, COLLECTIVE_SCHEMA),
+        (table.counters, COUNTER_SCHEMA),
     ):
         assert frame.schema == schema, f"{frame.schema} is not {schema}"
-    counters = pl.concat([counters, _copy_bandwidth(work)])
     if (work.height or operators.height) and not any(frame["start_ns"].count() for frame in (work, calls, operators)):
         raise InputError(f"{path}: none of its events has a time that can be read: this capture is damaged")
-    work, hosts = without_impossible_times(
-        work,
-        {CALLS: calls, OPERATORS: operators, RANGES: ranges, "arrows": links, "collectives": collectives}
-        | {"counters": counters},
-        damage,
-    )
-    calls, operators, ranges, links, collectives, counters = hosts.values()
+    others = {CALLS: calls, OPERATORS: operators, RANGES: table.ranges, "arrows": table.links}
+    others |= {"collectives": table.collectives, "counters": pl.concat([table.counters, _copy_bandwidth(work)])}
+    work, others = without_impossible_times(work, others, damage)
+    calls, operators, ranges, links, collectives, counters = others.values()
     for frame in (work, calls, ranges, operators):
         if frame["duration_ns"].cast(pl.Float64).sum() >= LARGEST_NS:
             raise InputError(f"{path}: durations add up to more than any clock can say: this capture is damaged")
@@ -647,23 +620,14 @@ def assemble(
         work = at_their_launch(work, damage)
     else:
         work = operators_as_work(operators)
-    return TraceTable(
-        profiler=profiler,
+    return replace(
+        table,
         work=work,
         calls=calls,
         ranges=ranges,
         operators=operators,
         links=links,
-        devices=devices or {},
-        other=other or {},
-        recorder=recorder,
-        lost=lost,
-        threads=threads or {},
         collectives=collectives,
-        rank=rank,
-        ranks=ranks,
         damage=damage,
         counters=counters,
-        remarks=remarks,
-        traced=traced,
     )

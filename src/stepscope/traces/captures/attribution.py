@@ -26,8 +26,8 @@ from stepscope.core.range_names import (
     STEP,
 )
 from stepscope.traces.kernels.families import FAMILIES, classify
-from stepscope.traces.nesting import Nest, by_thread, numbered, union
-from stepscope.traces.table import COPIES, KIND, TraceTable
+from stepscope.traces.nesting import Nest, by_thread, lasting, numbered, open_rows, union
+from stepscope.traces.table import COPIES, KIND, TraceTable, fits, named
 
 # A lookup of the innermost named range open on a thread at a moment, among up to a million ranges.
 
@@ -185,15 +185,18 @@ def with_found_phases(
     operators = _with_other_threads(operators, table.operators)
     nodes = operators.filter(is_node(operators))
     in_node = _inside_range(nodes, work)
-    makers = _makers(operators, nodes)
+    # A forward's operators, and no recomputation's: those that autograd follows, outside its nodes. Where gradients are
+    # disabled, in an evaluation or an update, operators have no sequence number.
+    makers = operators.filter(_FOLLOWED & ~is_node(operators))
+    makers = makers.filter(Nest(nodes, "track").innermost(makers["track"], makers["start_ns"]).is_null())
     engine = _engine_tracks(threads, table, nodes, makers)
     forward = _forward_spans(makers.filter(~pl.col("track").is_in(engine.implode())), nodes)
     before_backward = Nest(forward, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
-    zeroing = table.ranges.filter(_named_phases(table.ranges, r"^Optimizer\.zero_grad#"))
+    zeroing = named(table.ranges, r"^Optimizer\.zero_grad#")
     zeroed = Nest(zeroing, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
-    update = _named_phases(operators, _UPDATE)
+    update = fits(operators["name"], _UPDATE)
     if nodes.height:
-        update |= _named_phases(operators, _OVER_LISTS) & ~_named_phases(operators, _OF_ANY_USE)
+        update |= fits(operators["name"], _OVER_LISTS, _OF_ANY_USE)
     updates = _inside_range(operators.filter(update), work)
     ways = (
         (in_node, BACKWARD, NODES),
@@ -204,10 +207,10 @@ def with_found_phases(
     )
     for holds, phase, way in ways:
         if phase in wanted:
-            fits = pl.col("phase").is_null() & holds
+            fresh = pl.col("phase").is_null() & holds
             work = work.with_columns(
-                pl.when(fits).then(pl.lit(way, _WAY)).otherwise("found_by").alias("found_by"),
-                pl.when(fits).then(pl.lit(phase, _PHASE)).otherwise("phase").alias("phase"),
+                pl.when(fresh).then(pl.lit(way, _WAY)).otherwise("found_by").alias("found_by"),
+                pl.when(fresh).then(pl.lit(phase, _PHASE)).otherwise("phase").alias("phase"),
             )
     ends = (pl.col("start_ns") + pl.col("duration_ns")).alias("end_ns")
     return work, forward.select("process", "start_ns", ends)
@@ -215,7 +218,7 @@ def with_found_phases(
 
 def is_node(operators: pl.DataFrame) -> pl.Series:
     """Whether each operator is a node of autograd's."""
-    return _named_phases(operators, _NODE)
+    return fits(operators["name"], _NODE)
 
 
 def tells_phase(operators: pl.DataFrame) -> pl.Series:
@@ -237,25 +240,9 @@ def _with_other_threads(operators: pl.DataFrame, every: pl.DataFrame) -> pl.Data
     return pl.concat([own, others.with_columns(track.alias("track")).select(columns)])
 
 
-def _named_phases(frame: pl.DataFrame, pattern: str) -> pl.Series:
-    """Whether each row's name fits. Each distinct name is looked at once."""
-    names = frame["name"].unique()
-    chosen = names.filter(names.cast(pl.String).str.contains(pattern))
-    return frame["name"].is_in(chosen.implode())
-
-
 def _inside_range(operators: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
     """Whether each row of work was launched while one of these operators was open on its thread."""
     return Nest(operators, "track").innermost(work["track"], work["launch_ns"]).is_not_null()
-
-
-def _makers(operators: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
-    """The operators that autograd follows, outside its nodes: a forward's, and no recomputation's.
-
-    Operators have a sequence number where gradients are enabled: an evaluation and an update have none.
-    """
-    makers = operators.filter(_FOLLOWED & ~is_node(operators))
-    return makers.filter(Nest(nodes, "track").innermost(makers["track"], makers["start_ns"]).is_null())
 
 
 def _engine_tracks(threads: pl.DataFrame, table: TraceTable, nodes: pl.DataFrame, makers: pl.DataFrame) -> pl.Series:
@@ -413,16 +400,22 @@ def attribute(table: TraceTable) -> Attribution:
     )
     operators = _on_threads(table.operators.with_row_index("row"), threads)
     work, forwards = with_found_phases(work, operators, table, threads)
-    work = work.with_columns(_ranged(work, table.ranges))
-    work = work.with_columns(_operator_row(work, operators, table))
-    work = work.with_columns(gather(table.operators["name"], work["operator_row"]).alias("operator"))
+    if table.on_cpu:
+        operator_row = by_thread(table.operators).order  # the row is the operator itself
+    else:
+        operator_row = gather(operators["row"], Nest(operators, "track").innermost(work["track"], work["launch_ns"]))
+    work = work.with_columns(
+        _ranged(work, table.ranges),
+        operator_row.alias("operator_row"),
+        gather(table.operators["name"], operator_row).alias("operator"),
+    )
     work, checked, agree = _through_forward(work, operators, table, (modules, parts), threads)
     if RECOMPUTATION in kinds["module"]:
         # An NVTX tool records no operators. Recomputed work is known by the range around it.
-        named = Places(_named(table.ranges, [RECOMPUTATION], threads))
-        again = named.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
+        recomputed = Places(_named(table.ranges, [RECOMPUTATION], threads))
+        again = recomputed.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
         work = work.with_columns(pl.col("_recomputes") | again)
-    work = work.with_columns(_family(work)).with_columns(_role())
+    work = work.with_columns(_family(work)).with_columns(_ROLE)
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
     work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
     return Attribution(
@@ -475,10 +468,8 @@ def _recomputed(few: pl.DataFrame) -> pl.Series:
 
 def _inside(ranges: pl.DataFrame, around: pl.DataFrame, by: list[str]) -> pl.Series:
     """Whether each range lies inside a range of `around` with equal `by`, or inside several that overlap or touch."""
-    merged = union(around, by)
-    track = numbered(pl.concat([ranges.select(by), merged.select(by)]), by)
-    outer = lasting(merged).with_columns(track.tail(merged.height).alias("track"))
-    row = Nest(outer, "track").innermost(track.head(ranges.height), ranges["start_ns"])
+    merged = lasting(union(around, by))
+    row = open_rows(merged, ranges.select(by), ranges["start_ns"])
     return (gather(merged["end_ns"], row) >= ranges["start_ns"] + ranges["duration_ns"]).fill_null(False)
 
 
@@ -570,19 +561,6 @@ def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
     merged = lasting(union(ranges, ["process"]))
     inside = Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
     return (certain | inside).alias("ranged")
-
-
-def lasting(intervals: pl.DataFrame) -> pl.DataFrame:
-    """The intervals with a column duration_ns."""
-    return intervals.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"))
-
-
-def _operator_row(work: pl.DataFrame, operators: pl.DataFrame, table: TraceTable) -> pl.Series:
-    """The row in `table.operators` of the innermost operator open at each launch. On the CPU, the operator itself."""
-    if table.on_cpu:
-        return by_thread(table.operators).order.alias("operator_row")
-    rows = Nest(operators, "track").innermost(work["track"], work["launch_ns"])
-    return gather(operators["row"], rows).alias("operator_row")
 
 
 def _through_forward(
@@ -695,22 +673,18 @@ def _family(work: pl.DataFrame) -> pl.Series:
     families = [
         classify(n, operator=operator, part=part, phase=phase) for n, operator, part, phase in distinct.iter_rows()
     ]
-    named = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
-    return places.join(named, on=keys, how="left", maintain_order="left", nulls_equal=True)["family"]
+    sorted_out = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
+    return places.join(sorted_out, on=keys, how="left", maintain_order="left", nulls_equal=True)["family"]
 
 
-def _role() -> pl.Expr:
-    """The purpose of the work: communication, gradient accumulation, recomputation, or its phase."""
-    return (
-        pl.when(pl.col("family") == "communication")
-        .then(pl.lit("communication"))
-        .when(pl.col("_accumulates") | (pl.col("module").cast(pl.String) == GRADIENT_ACCUMULATION))
-        .then(pl.lit(GRADIENT_ACCUMULATION))
-        .when(
-            (pl.col("phase") == BACKWARD)
-            & (pl.col("_recomputes") | (pl.col("module").cast(pl.String) == RECOMPUTATION))
-        )
-        .then(pl.lit(RECOMPUTATION))
-        .otherwise(pl.col("phase").cast(pl.String))
-        .alias("role")
-    )
+_ROLE = (
+    pl.when(pl.col("family") == "communication")
+    .then(pl.lit("communication"))
+    .when(pl.col("_accumulates") | (pl.col("module").cast(pl.String) == GRADIENT_ACCUMULATION))
+    .then(pl.lit(GRADIENT_ACCUMULATION))
+    .when((pl.col("phase") == BACKWARD) & (pl.col("_recomputes") | (pl.col("module").cast(pl.String) == RECOMPUTATION)))
+    .then(pl.lit(RECOMPUTATION))
+    .otherwise(pl.col("phase").cast(pl.String))
+    .alias("role")
+)
+"""The purpose of the work: communication, gradient accumulation, recomputation, or its phase."""

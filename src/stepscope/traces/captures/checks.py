@@ -1,7 +1,8 @@
 """Checks of a capture for mistakes seen in published traces. Each is a function from a TraceSummary to a Finding."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from typing import cast
 
 import polars as pl
 
@@ -14,11 +15,8 @@ from stepscope.traces.captures.attribution import phase_of, range_kind
 from stepscope.traces.captures.occupation import device_names
 from stepscope.traces.captures.summary import GEMM, OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import decode, is_tf32
-from stepscope.traces.nesting import Nest, numbered
-from stepscope.traces.table import COPIES, KIND, WORK, Profiler, TraceTable, is_launch
-
-# Checks of a capture for rows that cannot be as they stand, and for what it was recorded without.
-
+from stepscope.traces.nesting import open_rows
+from stepscope.traces.table import COPIES, KIND, WORK, Profiler, fits, launches, named
 
 _FALSE_SHARE = 0.01
 """The share of damaged rows from which on the totals cannot be trusted."""
@@ -36,76 +34,210 @@ _MANY_KERNELS = r"Graph|MultiDevice"
 """One launch of a graph, or of a kernel on several devices, is many kernels. In 50,000 rows of 20 published captures no
 other launch is more than one. Copies and fills may be split, so they are not looked at."""
 
+_FEW = 5
+"""The most launches without a kernel that are no sign of loss: at the edges, kernels may fall outside the capture."""
+_LOST_SHARE, _BROKEN_SHARE = 0.005, 0.1
+_SLOWED = 1.1
+_WORTH_A_WORD = 0.01
+_MOST = 0.5
 
-def ends_before_begin(summary: TraceSummary) -> Finding | None:
-    """A finding on rows whose end lies before their begin. They count as 0 ns."""
-    counts = summary.attribution.table.damage.backwards
+_LOSS_REMEDIES: dict[Profiler, str] = {
+    "Kineto": "give the profiler a step of warm-up, as in schedule(wait=1, warmup=1, active=3), synchronise before it "
+    "stops, and capture fewer steps",
+    "Nsight Systems": "bracket the steps with torch.cuda.profiler.start() and stop(), capture with "
+    "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer",
+}
+
+TraceCheck = Callable[[TraceSummary], Finding | None]
+TRACE_CHECKS: list[TraceCheck] = []
+"""All checks, in the order in which findings of one severity stand."""
+DOUBTS: list[TraceCheck] = []
+"""Checks for what a capture lacks, or what in it cannot be true: figures of it are wrong so far."""
+
+
+def _check(check: TraceCheck) -> TraceCheck:
+    TRACE_CHECKS.append(check)
+    return check
+
+
+def _doubt(check: TraceCheck) -> TraceCheck:
+    DOUBTS.append(check)
+    return _check(check)
+
+
+def check_trace(summary: TraceSummary, checks: Iterable[TraceCheck] = TRACE_CHECKS) -> tuple[Finding, ...]:
+    """All findings of these checks on this capture, the most severe first."""
+    findings = [finding for check in checks if (finding := check(summary)) is not None]
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 0.0
+
+
+def _damaged(kind: str, sentence: str, evidence: dict[str, int | float], *, remedy: str) -> Finding:
+    """A finding that is an error where the share of damaged rows is such that the totals cannot be trusted."""
+    return (error if evidence["share"] >= _FALSE_SHARE else warning)(kind, sentence, evidence, remedy)
+
+
+def _listed(counts: dict[str, int]) -> str:
+    """`calls: 2; ranges: 3`."""
+    return "; ".join(f"{what}: {format_count(rows)}" for what, rows in counts.items())
+
+
+@_doubt
+def incomplete_trace(summary: TraceSummary) -> Finding | None:
+    """A finding on launches without kernels: the capture ended early, or buffers were lost."""
+    table = summary.attribution.table
+    # Copies within the host and empty copies leave no device record, so they say nothing about losses.
+    launching = launches(table.calls["name"]) & fits(table.calls["name"], "Launch")
+    begun = launching & ~_while_capturing(table.calls, ["process", "thread"])
+    rows = begun.arg_true()
+    if table.on_cpu or not table.work.height:
+        if not len(rows):
+            return None
+        return error(  # of a GPU's step the profiler saw only the host: operators stand in place of kernels
+            "incomplete-trace",
+            f"{format_count(len(rows))} launches on a device and not one kernel in this capture: its figures are "
+            "the host's time in operators, not the device's.",
+            {"launches": len(rows), "without_kernel": len(rows), "kernels": 0},
+            remedy="capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's "
+            "counters, and synchronise before the profiler stops",
+        )
+    ran = rows.is_in(table.work["launch_row"].implode())
+    if not ran.all():  # autograd's thread may launch into the stream that another thread captures
+        counts = ran | ~_while_capturing(table.calls, ["process"]).gather(rows)
+        ran, rows = ran.filter(counts), rows.filter(counts)
+    total, without = len(ran), int((~ran).sum()) - _untold_kernels(summary, rows.filter(~ran))
+    share = _share(without, total)
+    at_the_edges = not ran.any() or ran[ran.arg_true()[0] : ran.arg_true()[-1]].all()
+    if share < _LOST_SHARE or (without <= _FEW and (at_the_edges or share < _BROKEN_SHARE)):
+        return None
+    return Finding(
+        kind="incomplete-trace",
+        severity="error" if share >= _BROKEN_SHARE else "warning",
+        sentence=(
+            f"{format_count(without)} of {format_count(total)} launches ({format_share(share)}) have no "
+            f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
+            "records, and its totals are too low."
+        ),
+        remedy=_LOSS_REMEDIES[table.profiler],
+        evidence={"launches": total, "without_kernel": without, "kernels": summary.kernel_count},
+    )
+
+
+def _untold_kernels(summary: TraceSummary, without: pl.Series) -> int:
+    """How many kernels may be of the launches (rows of calls) `without` one: those that no id ties to any."""
+    no_id = pl.col("correlation").is_null() | (pl.col("correlation") == 0)
+    kernels = summary.attribution.kernels.filter(pl.col("launch_row").is_null())
+    launches = summary.attribution.table.calls[without].filter(no_id).height
+    return min(len(without), max(kernels.filter(no_id).height, min(launches, kernels.height)))
+
+
+def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
+    """Whether each call was made while its thread (or process, `by`) captured a stream into a graph."""
+    begin = named(calls, "StreamBeginCapture").select(*by, "start_ns")
+    end = named(calls, "StreamEndCapture").select(*by, end_ns="start_ns")
+    if not begin.height and not end.height:
+        return pl.Series([False]).new_from_index(0, calls.height)
+    earliest = begin.group_by(by).agg(pl.col("start_ns").min())
+    cut_off = end.group_by(by).agg(pl.col("end_ns").min()).join(earliest, on=by, how="left")
+    cut_off = cut_off.filter((pl.col("end_ns") < pl.col("start_ns")).fill_null(True))  # it began before the capture
+    begin = pl.concat([begin, cut_off.select(*by, start_ns=pl.lit(calls["start_ns"].min(), pl.Int64))])
+    spans = begin.sort("start_ns").join_asof(
+        end.sort("end_ns"),
+        left_on="start_ns",
+        right_on="end_ns",
+        by=by,
+        strategy="forward",
+        check_sortedness=False,
+    )
+    last = calls["start_ns"].max()
+    spans = spans.with_columns((pl.col("end_ns").fill_null(pl.lit(last)) - pl.col("start_ns")).alias("duration_ns"))
+    return open_rows(spans, calls.select(by), calls["start_ns"]).is_not_null()
+
+
+@_doubt
+def names_missing(summary: TraceSummary) -> Finding | None:
+    """A finding on rows whose name cannot be looked up. Family and phase go by names."""
+    table = summary.attribution.table
+    counts = table.damage.nameless
     if not counts:
         return None
-    work, recorded = counts.get(WORK, 0), summary.attribution.table.work.height
-    share = work / recorded if recorded else 0.0
+    return _damaged(
+        "names-missing",
+        f"Names are missing from this export, whose table StringIds lacks them ({_listed(counts)}): numbers stand in "
+        "their place, and families, launches and phases that go by names cannot be told.",
+        {**counts, "share": _share(counts.get(WORK, 0), table.work.height)},
+        remedy="export the report again with `nsys export`",
+    )
+
+
+@_doubt
+def ends_before_begin(summary: TraceSummary) -> Finding | None:
+    """A finding on rows whose end lies before their begin. They count as 0 ns."""
+    table = summary.attribution.table
+    counts = table.damage.backwards
+    if not counts:
+        return None
+    share = _share(counts.get(WORK, 0), table.work.height)
     effect = (
         f"{format_share(share)} of what ran on the device has no length, and times are too low"
-        if work
+        if WORK in counts
         else "what was launched in such a range has no place in it"
     )
-    return Finding(
-        kind="ends-before-begin",
-        severity="error" if share >= _FALSE_SHARE else "warning",
-        sentence=f"Rows that end before they begin count as 0 ns ({_listed(counts)}): {effect}.",
+    return _damaged(
+        "ends-before-begin",
+        f"Rows that end before they begin count as 0 ns ({_listed(counts)}): {effect}.",
+        {**counts, "share": share},
         remedy="capture or export it again: the file is damaged, or the profiler lost the end of what ran last",
-        evidence={**counts, "share": share},
     )
 
 
+@_doubt
 def times_missing(summary: TraceSummary) -> Finding | None:
     """A finding on device work whose start or duration was not recorded, and on host rows left out for that."""
     table = summary.attribution.table
-    damage, durations = table.damage, table.work["duration_ns"]
-    recorded = table.work.height
+    damage, durations, recorded = table.damage, table.work["duration_ns"], table.work.height
     no_start = damage.untimed.get(WORK, 0)
-    coarse = bool((durations % _TICK_NS == 0).all())
+    coarse = bool((durations % _TICK_NS == 0).all())  # in whole microseconds
     none = durations == 0
     if coarse and not no_start:  # copies and fills of a few bytes take less than what such a clock counts
         none &= ~table.work["kind"].is_in(pl.Series(COPIES, dtype=KIND).implode())
     no_length = 0 if table.on_cpu else max(0, int(none.sum()) - damage.backwards.get(WORK, 0))
-    hosts = {
-        what: damage.untimed.get(what, 0) + damage.endless.get(what, 0) for what in damage.untimed | damage.endless
-    }
-    hosts.pop(WORK, None)
-    said = list(_times_words(recorded, no_start, no_length, coarse=coarse))
-    if hosts:
-        said.append(f"rows whose times no clock can say are left out, or count as 0 ns ({_listed(hosts)})")
-    if not said:
-        return None
-    share = max(no_start, no_length) / recorded if recorded else 0.0
-    return Finding(
-        kind="times-missing",
-        severity="error" if share >= _FALSE_SHARE else "warning",
-        sentence="; ".join(said)[0].upper() + "; ".join(said)[1:] + ".",
-        remedy="capture fewer steps at once, and synchronise before the profiler stops; where it stays, a newer driver",
-        evidence={"no_start": no_start, "no_duration": no_length, "rows": recorded, **hosts, "share": share},
-    )
-
-
-def _times_words(recorded: int, no_start: int, no_length: int, *, coarse: bool) -> Iterator[str]:
-    """What a start and a duration of 0 mean, and what they do to the figures. `coarse`: in whole microseconds."""
+    untimed = damage.untimed | damage.endless
+    hosts = {what: damage.untimed.get(what, 0) + damage.endless.get(what, 0) for what in untimed if what != WORK}
     too_low = "device time is too low by theirs, and rates are too high"
     at_launch = "they stand at their launch, so idle time and the critical path near them are uncertain"
     of = f"of {format_count(recorded)} {WORK}"
+    words: list[str] = []
     if no_start and no_start == no_length:
-        yield (
+        words.append(
             f"{format_count(no_start)} {of} have neither start nor duration (both 0, or of no clock: the profiler "
             f"could not collect their times): {too_low}; {at_launch}"
         )
-        return
-    if no_start:
-        yield f"{format_count(no_start)} {of} have no start (0, or of no clock: it was not recorded): {at_launch}"
-    if no_length:
+    elif no_start:
+        words.append(
+            f"{format_count(no_start)} {of} have no start (0, or of no clock: it was not recorded): {at_launch}"
+        )
+    if no_length and no_length != no_start:
         why = "their end was not recorded" + (", or they took less than a microsecond" if coarse else "")
-        yield f"{format_count(no_length)} {of} have a duration of 0 ({why}): {too_low}"
+        words.append(f"{format_count(no_length)} {of} have a duration of 0 ({why}): {too_low}")
+    if hosts:
+        words.append(f"rows whose times no clock can say are left out, or count as 0 ns ({_listed(hosts)})")
+    if not words:
+        return None
+    share = _share(max(no_start, no_length), recorded)
+    sentence = "; ".join(words)
+    return _damaged(
+        "times-missing",
+        f"{sentence[0].upper()}{sentence[1:]}.",
+        {"no_start": no_start, "no_duration": no_length, "rows": recorded, **hosts, "share": share},
+        remedy="capture fewer steps at once, and synchronise before the profiler stops; where it stays, a newer driver",
+    )
 
 
+@_doubt
 def durations_cut(summary: TraceSummary) -> Finding | None:
     """A finding on work that outlasted later work of its stream, and was cut where the next begins."""
     damage, table = summary.attribution.table.damage, summary.attribution.table
@@ -122,54 +254,69 @@ def durations_cut(summary: TraceSummary) -> Finding | None:
     )
 
 
+@_doubt
 def clocks_disagree(summary: TraceSummary) -> Finding | None:
     """A finding on device work that begins before the call that launched it, or all of it long after."""
     table = summary.attribution.table
     known = table.work.filter(pl.col("launch_row").is_not_null() & (pl.col("duration_ns") > 0))
-    delay = known["start_ns"] - known["launch_ns"]
     if table.on_cpu or not known.height:
         return None
-    early, late = delay.filter(delay < -_TICK_NS), delay.min()
-    causes = "so causes of idle time, the critical path, the queue and delays of launches are wrong"
-    holds = "Times of kernels, families and phases hold: they go by the device's clock alone and by launches."
-    remedy = (
-        "capture again with a newer profiler and driver; where it stays, read the times of kernels, and take idle time "
-        "from an unprofiled run"
-    )
+    delay = known["start_ns"] - known["launch_ns"]
+    early, rows = delay.filter(delay < -_TICK_NS), format_count(known.height)
+    least = cast("int", delay.min())
+    evidence: dict[str, int] = {"rows": known.height, "of": known.height, "least_ns": least}
     if early.len():
-        most = -_integer(early.min())
-        return warning(
-            "clocks-disagree",
-            f"{format_count(early.len())} of {format_count(known.height)} {WORK} begin before the call that launched "
-            f"them, by up to {format_seconds(most * 1e-9)}: the clocks of device and host disagree, {causes}. {holds}",
-            {"rows": early.len(), "of": known.height, "most_ns": most, "of_all_ns": -_integer(early.sum())},
-            remedy=remedy,
+        evidence = {"rows": early.len(), "of": known.height, "most_ns": -least, "of_all_ns": -int(early.sum())}
+        differ = (
+            f"{format_count(early.len())} of {rows} {WORK} begin before the call that launched them, by up to "
+            f"{format_seconds(-least * 1e-9)}: the clocks of device and host disagree"
         )
-    if _integer(late) < _LATEST_NS:
+    elif least >= _LATEST_NS:
+        differ = (
+            f"All {rows} {WORK} begin {format_seconds(least * 1e-9)} or more after the call that launched them: the "
+            "device's clock has another origin or unit than the host's"
+        )
+    else:
         return None
     return warning(
         "clocks-disagree",
-        f"All {format_count(known.height)} {WORK} begin {format_seconds(_integer(late) * 1e-9)} or more after the call "
-        f"that launched them: the device's clock has another origin or unit than the host's, {causes}. {holds}",
-        {"rows": known.height, "of": known.height, "least_ns": _integer(late)},
-        remedy=remedy,
+        f"{differ}, so causes of idle time, the critical path, the queue and delays of launches are wrong. Times of "
+        "kernels, families and phases hold: they go by the device's clock alone and by launches.",
+        evidence,
+        remedy="capture again with a newer profiler and driver; where it stays, read the times of kernels, and take "
+        "idle time from an unprofiled run",
     )
 
 
-def texts_mended(summary: TraceSummary) -> Finding | None:
-    """A note on texts that the profiler wrote as no JSON, and that were mended at reading."""
-    mended = summary.attribution.table.damage.mended
-    if not mended:
+@_doubt
+def correlation_repeats(summary: TraceSummary) -> Finding | None:
+    """A finding on kernels that share a correlation id although each launch is of one kernel."""
+    table = summary.attribution.table
+    if table.on_cpu:
         return None
-    return note(
-        "texts-mended",
-        f"The profiler wrote texts that are no JSON, which other tools refuse ({_listed(mended)}). They were mended in "
-        "reading; times and ids are as recorded.",
-        {**mended},
-        remedy="name ranges and modules without double quotes, backslashes and line breaks",
+    kernels = summary.attribution.kernels.filter(
+        (pl.col("kind") == "kernel") & pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
+    ).select("process", "correlation", "duration_ns", "launch_row")
+    shared = kernels.filter(pl.struct("process", "correlation").is_duplicated())
+    if not shared.height:
+        return None
+    call = table.calls["name"].gather(shared["launch_row"])
+    wrong = shared.filter(launches(call) & fits(call, _ONE_KERNEL, _MANY_KERNELS))
+    if not wrong.height:
+        return None
+    ids = wrong.select("process", "correlation").n_unique()
+    wrong_ns = int(wrong["duration_ns"].sum())
+    return _damaged(
+        "correlation-repeats",
+        f"{format_count(wrong.height)} kernels ({in_ms(wrong_ns)}) share {format_count(ids)} correlation ids, though "
+        "each id is of one launch of one kernel: which launch a kernel is of cannot be told, so its phase and module "
+        "may be those of another.",
+        {"kernels": wrong.height, "ids": ids, "busy_ns": wrong_ns, "share": wrong.height / kernels.height},
+        remedy="capture or export it again; of several ranks, keep a file for each",
     )
 
 
+@_check
 def profiler_warns(summary: TraceSummary) -> Finding | None:
     """A finding on what the profiler itself warns of in its capture: a note, if it is of what no figure here is of."""
     table = summary.attribution.table
@@ -187,76 +334,21 @@ def profiler_warns(summary: TraceSummary) -> Finding | None:
     )
 
 
-def _integer(value: object) -> int:
-    return value if isinstance(value, int) else 0
-
-
-def names_missing(summary: TraceSummary) -> Finding | None:
-    """A finding on rows whose name cannot be looked up. Family and phase go by names."""
-    counts = summary.attribution.table.damage.nameless
-    if not counts:
-        return None
-    work, recorded = counts.get(WORK, 0), summary.attribution.table.work.height
-    share = work / recorded if recorded else 0.0
-    return Finding(
-        kind="names-missing",
-        severity="error" if share >= _FALSE_SHARE else "warning",
-        sentence=(
-            f"Names are missing from this export, whose table StringIds lacks them ({_listed(counts)}): numbers "
-            "stand in their place, and families, launches and phases that go by names cannot be told."
-        ),
-        remedy="export the report again with `nsys export`",
-        evidence={**counts, "share": share},
-    )
-
-
-def correlation_repeats(summary: TraceSummary) -> Finding | None:
-    """A finding on kernels that share a correlation id although each launch is of one kernel."""
-    table = summary.attribution.table
-    if table.on_cpu:
-        return None
-    kernels = summary.attribution.kernels.filter(
-        (pl.col("kind") == "kernel") & pl.col("correlation").is_not_null() & (pl.col("correlation") != 0)
-    ).select("process", "correlation", "duration_ns", "launch_row")
-    shared = kernels.filter(pl.struct("process", "correlation").is_duplicated())
-    if not shared.height:
-        return None
-    call = table.calls["name"].gather(shared["launch_row"]).cast(pl.String).alias("call")
-    one = pl.col("call").str.contains(_ONE_KERNEL) & ~pl.col("call").str.contains(_MANY_KERNELS)
-    wrong = shared.with_columns(call).filter(is_launch(pl.col("call")) & one)
-    if not wrong.height:
-        return None
-    ids = wrong.select("process", "correlation").n_unique()
-    wrong_ns, share = int(wrong["duration_ns"].sum()), wrong.height / kernels.height
-    return Finding(
-        kind="correlation-repeats",
-        severity="error" if share >= _FALSE_SHARE else "warning",
-        sentence=(
-            f"{format_count(wrong.height)} kernels ({in_ms(wrong_ns)}) share {format_count(ids)} correlation ids, "
-            "though each id is of one launch of one kernel: which launch a kernel is of cannot be told, so its phase "
-            "and module may be those of another."
-        ),
-        remedy="capture or export it again; of several ranks, keep a file for each",
-        evidence={"kernels": wrong.height, "ids": ids, "busy_ns": wrong_ns, "share": share},
-    )
-
-
+@_check
 def ranges_missing(summary: TraceSummary) -> Finding | None:
     """A finding on a capture by Nsight Systems without a range that names a step, phase or module."""
     attribution = summary.attribution
     table = attribution.table
     if table.profiler != "Nsight Systems":
         return None
-    told = attribution.work.select(pl.col("step", "phase", "module").count())
-    if any(told.row(0)):
+    if any(attribution.work.select(pl.col("step", "phase", "module").count()).row(0)):
         return None
-    named = sum(range_kind(str(name)) != "aside" for name in table.ranges["name"].to_list())
+    modules = sum(range_kind(str(name)) != "aside" for name in table.ranges["name"].to_list())
     how = "" if "nvtx" in table.traced else "capture with `nsys profile --trace=cuda,nvtx` and "
     remedy = f"{how}name the phases with torch.cuda.nvtx.range"
-    if named:
-        holds = (
-            f"No launch that is known lies in the {counted(named, 'NVTX range')} of this capture with a step, phase or"
-        )
+    if modules:
+        ranges = counted(modules, "NVTX range")
+        holds = f"No launch that is known lies in the {ranges} of this capture with a step, phase or"
         remedy = "capture the launches, too (`nsys profile --trace=cuda,nvtx`), of the whole step"
     elif table.ranges.height:
         holds = f"None of the {format_count(table.ranges.height)} NVTX ranges in this capture names a step, phase or"
@@ -272,102 +364,11 @@ def ranges_missing(summary: TraceSummary) -> Finding | None:
     )
 
 
-def _listed(counts: dict[str, int]) -> str:
-    """`calls: 2; ranges: 3`."""
-    return "; ".join(f"{what}: {format_count(rows)}" for what, rows in counts.items())
-
-
-_FEW = 5
-"""The most launches without a kernel that are no sign of loss: at the edges, kernels may fall outside the capture."""
-_LOST_SHARE, _BROKEN_SHARE = 0.005, 0.1
-_SLOWED = 1.1
-_WORTH_A_WORD = 0.01
-_MOST = 0.5
-
-_LOSS_REMEDIES: dict[Profiler, str] = {
-    "Kineto": "give the profiler a step of warm-up, as in schedule(wait=1, warmup=1, active=3), synchronise before it "
-    "stops, and capture fewer steps",
-    "Nsight Systems": "bracket the steps with torch.cuda.profiler.start() and stop(), capture with "
-    "-c cudaProfilerApi --cuda-flush-interval=100, and let the process live a second longer",
-}
-
-TraceCheck = Callable[[TraceSummary], Finding | None]
-
-
-def check_trace(summary: TraceSummary) -> tuple[Finding, ...]:
-    """All findings on this capture, the most severe first."""
-    return _found(TRACE_CHECKS, summary)
-
-
-def doubts_of(summary: TraceSummary) -> tuple[Finding, ...]:
-    """The findings on what this capture lacks, or what in it cannot be true: figures of it are wrong so far."""
-    return _found(DOUBTS, summary)
-
-
-def _found(checks: tuple[TraceCheck, ...], summary: TraceSummary) -> tuple[Finding, ...]:
-    found = [finding for check in checks if (finding := check(summary)) is not None]
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
-
-
-def incomplete_trace(summary: TraceSummary) -> Finding | None:
-    """A finding on launches without kernels: the capture ended early, or buffers were lost."""
-    table = summary.attribution.table
-    names = table.calls.select("name").unique()
-    launching = names.filter(is_launch(pl.col("name").cast(pl.String)))["name"]
-    # Copies within the host and empty copies leave no device record, so they say nothing about losses.
-    launching = launching.filter(launching.cast(pl.String).str.contains("Launch"))
-    begun = pl.col("name").is_in(launching.implode()) & ~_while_capturing(table.calls, ["process", "thread"])
-    rows = table.calls.select(begun.alias("launched")).to_series().arg_true()
-    if table.on_cpu or not table.work.height:
-        return _kernels_missing(len(rows))
-    ran = rows.is_in(table.work["launch_row"].implode())
-    if not ran.all():  # autograd's thread may launch into the stream that another thread captures
-        counts = ran | ~_while_capturing(table.calls, ["process"]).gather(rows)
-        ran, rows = ran.filter(counts), rows.filter(counts)
-    launches, without = len(ran), int((~ran).sum()) - _untold_kernels(summary, rows.filter(~ran))
-    share = without / launches if launches else 0.0
-    at_the_edges = not ran.any() or ran[ran.arg_true()[0] : ran.arg_true()[-1]].all()
-    if share < _LOST_SHARE or (without <= _FEW and (at_the_edges or share < _BROKEN_SHARE)):
-        return None
-    return Finding(
-        kind="incomplete-trace",
-        severity="error" if share >= _BROKEN_SHARE else "warning",
-        sentence=(
-            f"{format_count(without)} of {format_count(launches)} launches ({format_share(share)}) have no "
-            f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
-            "records, and its totals are too low."
-        ),
-        remedy=_LOSS_REMEDIES[table.profiler],
-        evidence={"launches": launches, "without_kernel": without, "kernels": summary.kernel_count},
-    )
-
-
-def _untold_kernels(summary: TraceSummary, without: pl.Series) -> int:
-    """How many kernels may be of the launches (rows of calls) `without` one: those that no id ties to any."""
-    no_id = pl.col("correlation").is_null() | (pl.col("correlation") == 0)
-    kernels = summary.attribution.kernels.filter(pl.col("launch_row").is_null())
-    launches = summary.attribution.table.calls[without].filter(no_id).height
-    return min(len(without), max(kernels.filter(no_id).height, min(launches, kernels.height)))
-
-
-def _kernels_missing(launches: int) -> Finding | None:
-    """A finding on a GPU's step of which the profiler saw only the host: operators stand in place of kernels."""
-    if not launches:
-        return None
-    return error(
-        "incomplete-trace",
-        f"{format_count(launches)} launches on a device and not one kernel in this capture: its figures are "
-        "the host's time in operators, not the device's.",
-        {"launches": launches, "without_kernel": launches, "kernels": 0},
-        remedy="capture with ProfilerActivity.CUDA, under no other profiler, as a user who may read the GPU's "
-        "counters, and synchronise before the profiler stops",
-    )
-
-
 _ACCELERATORS = {"mtia": "MTIA", "hpu": "HPU", "xpu": "XPU", "npu": "NPU", "tpu": "TPU", "glow": "Glow"}
 """Devices that are no GPU, by the first word of their events' category."""
 
 
+@_check
 def accelerator_unread(summary: TraceSummary) -> Finding | None:
     """A finding on events of an accelerator whose format is not known: its time is in no figure."""
     table = summary.attribution.table
@@ -387,38 +388,7 @@ def accelerator_unread(summary: TraceSummary) -> Finding | None:
     )
 
 
-def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
-    """Whether each call was made while its thread (or process, `by`) captured a stream into a graph."""
-    begin = _named(calls, "StreamBeginCapture").select(*by, "start_ns")
-    end = _named(calls, "StreamEndCapture").select(*by, end_ns="start_ns")
-    if not begin.height and not end.height:
-        return pl.Series([False]).new_from_index(0, calls.height)
-    earliest = begin.group_by(by).agg(pl.col("start_ns").min())
-    cut_off = end.group_by(by).agg(pl.col("end_ns").min()).join(earliest, on=by, how="left")
-    cut_off = cut_off.filter((pl.col("end_ns") < pl.col("start_ns")).fill_null(True))  # it began before the capture
-    begin = pl.concat([begin, cut_off.select(*by, start_ns=pl.lit(calls["start_ns"].min(), pl.Int64))])
-    spans = begin.sort("start_ns").join_asof(
-        end.sort("end_ns"),
-        left_on="start_ns",
-        right_on="end_ns",
-        by=by,
-        strategy="forward",
-        check_sortedness=False,
-    )
-    last = calls["start_ns"].max()
-    spans = spans.with_columns((pl.col("end_ns").fill_null(pl.lit(last)) - pl.col("start_ns")).alias("duration_ns"))
-    track = numbered(pl.concat([spans.select(by), calls.select(by)]), by)
-    nest = Nest(spans.with_columns(track.head(spans.height).alias("track")), "track")
-    return nest.innermost(track.tail(calls.height), calls["start_ns"]).is_not_null()
-
-
-def _named(calls: pl.DataFrame, word: str) -> pl.DataFrame:
-    """Process, thread and start of the calls whose name contains a word. Each distinct name is tested once."""
-    names = calls["name"].unique()
-    chosen = names.filter(names.cast(pl.String).str.contains(word, literal=True))
-    return calls.lazy().filter(pl.col("name").is_in(chosen.implode())).select("process", "thread", "start_ns").collect()
-
-
+@_check
 def launches_unknown(summary: TraceSummary) -> Finding | None:
     """A finding on kernels without a launch record. They are shown as unattributed, never dropped."""
     kernels = summary.attribution.kernels
@@ -426,7 +396,7 @@ def launches_unknown(summary: TraceSummary) -> Finding | None:
     if not unknown.height:
         return None
     lost_ns = int(unknown["duration_ns"].sum())
-    share = lost_ns / summary.busy_ns if summary.busy_ns else 0.0
+    share = _share(lost_ns, summary.busy_ns)
     return Finding(
         kind="launches-unknown",
         severity="warning" if share >= _WORTH_A_WORD else "note",
@@ -439,57 +409,12 @@ def launches_unknown(summary: TraceSummary) -> Finding | None:
     )
 
 
-def phases_span_threads(summary: TraceSummary) -> Finding | None:
-    """A finding on kernels launched from another thread than their range's, as autograd does in backward."""
-    attribution = summary.attribution
-    table = attribution.table
-    backward = attribution.kernels.filter(pl.col("phase") == BACKWARD)
-    if not backward.height or table.on_cpu:
-        return None
-    ranges = summary.attribution.table.ranges["name"].unique().to_list()
-    named = [name for name in ranges if phase_of(name) == BACKWARD]
-    if not named:  # autograd's nodes told this backward, and they are on the threads that launch
-        return None
-    owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(named)).select(
-        "process", pl.col("thread").alias("launch_thread")
-    )
-    own = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")
-    total, by_thread = int(backward["duration_ns"].sum()), int(own["duration_ns"].sum())
-    if total - by_thread < _WORTH_A_WORD * total:
-        return None
-    return note(
-        "phases-span-threads",
-        f"Backward launched {in_ms(total)} of kernels, of which only {in_ms(by_thread)} from the thread whose "
-        "range says backward: autograd launches from a thread of its own. They are attributed by time, on any "
-        "thread of the process; a tool that goes by thread would lose them.",
-        {"backward_ns": total, "same_thread_ns": by_thread},
-    )
-
-
-def correlation_shared(summary: TraceSummary) -> Finding | None:
-    """A finding on processes that use the same correlation ids. A join by id alone would count kernels repeatedly."""
-    table = summary.attribution.table
-    if table.on_cpu or table.calls["process"].n_unique() < 2:
-        return None
-    calls = table.calls.filter(pl.col("correlation").is_not_null()).select("process", "correlation").unique()
-    owners = calls.group_by("correlation").len("owners")
-    kernels = summary.attribution.kernels.select("correlation", "duration_ns").join(owners, on="correlation")
-    shared = kernels.filter(pl.col("owners") > 1)
-    if not shared.height:
-        return None
-    by_id = int((kernels["duration_ns"] * kernels["owners"]).sum())
-    return note(
-        "correlation-shared",
-        f"{calls['process'].n_unique()} processes use the same correlation ids for {format_count(shared.height)} "
-        f"kernels: joined by the id alone, {in_ms(by_id)} would be attributed of {in_ms(summary.busy_ns)}. "
-        "The key here is (process, correlation id).",
-        {"kernels": shared.height, "by_id_ns": by_id, "busy_ns": summary.busy_ns},
-    )
-
-
+@_check
 def graphs_unseen(summary: TraceSummary) -> Finding | None:
     """A finding on CUDA graphs that were recorded as a whole, without their kernels, or launched but not recorded."""
-    unrecorded = _graphs_without_work(summary.attribution.table)
+    calls, recorded = summary.attribution.table.calls, summary.attribution.table.work["launch_row"]
+    rows = fits(calls["name"], r"^(cuda|cu|hip)GraphLaunch").arg_true()
+    unrecorded = len(rows) - int(rows.is_in(recorded.implode()).sum())
     if unrecorded:
         return error(
             "graphs-unseen",
@@ -511,13 +436,7 @@ def graphs_unseen(summary: TraceSummary) -> Finding | None:
     )
 
 
-def _graphs_without_work(table: TraceTable) -> int:
-    names = table.calls["name"].unique()
-    launching = names.filter(names.cast(pl.String).str.contains(r"^(cuda|cu|hip)GraphLaunch"))
-    rows = table.calls.select(pl.col("name").is_in(launching.implode())).to_series().arg_true()
-    return len(rows) - int(rows.is_in(table.work["launch_row"].implode()).sum())
-
-
+@_check
 def outside_steps(summary: TraceSummary) -> Finding | None:
     """A finding on phases between the marked steps, such as an evaluation. Per-step figures include them."""
     steps = summary.attribution.instances.filter(pl.col("what") == STEP).height
@@ -535,12 +454,13 @@ def outside_steps(summary: TraceSummary) -> Finding | None:
     )
 
 
+@_check
 def outside_phases(summary: TraceSummary) -> Finding | None:
     """A finding on a capture most of whose kernel time lies in no phase: an inference, or a loop without ranges."""
     launched = pl.col("launch_ns").is_not_null()  # `launches_unknown` says what the others lack
     outside = summary.attribution.kernels.filter(pl.col("phase").is_null() & launched)
     outside_ns = int(outside["duration_ns"].sum())
-    share = outside_ns / summary.busy_ns if summary.busy_ns else 0.0
+    share = _share(outside_ns, summary.busy_ns)
     if share <= _MOST or ranges_missing(summary) is not None:
         return None
     known = [phase.phase for phase in summary.phases if phase.phase != OUTSIDE]
@@ -555,6 +475,7 @@ def outside_phases(summary: TraceSummary) -> Finding | None:
     )
 
 
+@_check
 def products_by_unit(summary: TraceSummary) -> Finding | None:
     """A finding on the units that ran fp32 products: CUDA cores instead of Tensor Cores, or TF32 instead of fp32."""
     convolution = pl.col("family") == "convolution"
@@ -585,24 +506,117 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
             "torch.backends.cudnn.allow_tf32 = False",
             evidence={"tf32_ns": tf32, "products_ns": total},
         )
+    devices = device_names(summary.attribution)
     if cuda_core > _WORTH_A_WORD * total:
         return note(
             "products-on-cuda-cores",
             f"{in_ms(cuda_core)} of {in_ms(total)} in matrix products ({format_share(cuda_core / total)}) ran as "
             "true fp32 on CUDA cores: the Tensor Cores took no part in them.",
             {"cuda_core_ns": cuda_core, "products_ns": total},
-            remedy=_onto_tensor_cores(device_names(summary.attribution)),
+            remedy=f"fp16 autocast with a GradScaler: {devices[0]} multiplies neither bf16 nor TF32 on Tensor Cores"
+            if any(lacks(device, "bf16") for device in devices)  # Volta and Turing
+            else "bf16 autocast, or TF32 where its precision is enough",
         )
     return None
 
 
-def _onto_tensor_cores(devices: tuple[str, ...]) -> str:
-    """How fp32 products come onto the Tensor Cores of these devices: Volta's and Turing's multiply fp16 alone."""
-    if any(lacks(device, "bf16") for device in devices):
-        return f"fp16 autocast with a GradScaler: {devices[0]} multiplies neither bf16 nor TF32 on Tensor Cores"
-    return "bf16 autocast, or TF32 where its precision is enough"
+@_check
+def products_miscounted(summary: TraceSummary) -> Finding | None:
+    """A finding on more or fewer matrix products than the model has: another model, or a lost kernel."""
+    for phase in summary.phases:
+        expected = phase.expected_products
+        if expected is None or phase.product_kernels == expected:
+            continue
+        if summary.run and summary.run.workload.compile != "eager":
+            continue  # a compiler may fuse or split products
+        return warning(
+            "products-miscounted",
+            f"{phase.phase} launched {phase.product_kernels:g} matrix products a step where the model has {expected}.",
+            {"phase": phase.phase, "products": phase.product_kernels, "expected": expected},
+            remedy="see the kernels of that phase: a product may run as several kernels, or the capture be incomplete",
+        )
+    return None
 
 
+@_check
+def arrows_disagree(summary: TraceSummary) -> Finding | None:
+    """A finding on backward operators for which sequence number and the profiler's arrow give different forwards."""
+    checked, agree = summary.attribution.links_checked, summary.attribution.links_agree
+    if not checked or agree >= (1 - _WORTH_A_WORD) * checked:
+        return None
+    return warning(
+        "arrows-disagree",
+        f"For {format_count(checked - agree)} of {format_count(checked)} backward operators the sequence number "
+        "leads to another forward operator than the profiler's own arrow: modules of backward are uncertain.",
+        {"checked": checked, "agree": agree},
+    )
+
+
+@_check
+def phases_span_threads(summary: TraceSummary) -> Finding | None:
+    """A finding on kernels launched from another thread than their range's, as autograd does in backward."""
+    attribution = summary.attribution
+    table = attribution.table
+    backward = attribution.kernels.filter(pl.col("phase") == BACKWARD)
+    if not backward.height or table.on_cpu:
+        return None
+    marking = [name for name in table.ranges["name"].unique().to_list() if phase_of(name) == BACKWARD]
+    if not marking:  # autograd's nodes told this backward, and they are on the threads that launch
+        return None
+    owners = table.ranges.filter(pl.col("name").cast(pl.String).is_in(marking)).select(
+        "process", pl.col("thread").alias("launch_thread")
+    )
+    own = backward.join(owners.unique(), on=["process", "launch_thread"], how="semi")
+    total, by_thread = int(backward["duration_ns"].sum()), int(own["duration_ns"].sum())
+    if total - by_thread < _WORTH_A_WORD * total:
+        return None
+    return note(
+        "phases-span-threads",
+        f"Backward launched {in_ms(total)} of kernels, of which only {in_ms(by_thread)} from the thread whose "
+        "range says backward: autograd launches from a thread of its own. They are attributed by time, on any "
+        "thread of the process; a tool that goes by thread would lose them.",
+        {"backward_ns": total, "same_thread_ns": by_thread},
+    )
+
+
+@_check
+def correlation_shared(summary: TraceSummary) -> Finding | None:
+    """A finding on processes that use the same correlation ids. A join by id alone would count kernels repeatedly."""
+    table = summary.attribution.table
+    if table.on_cpu or table.calls["process"].n_unique() < 2:
+        return None
+    calls = table.calls.filter(pl.col("correlation").is_not_null()).select("process", "correlation").unique()
+    owners = calls.group_by("correlation").len("owners")
+    kernels = summary.attribution.kernels.select("correlation", "duration_ns").join(owners, on="correlation")
+    shared = kernels.filter(pl.col("owners") > 1)
+    if not shared.height:
+        return None
+    by_id = int((kernels["duration_ns"] * kernels["owners"]).sum())
+    return note(
+        "correlation-shared",
+        f"{calls['process'].n_unique()} processes use the same correlation ids for {format_count(shared.height)} "
+        f"kernels: joined by the id alone, {in_ms(by_id)} would be attributed of {in_ms(summary.busy_ns)}. "
+        "The key here is (process, correlation id).",
+        {"kernels": shared.height, "by_id_ns": by_id, "busy_ns": summary.busy_ns},
+    )
+
+
+@_check
+def texts_mended(summary: TraceSummary) -> Finding | None:
+    """A note on texts that the profiler wrote as no JSON, and that were mended at reading."""
+    mended = summary.attribution.table.damage.mended
+    if not mended:
+        return None
+    return note(
+        "texts-mended",
+        f"The profiler wrote texts that are no JSON, which other tools refuse ({_listed(mended)}). They were mended in "
+        "reading; times and ids are as recorded.",
+        {**mended},
+        remedy="name ranges and modules without double quotes, backslashes and line breaks",
+    )
+
+
+@_check
 def profiler_slows(summary: TraceSummary) -> Finding | None:
     """A finding on a traced step much longer than the unprofiled one. Its shares are valid, its times are not."""
     steps = summary.attribution.instances.filter(pl.col("what") == STEP)
@@ -623,61 +637,3 @@ def profiler_slows(summary: TraceSummary) -> Finding | None:
         {"traced_s": traced_s, "unprofiled_s": unprofiled_s, "ratio": ratio},
         remedy="quote step times from the unprofiled measurement",
     )
-
-
-def products_miscounted(summary: TraceSummary) -> Finding | None:
-    """A finding on more or fewer matrix products than the model has: another model, or a lost kernel."""
-    for phase in summary.phases:
-        expected = phase.expected_products
-        if expected is None or phase.product_kernels == expected:
-            continue
-        if summary.run and summary.run.workload.compile != "eager":
-            continue  # a compiler may fuse or split products
-        return warning(
-            "products-miscounted",
-            f"{phase.phase} launched {phase.product_kernels:g} matrix products a step where the model has {expected}.",
-            {"phase": phase.phase, "products": phase.product_kernels, "expected": expected},
-            remedy="see the kernels of that phase: a product may run as several kernels, or the capture be incomplete",
-        )
-    return None
-
-
-def arrows_disagree(summary: TraceSummary) -> Finding | None:
-    """A finding on backward operators for which sequence number and the profiler's arrow give different forwards."""
-    checked, agree = summary.attribution.links_checked, summary.attribution.links_agree
-    if not checked or agree >= (1 - _WORTH_A_WORD) * checked:
-        return None
-    return warning(
-        "arrows-disagree",
-        f"For {format_count(checked - agree)} of {format_count(checked)} backward operators the sequence number "
-        "leads to another forward operator than the profiler's own arrow: modules of backward are uncertain.",
-        {"checked": checked, "agree": agree},
-    )
-
-
-DOUBTS: tuple[TraceCheck, ...] = (
-    incomplete_trace,
-    names_missing,
-    ends_before_begin,
-    times_missing,
-    durations_cut,
-    clocks_disagree,
-    correlation_repeats,
-)
-TRACE_CHECKS: tuple[TraceCheck, ...] = (
-    *DOUBTS,
-    profiler_warns,
-    ranges_missing,
-    accelerator_unread,
-    launches_unknown,
-    graphs_unseen,
-    outside_steps,
-    outside_phases,
-    products_by_unit,
-    products_miscounted,
-    arrows_disagree,
-    phases_span_threads,
-    correlation_shared,
-    texts_mended,
-    profiler_slows,
-)

@@ -29,7 +29,7 @@ from stepscope.traces.captures.details import (
 )
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.kernels.names import kernel_label, kernel_labels
-from stepscope.traces.nesting import Nest, union
+from stepscope.traces.nesting import Nest, lasting, union
 from stepscope.traces.roofline_answer import shapes_label
 
 SHOWN = 5
@@ -134,12 +134,10 @@ def _on_host(summary: TraceSummary, frame: pl.DataFrame) -> pl.DataFrame:
         if "correlation" not in frame.columns:
             return frame.clear()
         return frame[summary.attribution.work["launch_row"].drop_nulls().unique().sort()]
-    opened = union(opened.with_columns((pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns")), [])
-    lasting = opened.with_columns(
-        (pl.col("end_ns") - pl.col("start_ns")).alias("duration_ns"), pl.lit(0, pl.Int64).alias("track")
-    )
-    anywhere = pl.Series("track", [0], dtype=pl.Int64).new_from_index(0, frame.height)
-    return frame.filter(Nest(lasting, "track").innermost(anywhere, frame["start_ns"]).is_not_null())
+    # Steps or phases that overlap are one stretch, whatever thread they are on.
+    stretches = lasting(union(lasting(opened), [])).with_columns(pl.lit(0).alias("track"))
+    anywhere = pl.Series("track", [0]).new_from_index(0, frame.height)
+    return frame.filter(Nest(stretches, "track").innermost(anywhere, frame["start_ns"]).is_not_null())
 
 
 def _loading(summary: TraceSummary) -> pl.DataFrame:

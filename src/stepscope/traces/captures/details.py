@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import polars as pl
 
 from stepscope.traces.captures.attribution import Attribution, gather, range_kind
-from stepscope.traces.captures.occupation import matching, named, waits
+from stepscope.traces.captures.occupation import waits
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.nesting import Nest, numbered
+from stepscope.traces.nesting import Nest, by_thread, open_rows
 from stepscope.traces.roofline import OperatorRoof
-from stepscope.traces.table import COPIES, KIND, TraceTable, is_launch
+from stepscope.traces.table import COPIES, KIND, TraceTable, fits, launches, named
 
 # Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
 #
@@ -61,22 +61,16 @@ def range_tree(attribution: Attribution, top: int | None = None) -> pl.DataFrame
 
 def _innermost(work: pl.DataFrame, intervals: pl.DataFrame) -> pl.Series:
     """The row of the interval open at each launch, on its thread or else in its process; null without one."""
-    keys = ["process", "thread"]
     threads = work.select("process", pl.col("launch_thread").alias("thread"))
-    track = numbered(pl.concat([intervals.select(keys), threads]), keys)
-    own = Nest(intervals.with_columns(track.head(intervals.height).alias("track")), "track")
-    anywhere = Nest(intervals, "process")
-    found = {
-        "own": own.innermost(track.tail(work.height), work["launch_ns"]),
-        "anywhere": anywhere.innermost(work["process"], work["launch_ns"]),
-    }
-    return pl.DataFrame(found).select(pl.coalesce("own", "anywhere").alias("row")).to_series()
+    own = open_rows(intervals, threads, work["launch_ns"])
+    anywhere = Nest(intervals, "process").innermost(work["process"], work["launch_ns"])
+    return pl.select(pl.coalesce(own, anywhere).alias("row")).to_series()
 
 
 def _tree(attribution: Attribution, intervals: pl.DataFrame, rows: pl.Series, top: int | None) -> pl.DataFrame:
     if not intervals.height:
         return pl.DataFrame(schema=TREE_SCHEMA)
-    nest = Nest(intervals.with_columns(numbered(intervals, ["process", "thread"]).alias("track")), "track")
+    nest = by_thread(intervals)
     node, nodes = _nodes(gather(intervals["name"], nest.order), nest.parent)
     places = pl.DataFrame(
         {
@@ -340,11 +334,7 @@ def operator_totals(summary: TraceSummary) -> pl.DataFrame:
 
 def _called(operators: pl.DataFrame) -> pl.DataFrame:
     """The calls of each operator and their own time on the host."""
-    nest = Nest(operators.with_columns(numbered(operators, ["process", "thread"]).alias("track")), "track")
-    if not nest.height:
-        return pl.DataFrame(schema={**_ROOFS, "calls": pl.Int64, "host_ns": pl.Int64}).select(
-            "name", "shapes", "calls", "host_ns"
-        )
+    nest = by_thread(operators)
     placed = operators.select("name", "shapes")[nest.order]
     return (
         placed.with_columns(nest.self_ns(operators["duration_ns"]).alias("host_ns"))
@@ -505,7 +495,7 @@ def graph_replays(attribution: Attribution) -> pl.DataFrame:
 def _replayed(attribution: Attribution) -> pl.DataFrame:
     """The work of replays, in the order of calls and, within one, of nodes or starts."""
     calls, work = attribution.table.calls, attribution.work
-    launching = calls["name"].is_in(matching(calls["name"], _GRAPH_LAUNCH).implode())
+    launching = fits(calls["name"], _GRAPH_LAUNCH)
     chosen = work.filter(
         gather(launching, work["launch_row"]).fill_null(False) & (pl.col("kind").cast(pl.String) != "graph")
     )
@@ -529,33 +519,27 @@ class Captured:
 def captured_graphs(table: TraceTable) -> tuple[Captured, ...]:
     """The captures of graphs that a trace holds, in their order."""
     calls = table.calls
-    begins = calls.filter(pl.col("name").is_in(matching(calls["name"], _BEGINS).implode()))
-    ends = calls.filter(pl.col("name").is_in(matching(calls["name"], _ENDS).implode())).sort("start_ns")
-    names = calls["name"].unique().cast(pl.String)
-    launching = names.filter(names.to_frame().select(is_launch(pl.col(names.name))).to_series())
-    launches = calls.filter(pl.col("name").is_in(launching.cast(calls["name"].dtype).implode()))
+    begins, ends = named(calls, _BEGINS), named(calls, _ENDS).sort("start_ns")
+    launched = calls.filter(launches(calls["name"]))
     found = []
     for process, begun_ns in begins.sort("start_ns").select("process", "start_ns").iter_rows():
         until = ends.filter((pl.col("process") == process) & (pl.col("start_ns") > begun_ns)).head(1)["start_ns"]
         if len(until):
             inside = (pl.col("process") == process) & pl.col("start_ns").is_between(begun_ns, until.item())
-            found.append(Captured(launches=_placed(launches.filter(inside).sort("start_ns"), table)))
+            found.append(Captured(launches=_placed(launched.filter(inside).sort("start_ns"), table)))
     return tuple(found)
 
 
-def _placed(launches: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
-    """The innermost operator and module open at each launch on its thread."""
+def _placed(calls: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
+    """The innermost operator and module open at each call on its thread."""
     names = table.ranges["name"].unique().to_list()
     modules = pl.Series([name for name in names if range_kind(name) == "module"], dtype=pl.Categorical())
     ranges = table.ranges.filter(pl.col("nested") & pl.col("name").is_in(modules.implode()))
-    found = []
-    for name, frame in (("operator", table.operators), ("module", ranges)):
-        keys = ["process", "thread"]
-        track = numbered(pl.concat([frame.select(keys), launches.select(keys)]), keys)
-        nest = Nest(frame.with_columns(track.head(frame.height).alias("track")), "track")
-        rows = nest.innermost(track.tail(launches.height), launches["start_ns"])
-        found.append(gather(frame["name"], rows).cast(pl.String).alias(name))
-    return pl.DataFrame(found)
+    places = calls.select("process", "thread")
+    return pl.DataFrame(
+        gather(frame["name"], open_rows(frame, places, calls["start_ns"])).cast(pl.String).alias(name)
+        for name, frame in (("operator", table.operators), ("module", ranges))
+    )
 
 
 def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) -> pl.DataFrame:

@@ -21,12 +21,13 @@ Calls do not say for which device they wait. If one process drives several devic
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import polars as pl
 
 from stepscope.traces.captures.attribution import Attribution
 from stepscope.traces.nesting import Nest, union
-from stepscope.traces.table import TraceTable
+from stepscope.traces.table import TraceTable, fits, named
 
 # Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
 
@@ -160,20 +161,6 @@ _WAIT = r"^(?:cuda|cu|hip)\w*Synchronize|^(?:cuda|cu|hip)Memcpy|^(?:cuda|hip)Fre
 _NO_WAIT = r"Async"
 _WAITING_OPERATOR = r"^aten::(?:item|_local_scalar_dense|is_nonzero)$"
 _TO_HOST = r"\bDtoH\b"
-
-
-def matching(names: pl.Series, pattern: str, but_not: str | None = None) -> pl.Series:
-    """The distinct names that match a pattern. Each distinct name is tested once."""
-    distinct = names.unique().cast(pl.String).alias("name").drop_nulls()
-    match = pl.col("name").str.contains(pattern)
-    if but_not:
-        match = match & ~pl.col("name").str.contains(but_not)
-    return distinct.to_frame().filter(match).to_series().cast(names.dtype)
-
-
-def named(frame: pl.DataFrame, pattern: str, but_not: str | None = None) -> pl.DataFrame:
-    """The rows whose name matches a pattern."""
-    return frame.filter(pl.col("name").is_in(matching(frame["name"], pattern, but_not).implode()))
 
 
 def waits(table: TraceTable, work: pl.DataFrame) -> pl.DataFrame:
@@ -318,19 +305,14 @@ def occupation(attribution: Attribution) -> Occupation | None:
             DeviceOccupation(
                 device=device,
                 name=attribution.table.devices.get(device),
-                start_ns=_integer(inside["start_ns"].min()),
-                end_ns=_integer((inside["start_ns"] + inside["duration_ns"]).max()),
+                start_ns=cast("int", inside["start_ns"].min()),
+                end_ns=cast("int", (inside["start_ns"] + inside["duration_ns"]).max()),
                 busy_ns=int(inside["duration_ns"].sum()),
                 union_ns=length_ns(pieces(inside)),
                 idle_ns=int(gaps["duration_ns"].sum()),
             )
         )
     return Occupation(devices=tuple(devices), gaps=_with_causes(pl.concat(found), attribution))
-
-
-def _integer(value: object) -> int:
-    assert isinstance(value, int)
-    return value
 
 
 def _within_span(work: pl.DataFrame) -> pl.DataFrame:
@@ -396,7 +378,7 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
     late = late.with_columns(
         waiting_call(late, waits(table, attribution.work)),
         _loading_ns(late, table),
-        late["after"].is_in(matching(late["after"], _TO_DEVICE).implode()).alias("copies_in"),
+        fits(late["after"], _TO_DEVICE).alias("copies_in"),
     )
     late = late.select(
         "gap",

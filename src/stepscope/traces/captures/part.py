@@ -11,9 +11,9 @@ import polars as pl
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.range_names import PHASES, STEP
 from stepscope.core.units import Window, ms_text
-from stepscope.traces.captures.attribution import ROOT, Attribution, lasting
+from stepscope.traces.captures.attribution import ROOT, Attribution
 from stepscope.traces.captures.summary import OUTSIDE, Part, TraceSummary
-from stepscope.traces.nesting import Nest, union
+from stepscope.traces.nesting import Nest, lasting, union
 from stepscope.traces.table import TraceTable
 
 # The totals of each named range: instances, kernels launched inside on any thread of its process, and top kernels.

@@ -517,15 +517,13 @@ class _Reader:
         listed = self.fields.get("deviceProperties")
         devices = cast("list[Any]", listed) if isinstance(listed, list) else []
         rank, ranks = self._rank()
-        return assemble(
-            path=self._path,
+        table = TraceTable(
             profiler="Kineto",
             work=frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})),
             calls=frame("calls", CALL_SCHEMA),
             ranges=frame("ranges", RANGE_SCHEMA),
             operators=frame("operators", OPERATOR_SCHEMA),
             links=frame("links", LINK_SCHEMA),
-            arrows=frame("arrows", LINK_SCHEMA),
             collectives=frame("collectives", COLLECTIVE_SCHEMA),
             devices={
                 one["id"]: str(one.get("name", ""))
@@ -540,6 +538,7 @@ class _Reader:
             damage=self.damage,
             counters=pl.concat([empty(COUNTER_SCHEMA), *self._parts["counters"]]),
         )
+        return assemble(table, self._path, arrows=frame("arrows", LINK_SCHEMA))
 
     def _frame(self, texts: pl.Series, name: str, schema: pl.Schema) -> pl.DataFrame:
         """All that was kept of one kind; kernels and copies have different details."""

@@ -489,8 +489,7 @@ class _Reader:
         ends = [(frame["start_ns"] + frame["duration_ns"]).max() for frame in (calls, work)]
         last_ns = max(end for end in (*ends, 0) if isinstance(end, int))
         ranges, operators = (_closed(frame, last_ns) for frame in self._ranges())
-        return assemble(
-            path=path,
+        table = TraceTable(
             profiler="Nsight Systems",
             work=work,
             calls=calls,
@@ -504,6 +503,7 @@ class _Reader:
             traced=traced,
             threads=self._threads(),
         )
+        return assemble(table, path)
 
     def _has(self, table: str, *columns: str) -> bool:
         return set(columns) <= set(self._tables.columns(table))
