@@ -8,7 +8,7 @@ import msgspec
 
 from stepscope.core.errors import InputError, choose
 from stepscope.core.precisions import PRECISIONS
-from stepscope.core.strategies import NOT_PARALLEL, strategy_word
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import TextbookWorkload
 
 Gathers = Literal["never", "once", "each pass"]
@@ -229,7 +229,7 @@ def layout_of(workload: TextbookWorkload) -> Layout | None:
         return Layout(
             micro_batch=workload.micro_batch_size, micro_batches=micro_batches, checkpointing=workload.checkpointing
         )
-    name = strategy_word(workload.parallel)
+    name = workload.strategy.name
     sharding = _SHARDINGS.get(name if name in _WITHOUT_EFFECT else workload.parallel)
     if sharding is None or PRECISIONS[workload.dtype].scaled:
         return None

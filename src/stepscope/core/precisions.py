@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from stepscope.core.errors import InputError, choose
 
@@ -46,51 +47,32 @@ class Precision(msgspec.Struct, frozen=True, kw_only=True):
     """Whether torch.autocast casts the inputs of products."""
 
 
-def _full(multiplies: Literal["fp32", "tf32"]) -> Precision:
-    return Precision(
-        weights=4, vectors=4, buffers=4, moments=4, residual=4, products=4, tensors="fp32", multiplies=multiplies
-    )
-
-
-def _autocast(tensors: Literal["bf16", "fp16"]) -> Precision:
-    return Precision(
-        weights=4, vectors=4, buffers=4, moments=4, residual=4, products=2, tensors=tensors, multiplies=tensors,
-        autocast=True,
-    )  # fmt: skip
-
-
-def _on_masters(multiplies: Literal["bf16", "fp8"], scaled: Literal["", "tensor", "row"] = "") -> Precision:
-    return Precision(
-        weights=2, vectors=4, buffers=4, moments=4, masters=4, residual=2, products=2, tensors="bf16",
-        multiplies=multiplies, autocast=True, scaled=scaled,
-    )  # fmt: skip
-
+_FULL = Precision(weights=4, vectors=4, buffers=4, moments=4, residual=4, products=4, tensors="fp32", multiplies="fp32")
+_MASTERS = Precision(
+    weights=2, vectors=4, buffers=4, moments=4, masters=4, residual=2, products=2, tensors="bf16", multiplies="bf16",
+    autocast=True,
+)  # fmt: skip
 
 PRECISIONS: dict[Dtype, Precision] = {
-    "fp32": _full("fp32"),
-    "tf32": _full("tf32"),
-    "bf16": _autocast("bf16"),
-    "fp16": _autocast("fp16"),
+    "fp32": _FULL,
+    "tf32": replace(_FULL, multiplies="tf32"),
+    "bf16": replace(_FULL, products=2, tensors="bf16", multiplies="bf16", autocast=True),
+    "fp16": replace(_FULL, products=2, tensors="fp16", multiplies="fp16", autocast=True),
     "bf16-pure": Precision(
         weights=2, vectors=2, buffers=2, moments=2, residual=2, products=2, tensors="bf16", multiplies="bf16"
     ),
-    "bf16-master": _on_masters("bf16"),
-    "fp8": _on_masters("fp8", "tensor"),
-    "fp8-row": _on_masters("fp8", "row"),
+    "bf16-master": _MASTERS,
+    "fp8": replace(_MASTERS, multiplies="fp8", scaled="tensor"),
+    "fp8-row": replace(_MASTERS, multiplies="fp8", scaled="row"),
 }
 
 SCALED_MULTIPLE = 16
-"""Sizes that products of 8 bits take are multiples of this."""
+"""Sizes that products of 8 bits take, and their number of rows, are multiples of this."""
 
 
 def takes_scaled(in_features: int, out_features: int) -> bool:
     """Whether the products of a linear layer of these sizes take operands of 8 bits."""
     return in_features % SCALED_MULTIPLE == 0 and out_features % SCALED_MULTIPLE == 0
-
-
-def multiple_of_rows(dtype: Dtype) -> int:
-    """The number of which the rows of each product, as tokens, are a multiple."""
-    return SCALED_MULTIPLE if PRECISIONS[dtype].scaled else 1
 
 
 def check_scaled_layers(layers: int, dtype: str) -> None:
@@ -137,60 +119,26 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
     """Stored bits of the significand, without the leading one."""
     stored_bits: int
     """Bits that one number takes in memory."""
-    has_infinity: bool = True
-
-    @property
-    def bias(self) -> int:
-        return 2 ** (self.exponent_bits - 1) - 1
-
-    @property
-    def largest_exponent(self) -> int:
-        """The largest exponent of a finite number; in a format with infinities they own the topmost field."""
-        return 2**self.exponent_bits - 1 - self.bias - (1 if self.has_infinity else 0)
-
-    @property
-    def smallest_exponent(self) -> int:
-        """The smallest exponent of a normal number."""
-        return 1 - self.bias
-
-    @property
-    def largest(self) -> float:
-        """The largest finite number. Without infinities the pattern of all ones is NaN, so one step below it."""
-        ones = 2 - Fraction(1, 2**self.significand_bits) * (1 if self.has_infinity else 2)
-        return float(ones * Fraction(2) ** self.largest_exponent)
-
-    @property
-    def smallest_normal(self) -> float:
-        return 2.0**self.smallest_exponent
-
-    @property
-    def smallest_subnormal(self) -> float:
-        return 2.0 ** (self.smallest_exponent - self.significand_bits)
-
-    @property
-    def epsilon(self) -> float:
-        """The distance from 1 to the next number: the unit in the last place of 1."""
-        return 2.0**-self.significand_bits
-
-    @property
-    def decimal_digits(self) -> float:
-        """Digits of precision: log10 of the number of significands."""
-        return (self.significand_bits + 1) * math.log10(2)
-
-    @property
-    def largest_integer(self) -> int:
-        """The largest integer up to which every integer is a number of the format."""
-        return min(2 ** (self.significand_bits + 1), int(self.largest))
-
-    @property
-    def exp_overflows_above(self) -> float:
-        """ln of the largest number: exp of more is infinite."""
-        return math.log(self.largest)
-
-    @property
-    def square_overflows_above(self) -> float:
-        """Square root of the largest number."""
-        return math.sqrt(self.largest)
+    has_infinity: bool
+    bias: int
+    largest_exponent: int
+    """The largest exponent of a finite number."""
+    smallest_exponent: int
+    """The smallest exponent of a normal number."""
+    largest: float
+    """The largest finite number."""
+    smallest_normal: float
+    smallest_subnormal: float
+    epsilon: float
+    """The distance from 1 to the next number: the unit in the last place of 1."""
+    decimal_digits: float
+    """Digits of precision: log10 of the number of significands."""
+    largest_integer: int
+    """The largest integer up to which every integer is a number of the format."""
+    exp_overflows_above: float
+    """ln of the largest number: exp of more is infinite."""
+    square_overflows_above: float
+    """Square root of the largest number."""
 
     def spacing(self, value: float) -> float:
         """The unit in the last place at a finite value: the distance to the next number of its magnitude."""
@@ -201,32 +149,58 @@ class FloatFormat(msgspec.Struct, frozen=True, kw_only=True):
         """The nearest number of the format, ties to even; `saturates` chooses the convention beyond the largest."""
         if math.isnan(value):
             return value
-        if math.isinf(value):
-            return self._beyond(value, saturates)
-        exact, unit = Fraction(value), Fraction(self.spacing(value))
-        rounded = round(exact / unit) * unit  # Fraction rounds ties to even
-        if abs(rounded) > Fraction(self.largest):
-            return self._beyond(value, saturates)
-        return math.copysign(float(rounded), value)
-
-    def _beyond(self, value: float, saturates: bool) -> float:
+        if math.isfinite(value):
+            exact, unit = Fraction(value), Fraction(self.spacing(value))
+            rounded = round(exact / unit) * unit  # Fraction rounds ties to even
+            if abs(rounded) <= Fraction(self.largest):
+                return math.copysign(float(rounded), value)
         if saturates:
             return math.copysign(self.largest, value)
         return math.copysign(math.inf, value) if self.has_infinity else math.nan
 
 
+def _format(
+    name: str, exponent_bits: int, significand_bits: int, stored_bits: int, *, has_infinity: bool = True
+) -> FloatFormat:
+    """The format of so many bits. In one with infinities they own the topmost exponent; in one without, the pattern of
+    all ones is NaN, and the largest number one step below it."""
+    bias = 2 ** (exponent_bits - 1) - 1
+    largest_exponent, smallest_exponent = 2**exponent_bits - 1 - bias - has_infinity, 1 - bias
+    ones = 2 - Fraction(1 if has_infinity else 2, 2**significand_bits)
+    largest = float(ones * Fraction(2) ** largest_exponent)
+    return FloatFormat(
+        name=name,
+        exponent_bits=exponent_bits,
+        significand_bits=significand_bits,
+        stored_bits=stored_bits,
+        has_infinity=has_infinity,
+        bias=bias,
+        largest_exponent=largest_exponent,
+        smallest_exponent=smallest_exponent,
+        largest=largest,
+        smallest_normal=2.0**smallest_exponent,
+        smallest_subnormal=2.0 ** (smallest_exponent - significand_bits),
+        epsilon=2.0**-significand_bits,
+        decimal_digits=(significand_bits + 1) * math.log10(2),
+        largest_integer=min(2 ** (significand_bits + 1), int(largest)),
+        exp_overflows_above=math.log(largest),
+        square_overflows_above=math.sqrt(largest),
+    )
+
+
 FORMATS: dict[str, FloatFormat] = {
-    f.name: f
-    for f in (
-        FloatFormat(name="fp64", exponent_bits=11, significand_bits=52, stored_bits=64),
-        FloatFormat(name="fp32", exponent_bits=8, significand_bits=23, stored_bits=32),
-        FloatFormat(name="tf32", exponent_bits=8, significand_bits=10, stored_bits=32),
-        FloatFormat(name="bf16", exponent_bits=8, significand_bits=7, stored_bits=16),
-        FloatFormat(name="fp16", exponent_bits=5, significand_bits=10, stored_bits=16),
-        FloatFormat(name="fp8-e5m2", exponent_bits=5, significand_bits=2, stored_bits=8),
-        FloatFormat(name="fp8-e4m3", exponent_bits=4, significand_bits=3, stored_bits=8, has_infinity=False),
+    each.name: each
+    for each in (
+        _format("fp64", 11, 52, 64),
+        _format("fp32", 8, 23, 32),
+        _format("tf32", 8, 10, 32),
+        _format("bf16", 8, 7, 16),
+        _format("fp16", 5, 10, 16),
+        _format("fp8-e5m2", 5, 2, 8),
+        _format("fp8-e4m3", 4, 3, 8, has_infinity=False),
     )
 }
+"""The formats by name; the numbers are the bits of exponent and significand, and of all in memory."""
 
 
 def float_format(name: str) -> FloatFormat:

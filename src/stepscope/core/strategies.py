@@ -3,13 +3,12 @@
 Bytes are those that one rank sends for the gradients and the parameters of a step, P bytes of either, by the ring
 algorithms that the collectives' lower bounds are of (Patarasuk and Yuan 2009; nccl-tests, doc/PERFORMANCE.md): an
 all-reduce sends 2 (n - 1) / n of the message, a reduce-scatter or an all-gather (n - 1) / n. What a strategy sends of
-the activations is a formula of its own, of the step's tokens.
+the activations follows from the step's tokens.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from stepscope.core.errors import InputError, choose
 
@@ -22,38 +21,6 @@ SCALINGS = ("both", "strong", "weak")
 PARAMETERS, GRADIENTS, OPTIMIZER_STATE = "parameters", "gradients", "optimizer state"
 BATCH, SEQUENCE, PRODUCTS, LAYERS = "batch", "sequence", "products", "layers"
 """What a strategy divides among the ranks."""
-
-
-def _all_reduced(gradients: int, parameters: int, ranks: int, **_: str) -> float:
-    """Each gradient is reduced on all ranks: 2 (n - 1) / n."""
-    return 2 * (ranks - 1) / ranks * gradients
-
-
-def _sharded_optimizer(gradients: int, parameters: int, ranks: int, **_: str) -> float:
-    """Gradients are reduced on all ranks, then each rank sends the others what it updated: each byte of the parameters
-    reaches n - 1 ranks, of which a rank sends its share."""
-    return _all_reduced(gradients, parameters, ranks) + (ranks - 1) / ranks * parameters
-
-
-def _fully_sharded(
-    gradients: int, parameters: int, ranks: int, *, reshard: str = "yes", compute: str = "own", **_: str
-) -> float:
-    """Parameters are gathered for forward, and again for backward; gradients are reduced to their shards
-    (Rajbhandari et al. 2020, ZeRO, section 7.2.2). What is not let go after forward is gathered once; in another dtype
-    than its own, fp32, a parameter is half as long."""
-    times, length = 2 if reshard == "yes" else 1, 1 if compute == "own" else 0.5
-    return (ranks - 1) / ranks * (times * length * parameters + gradients)
-
-
-def _copied_into_buckets(gradients: int, **_: str) -> float:
-    """Buckets hold every gradient once more, from the first backward on: without gradient_as_bucket_view no gradient is
-    a view of its bucket (PyTorch, torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`)."""
-    return gradients
-
-
-def _nothing_of_either(gradients: int, parameters: int, ranks: int, **_: str) -> float:
-    """Every rank has its parameters alone."""
-    return 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,29 +40,6 @@ class Activations:
     """Of a number in the residual stream."""
     tied_bytes: int = 0
     """Of the weight that embedding and head share; 0 where each has its own."""
-
-
-def _across_stages(step: Activations, ranks: int, *, schedule: str = "1f1b", chunks: str = "2") -> float:
-    """The residual stream of every token goes from each stage to the next, and its gradient back (Narayanan et al.
-    2021, section 3.2): over all ranks, once each way for every border between stages on different ranks. The first rank
-    and the last add up the gradient of a weight that both have: of two ranks, an all-reduce sends it once from each."""
-    if ranks == 1:
-        return 0.0
-    borders = ranks * (int(chunks) if schedule == "interleaved" else 1) - 1
-    return 2 * (borders * step.tokens * step.width * step.residual_bytes + step.tied_bytes) / ranks
-
-
-def _gathered_keys(step: Activations, ranks: int, **_: str) -> float:
-    """Each block gathers keys and values in forward, and reduces their gradients to the ranks that own them (Llama
-    Team 2024, The Llama 3 Herd of Models, section 3.3.2, on context parallelism by all-gather)."""
-    return 4 * (ranks - 1) / ranks * step.tokens * step.key_width * step.layers * step.element_bytes
-
-
-def _reduced_products(step: Activations, ranks: int) -> float:
-    """Each block all-reduces two outputs of products in forward, and two gradients of what it took from the residual
-    stream in backward (Shoeybi et al. 2019, Megatron-LM, section 3)."""
-    each = step.tokens * step.width * step.layers
-    return 2 * _all_reduced(each * (step.element_bytes + step.residual_bytes), 0, ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +86,14 @@ class StrategyRecord:
     """How many ranks in a row divide each product among themselves and take the same part of the batch."""
     shards: tuple[str, ...] = ()
     """What each rank keeps a part of alone, between steps; the rest it keeps whole."""
-    sends: Callable[..., float] | None = None
-    """The bytes that a rank sends in a step of gradients and of parameters, by the bytes of either and the number of
-    ranks; None where no formula is known."""
-    sends_activations: Callable[..., float] | None = None
-    """The bytes of activations and of their gradients that a rank sends besides, in the mean of the ranks."""
-    keeps: Callable[..., float] | None = None
-    """The bytes that a rank keeps from step to step beside parameters, gradients and optimizer state, by the bytes
-    of all gradients; None where it keeps nothing."""
+    moves: tuple[float, float] | None = None
+    """How often the bytes of all gradients, and those of all parameters, move between the ranks in a step, of which a
+    rank sends (n - 1) / n each time: an all-reduce moves them twice; None where no formula is known."""
+    activations: Literal["", "borders", "keys", "products"] = ""
+    """What it sends of the activations (`sends_activations`); empty where it sends none, or no formula is known."""
+    fills_buckets: bool = False
+    """Whether buckets hold every gradient once more, from the first backward on: without gradient_as_bucket_view no
+    gradient is a view of its bucket (PyTorch, torch/csrc/distributed/c10d/reducer.cpp, `initialize_buckets`)."""
     attentions: tuple[str, ...] = ()
     """The attentions that it can spread; empty for any."""
     options: tuple[StrategyOption, ...] = ()
@@ -166,15 +110,46 @@ class StrategyRecord:
     textbook_only: bool = False
     """Whether it needs the textbook's model, whose modules it knows by name."""
 
-    @property
-    def splits_batch(self) -> bool:
-        """Whether each rank has samples of its own."""
-        return self.splits == BATCH
+    def sends(self, gradients: int, parameters: int, ranks: int) -> float | None:
+        """The bytes that a rank sends in a step, by the bytes of all gradients and parameters; None where no formula is
+        known. Parameters that are not let go after forward are gathered once in place of twice; in 16 bits, one is half
+        as long as in fp32."""
+        if self.moves is None:
+            return None
+        of_gradients, of_parameters = self.moves
+        of_parameters -= self.settings.get("reshard") == "no"
+        of_parameters /= 2 if self.settings.get("compute") == "bf16" else 1
+        return (ranks - 1) / ranks * (of_gradients * gradients + of_parameters * parameters)
+
+    def sends_activations(self, step: Activations, ranks: int) -> float:
+        """The bytes of activations and of their gradients that a rank sends besides, in the mean of the ranks.
+
+        borders: the residual stream of every token goes from each stage to the next, and its gradient back (Narayanan
+        et al. 2021, section 3.2): over all ranks, once each way for every border between stages on different ranks. The
+        first rank and the last add up the gradient of a weight that both have: of two ranks, an all-reduce sends it
+        once from each.
+        keys: each block gathers keys and values in forward, and reduces their gradients to the ranks that own them
+        (Llama Team 2024, The Llama 3 Herd of Models, section 3.3.2, on context parallelism by all-gather).
+        products: each block all-reduces two outputs of products in forward, and two gradients of what it took from the
+        residual stream in backward (Shoeybi et al. 2019, Megatron-LM, section 3).
+        """
+        others = (ranks - 1) / ranks
+        match self.activations:
+            case "borders" if ranks > 1:
+                borders = ranks * self._chunks - 1
+                return 2 * (borders * step.tokens * step.width * step.residual_bytes + step.tied_bytes) / ranks
+            case "keys":
+                return 4 * others * step.tokens * step.key_width * step.layers * step.element_bytes
+            case "products":
+                each = step.tokens * step.width * step.layers
+                return 4 * others * each * (step.element_bytes + step.residual_bytes)
+            case _:
+                return 0.0
 
     @property
     def whole_blocks(self) -> bool:
         """Whether each rank runs every block and the loss whole, on samples of its own."""
-        return self.splits_batch and self.near == 1
+        return self.splits == BATCH and self.near == 1
 
     @property
     def cuts_sums(self) -> bool:
@@ -187,9 +162,12 @@ class StrategyRecord:
 
     def stages(self, ranks: int) -> int:
         """Into how many stages it divides the model's blocks; 1 where it does not."""
-        if self.splits != LAYERS:
-            return 1
-        return ranks * (int(self.chosen("chunks")) if self.chosen("schedule") == "interleaved" else 1)
+        return ranks * self._chunks if self.splits == LAYERS else 1
+
+    @property
+    def _chunks(self) -> int:
+        """Stages of each rank of a pipeline."""
+        return int(self.chosen("chunks")) if self.chosen("schedule") == "interleaved" else 1
 
     def micro_batches(self, ranks: int, accumulation: int) -> int:
         """The micro-batches of a step: in a pipeline of which nobody said how many, as many as it has stages."""
@@ -208,41 +186,41 @@ STRATEGIES: dict[str, StrategyRecord] = {
     record.name: record
     for record in (
         StrategyRecord(
-            name="ddp-naive", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-naive", module="ddp_textbook", is_lesson=True, captured=True, moves=(2, 0),
             words="All-reduces each gradient by itself, after backward.",
         ),
         StrategyRecord(
-            name="ddp-flat", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-flat", module="ddp_textbook", is_lesson=True, captured=True, moves=(2, 0),
             words="All-reduces all gradients as one tensor, after backward.",
         ),
         StrategyRecord(
-            name="ddp-overlap", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-overlap", module="ddp_textbook", is_lesson=True, captured=True, moves=(2, 0),
             words="All-reduces each gradient while backward goes on, as soon as it is ready.",
         ),
         StrategyRecord(
-            name="ddp-bucketed", module="ddp_textbook", is_lesson=True, captured=True, sends=_all_reduced,
+            name="ddp-bucketed", module="ddp_textbook", is_lesson=True, captured=True, moves=(2, 0),
             words="All-reduces gradients in buckets of 25 MiB while backward goes on.", options=(_BUCKET,),
         ),
         StrategyRecord(
             name="zero1", module="zero1", is_lesson=True, captured=True, shards=(OPTIMIZER_STATE,),
-            sends=_sharded_optimizer,
+            moves=(2, 1),
             words="Keeps the optimizer's state of a part of the parameters on each rank, which updates that part and "
             "sends it to the others.",
         ),
         StrategyRecord(
-            name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, sends=_fully_sharded, gathers_by_call=True,
+            name="fsdp-textbook", module="fsdp_textbook", is_lesson=True, moves=(1, 2), gathers_by_call=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), options=(_COMPUTE,),
             words="Keeps a shard of each parameter on each rank, gathers a block's for its forward and its backward, "
             "and reduces its gradients to their shards.",
         ),
         StrategyRecord(
             name="context-textbook", module="context_textbook", is_lesson=True, splits=SEQUENCE, textbook_only=True,
-            attentions=("reference", "sdpa"), sends=_all_reduced, sends_activations=_gathered_keys,
+            attentions=("reference", "sdpa"), moves=(2, 0), activations="keys",
             words="Splits each sequence: a rank takes a chunk near its head and one near its tail, gathers the keys "
             "and values of all, and averages gradients as ddp-bucketed does.",
         ),
         StrategyRecord(
-            name="ddp", module="ddp", is_lesson=False, sends=_all_reduced, keeps=_copied_into_buckets,
+            name="ddp", module="ddp", is_lesson=False, moves=(2, 0), fills_buckets=True,
             words="PyTorch's DistributedDataParallel.",
             options=(
                 _BUCKET,
@@ -253,7 +231,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             ),
         ),
         StrategyRecord(
-            name="fsdp2", module="fsdp2", is_lesson=False, sends=_fully_sharded, dtensors=True,
+            name="fsdp2", module="fsdp2", is_lesson=False, moves=(1, 2), dtensors=True,
             shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE),
             words="PyTorch's fully_shard, block by block.",
             options=(
@@ -270,7 +248,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="tensor", module="tensor", is_lesson=False, splits=PRODUCTS, textbook_only=True, dtensors=True,
-            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), sends_activations=_reduced_products,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), activations="products",
             words="PyTorch's parallelize_module: heads and the feed-forward's width are split over the ranks, and "
             "activations are all-reduced twice a block.",
         ),
@@ -289,8 +267,8 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="pipeline", module="pipeline", is_lesson=False, splits=LAYERS, textbook_only=True,
-            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), sends=_nothing_of_either,
-            sends_activations=_across_stages,
+            shards=(PARAMETERS, GRADIENTS, OPTIMIZER_STATE), moves=(0, 0),
+            activations="borders",
             options=(
                 StrategyOption(
                     name="schedule", default="1f1b", choices=("1f1b", "gpipe", "interleaved"),
@@ -304,7 +282,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
         ),
         StrategyRecord(
             name="context", module="context", is_lesson=False, splits=SEQUENCE, textbook_only=True, backends=("nccl",),
-            attentions=("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"), sends=_all_reduced,
+            attentions=("sdpa", "sdpa-flash", "sdpa-efficient", "sdpa-cudnn"), moves=(2, 0),
             words="PyTorch's context_parallel: each sequence is split over the ranks, whose attention passes keys and "
             "values round; on GPUs alone.",
         ),
@@ -312,10 +290,8 @@ STRATEGIES: dict[str, StrategyRecord] = {
 }  # fmt: skip
 """Every strategy, by its name; lessons first, in the order in which they are learned."""
 
-
-def strategy_names() -> tuple[str, ...]:
-    """The names of the strategies."""
-    return tuple(STRATEGIES)
+ALONE = StrategyRecord(name=NOT_PARALLEL, module="", is_lesson=False, captured=True, words="One process runs the step.")
+"""What stands in a strategy's place where no ranks share the step."""
 
 
 def option_words() -> str:
@@ -331,11 +307,6 @@ def shared_somehow(chosen: Mapping[str, Any]) -> dict[str, Any]:
     """What was chosen of a workload, with PyTorch's DDP for ranks of which nobody said how they share the step: what a
     search begins with."""
     return {"parallel": "ddp", **chosen} if chosen.get("ranks", 1) > 1 else dict(chosen)
-
-
-def strategy_word(parallel: str) -> str:
-    """The name of a strategy, without what is chosen of its options."""
-    return parallel.partition(":")[0]
 
 
 def strategy_named(parallel: str) -> StrategyRecord:
@@ -367,12 +338,7 @@ def strategy_named(parallel: str) -> StrategyRecord:
             raise InputError(
                 f"--parallel {parallel}: {option.name} has an effect with {'='.join(option.only_with)} alone"
             )
-    return replace(
-        record,
-        settings=settings,
-        sends=_with(record.sends, settings),
-        sends_activations=_with(record.sends_activations, settings),
-    )
+    return replace(record, settings=settings)
 
 
 def known_strategy(parallel: str) -> StrategyRecord | None:
@@ -384,18 +350,14 @@ def known_strategy(parallel: str) -> StrategyRecord | None:
         return None
 
 
-def _with(formula: Callable[..., float] | None, settings: Mapping[str, str]) -> Callable[..., float] | None:
-    return functools.partial(formula, **settings) if formula is not None else None
-
-
 def spelled(parallel: str) -> str:
     """The same strategy and options in one spelling: in the record's order, without what is the default."""
     if parallel == NOT_PARALLEL:
         return parallel
     record = strategy_named(parallel)
-    said = [(one.name, record.settings[one.name]) for one in record.options if one.name in record.settings]
-    defaults = {option.name: option.default for option in record.options}
-    return ":".join([record.name, *(f"{name}={value}" for name, value in said if value != defaults[name])])
+    chosen = [(option, record.settings.get(option.name, option.default)) for option in record.options]
+    words = [f"{option.name}={value}" for option, value in chosen if value != option.default]
+    return ":".join([record.name, *words])
 
 
 def computes_in_16_bits(parallel: str) -> bool:
@@ -403,30 +365,15 @@ def computes_in_16_bits(parallel: str) -> bool:
     return ":compute=bf16" in parallel
 
 
-def stages_of(parallel: str, ranks: int) -> int:
-    """Into how many stages this strategy divides the model's blocks; 1 where it does not."""
-    return strategy_named(parallel).stages(ranks) if parallel != NOT_PARALLEL else 1
-
-
-def sequence_parts(parallel: str, ranks: int) -> int:
-    """Over how many ranks this strategy splits each sequence."""
-    return ranks if parallel != NOT_PARALLEL and strategy_named(parallel).splits == SEQUENCE else 1
-
-
-def stream_parts(parallel: str, ranks: int) -> int:
-    """Over how many ranks this strategy splits the residual stream between products by sequence."""
-    record = strategy_named(parallel) if parallel != NOT_PARALLEL else None
-    if record is None or not record.splits_stream:
-        return 1
-    return record.near if record.near > 1 else ranks
+def strategy_of(parallel: str) -> StrategyRecord:
+    """The strategy of a workload, with what is chosen of its options; ALONE where no ranks share the step."""
+    return ALONE if parallel == NOT_PARALLEL else strategy_named(parallel)
 
 
 def batch_parts(parallel: str, ranks: int) -> int:
     """Over how many ranks this strategy splits the batch: each part is another's work. Raises InputError where so many
     ranks cannot share a step by it."""
-    if parallel == NOT_PARALLEL:
-        return 1
-    record = strategy_named(parallel)
+    record = strategy_of(parallel)
     if ranks % record.near:
         raise InputError(f"--parallel {parallel} takes ranks by {record.near}, not {ranks}: choose a multiple")
-    return ranks // record.near if record.splits_batch else 1
+    return ranks // record.near if record.splits == BATCH else 1

@@ -40,14 +40,13 @@ from stepscope.core.parts import (
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
     NOT_PARALLEL,
+    SEQUENCE,
     STRATEGIES,
+    StrategyRecord,
     batch_parts,
     computes_in_16_bits,
-    sequence_parts,
     spelled,
-    stages_of,
-    strategy_named,
-    stream_parts,
+    strategy_of,
 )
 from stepscope.core.units import format_count
 
@@ -144,8 +143,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InputError(f"{self.optimizer} keeps master weights of what is bf16: with it choose dtype bf16-master")
         if self.dtype == "fp16" and self.optimizer in OF_ONE_LAUNCH and self.phase == "train":
             raise InputError(f"{self.optimizer} takes no scaled gradients: choose dtype bf16 or bf16-master")
-        captured = self.parallel == NOT_PARALLEL or strategy_named(self.parallel).captured
-        if self.graph == "step" and not captured:
+        if self.graph == "step" and not self.strategy.captured:
             may = ", ".join(name for name, record in STRATEGIES.items() if record.captured)
             raise InputError(f"graph step holds no step that is shared by {self.parallel}: choose one of {may}")
         shared = self.parallel != NOT_PARALLEL
@@ -161,8 +159,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "--parallel, or choose another"
             )
         plain = ("adamw-bf16-state", *OF_ONE_LAUNCH)  # they update plain tensors alone
-        dtensors = self.parallel != NOT_PARALLEL and strategy_named(self.parallel).dtensors
-        if dtensors and self.optimizer in plain and self.phase == "train":
+        if self.strategy.dtensors and self.optimizer in plain and self.phase == "train":
             raise InputError(
                 f"optimizer {self.optimizer} does not update the DTensors of --parallel {self.parallel}: choose "
                 "--optimizer adamw-fused, or a lesson"
@@ -184,8 +181,13 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise InputError(
                 f"--parallel {self.parallel} computes in bf16: say --dtype bf16, or leave out compute=bf16"
             )
-        if stages_of(self.parallel, self.ranks) > 1 and self.compile != "eager":
+        if self.strategy.stages(self.ranks) > 1 and self.compile != "eager":
             raise InputError(f"--parallel {self.parallel} runs its stages eagerly: leave out --compile {self.compile}")
+
+    @property
+    def strategy(self) -> StrategyRecord:
+        """How ranks share the step, with what is chosen of its options."""
+        return strategy_of(self.parallel)
 
     @property
     def batch_parts(self) -> int:
@@ -195,7 +197,7 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def token_parts(self) -> int:
         """Over how many ranks the tokens of a step are split."""
-        return self.batch_parts * sequence_parts(self.parallel, self.ranks)
+        return self.batch_parts * (self.ranks if self.strategy.splits == SEQUENCE else 1)
 
     @property
     def _spelled_phase(self) -> list[tuple[str, object]]:
@@ -385,15 +387,14 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         return (*choices, *map(str, others))
 
     def _check_parts(self) -> None:
-        whole_blocks = self.parallel == NOT_PARALLEL or strategy_named(self.parallel).whole_blocks
         for part, name in self.parts.items():
             choose(name, kernels_of(part), part)
-            if name != REFERENCE and not whole_blocks:
+            if name != REFERENCE and not self.strategy.whole_blocks:
                 raise InputError(
                     f"{part} {name} runs where a rank computes whole blocks of its own samples: leave out --parallel "
                     f"{self.parallel}, or choose --{part} {REFERENCE}"
                 )
-        if self.loss != REFERENCE and self.parallel != NOT_PARALLEL and strategy_named(self.parallel).gathers_by_call:
+        if self.loss != REFERENCE and self.strategy.gathers_by_call:
             raise InputError(
                 f"loss {self.loss} reads the head's weight without calling the head, and --parallel {self.parallel} "
                 f"gathers what is called: choose --loss {REFERENCE}, or --parallel fsdp2"
@@ -453,21 +454,18 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def _check_sequence(self) -> None:
         """Refuse what a strategy that splits each sequence cannot split."""
-        if self.parallel == NOT_PARALLEL:
-            return
-        attentions = strategy_named(self.parallel).attentions
-        if attentions and self.attention not in attentions:
+        strategy, parts = self.strategy, self.ranks
+        if strategy.attentions and self.attention not in strategy.attentions:
             raise InputError(
                 f"--parallel {self.parallel} does not spread attention {self.attention}: choose --attention "
-                f"{' or '.join(attentions)}"
+                f"{' or '.join(strategy.attentions)}"
             )
-        parts = sequence_parts(self.parallel, self.ranks)
-        if parts > 1 and self.seq_len % (2 * parts):
+        if strategy.splits == SEQUENCE and parts > 1 and self.seq_len % (2 * parts):
             raise InputError(
                 f"--parallel {self.parallel} gives each of {parts} ranks two equal chunks of a sequence, and seq_len "
                 f"{self.seq_len} cannot be divided by {2 * parts}: choose a multiple"
             )
-        parts = stream_parts(self.parallel, self.ranks)
+        parts = 1 if not strategy.splits_stream else strategy.near if strategy.near > 1 else self.ranks
         if self.seq_len % parts:
             raise InputError(
                 f"--parallel {self.parallel} splits the residual stream by sequence over {parts} ranks, and seq_len "
@@ -476,7 +474,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def _check_stages(self) -> None:
         """Refuse what cannot go through the stages of a pipeline."""
-        stages = stages_of(self.parallel, self.ranks)
+        stages = self.strategy.stages(self.ranks)
         if stages == 1:
             return
         if self.model.layers < stages:
@@ -489,7 +487,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
                 f"checkpointing {self.checkpointing} is for blocks that each rank has all of, and --parallel "
                 f"{self.parallel} gives them to stages: choose --checkpointing selective or attention"
             )
-        micro_batches = strategy_named(self.parallel).micro_batches(self.ranks, self.accumulation)
+        micro_batches = self.strategy.micro_batches(self.ranks, self.accumulation)
         if self.batch_size % micro_batches or micro_batches < self.ranks:
             raise InputError(
                 f"--parallel {self.parallel} over {self.ranks} ranks cannot cut batch_size {self.batch_size} into "

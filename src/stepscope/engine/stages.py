@@ -33,7 +33,7 @@ from stepscope.core.parts import AUTO
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
-from stepscope.core.strategies import NOT_PARALLEL, stages_of, strategy_named
+from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import format_seconds
 from stepscope.core.user_model import unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, Workload, by_sizes
@@ -273,7 +273,7 @@ def _of_the_model(draft: Draft) -> tuple[int, int]:
     """The bytes of all parameters of the model, and of those that are trained. Each rank has whole ones, or parts of
     tensors that say how large the whole is; in a pipeline it has some, and a weight that two stages share is two."""
     mine = whole_bytes(draft.step.model.parameters())
-    if stages_of(draft.run.workload.parallel, draft.ranks.ranks) == 1:
+    if draft.run.workload.strategy.stages(draft.ranks.ranks) == 1:
         return mine
     of_ranks: list[tuple[int, int]] = draft.ranks.gathered(mine)
     return sum(whole for whole, _ in of_ranks), sum(trained for _, trained in of_ranks)
@@ -576,10 +576,10 @@ def _check(draft: Draft, workload: Workload) -> Correctness:
 
 def _small(workload: TextbookWorkload) -> TextbookWorkload:
     """A step in the same layout that is checked in place of the workload's, as quickly as it may be."""
-    stages = stages_of(workload.parallel, workload.ranks)
+    stages = workload.strategy.stages(workload.ranks)
     layers = min(max(_LAYERS, stages), workload.layers)
     both_chunks = 2 * workload.ranks  # where ranks share a sequence, each takes two chunks
-    micro_batches = strategy_named(workload.parallel).micro_batches(workload.ranks, workload.accumulation)
+    micro_batches = workload.strategy.micro_batches(workload.ranks, workload.accumulation)
     vocabulary = min(workload.model.vocabulary, _VOCABULARY)
     return msgspec.structs.replace(
         workload,

@@ -38,7 +38,7 @@ from stepscope.core.parts import (
     named_kernels,
 )
 from stepscope.core.run import Settings, settings_from
-from stepscope.core.strategies import NOT_PARALLEL, option_words, strategy_names
+from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES, option_words
 from stepscope.core.user_model import code_digest, parse_arguments, unmet
 from stepscope.core.workloads import (
     COMPILES,
@@ -90,7 +90,7 @@ OPTIONS = (
     Option("", WORKLOAD, "dtype", str, choices=DTYPES),
     Option("", WORKLOAD, "phase", str, choices=PHASES),
     Option(f"How several ranks share a step. Options follow the name, as in fsdp2:reshard=no: {option_words()}.",
-           PARALLEL, "parallel", str, choices=(NOT_PARALLEL, *strategy_names()), verbs=_SHARED),
+           PARALLEL, "parallel", str, choices=(NOT_PARALLEL, *STRATEGIES), verbs=_SHARED),
     Option("Processes that share a step, a device each.", PARALLEL, "ranks", int, verbs=_SHARED),
     Option("", WORKLOAD, "attention", str, choices=attention_names()),
     *(Option(f"How {what} is computed.", WORKLOAD, part, str, choices=kernels_of(part), verbs=_PARTS)

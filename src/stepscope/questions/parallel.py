@@ -13,7 +13,7 @@ from stepscope.core.figures import doubt_mark, doubts_sentence
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
 from stepscope.core.run import Settings
-from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named, strategy_word
+from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import Cell as SweepCell
@@ -99,7 +99,7 @@ class SharedCell(ComparedRun):
     def order(self) -> tuple[int, ...]:
         """The place of the cell among others: by model, sizes, ranks and strategy."""
         workload = self.run.workload
-        place = _ORDER.get(strategy_word(self.strategy), 0)
+        place = _ORDER.get(self.strategy.partition(":")[0], 0)
         return (self.parameters, workload.seq_len or 0, self.batch, self.ranks, place)
 
 

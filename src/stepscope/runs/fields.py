@@ -17,7 +17,7 @@ from stepscope.core.parts import PARTS, attention_names, kernels_of
 from stepscope.core.range_names import BACKWARD, DATA, FORWARD, FORWARD_BACKWARD, OPTIMIZER, REST, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
-from stepscope.core.strategies import NOT_PARALLEL, strategy_names
+from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES
 from stepscope.core.units import GIB, MIB, counted
 from stepscope.core.workloads import COMPILES, DTYPES, GRAPHS, OPTIMIZERS, PHASES, PROJECTIONS
 from stepscope.runs import metrics
@@ -114,7 +114,7 @@ FIELDS: dict[str, Field] = {
     "clip": Field(read=_workload("clip")),
     "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
     "accumulation": Field(read=_workload("accumulation")),
-    "parallel": Field(read=_workload("parallel"), order=(NOT_PARALLEL, *strategy_names())),
+    "parallel": Field(read=_workload("parallel"), order=(NOT_PARALLEL, *STRATEGIES)),
     "ranks": Field(read=_workload("ranks")),
     "micro_batch_size": Field(read=_workload("micro_batch_size")),
     "seed": Field(read=_workload("seed")),

@@ -30,16 +30,16 @@ def sent_bytes(run: Run) -> float | None:
 def sent_by_formula(run: Run) -> float | None:
     """The same by the formula of the strategy and its options; None where it has none."""
     shared, record = run.shared, known_strategy(run.workload.parallel)
-    if shared is None or record is None or (record.sends is None and record.sends_activations is None):
+    if shared is None or record is None or (record.moves is None and not record.activations):
         return None
-    if record.splits != BATCH and record.sends_activations is None:
+    if record.splits != BATCH and not record.activations:
         return None  # what it sends of the activations is not known
     ranks, sent = len(shared.ranks), 0.0
-    if record.sends is not None:
+    if record.moves is not None:
         if shared.whole_parameter_bytes is None or shared.whole_gradient_bytes is None:
             return None
-        sent += record.sends(shared.whole_gradient_bytes, shared.whole_parameter_bytes, ranks)
-    if record.sends_activations is not None:
+        sent += record.sends(shared.whole_gradient_bytes, shared.whole_parameter_bytes, ranks) or 0.0
+    if record.activations:
         activations = by_sizes(run.workload, _activations)
         if activations is None:
             return None
@@ -99,9 +99,9 @@ def kept_by_formula(run: Run) -> float | None:
 def buffers_by_formula(run: Run) -> float:
     """Bytes that the strategy keeps from step to step beside parameters, gradients and the optimizer's state."""
     shared, record = run.shared, known_strategy(run.workload.parallel)
-    if shared is None or record is None or record.keeps is None:
+    if shared is None or record is None or not record.fills_buckets:
         return 0.0
-    return record.keeps(shared.whole_gradient_bytes or 0)
+    return shared.whole_gradient_bytes or 0
 
 
 def waits_in_forward(run: Run) -> bool:

@@ -100,11 +100,9 @@ def test_the_lesson_zero1_broadcasts_each_parameter():
 )
 def test_a_plan_sends_what_the_strategy_that_runs_does(strategy: str, sharding: str):
     """In fp32, by the record of the strategy (core/strategies.py), to the byte."""
-    sends = STRATEGIES[strategy].sends
-    assert sends is not None
     layout = Layout(data=4, sharding=sharding, shard=1 if sharding == "ddp" else 4)
     both = 4 * (BLOCK * 4 + OUTSIDE)
-    assert sum(link_bytes(layout).values()) == sends(both, both, 4)
+    assert sum(link_bytes(layout).values()) == STRATEGIES[strategy].sends(both, both, 4)
 
 
 def test_replicas_reduce_their_shares():

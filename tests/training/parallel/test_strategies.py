@@ -14,7 +14,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Correctness
 from stepscope.core.model_config import configure
-from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, stages_of, strategy_named
+from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, strategy_named, strategy_of
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.stages import said_of
 from stepscope.training.optimizer import clip_gradients, updated_by
@@ -185,7 +185,7 @@ def every_checkpointing(rank: int, ranks: int) -> list[str]:
     wrong: list[str] = []
     for name in WITH_MICRO_BATCHES:
         for checkpointing in ("none", "selective", "selective-1", "attention", "offload-1", "every-1", "every-2"):
-            if stages_of(name, ranks) > 1 and checkpointing in ("selective-1", "offload-1"):
+            if strategy_of(name).stages(ranks) > 1 and checkpointing in ("selective-1", "offload-1"):
                 continue
             step = with_micro_batches(checkpointing)
             verdict = check_ranks(name, lambda of=step: textbook_parts(of, CPU), step, CPU, Here(rank, ranks))
@@ -377,23 +377,22 @@ BYTES: tuple[tuple[str, int, Callable[[int], float]], ...] = (
 
 @pytest.mark.parametrize(("name", "ranks", "wanted"), BYTES)
 def test_a_rank_sends_what_the_ring_s_formulas_say(name: str, ranks: int, wanted: Callable[[int], float]):
-    sends = STRATEGIES[name].sends
-    assert sends is not None and sends(1000, 1000, ranks) == pytest.approx(wanted(1000))
+    assert STRATEGIES[name].sends(1000, 1000, ranks) == pytest.approx(wanted(1000))
 
 
 def test_options_change_what_a_rank_sends_and_are_spelled_in_one_way():
     def sent(parallel: str) -> float:
-        sends = strategy_named(parallel).sends
+        sends = strategy_named(parallel).sends(1000, 1000, 4)
         assert sends is not None
-        return sends(1000, 1000, 4)
+        return sends
 
     assert sent("fsdp2:reshard=no") == 1500 and sent("fsdp2:compute=bf16") == 1500 and sent("ddp:bucket=3") == 1500
     step = Activations(tokens=64, width=8, key_width=8, layers=4, element_bytes=4, residual_bytes=4)
-    of_stages = {name: strategy_named(name).sends_activations for name in ("pipeline", "pipeline:schedule=interleaved")}
+    of_stages = [strategy_named(name) for name in ("pipeline", "pipeline:schedule=interleaved")]
     # Between 4 stages there are 3 borders, and between 8 there are 7, each passed twice; the mean of the ranks.
-    assert [formula and formula(step, 4) for formula in of_stages.values()] == [3 * 1024.0, 7 * 1024.0]
+    assert [record.sends_activations(step, 4) for record in of_stages] == [3 * 1024.0, 7 * 1024.0]
     assert spelled("fsdp2:offload=yes:reshard=yes") == "fsdp2:offload=yes" and spelled("ddp:bucket=025") == "ddp"
-    assert stages_of("pipeline:schedule=interleaved:chunks=3", 2) == 6 and stages_of("ddp", 2) == 1
+    assert strategy_of("pipeline:schedule=interleaved:chunks=3").stages(2) == 6 and strategy_of("ddp").stages(2) == 1
     one = msgspec.structs.replace(WORKLOAD, parallel="fsdp2:reshard=yes", ranks=2)
     assert one.parallel == "fsdp2" and one.key == msgspec.structs.replace(WORKLOAD, parallel="fsdp2", ranks=2).key
 

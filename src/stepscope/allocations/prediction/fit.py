@@ -25,7 +25,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory, PhaseMemory
 from stepscope.core.formulas.transformer import recomputed_flops, step_flops
 from stepscope.core.parts import is_kept, scores_of
-from stepscope.core.precisions import PRECISIONS, multiple_of_rows
+from stepscope.core.precisions import PRECISIONS, SCALED_MULTIPLE
 from stepscope.core.units import MIB, format_bytes
 from stepscope.core.workloads import OPTIMIZERS, FactoryWorkload, TextbookWorkload, Workload, by_sizes
 
@@ -598,7 +598,7 @@ class Largest(msgspec.Struct, frozen=True, kw_only=True):
 
 def largest_that_fits(workload: TextbookWorkload, budget: Budget) -> Largest:
     """The largest batch at the workload's sequence length, and the longest sequence at its batch size."""
-    multiple = multiple_of_rows(workload.dtype)
+    multiple = SCALED_MULTIPLE if PRECISIONS[workload.dtype].scaled else 1
     micro = workload.accumulation * multiple // math.gcd(multiple, workload.seq_len)
     """The batch grows by so much at a time."""
 
