@@ -2,9 +2,11 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, cast
 
 import msgspec
+from msgspec.structs import replace
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
@@ -39,25 +41,16 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     evidence: dict[str, float | int | str | None] = {}
 
 
-def note(kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
-    """A finding that is good to know."""
-    return Finding(kind=kind, severity="note", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
+def _finding(severity: Severity, kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
+    return Finding(kind=kind, severity=severity, sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
 
 
-def warning(kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
-    """A finding that says to take care."""
-    return Finding(kind=kind, severity="warning", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
-
-
-def error(kind: str, sentence: str, evidence: Quoted | None = None, remedy: str = "") -> Finding:
-    """A finding that says that the number cannot be trusted."""
-    return Finding(kind=kind, severity="error", sentence=sentence, remedy=remedy, evidence={**(evidence or {})})
-
-
-def with_present_kind(finding: Finding) -> Finding:
-    """The finding, under the kind that is used now if it was stored under a former one."""
-    kind = FORMER_KINDS.get(finding.kind, finding.kind)
-    return finding if kind == finding.kind else msgspec.structs.replace(finding, kind=kind)
+note = partial(_finding, "note")
+"""Makes a finding that is good to know."""
+warning = partial(_finding, "warning")
+"""Makes a finding that says to take care."""
+error = partial(_finding, "error")
+"""Makes a finding that says that the number cannot be trusted."""
 
 
 def worst(findings: Iterable[Finding]) -> Severity | None:
@@ -257,18 +250,16 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
         Raises InputError, with the titles, where it names no table.
         """
         if only.casefold() == "findings":
-            return msgspec.structs.replace(self.body(), tables=())
+            return replace(self.body(), tables=())
         chosen = tuple(table for table in self.tables if _is_named(table, only))
         if not chosen:
             titles = ", ".join(repr(name_of(table)) for table in self.tables if name_of(table))
             raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
-        return msgspec.structs.replace(self.body(), tables=chosen, findings=(), checked=False)
+        return replace(self.body(), tables=chosen, findings=(), checked=False)
 
     def body(self) -> "Answer":
         """The tables and the findings, without what was asked, where, and of which run."""
-        return msgspec.structs.replace(
-            self, question="", device="", date="", versions={}, settings={}, lead=(), asides=(), origin=()
-        )
+        return replace(self, question="", device="", date="", versions={}, settings={}, lead=(), asides=(), origin=())
 
 
 def name_of(table: Table) -> str:
@@ -366,7 +357,8 @@ def decode_answer(data: bytes, source: str) -> Answer:
                         f"{source} is damaged: the table {table.title!r} has {cell:g} where it counts; write it again "
                         "with --json"
                     )
-    return msgspec.structs.replace(found, findings=tuple(map(with_present_kind, found.findings)))
+    findings = (replace(each, kind=FORMER_KINDS.get(each.kind, each.kind)) for each in found.findings)
+    return replace(found, findings=tuple(findings))
 
 
 _LATER: dict[str, object] = {

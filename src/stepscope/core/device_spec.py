@@ -56,16 +56,10 @@ or in bridged pairs, have none here: what connects them depends on the host."""
 
 _PCIE = {
     5: (
-        "NVIDIA GB",
-        "NVIDIA B",
-        "NVIDIA GH",
-        "NVIDIA H",
-        "NVIDIA GeForce RTX 50",
-        "NVIDIA RTX PRO",
-        "AMD Instinct MI3",
+        "NVIDIA GB", "NVIDIA B", "NVIDIA GH", "NVIDIA H", "NVIDIA GeForce RTX 50", "NVIDIA RTX PRO", "AMD Instinct MI3",
     ),
     3: ("Tesla", "NVIDIA TITAN", "NVIDIA GeForce RTX 20", "NVIDIA GeForce GTX"),
-}
+}  # fmt: skip
 """Devices by the generation of PCIe that their datasheets name, but for those of the fourth."""
 
 
@@ -180,15 +174,11 @@ def lacks(device_name: str, dtype: str) -> bool:
 
 def overridden_spec(device_name: str, dtype: Dtype, peak_flops_per_s: float) -> DeviceSpec:
     """The spec a user states by `--peak-flops`, on top of the datasheet if there is one."""
-    known = find_device_spec(device_name)
-    peaks = dict(known.peak_flops_per_s) if known else {}
-    peaks[product_dtype(dtype)] = peak_flops_per_s
-    return DeviceSpec(
+    known = find_device_spec(device_name) or DeviceSpec(name="", peak_flops_per_s={}, source="")
+    return msgspec.structs.replace(
+        known,
         name=device_name,
-        memory_bytes=known.memory_bytes if known else None,
-        peak_flops_per_s=peaks,
-        peak_bytes_per_s=known.peak_bytes_per_s if known else None,
-        link_bytes_per_s=known.link_bytes_per_s if known else None,
+        peak_flops_per_s={**known.peak_flops_per_s, product_dtype(dtype): peak_flops_per_s},
         source="stated by --peak-flops",
     )
 

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 
 from stepscope.core.answer import Cell, Doubted, Severity, worst
 from stepscope.core.run import Run
@@ -11,30 +12,18 @@ from stepscope.core.units import GIB, MIB
 Figure = float | None
 
 
-def digits(value: float | None) -> Figure:
-    """A figure to four significant digits."""
-    return None if value is None else float(f"{value:.4g}")
+def digits(value: float | None, times: float = 1, over: float = 1) -> Figure:
+    """A figure to four significant digits, in a unit of which it has so many times as many, or as few."""
+    return None if value is None else float(f"{value * times / over:.4g}")
+
+
+milliseconds = partial(digits, times=1e3)
+mebibytes, gibibytes, tera = partial(digits, over=MIB), partial(digits, over=GIB), partial(digits, over=1e12)
 
 
 def count(value: float | None) -> Figure:
     """A count: whole numbers exactly, a mean of counts to four significant digits."""
     return int(value) if value is not None and float(value).is_integer() else digits(value)
-
-
-def milliseconds(seconds: float | None) -> Figure:
-    return None if seconds is None else digits(seconds * 1e3)
-
-
-def mebibytes(count: float | None) -> Figure:
-    return None if count is None else digits(count / MIB)
-
-
-def gibibytes(count: float | None) -> Figure:
-    return None if count is None else digits(count / GIB)
-
-
-def tera(rate: float | None) -> Figure:
-    return None if rate is None else digits(rate / 1e12)
 
 
 def percent(share: float | None) -> Figure:

@@ -27,6 +27,7 @@ import itertools
 import math
 import operator
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -199,9 +200,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
     def spread(self) -> float | None:
         """Interquartile range over the median; None below four samples."""
         quartiles = self._quartiles()
-        if quartiles is None or not self.median_s:
-            return None
-        return (quartiles[1] - quartiles[0]) / self.median_s
+        return (quartiles[1] - quartiles[0]) / self.median_s if quartiles and self.median_s else None
 
     @property
     def outliers(self) -> int | None:
@@ -235,8 +234,13 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         """
         if self.why_no_interval is not None or self.autocorrelation is None:
             return None
-        n = self.count
-        effective = max(2.0, _effective(_prudent(self.autocorrelation, n), n))
+        # An interval that trusts the estimate fails where the estimate is too low. So the autocorrelation is taken to
+        # be larger by its square, which hardly changes samples that look independent, but at most by two standard
+        # errors. These limits were simulated.
+        n, estimate = self.count, self.autocorrelation
+        error = math.sqrt((1 - estimate**2) / n)
+        prudent = min(_LARGEST, estimate + min(estimate**2, 2 * error))
+        effective = max(2.0, _effective(prudent, n))
         ordered = sorted(self.values_s)
         half_width = _DEVIATIONS / (2 * math.sqrt(effective))
         median = statistics.median(ordered)
@@ -284,14 +288,14 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         median = self.median_s
         if self.count < 8 or not median:
             return None
-        values = _thinned(self.values_s)
+        size = -(-self.count // MANY)
+        blocks = (self.values_s[i : i + size] for i in range(0, self.count, size))
+        values = self.values_s if size == 1 else tuple(map(statistics.median, blocks))
         n = len(values)
         slopes = [(values[j] - values[i]) / (j - i) for i in range(n) for j in range(i + 1, n)]
         score = sum(slope > 0 for slope in slopes) - sum(slope < 0 for slope in slopes)
-        ties: dict[float, int] = {}
-        for value in values:
-            ties[value] = ties.get(value, 0) + 1
-        variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties.values())) / 18
+        ties = Counter(values).values()
+        variance = (n * (n - 1) * (2 * n + 5) - sum(t * (t - 1) * (2 * t + 5) for t in ties)) / 18
         if variance <= 0:
             return Trend(relative_change=0.0, p_value=1.0)
         slope = statistics.median(slopes)
@@ -381,12 +385,6 @@ def _cosines(n: int) -> tuple[tuple[float, ...], ...]:
     )
 
 
-def _thinned(values: tuple[float, ...]) -> tuple[float, ...]:
-    """The medians of consecutive blocks, at most MANY of them, since the test looks at every pair."""
-    size = -(-len(values) // MANY)
-    return values if size == 1 else tuple(statistics.median(values[i : i + size]) for i in range(0, len(values), size))
-
-
 def _ranks(values: Sequence[float]) -> list[float]:
     """The ranks of the values from 1; equal values get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
@@ -409,16 +407,6 @@ def _without_bias(estimate: float, n: int) -> float:
 
 def _effective(autocorrelation: float, n: int) -> float:
     return n * (1 - autocorrelation) / (1 + autocorrelation)
-
-
-def _prudent(autocorrelation: float, n: int) -> float:
-    """The autocorrelation that an interval uses: larger by its square, but at most by two standard errors.
-
-    An interval that trusts the estimate fails where the estimate is too low. The square hardly changes samples that
-    look independent. Its limits were simulated.
-    """
-    error = math.sqrt((1 - autocorrelation**2) / n)
-    return min(_LARGEST, autocorrelation + min(autocorrelation**2, 2 * error))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
@@ -479,46 +467,6 @@ class KnownSamples(Samples, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         """There are no values to check: they were, when the figures were made of them."""
 
-    @property
-    def count(self) -> int:
-        return self.known.count
-
-    @property
-    def median_s(self) -> float | None:
-        return self.known.median_s
-
-    @property
-    def mean_s(self) -> float | None:
-        return self.known.mean_s
-
-    @property
-    def stdev_s(self) -> float | None:
-        return self.known.stdev_s
-
-    @property
-    def first_s(self) -> float | None:
-        return self.known.first_s
-
-    @property
-    def smallest_s(self) -> float | None:
-        return self.known.smallest_s
-
-    @property
-    def largest_s(self) -> float | None:
-        return self.known.largest_s
-
-    @property
-    def effective_count(self) -> float | None:
-        return self.known.effective_count
-
-    @property
-    def why_no_interval(self) -> str | None:
-        return self.known.why_no_interval
-
-    @property
-    def wandering(self) -> float:
-        return self.known.wandering
-
     def percentile_s(self, name: str) -> float | None:
         """The percentile of this name (p95, p99), as it was found."""
         return self.known.percentiles_s[tuple(FEWEST_FOR_PERCENTILE).index(name)]
@@ -528,22 +476,18 @@ class KnownSamples(Samples, frozen=True, kw_only=True):
         return self.known.interval
 
 
+_STATISTICS = tuple(name for name in Figures.__struct_fields__ if name not in ("percentiles_s", "interval"))
+for _name in _STATISTICS:
+    setattr(KnownSamples, _name, property(operator.attrgetter(f"known.{_name}")))
+
+
 def known(samples: Samples) -> KnownSamples:
     """The statistics of these samples."""
     if isinstance(samples, KnownSamples):
         return samples
     figures = Figures(
-        count=samples.count,
-        median_s=samples.median_s,
-        mean_s=samples.mean_s,
-        stdev_s=samples.stdev_s,
+        **{name: getattr(samples, name) for name in _STATISTICS},
         percentiles_s=tuple(map(samples.percentile_s, FEWEST_FOR_PERCENTILE)),
-        effective_count=samples.effective_count,
         interval=samples.interval(),
-        why_no_interval=samples.why_no_interval,
-        wandering=samples.wandering,
-        first_s=samples.first_s,
-        smallest_s=samples.smallest_s,
-        largest_s=samples.largest_s,
     )
     return KnownSamples(values_s=(), clock=samples.clock, known=figures)

@@ -248,21 +248,28 @@ class CollectiveTime(msgspec.Struct, frozen=True, kw_only=True):
     """Why it has no time."""
 
 
-class CollectiveFit(msgspec.Struct, frozen=True, kw_only=True):
-    """Latency and bandwidth of one kind of collective among so many ranks: t = latency + bytes / bandwidth."""
+class LatencyAndBandwidth(msgspec.Struct, frozen=True, kw_only=True):
+    """A line through times over sizes: t = latency + bytes / bandwidth."""
+
+    latency_s: float
+    bytes_per_s: float | None
+    """None where time does not grow with size: all messages were too small."""
+    residual: float
+    """The root of the mean square of the relative errors."""
+    count: int
+    """How many sizes it is of."""
+
+    def seconds(self, message_bytes: float) -> float:
+        """How long a message of this size takes."""
+        return self.latency_s + (message_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
+
+
+class CollectiveFit(LatencyAndBandwidth, frozen=True, kw_only=True):
+    """Latency and bandwidth of one kind of collective among so many ranks, by the bytes of the message."""
 
     kind: str
     backend: str
     ranks: int
-    latency_s: float
-    bytes_per_s: float | None
-    """Bytes of the message; None where time did not grow with size."""
-    residual: float
-    count: int
-
-    def seconds(self, message_bytes: float) -> float:
-        """How long a message of this size takes, by the fit."""
-        return self.latency_s + (message_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
 class CollectiveFits(msgspec.Struct, frozen=True, kw_only=True):

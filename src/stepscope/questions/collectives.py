@@ -14,7 +14,7 @@ from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import Environment, RankPlace, place_in_job
 from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.evidence import steps_together
-from stepscope.core.formulas.communication import algorithm_bandwidth, bus_bandwidth, fit_latency_and_bandwidth
+from stepscope.core.formulas.communication import bus_bandwidth, fit_latency_and_bandwidth
 from stepscope.core.options import MEASURING, Option
 from stepscope.core.samples import Samples
 from stepscope.core.study_results import CollectiveFit, CollectiveTime, keep_fits
@@ -57,8 +57,7 @@ def fits_of(times: Iterable[CollectiveTime]) -> list[CollectiveFit]:
     for (kind, backend, ranks), known in groups.items():
         fit = fit_latency_and_bandwidth(known)
         if fit is not None:
-            figures = {name: getattr(fit, name) for name in ("latency_s", "bytes_per_s", "residual", "count")}
-            fits.append(CollectiveFit(kind=kind, backend=backend, ranks=ranks, **figures))
+            fits.append(CollectiveFit(kind=kind, backend=backend, ranks=ranks, **msgspec.structs.asdict(fit)))
     return fits
 
 
@@ -103,8 +102,7 @@ def _times(times: Sequence[CollectiveTime], peak: float | None) -> Table:
             rows.append((*head, time.failure, None, None, None, None))
             continue
         share = bus / peak if peak and time.backend == "nccl" else None
-        algorithm = algorithm_bandwidth(time.message_bytes, median_s)
-        rows.append((*head, median_s, algorithm, bus, share, time.samples.count))
+        rows.append((*head, median_s, time.message_bytes / median_s, bus, share, time.samples.count))
     return table_of(
         "collective", "backend", "ranks", ("message", "B"), ("time", "s"), ("algorithm bandwidth", "B/s"),
         ("bus bandwidth", "B/s"), ("of the link's peak", "%"), "samples",

@@ -43,7 +43,15 @@ from stepscope.allocations.prediction.symbolic_tensors import (
 from stepscope.core.checkpointing import OFFLOAD, Span, of_fewer_layers, spans_of
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.communication import Bytes
-from stepscope.core.formulas.transformer import PlannedModel, Shapes, chunks_in_flight, largest_stage, moment_bytes
+from stepscope.core.formulas.transformer import (
+    PlannedModel,
+    Shapes,
+    chunks_in_flight,
+    largest_stage,
+    local_keys,
+    local_shapes,
+    moment_bytes,
+)
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE, scores_of
 from stepscope.core.precisions import PRECISIONS
@@ -211,17 +219,17 @@ class RankModel(SymbolicModel):
         self.d_ff = config.d_ff // self.ranks
         self.rows = self.tokens * config.heads // self.ranks
         self.scores = self.rows * stage.workload.seq_len * self.context
-        keys = self.planned.local_keys(self.ranks) // config.head_dim
+        keys = local_keys(config, self.ranks) // config.head_dim
         self.queries_per_key = config.heads // self.ranks // keys
         self.sums_shared_keys = self.queries_per_key > 1
 
     def _parameter(self, name: str, shapes: Shapes, prefix: str = "") -> Parameter:
         if not prefix and name != "norm.weight":
-            shapes = {name: (self.planned.local_vocabulary(self.ranks), self.planned.config.d_model)}
+            shapes = {name: (-(-self.planned.config.vocabulary // self.ranks), self.planned.config.d_model)}
         return super()._parameter(name, shapes, prefix)
 
     def _block(self, index: int) -> BlockParameters:
-        shapes = self.planned.local_shapes(self.ranks)
+        shapes = local_shapes(self.planned.config, self.ranks)
         return {name.removesuffix(".weight"): self._parameter(name, shapes, f"blocks.{index}.") for name in shapes}
 
     def received(self, tape: Tape) -> Tensor:
@@ -626,7 +634,7 @@ class RankMemory:
         fewer = chunk * layout.stages - self.model.config.layers
         # Where blocks do not divide evenly, the ranks with head and embedding have fewer of them.
         blocks = chunk * layout.chunks - (rank == last and fewer > 0) - (rank == 0 and last > 0 and fewer > 1)
-        vocabulary = self.model.local_vocabulary(layout.tensor) * self.model.config.d_model
+        vocabulary = -(-self.model.config.vocabulary // layout.tensor) * self.model.config.d_model
         ends = (rank == 0) + (rank == last and (last > 0 or not self.model.config.tied))
         outside = ends * vocabulary + (self.model.config.d_model if rank == last else 0)
         dense = blocks * self.model.local_block(layout.tensor)

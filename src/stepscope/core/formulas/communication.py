@@ -17,15 +17,22 @@ data        by the kind of sharding (Rajbhandari et al. 2020, section 7): gradie
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from stepscope.core.checkpointing import spans_of
 from stepscope.core.device_spec import Network
-from stepscope.core.formulas.transformer import PlannedModel, block_shapes, largest_stage, shapes_outside_blocks
+from stepscope.core.formulas.transformer import (
+    PlannedModel,
+    block_shapes,
+    largest_stage,
+    local_keys,
+    shapes_outside_blocks,
+)
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.study_results import LatencyAndBandwidth
 
 # Collectives: their kinds, the size of a message, and the bytes that a link carries for it.
 #
@@ -33,60 +40,39 @@ from stepscope.core.layout import SHARDINGS, Layout
 # least 2 (n - 1) / n S bytes over each link, by the formulas of nccl-tests (doc/PERFORMANCE.md).
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CollectiveKind:
     """A kind of collective. `spelling` fits its names in process groups, NCCL and fused kernels; the first kind whose
-    spelling fits counts. `factor`: bytes on each link for each byte of the message, for n ranks. `ends_together`: no
-    rank can be done before the last one has come.
-    """
+    spelling fits counts. `ends_together`: no rank can be done before the last one has come."""
 
     name: str
     spelling: str
     example: str
-    factor: Callable[[int], float]
-    ends_together: bool = True
+    of_others: int = 0
+    """How often a link carries what the other ranks hold, (n - 1) / n of the message; 0 where it carries the message
+    once."""
+    ends_together: bool = False
+
+    def factor(self, ranks: int) -> float:
+        """Bytes on each link for each byte of the message."""
+        return self.of_others * (ranks - 1) / ranks if self.of_others else 1.0
 
 
-def _once(ranks: int) -> float:
-    """A link carries the message once."""
-    return 1.0
-
-
-def _others(ranks: int) -> float:
-    """A link carries what the other ranks hold."""
-    return (ranks - 1) / ranks
-
-
+_RING = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+_PAIR = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
 KINDS = (
-    CollectiveKind(
-        name="all-reduce",
-        spelling=r"all_?reduce",
-        example="ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
-        factor=lambda ranks: 2 * _others(ranks),
-    ),
-    CollectiveKind(name="reduce-scatter", spelling=r"reduce_?scatter", example="_reduce_scatter_base", factor=_others),
-    CollectiveKind(name="all-gather", spelling=r"all_?gather", example="_allgather_base", factor=_others),
-    CollectiveKind(name="all-to-all", spelling=r"all_?to_?all", example="nccl:all_to_all", factor=_others),
-    CollectiveKind(name="broadcast", spelling=r"broadcast", example="broadcast", factor=_once, ends_together=False),
-    CollectiveKind(name="barrier", spelling=r"barrier", example="barrier", factor=_once),
-    CollectiveKind(
-        name="send and receive",
-        spelling=r"send|recv|receive",
-        example="ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)",
-        factor=_once,
-        ends_together=False,
-    ),
-    CollectiveKind(
-        name="reduce",
-        spelling=r"reduce",
-        example="ncclDevKernel_Reduce_Sum_f32_RING_LL",
-        factor=_once,
-        ends_together=False,
-    ),
-    CollectiveKind(name="gather", spelling=r"gather", example="gather", factor=_once, ends_together=False),
-    CollectiveKind(name="scatter", spelling=r"scatter", example="scatter", factor=_once, ends_together=False),
+    CollectiveKind("all-reduce", "all_?reduce", _RING, of_others=2, ends_together=True),
+    CollectiveKind("reduce-scatter", "reduce_?scatter", "_reduce_scatter_base", of_others=1, ends_together=True),
+    CollectiveKind("all-gather", "all_?gather", "_allgather_base", of_others=1, ends_together=True),
+    CollectiveKind("all-to-all", "all_?to_?all", "nccl:all_to_all", of_others=1, ends_together=True),
+    CollectiveKind("broadcast", "broadcast", "broadcast"),
+    CollectiveKind("barrier", "barrier", "barrier", ends_together=True),
+    CollectiveKind("send and receive", "send|recv|receive", _PAIR),
+    CollectiveKind("reduce", "reduce", "ncclDevKernel_Reduce_Sum_f32_RING_LL"),
+    CollectiveKind("gather", "gather", "gather"),
+    CollectiveKind("scatter", "scatter", "scatter"),
 )
-OTHER = CollectiveKind(name="other", spelling="", example="", factor=_once, ends_together=False)
+OTHER = CollectiveKind("other", "", "")
 
 
 def sent_and_received(
@@ -143,15 +129,11 @@ def message_bytes(elements: int | None, dtype: str | None) -> int | None:
     return elements * size if elements is not None and size and 0 <= elements * size <= _MOST_BYTES else None
 
 
-def algorithm_bandwidth(message_bytes: int, seconds: float) -> float:
-    """Bytes of the message for each second (nccl-tests, doc/PERFORMANCE.md, `algbw`)."""
-    return message_bytes / seconds
-
-
 def bus_bandwidth(kind: str, message_bytes: int, ranks: int, seconds: float) -> float:
-    """Bytes that each link carries in a second (the same page, `busbw`). Of all-gather and reduce-scatter the message
-    is the whole, of which each rank has a part before or after; of all-to-all it is what one rank sends."""
-    return algorithm_bandwidth(message_bytes, seconds) * named_kind(kind).factor(ranks)
+    """Bytes that each link carries in a second (nccl-tests, doc/PERFORMANCE.md, `busbw`). Of all-gather and
+    reduce-scatter the message is the whole, of which each rank has a part before or after; of all-to-all it is what one
+    rank sends."""
+    return message_bytes / seconds * named_kind(kind).factor(ranks)
 
 
 When = Literal["forward", "backward", "step"]
@@ -231,7 +213,7 @@ def context_transfers(
     if layout.context == 1:
         return
     group = Group(layout.context, layout.tensor)
-    message = layout.micro_batch * seq_len * model.local_keys(layout.tensor) * sizes.compute
+    message = layout.micro_batch * seq_len * local_keys(model.config, layout.tensor) * sizes.compute
     # Attention that is kept does not run again, and asks for keys and values once, in its backward.
     backward = blocks + sum(span.blocks for span in spans_of(layout.checkpointing, blocks) if span.attends_again)
     yield Transfer("context", "keys and values", "all-gather", message, 2 * blocks, group, "forward")
@@ -259,15 +241,8 @@ def pipeline_transfers(model: PlannedModel, layout: Layout, seq_len: int, sizes:
     group = Group(2, layout.tensor * layout.context * layout.data)
     message = _tokens(layout, seq_len) // layout.tensor * model.config.d_model * sizes.residual
     for when in ("forward", "backward"):
-        yield Transfer(
-            "pipeline",
-            "activations" if when == "forward" else "their gradients",
-            "send and receive",
-            message,
-            layout.chunks,
-            group,
-            when,
-        )
+        what = "activations" if when == "forward" else "their gradients"
+        yield Transfer("pipeline", what, "send and receive", message, layout.chunks, group, when)
 
 
 def data_transfers(model: PlannedModel, layout: Layout, sizes: Bytes) -> Iterator[Transfer]:
@@ -311,16 +286,8 @@ def _of_parameters(
         group = Group(shard * replicas, stride)
         if group.ranks > 1:
             messages = tensors if sharding.each_tensor else 1
-            yield Transfer(
-                "data",
-                "gradients",
-                "all-reduce",
-                gradients // messages,
-                count * messages,
-                group,
-                "step",
-                overlaps=not sharding.after,
-            )
+            each, times, beside = gradients // messages, count * messages, not sharding.after
+            yield Transfer("data", "gradients", "all-reduce", each, times, group, "step", overlaps=beside)
         return
     group = Group(shard, stride)
     if shard > 1:
@@ -428,11 +395,10 @@ def transfer_s(network: Network, transfer: Transfer) -> float:
     factor = named_kind(transfer.kind).factor(transfer.group.ranks)
     fit = network.fit_for(transfer.kind, transfer.group.ranks) if network.measured else None
     if fit is not None and transfer.group.stride * (transfer.group.ranks - 1) < network.node:
-        hops_s = (
-            latency_s(network, transfer.kind, transfer.group) - latency_s(network, transfer.kind, Group(fit.ranks, 1))
-            if fit.ranks != transfer.group.ranks
-            else 0.0
-        )
+        hops_s = 0.0
+        if fit.ranks != transfer.group.ranks:
+            hops_s = latency_s(network, transfer.kind, transfer.group)
+            hops_s -= latency_s(network, transfer.kind, Group(fit.ranks, 1))
         measured_factor = named_kind(transfer.kind).factor(fit.ranks)
         moves_s = transfer.message_bytes / fit.bytes_per_s * factor / measured_factor if fit.bytes_per_s else 0.0
         return max(0.0, fit.latency_s + hops_s) + moves_s
@@ -454,23 +420,6 @@ def _multiply_again(layout: Layout, blocks: int) -> int:
 #
 # Sizes span six orders of magnitude, so errors count relative to the time: the sum of ((alpha + S / beta) / t - 1)^2 is
 # smallest. It is linear in alpha and 1 / beta, so two equations solve it.
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatencyAndBandwidth:
-    """A line through times over sizes."""
-
-    latency_s: float
-    bytes_per_s: float | None
-    """None where time does not grow with size: all messages were too small."""
-    residual: float
-    """The root of the mean square of the relative errors."""
-    count: int
-    """How many sizes it is of."""
-
-    def seconds(self, message_bytes: float) -> float:
-        """How long a message of this size takes."""
-        return self.latency_s + (message_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
 def fit_latency_and_bandwidth(times: Sequence[tuple[float, float]]) -> LatencyAndBandwidth | None:

@@ -19,8 +19,8 @@ no FLOPs: the micro-batches are the batch.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from stepscope.core.errors import InputError
 from stepscope.core.formulas import CausalConvention, Convention, Work, adamw_work
@@ -169,6 +169,27 @@ _ROWS = ("attention.output.weight", "feed_forward.down.weight")
 _KEYS = ("attention.key.weight", "attention.value.weight")
 
 
+def local_keys(config: ModelConfig, tensor: int) -> int:
+    """Width of the keys that a rank of tensor parallelism keeps: of one head at least."""
+    return max(1, config.key_heads // tensor) * config.head_dim
+
+
+@lru_cache(maxsize=256)
+def local_shapes(config: ModelConfig, tensor: int) -> Shapes:
+    """Shapes of a block's dense parameters on a rank of tensor parallelism, one feed-forward network among them."""
+    shapes: Shapes = {}
+    for name, shape in block_shapes(config).items():
+        if name in _COLUMNS:
+            shapes[name] = (shape[0] // tensor, shape[1])
+        elif name in _KEYS:
+            shapes[name] = (local_keys(config, tensor), shape[1])
+        elif name in _ROWS:
+            shapes[name] = (shape[0], shape[1] // tensor)
+        else:
+            shapes[name] = shape
+    return shapes
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlannedModel:
     """A transformer, and the experts of its feed-forward networks."""
@@ -178,74 +199,36 @@ class PlannedModel:
     active: int = 1
     """Experts that each token goes through."""
 
+    router: int = field(init=False, compare=False)
+    """Parameters of a block's router."""
+    expert: int = field(init=False, compare=False)
+    """Parameters of one feed-forward network."""
+    block: int = field(init=False, compare=False)
+    """Parameters of a block with all its experts."""
+    outside_blocks: int = field(init=False, compare=False)
+    parameters: int = field(init=False, compare=False)
+
     def __post_init__(self) -> None:
         whole_number(self.experts, "--experts", 1, 2**16)
         whole_number(self.active, "--active-experts", 1, 2**16)
         if self.active > self.experts:
             raise InputError(f"--active-experts {self.active} are more than --experts {self.experts}")
-
-    @cached_property
-    def router(self) -> int:
-        """Parameters of a block's router."""
-        return self.experts * self.config.d_model if self.experts > 1 else 0
-
-    @cached_property
-    def expert(self) -> int:
-        """Parameters of one feed-forward network."""
-        return 3 * self.config.d_model * self.config.d_ff
-
-    @cached_property
-    def outside_blocks(self) -> int:
-        return count_of(shapes_outside_blocks(self.config))
-
-    @cached_property
-    def block(self) -> int:
-        """Parameters of a block with all its experts."""
-        return count_of(block_shapes(self.config)) + (self.experts - 1) * self.expert + self.router
-
-    @cached_property
-    def parameters(self) -> int:
-        return self.outside_blocks + self.config.layers * self.block
-
-    def local_keys(self, tensor: int) -> int:
-        """Width of the keys that a rank of tensor parallelism keeps: of one head at least."""
-        return max(1, self.config.key_heads // tensor) * self.config.head_dim
-
-    @cached_property
-    def _shapes_by_tensor(self) -> dict[int, Shapes]:
-        return {}
-
-    def local_shapes(self, tensor: int) -> Shapes:
-        """Shapes of a block's dense parameters on a rank of tensor parallelism, one feed-forward network among them."""
-        known = self._shapes_by_tensor
-        if tensor not in known:
-            known[tensor] = self._local_shapes(tensor)
-        return known[tensor]
-
-    def _local_shapes(self, tensor: int) -> Shapes:
-        shapes: Shapes = {}
-        for name, shape in block_shapes(self.config).items():
-            if name in _COLUMNS:
-                shapes[name] = (shape[0] // tensor, shape[1])
-            elif name in _KEYS:
-                shapes[name] = (self.local_keys(tensor), shape[1])
-            elif name in _ROWS:
-                shapes[name] = (shape[0], shape[1] // tensor)
-            else:
-                shapes[name] = shape
-        return shapes
+        config, expert = self.config, 3 * self.config.d_model * self.config.d_ff
+        router = self.experts * config.d_model if self.experts > 1 else 0
+        block = count_of(block_shapes(config)) + (self.experts - 1) * expert + router
+        outside = count_of(shapes_outside_blocks(config))
+        counts = {"router": router, "expert": expert, "block": block, "outside_blocks": outside}
+        for name, count in {**counts, "parameters": outside + config.layers * block}.items():
+            object.__setattr__(self, name, count)  # the class is frozen
 
     def local_block(self, tensor: int) -> int:
         """Dense parameters of a block on a rank: without experts all of them, with experts no feed-forward network."""
-        dense = count_of(self.local_shapes(tensor))
+        dense = count_of(local_shapes(self.config, tensor))
         return dense if self.experts == 1 else dense - self.expert // tensor + self.router
 
     def local_experts(self, tensor: int, expert: int) -> int:
         """Parameters of a block's experts on a rank."""
         return 0 if self.experts == 1 else self.experts // expert * self.expert // tensor
-
-    def local_vocabulary(self, tensor: int) -> int:
-        return -(-self.config.vocabulary // tensor)
 
     def matrix_flops_per_token(self) -> int:
         """FLOPs of a block's linear maps in forward, for one token: 2 a weight that it meets (Kaplan et al. 2020)."""
