@@ -2,7 +2,7 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -13,7 +13,6 @@ from stepscope.allocations.planning.search import (
     Machine,
     Plan,
     Planned,
-    Question,
     planned,
     planned_step,
     search,
@@ -21,7 +20,7 @@ from stepscope.allocations.planning.search import (
 from stepscope.allocations.planning.simulation import Simulated
 from stepscope.allocations.planning.times import LAUNCH_S, PARTS, STEP_SPREAD, Clock, beside, rates_of, said_of
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
+from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, bytes_of
 from stepscope.core.answer import (
     PROSE,
     TEXT,
@@ -43,7 +42,7 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import offload_of, selective_of
 from stepscope.core.device_spec import DATASHEET, MOST_RANKS, DeviceSpec, Network, find_device_spec, network_for
 from stepscope.core.errors import InputError
-from stepscope.core.formulas.communication import Transfer, bus_bandwidth, transfer_s, transfers_of
+from stepscope.core.formulas.communication import bus_bandwidth, transfer_s, transfers_of
 from stepscope.core.formulas.spelled import cell_name, run_command
 from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
@@ -90,28 +89,16 @@ def scaling(plan: Plan, machine: Machine) -> tuple[Scaled, ...]:
     alike = best.checkpointing in CHECKPOINTINGS
     checkpointings = (best.checkpointing,) if alike else plan.question.checkpointings
     found: list[Scaled] = []
-    for ranks in _numbers(plan.question.ranks):
-        if ranks == plan.question.ranks:
-            found.append(Scaled(ranks=ranks, best=plan.best[0]))
+    for exact in (plan.question.ranks * 2.0**power for power in DOUBLINGS):
+        ranks = int(exact)
+        if ranks != exact or not 1 <= ranks <= MOST_RANKS:
             continue
         question = msgspec.structs.replace(plan.question, ranks=ranks, fixed=fixed, checkpointings=checkpointings)
-        other = search(question, machine, shown=1)
-        found.append(Scaled(ranks=ranks, best=next(iter(other.best), None), why_not=_why_not(other)))
+        other = plan if ranks == plan.question.ranks else search(question, machine, shown=1)
+        reasons = other.too_large or other.refused
+        why_not = "" if other.best else max(reasons, key=reasons.__getitem__, default="no layout")
+        found.append(Scaled(ranks=ranks, best=next(iter(other.best), None), why_not=why_not))
     return tuple(found)
-
-
-def _numbers(ranks: int) -> Iterator[int]:
-    for power in DOUBLINGS:
-        if power < 0 and ranks % 2**-power:
-            continue
-        number = ranks * 2**power if power >= 0 else ranks // 2**-power
-        if 1 <= number <= MOST_RANKS:
-            yield number
-
-
-def _why_not(plan: Plan) -> str:
-    reasons = plan.too_large or plan.refused
-    return "" if plan.best else max(reasons, key=reasons.__getitem__, default="no layout")
 
 
 def stops_at(scaled: tuple[Scaled, ...], ranks: int) -> Scaled | None:
@@ -191,34 +178,30 @@ def _lead(planning: Planning) -> Iterable[Line]:
         f"a GPU, of which collectives reach {network.share:.0%}"
     )
     if network.measured:
-        yield Line(_measured_links(network, question.ranks))
+        # Latency and bandwidth of an all-reduce stand for all kinds, or those of the first kind.
+        numbers = sorted({fit.ranks for fit in network.measured})
+        kinds = list(dict.fromkeys(fit.kind for fit in network.measured))
+        kind = "all-reduce" if "all-reduce" in kinds else kinds[0]
+        fit = network.fit_for(kind, question.ranks)
+        assert fit is not None
+        rate = bus_bandwidth(kind, 1, fit.ranks, 1 / fit.bytes_per_s) if fit.bytes_per_s else None
+        moved = f", and moves bytes at {format_rate(rate, 'B/s')} of bus bandwidth" if rate else ""
+        others = "; other numbers of ranks keep its bus bandwidth" if set(numbers) != {question.ranks} else ""
+        yield Line(
+            f"Within a node, {', '.join(kinds)} take what was measured over {fit.backend} among "
+            f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
+            f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
+        )
     for said in planning.machine.rates.said:
         yield Line(said, "aside")
     if question.ranks > 1:
-        products, others = beside(planning.machine.rates, network)
+        products, other_kernels = beside(planning.machine.rates, network)
         whose = "measured over NCCL on two H100" if network.beside is None else "as --network says"
         yield Line(
             f"While a collective runs, matrix products take {products:.2f} times as long, and other kernels "
-            f"{others:.2f} times ({whose}).",
+            f"{other_kernels:.2f} times ({whose}).",
             "aside",
         )
-
-
-def _measured_links(network: Network, ranks: int) -> str:
-    """Where latency and bandwidth within a node come from, with those of an all-reduce, or of the first kind."""
-    numbers = sorted({fit.ranks for fit in network.measured})
-    kinds = list(dict.fromkeys(fit.kind for fit in network.measured))
-    kind = "all-reduce" if "all-reduce" in kinds else kinds[0]
-    fit = network.fit_for(kind, ranks)
-    assert fit is not None
-    rate = bus_bandwidth(kind, 1, fit.ranks, 1 / fit.bytes_per_s) if fit.bytes_per_s else None
-    moved = f", and moves bytes at {format_rate(rate, 'B/s')} of bus bandwidth" if rate else ""
-    others = "; other numbers of ranks keep its bus bandwidth" if set(numbers) != {ranks} else ""
-    return (
-        f"Within a node, {', '.join(kinds)} take what was measured over {fit.backend} among "
-        f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
-        f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
-    )
 
 
 def _tables(planning: Planning) -> Iterable[Table]:
@@ -227,9 +210,16 @@ def _tables(planning: Planning) -> Iterable[Table]:
     if plan.best:
         best = plan.best[0]
         yield _best_table(planning)
-        yield _parts_table(best)
+        parts = [(part, best.time.parts[part], best.time.parts[part] / best.time.step_s) for part in PARTS]
+        yield table_of(
+            "part",
+            ("seconds", "s"),
+            ("share", "%"),
+            title="What the best step is made of",
+            rows=[row for row in parts if row[1]],
+        )
         if best.needs is not None:
-            yield _memory_table(best, planning)
+            yield _memory_table(best.needs, planning)
         if plan.question.ranks > 1:
             yield _traffic_table(best, planning)
     yield _refusals(plan)
@@ -263,7 +253,11 @@ def _headline(planning: Planning) -> Iterable[Line]:
     )
     if best.host_bytes:
         yield Line(f"Blocks that offload keep {format_bytes(best.host_bytes)} of each rank in the host's memory.")
-    yield from _commands(best.layout, plan.question)
+    experts, checkpointing = plan.question.model.experts, best.layout.checkpointing
+    yield Line(f"To plan it alone: --layout {settled(best.layout, experts)} --checkpointing {checkpointing}", "aside")
+    ran = step_of(plan.question.workload, best.layout) if experts == 1 else None
+    command = run_command(ran) if ran is not None else None
+    yield Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
     simple = plan.simplest
     if simple is not None:
         slower = format_share(simple.time.step_s / best.time.step_s - 1)
@@ -280,17 +274,7 @@ def _headline(planning: Planning) -> Iterable[Line]:
 
 
 def _described(layout: Layout) -> str:
-    words = [layout.name, f"{layout.micro_batches:,} x {layout.micro_batch}", f"checkpointing {layout.checkpointing}"]
-    return ", ".join(words)
-
-
-def _commands(layout: Layout, question: Question) -> Iterable[Line]:
-    """The options that plan this layout alone, and the command that runs it, or that no strategy here does."""
-    experts = question.model.experts
-    yield Line(f"To plan it alone: --layout {settled(layout, experts)} --checkpointing {layout.checkpointing}", "aside")
-    ran = step_of(question.workload, layout) if experts == 1 else None
-    command = run_command(ran) if ran is not None else None
-    yield Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
+    return f"{layout.name}, {layout.micro_batches:,} x {layout.micro_batch}, checkpointing {layout.checkpointing}"
 
 
 def _mfu(planned: Planned, planning: Planning, ranks: int | None = None) -> float:
@@ -335,20 +319,7 @@ def _best_table(planning: Planning) -> Table:
     )  # fmt: skip
 
 
-def _parts_table(best: Planned) -> Table:
-    rows = [(part, best.time.parts[part], best.time.parts[part] / best.time.step_s) for part in PARTS]
-    return table_of(
-        "part",
-        ("seconds", "s"),
-        ("share", "%"),
-        title="What the best step is made of",
-        rows=[row for row in rows if row[1]],
-    )
-
-
-def _memory_table(best: Planned, planning: Planning) -> Table:
-    needs = best.needs
-    assert needs is not None
+def _memory_table(needs: RankNeeds, planning: Planning) -> Table:
     parts = {
         "parameters": needs.parameters,
         "gradients": needs.gradients,
@@ -375,32 +346,29 @@ def _memory_table(best: Planned, planning: Planning) -> Table:
 
 def _traffic_table(best: Planned, planning: Planning) -> Table:
     question, layout = planning.plan.question, best.layout
+    rows: list[tuple[Cell, ...]] = []
     sizes = bytes_of(question.workload, layout.sharding)
-    rows = [
-        _traffic_row(transfer, layout, planning)
-        for transfer in transfers_of(question.model, layout, question.workload.seq_len, sizes)
-    ]
+    for transfer in transfers_of(question.model, layout, question.workload.seq_len, sizes):
+        rounds = 1 if transfer.when == "step" else layout.micro_batches
+        times, group = rounds * transfer.times, transfer.group
+        rows.append(
+            (
+                f"{transfer.dimension}: {transfer.what}, {transfer.when}",
+                transfer.kind,
+                f"{group.ranks} by {group.stride}",
+                transfer.message_bytes,
+                times,
+                rounds * transfer.link_bytes,
+                times * transfer_s(planning.machine.network, transfer),
+                "as far as it goes" if transfer.overlaps else "no",
+            )
+        )
     return table_of(
         "what", "collective", ("ranks", TEXT), ("message", "B"), ("times a step", ","), ("bytes on a link", "B"),
         ("seconds", "s"), "hidden", title="What a rank sends in a step",
         rows=rows,
         notes=as_lines("Bytes by the formulas of nccl-tests; seconds by latency and bandwidth, hidden or not."),
     )  # fmt: skip
-
-
-def _traffic_row(transfer: Transfer, layout: Layout, planning: Planning) -> tuple[str | int | float, ...]:
-    rounds = 1 if transfer.when == "step" else layout.micro_batches
-    times = rounds * transfer.times
-    return (
-        f"{transfer.dimension}: {transfer.what}, {transfer.when}",
-        transfer.kind,
-        f"{transfer.group.ranks} by {transfer.group.stride}",
-        transfer.message_bytes,
-        times,
-        rounds * transfer.link_bytes,
-        times * transfer_s(planning.machine.network, transfer),
-        "as far as it goes" if transfer.overlaps else "no",
-    )
 
 
 def _refusals(plan: Plan) -> Table:
@@ -417,35 +385,38 @@ def _refusals(plan: Plan) -> Table:
 
 
 def _scaling_table(planning: Planning) -> Table:
-    rows: list[tuple[int | float | str | None, ...]] = []
-    first = next((one for one in planning.scaled if one.best), None)
+    rows: list[tuple[Cell, ...]] = []
+    alone_s = _first_s(planning.scaled)
     for one in planning.scaled:
         if one.best is None:
             rows.append((one.ranks, None, None, None, None, f"none: {one.why_not}"))
             continue
-        step = one.best.time.step_s
-        assert first is not None
-        assert first.best is not None
-        efficiency = first.best.time.step_s * first.ranks / step / one.ranks
+        step, layout = one.best.time.step_s, one.best.layout
         rows.append(
-            (one.ranks, step, _mfu(one.best, planning, one.ranks), efficiency, one.best.time.bound, _short(one))
+            (
+                one.ranks,
+                step,
+                _mfu(one.best, planning, one.ranks),
+                alone_s / step / one.ranks,
+                one.best.time.bound,
+                f"{layout.name}, {layout.micro_batches} x {layout.micro_batch}",
+            )
         )
-    tones = {i: "strong" for i, row in enumerate(rows) if row[0] == planning.plan.question.ranks}
     mixed = planning.plan.best[0].layout.checkpointing not in planning.plan.question.tried
     alike = ", with any checkpointing," if mixed else " and checkpointing"
     return table_of(
         ("ranks", ","), ("step", "s"), ("MFU", "%"), ("efficiency", "%"), "bound by", "best layout",
-        title="Strong scaling: the same batch on more ranks", rows=rows, tones=tones,
+        title="Strong scaling: the same batch on more ranks", rows=rows,
+        tones={i: "strong" for i, one in enumerate(planning.scaled) if one.ranks == planning.plan.question.ranks},
         notes=as_lines(
             f"Of the kind of sharding{alike} that is best above; efficiency against the first row that has a step."
         ),
     )  # fmt: skip
 
 
-def _short(scaled: Scaled) -> str:
-    assert scaled.best is not None
-    layout = scaled.best.layout
-    return f"{layout.name}, {layout.micro_batches} x {layout.micro_batch}"
+def _first_s(scaled: Sequence[Scaled]) -> float:
+    """Seconds of all ranks together in the step of the first number of ranks that has one."""
+    return next((one.best.time.step_s * one.ranks for one in scaled if one.best), 0.0)
 
 
 def _sensitivity_table(planning: Planning) -> Table:
@@ -465,11 +436,15 @@ def _sensitivity_table(planning: Planning) -> Table:
 
 
 def _simulation_table(planning: Planning) -> Table:
-    even, uneven, best = planning.even, planning.uneven, planning.plan.best[0]
-    assert even is not None
-    rows = [("by formula", best.time.step_s, 0.0, None), _played("played, ranks alike", even, best)]
-    if uneven is not None:
-        rows.append(_played(f"played, ranks differ by {planning.spread:.1%}", uneven, best))
+    formula_s = planning.plan.best[0].time.step_s
+    rows: list[tuple[Cell, ...]] = [("by formula", formula_s, 0.0, None)]
+    for name, played in (
+        ("played, ranks alike", planning.even),
+        (f"played, ranks differ by {planning.spread:.1%}", planning.uneven),
+    ):
+        if played is not None:
+            rows.append((name, played.step_s, played.step_s / formula_s - 1, played.idle_share))
+    replicas = f"; {planning.uneven.replicas} data-parallel replicas were played." if planning.uneven else "."
     return table_of(
         "step",
         ("seconds", "s"),
@@ -479,13 +454,9 @@ def _simulation_table(planning: Planning) -> Table:
         rows=rows,
         notes=as_lines(
             "Each rank's speed is drawn once from a normal distribution of that standard deviation, with a fixed seed"
-            + (f"; {uneven.replicas} data-parallel replicas were played." if uneven is not None else ".")
+            + replicas
         ),
     )
-
-
-def _played(name: str, played: Simulated, best: Planned) -> tuple[str, float, float, float | None]:
-    return name, played.step_s, played.step_s / best.time.step_s - 1, played.idle_share
 
 
 _COLOURS = {
@@ -516,25 +487,17 @@ def _panels(planning: Planning) -> Iterable[Panel]:
         ),
         frame=Frame(heading="What a step is made of, by layout", line_title="part"),
     )
-    curve = [one for one in planning.scaled if one.best is not None]
+    curve = [(float(one.ranks), one.best.time.step_s) for one in planning.scaled if one.best is not None]
     if len(curve) > 1:
-        first = curve[0]
-        assert first.best is not None
+        alone_s = _first_s(planning.scaled)
         yield Panel(
             x_title="ranks",
             y_title="seconds a step",
             x_log=True,
             y_log=True,
             points=(
-                *(
-                    Point(
-                        line="ideal",
-                        x=float(one.ranks),
-                        y=first.best.time.step_s * first.ranks / one.ranks,
-                    )
-                    for one in curve
-                ),
-                *(Point(line="planned", x=float(one.ranks), y=one.best.time.step_s) for one in curve if one.best),
+                *(Point(line="ideal", x=ranks, y=alone_s / ranks) for ranks, _ in curve),
+                *(Point(line="planned", x=ranks, y=step_s) for ranks, step_s in curve),
             ),
             frame=Frame(heading="Strong scaling", line_title="step"),
         )
@@ -622,7 +585,6 @@ class Published(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int
     spec: DeviceSpec
     compile: str = "default"
-    attention: str = "flash"
     mfu: float | None = None
     """Share of the device's peak, as published."""
     tokens_per_s: float | None = None
@@ -676,10 +638,22 @@ NetworkOf = Callable[[DeviceSpec], Network]
 def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for) -> Answer:
     """The Answer to how far plans are off. network_of: the network that joined the devices of the runs."""
     measured = [row for run in runs if (row := _measured_row(run, network_of)) is not None]
-    public = [_published_row(one) for one in PUBLISHED]
-    tables = [_published_table(public)]
-    if measured:
-        tables.append(_measured_table(measured))
+    unknown = dict.fromkeys((one.source, one.unknown.rpartition("GPUs; ")[2]) for one in PUBLISHED)
+    public = table_of(
+        ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
+        ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
+        title="Published figures", rows=map(_published_row, PUBLISHED),
+        notes=as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
+    )  # fmt: skip
+    stored = table_of(
+        "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
+        ("of peak", "{:+.3f} %"), ("computing", "%"),
+        title="Stored runs", rows=sorted(measured, key=lambda row: str(row[0])),
+        notes=as_lines(
+            "The peak of one GPU is the one that `stepscope fit` predicts, where it does. Computing: the part of the "
+            "step in which the device (of ranks, the first one's) computes, by the profiled step."
+        ),
+    )  # fmt: skip
     return Answer(
         study="plan",
         question="How far are plans from what was measured?",
@@ -690,7 +664,7 @@ def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for
                 "names them)."
             ),
         ),
-        tables=tuple(tables),
+        tables=(public, stored) if measured else (public,),
         findings=tuple(_findings_of_verification(measured)),
     )
 
@@ -698,41 +672,29 @@ def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for
 def _published_row(one: Published) -> tuple[Cell, ...]:
     config = configure(one.model)
     workload = TextbookWorkload(
-        model=config, batch_size=one.batch_size, seq_len=one.seq_len, dtype="bf16", attention=one.attention,
+        model=config, batch_size=one.batch_size, seq_len=one.seq_len, dtype="bf16", attention="flash",
         compile="eager" if one.compile == "eager" else "default", optimizer="adamw-fused",
     )  # fmt: skip
     model, rates = PlannedModel(config=config), rates_of(one.spec, workload)
     memory = RankMemory(workload, model)
     found = planned(one.layout, memory, Clock(workload, memory, rates, network_for(one.spec)))
     step, ranks = found.time.step_s, one.layout.ranks
-    mfu = model.step_flops(workload.tokens, workload.seq_len) / step / ranks / rates.peak_flops_per_s
-    tokens = workload.tokens / step / ranks
-    published, plan = (one.mfu, mfu) if one.mfu is not None else (one.tokens_per_s, tokens)
+    if one.mfu is not None:
+        published, form = one.mfu, "{:.1%} MFU"
+        plan = model.step_flops(workload.tokens, workload.seq_len) / step / ranks / rates.peak_flops_per_s
+    else:
+        published, form, plan = one.tokens_per_s, "{:,.0f} tokens/s", workload.tokens / step / ranks
     assert published is not None
     peak = found.peak_bytes / GIB
     return (
         f"{one.model}, {ranks:,} GPUs, sequence {one.seq_len:,}, {one.layout.name}, {one.compile}",
-        _said(published, is_share=one.mfu is not None),
-        _said(plan, is_share=one.mfu is not None),
+        form.format(published),
+        form.format(plan),
         plan / published - 1,
         one.peak_gib,
         peak,
         peak / one.peak_gib - 1 if one.peak_gib else None,
     )
-
-
-def _said(value: float, *, is_share: bool) -> str:
-    return f"{value:.1%} MFU" if is_share else f"{value:,.0f} tokens/s"
-
-
-def _published_table(rows: Iterable[tuple[Cell, ...]]) -> Table:
-    unknown = dict.fromkeys((one.source, one.unknown.rpartition("GPUs; ")[2]) for one in PUBLISHED)
-    return table_of(
-        ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
-        ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
-        title="Published figures", rows=rows,
-        notes=as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
-    )  # fmt: skip
 
 
 def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
@@ -742,7 +704,10 @@ def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
     spec = find_device_spec(environment.device_name) if environment else None
     if spec is None or step is None or run.status != "done" or workload.phase != "train":
         return None
-    measured_s, measured = step.median_s, _measured_peak(run)
+    # The peak of the rank that needed most, or of the only one.
+    of_ranks = [one.memory for one in run.shared.ranks] if run.shared is not None else []
+    peaks = [memory.allocated_peak for memory in (run.evidence.memory, *of_ranks) if memory is not None]
+    measured_s, measured = step.median_s, max((peak for peak in peaks if peak is not None), default=None)
     try:
         found = by_sizes(workload, lambda sized: planned_step(sized, spec, network_of(spec)))
         if measured_s is None or found is None:
@@ -751,38 +716,15 @@ def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
         peak = estimate(workload).peak_bytes if alone and is_predicted(workload) else found.peak_bytes
     except InputError:  # no plan is of such a step
         return None
+    # The device computes for so much of a step, communication left out; None where no step was profiled.
+    profile, computing_s = run.evidence.profile, None
+    if profile is not None:
+        computing_s = profile.busy_s if run.shared is None else profile.computation_s
     plan = found.time.step_s
     return (
         cell_name(workload), measured_s, plan, plan / measured_s - 1, measured, peak if measured else None,
-        100 * (peak / measured - 1) if measured else None, _computing_share(run, measured_s),
-    )  # fmt: skip
-
-
-def _computing_share(run: Run, step_s: float) -> float | None:
-    """The part of a step in which the device computes, communication left out; None where no step was profiled."""
-    profile = run.evidence.profile
-    if profile is None:
-        return None
-    computing_s = profile.busy_s if run.shared is None else profile.computation_s
-    return min(1.0, computing_s / step_s) if computing_s is not None else None
-
-
-def _measured_peak(run: Run) -> int | None:
-    """The peak of the rank that needed most, or of the only one."""
-    of_ranks = [one.memory for one in run.shared.ranks] if run.shared is not None else []
-    peaks = [memory.allocated_peak for memory in (run.evidence.memory, *of_ranks) if memory is not None]
-    return max((peak for peak in peaks if peak is not None), default=None)
-
-
-def _measured_table(rows: list[tuple[Cell, ...]]) -> Table:
-    return table_of(
-        "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
-        ("of peak", "{:+.3f} %"), ("computing", "%"),
-        title="Stored runs", rows=sorted(rows, key=lambda row: str(row[0])),
-        notes=as_lines(
-            "The peak of one GPU is the one that `stepscope fit` predicts, where it does. Computing: the part of the "
-            "step in which the device (of ranks, the first one's) computes, by the profiled step."
-        ),
+        100 * (peak / measured - 1) if measured else None,
+        None if computing_s is None else min(1.0, computing_s / measured_s),
     )  # fmt: skip
 
 
@@ -790,11 +732,21 @@ _BUSY = 0.8
 """The least part of a step in which a device computes that does not wait for its host: `launch-bound` has the same."""
 
 
-def _waiting_findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
-    """Steps whose devices wait, apart from those that compute: what a host needs, no plan knows."""
+def _findings_of_verification(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
+    """How far plans are off; of steps whose devices wait apart: what a host needs, no plan knows."""
+    if not rows:
+        return
+    steps = [abs(float(row[3])) for row in rows if isinstance(row[3], float)]
+    peaks = [abs(float(row[6])) / 100 for row in rows if isinstance(row[6], float)]
     known = [(abs(float(row[3])), row[7]) for row in rows if isinstance(row[3], float) and isinstance(row[7], float)]
     waiting = [off for off, share in known if share < _BUSY]
     busy = [off for off, share in known if share >= _BUSY]
+    yield note(
+        "steps-off",
+        f"Of {len(steps)} steps, plans are off by {statistics.median(steps):.1%} in the median, and by "
+        f"{max(steps):.1%} at most.",
+        {"median": statistics.median(steps), "worst": max(steps)},
+    )
     if waiting and busy:
         yield note(
             "steps-busy",
@@ -810,20 +762,6 @@ def _waiting_findings(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
             "blocks: what a slower host, other hooks and compiled blocks take beyond that is not planned.",
             {"steps": len(waiting), "worst": max(waiting)},
         )
-
-
-def _findings_of_verification(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
-    if not rows:
-        return
-    steps = [abs(float(row[3])) for row in rows if isinstance(row[3], float)]
-    peaks = [abs(float(row[6])) / 100 for row in rows if isinstance(row[6], float)]
-    yield note(
-        "steps-off",
-        f"Of {len(steps)} steps, plans are off by {statistics.median(steps):.1%} in the median, and by "
-        f"{max(steps):.1%} at most.",
-        {"median": statistics.median(steps), "worst": max(steps)},
-    )
-    yield from _waiting_findings(rows)
     if peaks:
         yield note(
             "peaks-off",
