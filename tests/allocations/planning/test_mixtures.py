@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.allocations.planning.answer import scaling
-from stepscope.allocations.planning.search import Machine, Question, Space, mixed, on_line, room_of, search, with_most
+from stepscope.allocations.planning.search import Machine, Question, Space, mixed, on_line, search, with_most
 from stepscope.allocations.planning.times import Clock, rates_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory, will_fit
@@ -100,7 +100,7 @@ def test_the_search_finds_the_mixture_that_fits(share: float, sharding: str):
 
     most, least = map(peak, KEEPING)
     here = machine(int(1.04 * (least + share * (most - least))) + GIB)
-    room = room_of(here.budget, 2)
+    room = here.room(2)
     found = search(asked, here).best[0]
     blocks = selective_of(found.layout.checkpointing)
     assert found.layout == msgspec.structs.replace(layout, checkpointing=found.layout.checkpointing)
@@ -147,7 +147,7 @@ def test_eight_billion_parameters_on_two_gpus():
     (found,) = search(step, here).best
     blocks = selective_of(found.layout.checkpointing) or 0
     assert blocks > 11
-    assert found.peak_bytes <= room_of(here.budget, 2) < 0.96 * here.budget.usable_bytes
+    assert found.peak_bytes <= here.room(2) < 0.96 * here.budget.usable_bytes
     (by_hand,), (whole,) = (
         search(msgspec.structs.replace(step, checkpointings=(one,)), here).best for one in ("selective-11", "every-1")
     )

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.allocations.planning.search import Machine, planned, room_of, search
+from stepscope.allocations.planning.search import Machine, planned, search
 from stepscope.allocations.planning.times import HOST_BYTES_PER_S, Clock, copies_s, rates_of, said_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory, will_fit
@@ -99,9 +99,9 @@ def test_less_memory_lets_more_blocks_offload(share: float):
     here = msgspec.structs.replace(H200, budget=budget_of_memory(int(1.04 * (least + share * (most - least))) + GIB))
     (found,) = search(LONG, here).best
     blocks = offload_of(found.layout.checkpointing)
-    assert found.peak_bytes <= room_of(here.budget, 2)
+    assert found.peak_bytes <= here.room(2)
     if blocks and found.time.parts[WAITING]:
-        assert memory.needs(of(blocks - 1), exactly=True).peak > room_of(here.budget, 2)
+        assert memory.needs(of(blocks - 1), exactly=True).peak > here.room(2)
 
 
 def test_one_rank_offloads_too():

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.planning.simulation import Stragglers, Work, schedule, simulate
-from stepscope.allocations.planning.times import StepTime
+from stepscope.allocations.planning.times import StepTime, Work, schedule, simulate
 from stepscope.core.formulas.transformer import bubble_turns, chunks_in_flight
 from stepscope.core.layout import Layout
 
@@ -15,8 +14,8 @@ def times(forward: float = 1.0, backward: float = 2.0, **more: float) -> StepTim
     return StepTime(step_s=0.0, parts={}, forward_s=forward, backward_s=backward, **{**usual, **more})
 
 
-def played(layout: Layout, time: StepTime, stragglers: Stragglers | None = None):
-    found = simulate(layout, time, stragglers)
+def played(layout: Layout, time: StepTime, spread: float = 0.0, seed: int = 1):
+    found = simulate(layout, time, spread, seed)
     assert found is not None
     return found
 
@@ -90,17 +89,15 @@ def test_the_last_rank_has_the_head():
 def test_stragglers_slow_a_step_and_a_seed_repeats_them():
     layout = Layout(pipeline=4, data=8, micro_batches=8)
     quick = played(layout, times())
-    slow = played(layout, times(), Stragglers(spread=0.05))
+    slow = played(layout, times(), 0.05)
     assert quick.step_s < slow.step_s < 1.25 * quick.step_s
     assert slow.replicas == 8
-    assert played(layout, times(), Stragglers(spread=0.05)).step_s == slow.step_s
-    assert played(layout, times(), Stragglers(spread=0.05, seed=7)).step_s != slow.step_s
+    assert played(layout, times(), 0.05).step_s == slow.step_s
+    assert played(layout, times(), 0.05, 7).step_s != slow.step_s
 
 
 def test_more_ranks_that_wait_for_one_another_are_slower():
-    alone, many = (
-        played(Layout(tensor=tensor, micro_batches=4), times(), Stragglers(spread=0.02)).step_s for tensor in (1, 64)
-    )
+    alone, many = (played(Layout(tensor=tensor, micro_batches=4), times(), 0.02).step_s for tensor in (1, 64))
     assert many > alone
 
 

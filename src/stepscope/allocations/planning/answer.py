@@ -17,8 +17,16 @@ from stepscope.allocations.planning.search import (
     planned_step,
     search,
 )
-from stepscope.allocations.planning.simulation import Simulated
-from stepscope.allocations.planning.times import LAUNCH_S, PARTS, STEP_SPREAD, Clock, beside, rates_of, said_of
+from stepscope.allocations.planning.times import (
+    LAUNCH_S,
+    PARTS,
+    STEP_SPREAD,
+    Clock,
+    Simulated,
+    beside,
+    rates_of,
+    said_of,
+)
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, bytes_of
 from stepscope.core.answer import (

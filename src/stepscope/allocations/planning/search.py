@@ -5,11 +5,10 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
 
 import msgspec
 
-from stepscope.allocations.planning.times import Clock, Rates, StepTime, offloading, rates_of
+from stepscope.allocations.planning.times import Clock, Rates, StepTime, rates_of
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
@@ -70,16 +69,6 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
         return self.mixes and self.workload.one_by_one
 
 
-class Grid(msgspec.Struct, frozen=True, kw_only=True):
-    """The ranks of each dimension."""
-
-    tensor: int
-    context: int
-    pipeline: int
-    data: int
-    expert: int
-
-
 class Space:
     """The grids and layouts of a question. `refused` counts the grids that cannot be, by the reason."""
 
@@ -88,8 +77,8 @@ class Space:
         self.refused: Counter[str] = Counter()
         self.grids_seen = 0
 
-    def grids(self) -> Iterator[Grid]:
-        """Every way to share out the ranks that can be."""
+    def grids(self) -> Iterator[Layout]:
+        """Every way to share out the ranks that can be, as a layout of their dimensions alone."""
         question = self.question
         for tensor in self._choices("tensor", question.ranks):
             for context in self._choices("context", question.ranks // tensor):
@@ -97,9 +86,8 @@ class Space:
                     data = question.ranks // tensor // context // pipeline
                     if question.fixed.get("data", data) != data:
                         continue
-                    experts = divisors(data * context) if question.model.experts > 1 else (1,)
-                    for expert in (e for e in experts if question.fixed.get("expert", e) == e):
-                        grid = Grid(tensor=tensor, context=context, pipeline=pipeline, data=data, expert=expert)
+                    for expert in self._choices("expert", data * context if question.model.experts > 1 else 1):
+                        grid = Layout(tensor=tensor, context=context, pipeline=pipeline, data=data, expert=expert)
                         self.grids_seen += 1
                         reason = self._impossible(grid)
                         if reason:
@@ -107,18 +95,19 @@ class Space:
                         else:
                             yield grid
 
-    def layouts(self, grid: Grid) -> Iterator[list[Layout]]:
+    def layouts(self, grid: Layout) -> Iterator[list[Layout]]:
         """The layouts of a grid, those together that differ only in micro-batch and checkpointing."""
         question, fixed = self.question, self.question.fixed
         per_rank = question.workload.batch_size // grid.data
         sizes = [size for size in divisors(per_rank) if fixed.get("micro_batch", size) == size <= MOST_SEQUENCES]
         sizes = sizes or [int(fixed.get("micro_batch", 1))] * (per_rank % int(fixed.get("micro_batch", 1)) == 0)
-        for chunks in self._chunks(grid.pipeline):
+        tried = CHUNKS if "chunks" not in fixed else (int(fixed["chunks"]),)
+        fitting = [count for count in tried if count * grid.pipeline <= question.model.config.layers]
+        for chunks in fitting if grid.pipeline > 1 else [1]:
             for sharding, shard in self._shardings(grid):
                 found = [
-                    Layout(
-                        data=grid.data, tensor=grid.tensor, context=grid.context, pipeline=grid.pipeline,
-                        expert=grid.expert, sharding=sharding, shard=shard, chunks=chunks, micro_batch=size,
+                    msgspec.structs.replace(
+                        grid, sharding=sharding, shard=shard, chunks=chunks, micro_batch=size,
                         micro_batches=per_rank // size, checkpointing=checkpointing,
                     )
                     for size in sizes
@@ -128,19 +117,10 @@ class Space:
                 if found:
                     yield found
 
-    def _choices(self, dimension: str, most: int) -> tuple[int, ...]:
-        fixed = self.question.fixed.get(dimension)
-        found = divisors(most)
-        return found if fixed is None else tuple(one for one in found if one == fixed)
+    def _choices(self, dimension: str, most: int) -> list[int]:
+        return [one for one in divisors(most) if self.question.fixed.get(dimension, one) == one]
 
-    def _chunks(self, pipeline: int) -> list[int]:
-        if pipeline == 1:
-            return [1]
-        wanted = self.question.fixed.get("chunks")
-        tried = CHUNKS if wanted is None else (int(wanted),)
-        return [count for count in tried if count * pipeline <= self.question.model.config.layers]
-
-    def _shardings(self, grid: Grid) -> list[tuple[str, int]]:
+    def _shardings(self, grid: Layout) -> list[tuple[str, int]]:
         fixed, width = self.question.fixed, grid.data * grid.context
         if width == 1:
             return [("ddp", 1)]
@@ -157,34 +137,34 @@ class Space:
             found += [(name, size) for size in dict.fromkeys(groups) if size > 1 or not sharding.shares]
         return found
 
-    def _impossible(self, grid: Grid) -> str:
+    def _impossible(self, grid: Layout) -> str:
         """Why there is no such grid, or nothing."""
-        return next((reason for reason, fault in _faults(self.question, grid) if fault), "")
-
-
-def _faults(question: Question, grid: Grid) -> Iterator[tuple[str, object]]:
-    """Reasons why a grid may not be, each with what is true where it holds."""
-    config, length, tensor, context = question.model.config, question.workload.seq_len, grid.tensor, grid.context
-    keys = config.key_heads
-    yield "tensor parallel ranks do not divide the heads", config.heads % tensor
-    yield "tensor parallel ranks do not divide the heads of keys", keys % tensor and tensor % keys
-    yield "tensor parallel ranks do not divide d_ff", config.d_ff % tensor
-    yield "context parallel needs fused attention", context > 1 and scores_of(question.workload.attention) == "whole"
-    yield (
-        "context parallel ranks do not divide the sequence into two equal pieces each",
-        context > 1 and length % (2 * context * tensor),
-    )
-    yield "a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE
-    yield "tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)
-    yield "more pipeline stages than blocks", grid.pipeline > config.layers
-    spans = [spans_of(one, config.layers) for one in question.tried]
-    unlike = any(len(each) > 1 or any(span.on_host for span in each) for each in spans)
-    yield (
-        "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
-        grid.pipeline > 1 and unlike,
-    )
-    yield "expert parallel ranks do not divide the experts", question.model.experts % grid.expert
-    yield "data parallel ranks do not divide the batch", question.workload.batch_size % grid.data
+        question, config, tensor, context = self.question, self.question.model.config, grid.tensor, grid.context
+        length, keys = question.workload.seq_len, config.key_heads
+        whole_scores = scores_of(question.workload.attention) == "whole"
+        spans = [spans_of(one, config.layers) for one in question.tried]
+        unlike = any(len(each) > 1 or any(span.on_host for span in each) for each in spans)
+        # Each reason with what is true where it holds.
+        faults: tuple[tuple[str, object], ...] = (
+            ("tensor parallel ranks do not divide the heads", config.heads % tensor),
+            ("tensor parallel ranks do not divide the heads of keys", keys % tensor and tensor % keys),
+            ("tensor parallel ranks do not divide d_ff", config.d_ff % tensor),
+            ("context parallel needs fused attention", context > 1 and whole_scores),
+            (
+                "context parallel ranks do not divide the sequence into two equal pieces each",
+                context > 1 and length % (2 * context * tensor),
+            ),
+            ("a fused loss takes the whole vocabulary", tensor > 1 and question.workload.loss != REFERENCE),
+            ("tensor parallel ranks do not divide the sequence", tensor > 1 and length % (context * tensor)),
+            ("more pipeline stages than blocks", grid.pipeline > config.layers),
+            (
+                "blocks that keep unlike, or offload (--checkpointing), are not divided among pipeline stages",
+                grid.pipeline > 1 and unlike,
+            ),
+            ("expert parallel ranks do not divide the experts", question.model.experts % grid.expert),
+            ("data parallel ranks do not divide the batch", question.workload.batch_size % grid.data),
+        )
+        return next((reason for reason, fault in faults if fault), "")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -317,16 +297,14 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     rates: Rates
     network: Network
 
+    def room(self, ranks: int) -> int:
+        """The peak that surely fits, as far as a search knows."""
+        usable = self.budget.usable_bytes - (COMMUNICATION_BYTES if ranks > 1 else 0)
+        return int(usable / (1 + QUICK_SAFETY))
 
-Limit = Literal["parameters, gradients and moments alone are too large", "activations are too large"]
-_STATES: Limit = "parameters, gradients and moments alone are too large"
-_ACTIVATIONS: Limit = "activations are too large"
 
-
-def room_of(budget: Budget, ranks: int) -> int:
-    """The peak that surely fits, as far as a search knows."""
-    usable = budget.usable_bytes - (COMMUNICATION_BYTES if ranks > 1 else 0)
-    return int(usable / (1 + QUICK_SAFETY))
+_STATES = "parameters, gradients and moments alone are too large"
+_ACTIVATIONS = "activations are too large"
 
 
 def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
@@ -336,7 +314,7 @@ def search(question: Question, machine: Machine, *, shown: int = SHOWN) -> Plan:
     space = Space(question)
     if question.ranks == 1 and question.model.experts == 1:
         return _of_one_rank(question, machine, clock, space)
-    tried = _Tried(question, memory, clock, room_of(machine.budget, question.ranks))
+    tried = _Tried(question, memory, clock, machine.room(question.ranks))
     for grid in space.grids():
         for alike in space.layouts(grid):
             tried.add(alike)
@@ -392,17 +370,8 @@ class _Tried:
     def _offloading(self, layout: Layout, *, exactly: bool = False) -> Layout | None:
         if layout.pipeline > 1 or not self._question.offloads:
             return None
-        memory, forward_s = (
-            self._memory,
-            self._clock.forward_s(msgspec.structs.replace(layout, checkpointing="selective")),
-        )
-        return offloading(
-            layout,
-            memory,
-            self._clock.rates,
-            forward_s,
-            lambda one: memory.needs(one, exactly=exactly).peak <= self._room,
-        )
+        memory, room = self._memory, self._room
+        return self._clock.offloading(layout, lambda one: memory.needs(one, exactly=exactly).peak <= room)
 
     def _fits(self, layout: Layout, number: int) -> bool:
         peak = self._memory.needs(layout).peak
@@ -452,7 +421,15 @@ class _Tried:
     def best(self, shown: int) -> list[Planned]:
         """The fastest layouts of different grids or shardings, the fastest first, that fit by their very stages."""
         if not self._fastest:
-            self._look_again()
+            # Take the layouts that fit by their very stages, where none did by interpolation, which counts more for
+            # shards that come and go: a layout that a search found is found again where it is settled.
+            for _, number, layout in self._missed:
+                found = self._planned(layout)
+                if found.peak_bytes <= self._room:
+                    self.too_large[_ACTIVATIONS] -= 1
+                    self.fitting += 1
+                    self._take(found.layout, number)
+            self.too_large = +self.too_large
         best: list[Planned] = []
         seen: set[tuple[object, ...]] = set()
         for _, _, layout in sorted(self._fastest, key=lambda entry: entry[:2], reverse=True):
@@ -464,17 +441,6 @@ class _Tried:
                 seen.add(kind)
                 best.append(found)
         return sorted(best, key=lambda found: found.time.step_s)
-
-    def _look_again(self) -> None:
-        """Take the layouts that fit by their very stages, where none did by interpolation, which counts more for shards
-        that come and go: a layout that a search found is found again where it is settled."""
-        for _, number, layout in self._missed:
-            found = self._planned(layout)
-            if found.peak_bytes <= self._room:
-                self.too_large[_ACTIVATIONS] -= 1
-                self.fitting += 1
-                self._take(found.layout, number)
-        self.too_large = +self.too_large
 
 
 def _dimensions(layout: Layout) -> int:
@@ -516,14 +482,9 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
             question.workload, accumulation=layout.micro_batches, checkpointing=layout.checkpointing
         )
         predicted = estimate(workload)
-        found = Planned(
-            layout=layout,
-            time=clock.step(layout),
-            peak_bytes=predicted.peak_bytes,
-            needs=None,
-            host_bytes=predicted.host_bytes,
-        )
-        return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or predicted.peak_bytes
+        peak, host = predicted.peak_bytes, predicted.host_bytes
+        found = Planned(layout=layout, time=clock.step(layout), peak_bytes=peak, needs=None, host_bytes=host)
+        return found, will_fit(workload, machine.budget, predicted), predicted.reserved_peak or peak
 
     every: list[Layout] = []
     layers, room = question.model.config.layers, int(machine.budget.usable_bytes * (1 - SAFETY))
@@ -536,9 +497,7 @@ def _of_one_rank(question: Question, machine: Machine, clock: Clock, space: Spac
                     guess = on_line(layers, alone(least)[2], alone(most)[2], room)
                     every.append(with_most(least, layers, guess, lambda one: alone(one)[1]))
                 if question.offloads:
-                    found = offloading(
-                        most, clock.memory, clock.rates, clock.forward_s(most), lambda one: alone(one)[1]
-                    )
+                    found = clock.offloading(most, lambda one: alone(one)[1])
                     every += [found] if found is not None else []
     best = sorted((one for one, fits, _ in map(alone, every) if fits), key=lambda one: one.time.step_s)
     too_large = len(every) - len(best)

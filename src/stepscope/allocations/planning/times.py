@@ -1,4 +1,4 @@
-"""How long a step of a layout takes, by formula: what each part adds to it.
+"""How long a step of a layout takes: what each part adds to it by formula, and the step played through.
 
 A micro-batch's turn on a rank is its products, attention and elementwise work, and the communication that nothing
 hides: of tensor, context and expert parallelism all of it. m turns and the bubble of (p - 1) / v turns make the
@@ -7,6 +7,8 @@ wait for it (forward and backward of the same micro-batch, or of the last one), 
 collective takes multiprocessors: computation beside it goes slower. Then the optimizer steps.
 """
 
+import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from operator import sub
@@ -15,6 +17,7 @@ from typing import NamedTuple
 import msgspec
 
 from stepscope.allocations.prediction.layouts import Moved, RankMemory, bytes_of
+from stepscope.core.answer import Slice
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network, pcie_generation, product_dtype
 from stepscope.core.errors import InputError
@@ -48,9 +51,10 @@ from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload
 #                      seconds (h200-x2/long-step)
 #     kernels          time of the kernels of 18 training steps, op by op, and of the steps: elementwise kernels take
 #                      1.5 us and their bytes, products 3.6 us beyond what large ones take for their FLOPs, and the
-# device                      pauses 2 us between two kernels     h100-x2/traced   fused parts: silu_product, forward
-# and backward, moves 210 MB in 70.2 us of an H100, 89 % of its                      memory's rate, as much as a copy
-# best, plain      optimizers, and how long the host takes for a launch where it is the slower one
+#                      device pauses 2 us between two kernels
+#     h100-x2/traced   fused parts: silu_product, forward and backward, moves 210 MB in 70.2 us of an H100, 89 % of its
+#                      memory's rate, as much as a copy
+#     best, plain      optimizers, and how long the host takes for a launch where it is the slower one
 
 
 MATMUL_SHARES = {"bf16": 0.690, "fp16": 0.652, "tf32": 0.695, "fp32": 0.761}
@@ -204,28 +208,6 @@ def copies_s(layout: Layout, memory: RankMemory, rates: Rates) -> float:
     return blocks / memory.model.config.layers * memory.offloaded(layout) / rates.host_bytes_per_s if blocks else 0.0
 
 
-def offloading(
-    layout: Layout, memory: RankMemory, rates: Rates, forward_s: float, fits: Callable[[Layout], bool]
-) -> Layout | None:
-    """The layout with as many blocks that offload as forward hides, or as are needed to fit. None where it does not fit
-    with all of them.
-
-    forward_s: seconds of a block's forward.
-    """
-    layers = memory.model.config.layers
-
-    def of(blocks: int) -> Layout:
-        return msgspec.structs.replace(layout, checkpointing=f"{OFFLOAD}-{blocks}")
-
-    def too_large(blocks: int) -> bool:
-        return not fits(of(blocks))
-
-    if too_large(layers):
-        return None
-    hidden = max(1, min(layers, int(layers * _HIDDEN * forward_s / copies_s(of(layers), memory, rates))))
-    return of(most_that_fit(hidden, layers, too_large) + 1 if too_large(hidden) else hidden)
-
-
 PARTS: tuple[str, ...] = (
     "matrix products", "attention", "run again", "elementwise", "launches", "tensor parallel", "context parallel",
     "expert parallel", "pipeline sends", "pipeline bubble", "data parallel", "slower beside collectives",
@@ -325,6 +307,23 @@ class Clock:
     def forward_s(self, layout: Layout) -> float:
         """Seconds of a block's forward, for one micro-batch."""
         return self._block(layout).forward_s
+
+    def offloading(self, layout: Layout, fits: Callable[[Layout], bool]) -> Layout | None:
+        """The layout with as many blocks that offload as forward hides, or as are needed to fit. None where it does not
+        fit with all of them."""
+        layers = self.model.config.layers
+
+        def of(blocks: int) -> Layout:
+            return msgspec.structs.replace(layout, checkpointing=f"{OFFLOAD}-{blocks}")
+
+        if not fits(of(layers)):
+            return None
+        forward_s = self.forward_s(msgspec.structs.replace(layout, checkpointing="selective"))
+        all_copies_s = copies_s(of(layers), self.memory, self.rates)
+        hidden = max(1, min(layers, int(layers * _HIDDEN * forward_s / all_copies_s)))
+        if fits(of(hidden)):
+            return of(hidden)
+        return of(most_that_fit(hidden, layers, lambda blocks: not fits(of(blocks))) + 1)
 
     def least_s(self, layout: Layout) -> float:
         """Seconds that a step takes at least: quickly."""
@@ -594,3 +593,184 @@ def _added(sent: float, behind: _Hiding) -> _Added:
     at_once, hiding = sent - first, behind.seconds * (behind.pieces - 1) / behind.pieces
     hidden = min(at_once, behind.beside * hiding)
     return _Added(exposed=first + at_once - hidden, slower=hidden * (1 - 1 / behind.beside))
+
+
+# Pipeline schedules as the work of each rank, in order.
+#
+# 1F1B and its interleaved form as Narayanan et al. 2021 draw them (figures 3 and 4) and Megatron runs them: some
+# forwards to warm up, then a forward and a backward in turn, then the backwards that are left.
+
+
+class Work(NamedTuple):
+    """A forward or a backward of a micro-batch through one chunk of a rank."""
+
+    forward: bool
+    micro_batch: int
+    chunk: int
+
+
+def schedule(layout: Layout, rank: int) -> list[Work]:
+    """The work of a pipeline rank in its order."""
+    p, m, v = layout.pipeline, layout.micro_batches, layout.chunks
+    every = m * v
+    warm_up = min(every, p - rank - 1 if v == 1 else 2 * (p - rank - 1) + (v - 1) * p)
+
+    def work(number: int, forward: bool) -> Work:
+        """The so-manieth forward or backward of any rank: p micro-batches through a chunk, then through the next."""
+        chunk = number % (p * v) // p
+        return Work(forward, number // (p * v) * p + number % p, chunk if forward else v - 1 - chunk)
+
+    forwards, backwards = ([work(number, forward) for number in range(every)] for forward in (True, False))
+    found = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        found += [forward, backward]
+    return found + backwards[every - warm_up :]
+
+
+# A step played through, piece by piece: each pipeline rank works off its schedule, and waits for what it needs.
+#
+# The formulas add up what a step must take; the simulation lets ranks wait for one another. A piece of work begins when
+# its rank is free and its input is there; a send takes its link for its time, beside computation. A slow rank
+# slows whoever waits for it: within a tensor and context group everybody at once, along the pipeline by
+# what is late, over data-parallel replicas at the end of the step.
+
+MOST_REPLICAS = 16
+"""Data-parallel replicas that are played; of more, the slowest of these many stands for them."""
+MOST_WORK = 400_000
+"""Pieces of work that are played at most."""
+LANES, SLICES = 16, 4_000
+"""Ranks and pieces of work that are drawn: of more ranks some, of more pieces the first."""
+_SEED = 20_210_409
+
+
+class Simulated(msgspec.Struct, frozen=True, kw_only=True):
+    """What a played step took, and when each rank of the first replica worked."""
+
+    step_s: float
+    pipeline_s: float
+    """Until the last backward of the slowest replica has ended."""
+    idle_share: float
+    """Share of the pipeline's time in which its ranks wait, of the first replica."""
+    replicas: int
+    slices: tuple[Slice, ...] = ()
+
+
+def simulate(layout: Layout, time: StepTime, spread: float = 0.0, seed: int = _SEED) -> Simulated | None:
+    """Play a step. None where it has too many pieces of work. spread: how far the speed of ranks differs, as the
+    relative standard deviation of one rank's step."""
+    pieces = 2 * layout.micro_batches * layout.stages
+    if pieces > MOST_WORK:
+        return None
+    draws, together = random.Random(seed), layout.tensor * layout.context
+    played: list[_Replica] = []
+    for _ in range(min(layout.data, MOST_REPLICAS, max(1, MOST_WORK // pieces)) if spread else 1):
+        # Each pipeline rank is as slow as the slowest of the ranks that share its matrices and sequence.
+        slow = [
+            max(max(0.5, draws.gauss(1.0, spread)) for _ in range(together)) if spread else 1.0
+            for _ in range(layout.pipeline)
+        ]
+        played.append(_Replica(layout, time, slow))
+        played[-1].play()
+    longest = max(replica.end_s for replica in played)
+    first = played[0]
+    return Simulated(
+        step_s=longest + time.data_s + time.optimizer_s,
+        pipeline_s=longest,
+        idle_share=1 - sum(first.busy_s) / (layout.pipeline * first.end_s),
+        replicas=len(played),
+        slices=_slices(layout, first, time),
+    )
+
+
+class _Replica:
+    """One data-parallel replica: the ranks of a pipeline."""
+
+    def __init__(self, layout: Layout, time: StepTime, slownesses: list[float]) -> None:
+        self._layout, self._time, self._slow = layout, time, slownesses
+        self._waiting = [deque(schedule(layout, rank)) for rank in range(layout.pipeline)]
+        self._free = [0.0] * layout.pipeline
+        self._link_free: dict[tuple[int, bool], float] = {}
+        self._there: dict[tuple[bool, int, int], float] = {}
+        """When the input of a micro-batch's forward or backward is there, by stage."""
+        self.busy_s = [0.0] * layout.pipeline
+        self.done: list[tuple[int, Work, float, float]] = []
+
+    @property
+    def end_s(self) -> float:
+        return max(self._free)
+
+    def play(self) -> None:
+        """Let each rank work until nobody can go on."""
+        turn = deque(range(self._layout.pipeline))
+        stuck = 0
+        while turn and stuck <= len(turn):
+            rank = turn.popleft()
+            went_on = False
+            while self._waiting[rank] and self._work(rank, self._waiting[rank][0]):
+                self._waiting[rank].popleft()
+                went_on = True
+            stuck = 0 if went_on else stuck + 1
+            if self._waiting[rank]:
+                turn.append(rank)
+        assert not turn, "the schedule waits for itself"
+
+    def _work(self, rank: int, work: Work) -> bool:
+        """Do a piece of work if its input is there; returns whether it was."""
+        p, last = self._layout.pipeline, self._layout.stages - 1
+        stage = work.chunk * p + rank
+        begins = 0.0
+        if not (work.forward and stage == 0):
+            key = (work.forward, work.micro_batch, stage)
+            if key not in self._there:
+                return False
+            begins = self._there[key]
+        begins = max(begins, self._free[rank])
+        time = self._time
+        seconds = time.forward_s if work.forward else time.backward_s
+        if stage == last:
+            seconds += time.last_forward_s if work.forward else time.last_backward_s
+        seconds *= self._slow[rank]
+        ends = begins + seconds
+        self._free[rank] = ends
+        self.busy_s[rank] += seconds
+        self.done.append((rank, work, begins, ends))
+        if work.forward:
+            if stage == last:
+                self._there[False, work.micro_batch, stage] = ends
+            else:
+                self._there[True, work.micro_batch, stage + 1] = self._sent(rank, True, ends)
+        elif stage > 0:
+            self._there[False, work.micro_batch, stage - 1] = self._sent(rank, False, ends)
+        return True
+
+    def _sent(self, rank: int, forward: bool, ready: float) -> float:
+        """When what is ready now has arrived at the next stage, or the one before."""
+        if self._layout.pipeline == 1:
+            return ready
+        begins = max(ready, self._link_free.get((rank, forward), 0.0))
+        self._link_free[rank, forward] = begins + self._time.send_s
+        return begins + self._time.send_s
+
+
+def _slices(layout: Layout, replica: _Replica, time: StepTime) -> tuple[Slice, ...]:
+    """When each rank worked, in milliseconds, as far as it can be drawn."""
+    ranks = sorted({round(i * (layout.pipeline - 1) / max(1, LANES - 1)) for i in range(LANES)})
+    lanes = {rank: f"pipeline rank {rank}" for rank in ranks if rank < layout.pipeline}
+    done = sorted((one for one in replica.done if one[0] in lanes), key=lambda one: one[2])
+    found: dict[int, list[Slice]] = {rank: [] for rank in lanes}
+    for rank, work, begins, ends in done[:SLICES]:
+        kind = "forward" if work.forward else "backward"
+        chunk = f", chunk {work.chunk}" if layout.chunks > 1 else ""
+        name = f"{kind} of micro-batch {work.micro_batch}{chunk}"
+        found[rank].append(Slice(lanes[rank], begins * 1e3, ends * 1e3, kind, name))
+    slices = [one for of_rank in found.values() for one in of_rank]
+    if len(done) > SLICES:
+        return tuple(slices)
+    end, reduced = replica.end_s * 1e3, (replica.end_s + time.data_s) * 1e3
+    for lane in lanes.values():
+        if time.data_s:
+            slices.append(Slice(lane, end, reduced, "data parallel", "what is left"))
+        if time.optimizer_s:
+            begins = replica.end_s + time.data_s
+            slices.append(Slice(lane, reduced, (begins + time.optimizer_s) * 1e3, "optimizer"))
+    return tuple(slices)

@@ -161,8 +161,7 @@ def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWorkload
 def _planned(question: "Question", device: str, network: str | None, shares: Mapping[str, float | None]) -> "Planning":
     from stepscope.allocations.planning.answer import Planning, scaling, sensitivity
     from stepscope.allocations.planning.search import Machine, search
-    from stepscope.allocations.planning.simulation import Stragglers, simulate
-    from stepscope.allocations.planning.times import STEP_SPREAD, rates_of
+    from stepscope.allocations.planning.times import STEP_SPREAD, rates_of, simulate
     from stepscope.allocations.prediction.fit import budget_of_total, device_named
     from stepscope.core.device_spec import network_for
 
@@ -184,7 +183,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     if found.best:
         best = found.best[0]
         even = simulate(best.layout, best.time)
-        uneven = simulate(best.layout, best.time, Stragglers(spread=spread)) if spread and question.ranks > 1 else None
+        uneven = simulate(best.layout, best.time, spread) if spread and question.ranks > 1 else None
     return Planning(
         plan=found, machine=machine, spec=spec, scaled=scaling(found, machine),
         sensitive=sensitivity(found, machine), even=even, uneven=uneven, spread=spread,
