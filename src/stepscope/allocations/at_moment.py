@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import polars as pl
 
-from stepscope.allocations.explain import OF_TENSORS, ROUNDING, Explained, allocated_curve, categories_of
+from stepscope.allocations.explain import OF_TENSORS, ROUNDING, Explained, allocated_curve, categories_of, changes_of
 from stepscope.allocations.prediction.caching_allocator import SMALL_SEGMENT
 from stepscope.allocations.replay import BEFORE, Contradiction, Replay, replay, segments_after
 from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment, Snapshot
@@ -101,15 +101,10 @@ def category_timeline(explained: Explained) -> pl.DataFrame:
     `explained.phases` has the phases on the same clock.
     """
     table = explained.allocations.select(
-        pl.col("alloc_event").fill_null(BEFORE), "free_event", "category", "requested", rounding="block"
+        "alloc_event", "free_event", "category", "requested", rounding="block"
     ).with_columns(rounding=pl.col("rounding") - pl.col("requested"))
-    freed = table.filter(pl.col("free_event").is_not_null()).select(
-        event="free_event", category="category", requested=-pl.col("requested"), rounding=-pl.col("rounding")
-    )
-    start = pl.DataFrame({"event": [BEFORE], "category": [""], "requested": [0], "rounding": [0]})
-    changes = pl.concat(
-        [start, table.select("category", "requested", "rounding", event="alloc_event").select(start.columns), freed]
-    )
+    start = pl.DataFrame({"category": [""], "requested": [0], "rounding": [0], "event": [BEFORE]})
+    changes = pl.concat([start, changes_of(table, "requested", "rounding", by=("category",))])
     of_category = [
         pl.col("requested").filter(pl.col("category") == category).sum().alias(category) for category in OF_TENSORS
     ]

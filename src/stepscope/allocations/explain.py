@@ -7,10 +7,11 @@ before it or never), `alloc_us`, `free_us` (relative to the first event), `addre
 `site`. Without notes also `sure`: by what the category is known, one of evidence.CERTAINTIES.
 """
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from math import gcd
 from typing import Literal, get_args
 
 import msgspec
@@ -57,9 +58,20 @@ def place_of(metadata: str) -> Place:
 def phases_of(snapshot: Snapshot) -> tuple[PhaseSpan, ...]:
     """The phases of the step, relative to the first event: as stepscope noted them; else the outermost ranges of the
     profiler, those of whole steps left out; else what the open ranges of the events span."""
-    notes = snapshot.notes
-    noted = list(notes.phases) if notes else []
-    spans = noted or _annotated(snapshot) or _spanned(snapshot)
+    spans = list(snapshot.notes.phases) if snapshot.notes else []
+    if not spans:
+        ranges = [span for span in _pairs(snapshot) if not _STEP.match(span.name)]
+        spans = [span for span in ranges if span.name in PHASES]
+        for span in () if spans else sorted(ranges, key=lambda span: (span.start_us, -span.end_us)):
+            if not spans or span.start_us >= spans[-1].end_us:
+                spans.append(span)
+    if not spans:
+        for event, time_us in zip(snapshot.events, snapshot.times, strict=True):
+            phase = place_of(event.user_metadata).phase if event.user_metadata else ""
+            if phase and spans and spans[-1].name == phase:
+                spans[-1] = msgspec.structs.replace(spans[-1], end_us=time_us)
+            elif phase:
+                spans.append(PhaseSpan(name=phase, start_us=time_us, end_us=time_us))
     start = snapshot.start_us
     spans = [
         msgspec.structs.replace(span, start_us=span.start_us - start, end_us=span.end_us - start) for span in spans
@@ -82,50 +94,6 @@ def _pairs(snapshot: Snapshot) -> list[PhaseSpan]:
     end = snapshot.times[-1]
     spans += [PhaseSpan(name=a.name, start_us=a.time_us, end_us=max(end, a.time_us)) for a in opened]
     return spans
-
-
-def _annotated(snapshot: Snapshot) -> list[PhaseSpan]:
-    spans = [span for span in _pairs(snapshot) if not _STEP.match(span.name)]
-    known = [span for span in spans if span.name in PHASES]
-    if known:
-        return known
-    outermost: list[PhaseSpan] = []
-    for span in sorted(spans, key=lambda span: (span.start_us, -span.end_us)):
-        if not outermost or span.start_us >= outermost[-1].end_us:
-            outermost.append(span)
-    return outermost
-
-
-def _spanned(snapshot: Snapshot) -> list[PhaseSpan]:
-    spans: list[PhaseSpan] = []
-    for event, time_us in zip(snapshot.events, snapshot.times, strict=True):
-        phase = place_of(event.user_metadata).phase if event.user_metadata else ""
-        if not phase:
-            continue
-        if spans and spans[-1].name == phase:
-            spans[-1] = msgspec.structs.replace(spans[-1], end_us=time_us)
-        else:
-            spans.append(PhaseSpan(name=phase, start_us=time_us, end_us=time_us))
-    return spans
-
-
-def spans_of_events(snapshot: Snapshot, phases: tuple[PhaseSpan, ...]) -> list[int]:
-    """For each event the place of its phase among `phases`, the last begun of several; -1 outside of all."""
-    found = [-1] * len(snapshot.events)
-    for i, span in enumerate(phases):
-        first, end = _events_within(snapshot, span.start_us + snapshot.start_us, span.end_us + snapshot.start_us)
-        found[first:end] = [i] * (end - first)
-    return found
-
-
-def events_in_ranges(snapshot: Snapshot, part_of_name: str) -> bytearray:
-    """For each event whether it happened in a range with this in its name."""
-    found = bytearray(len(snapshot.events))
-    for span in _pairs(snapshot):
-        if part_of_name in span.name:
-            first, end = _events_within(snapshot, span.start_us, span.end_us)
-            found[first:end] = bytes([1]) * (end - first)
-    return found
 
 
 def _events_within(snapshot: Snapshot, start_us: int, end_us: int) -> tuple[int, int]:
@@ -166,28 +134,17 @@ def stage_of(phase: pl.Expr) -> pl.Expr:
     )
 
 
-def by_evidence(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
-    """The table with the columns `category` and `sure`, and a remark on what was there throughout.
-
-    Reads alloc_event (null: before the history), free_event (null: never), stage, free_stage, span, free_span (the
-    index of the phase, since several phases may have one name), signs, free_signs, requested, address.
-    """
-    table, said = _by_size(_by_lifetime(_with_turns(table)))
-    return table.drop("turn", "free_turn", "passes", "free_passes"), said
-
-
 def certainty_of(alive: pl.DataFrame) -> dict[str, dict[Certainty, int]] | None:
     """By category the bytes asked for, by how the category is known; None where the process noted what they were."""
     if "sure" not in alive.columns:
         return None
-    held = dict[tuple[str, Certainty], int]()
-    for category, how, count in alive.group_by("category", "sure").agg(pl.col("requested").sum()).iter_rows():
-        held[category, how] = count
-    categories = [category for category in CATEGORIES if any(of == category for of, _ in held)]
-    return {
+    sums = alive.group_by("category", "sure").agg(pl.col("requested").sum())
+    held: dict[tuple[str, str], int] = {(category, how): count for category, how, count in sums.iter_rows()}
+    known: dict[str, dict[Certainty, int]] = {
         category: {how: held[category, how] for how in CERTAINTIES if (category, how) in held}
-        for category in categories
+        for category in CATEGORIES
     }
+    return {category: by for category, by in known.items() if by}
 
 
 def _with_turns(table: pl.DataFrame) -> pl.DataFrame:
@@ -195,40 +152,27 @@ def _with_turns(table: pl.DataFrame) -> pl.DataFrame:
     forward, ... Columns: `turn`, `free_turn`, and how many backward passes had begun by then (`passes`, `free_passes`).
     A free whose stage nothing tells happened in the stage whose turn it was.
     """
+    staged = table.filter(pl.col("alloc_event").is_not_null() & (pl.col("stage") != ""))
+    events = staged.select(event="alloc_event", running="stage").sort("event")
     changes = (
-        table.filter(pl.col("alloc_event").is_not_null() & (pl.col("stage") != ""))
-        .select(event="alloc_event", running="stage")
-        .sort("event")
+        pl.concat([pl.DataFrame({"event": [BEFORE], "running": [""]}), events])
         .filter((pl.col("running") != pl.col("running").shift(1)).fill_null(True))
         .with_columns(
-            running_turn=pl.int_range(1, pl.len() + 1, dtype=pl.Int64),
-            running_passes=(pl.col("running") == BACKWARD).cum_sum().cast(pl.Int64),
+            turn=pl.int_range(pl.len(), dtype=pl.Int64),
+            passes=(pl.col("running") == BACKWARD).cum_sum().cast(pl.Int64),
         )
     )
-
-    def looked_up(column: str) -> pl.DataFrame:
-        """Stage, turn and passes at each row's event of a column; of the last event where it never came."""
-        wanted = table.select(event=pl.col(column)).with_row_index("row").filter(pl.col("event").is_not_null())
-        found = wanted.sort("event").join_asof(changes, on="event", check_sortedness=False)
-        return table.select().with_row_index("row").head(0) if not table.height else (
-            pl.DataFrame({"row": pl.int_range(table.height, eager=True, dtype=pl.UInt32)})
-            .join(found.drop("event"), on="row", how="left", maintain_order="left")
-        )  # fmt: skip
-
-    if not table.height:
-        empty = pl.lit(0, dtype=pl.Int64)
-        return table.with_columns(turn=empty, free_turn=empty, passes=empty, free_passes=empty)
-    made, freed = looked_up("alloc_event"), looked_up("free_event")
-    never = pl.col("free_event").is_null()
-    last_turn, all_passes = changes.height + 1, int((changes["running"] == BACKWARD).sum())
+    made, freed = (
+        changes[changes["event"].search_sorted(table[column].fill_null(BEFORE), side="right") - 1]
+        for column in ("alloc_event", "free_event")
+    )
+    never, told = pl.col("free_event").is_null(), pl.col("free_stage") != ""
     return table.with_columns(
-        turn=made["running_turn"].fill_null(0),
-        passes=made["running_passes"].fill_null(0),
-        free_turn=pl.when(never).then(last_turn).otherwise(freed["running_turn"].fill_null(0)),
-        free_passes=pl.when(never).then(all_passes).otherwise(freed["running_passes"].fill_null(0)),
-        free_stage=pl.when(never | (pl.col("free_stage") != ""))
-        .then(pl.col("free_stage"))
-        .otherwise(freed["running"].fill_null("")),
+        turn=made["turn"],
+        passes=made["passes"],
+        free_turn=pl.when(never).then(changes.height).otherwise(freed["turn"]),
+        free_passes=pl.when(never).then(int(changes["passes"][-1])).otherwise(freed["passes"]),
+        free_stage=pl.when(never | told).then(pl.col("free_stage")).otherwise(freed["running"]),
     )
 
 
@@ -358,16 +302,9 @@ def _by_size(table: pl.DataFrame) -> tuple[pl.DataFrame, str]:
 def _gradients_together(table: pl.DataFrame) -> pl.DataFrame:
     """By size (`requested`), how many gradients of it ever live at one time (`count`). What has no bytes tells none."""
     gradients = table.filter((pl.col("category") == "gradients") & (pl.col("requested") > 0))
-    changes = pl.concat(
-        [
-            gradients.select("requested", event=pl.col("alloc_event").fill_null(-1), change=pl.lit(1)),
-            gradients.filter(pl.col("free_event").is_not_null()).select(
-                "requested", event=pl.col("free_event"), change=pl.lit(-1)
-            ),
-        ]
-    )
     return (
-        changes.sort("event", "change")
+        changes_of(gradients.with_columns(change=pl.lit(1)), "change", by=("requested",))
+        .sort("event", "change")
         .group_by("requested")
         .agg(count=pl.col("change").cum_sum().max().cast(pl.Int64))
         .filter(pl.col("count") > 0)
@@ -385,7 +322,7 @@ def _alike(residents: pl.DataFrame, usual: tuple[int, ...]) -> tuple[pl.DataFram
     by_size = by_size.sort("bytes", "requested", descending=True)
     told = _TOLD_BY_SIZE * int(by_size["bytes"].sum())
     large = by_size.filter(pl.col("bytes").cum_sum() - pl.col("bytes") < told)
-    common = reduce(gcd, large["count"].to_list(), 0)
+    common = reduce(math.gcd, large["count"].to_list(), 0)
     copies = next((number for number in usual if common and common % number == 0), 0)
     counts = by_size.select("requested", pl.col("count") // max(copies, 1)).filter(pl.col("count") > 0)
     return counts, copies
@@ -416,50 +353,29 @@ def notes_by_allocation(
     lost = 0
     rank = {category: i for i, category in enumerate(CATEGORIES)}
     for note in notes.tensors:
-        index = _live_at(snapshot, note, [(i, allocations[i]) for i in at_address[note.address]])
-        if index is None:
+        # Several events can share a microsecond. Of the allocations that were live in it, it is one of the note's
+        # size, then one still live at the end of that microsecond, then the last.
+        first, last = snapshot.last_event_until(note.at_us - 1), snapshot.last_event_until(note.at_us)
+        fitting = [
+            (a.requested == note.bytes, a.free is None or a.free > last, i)
+            for i, a in ((i, allocations[i]) for i in at_address[note.address])
+            if a.alloc <= last and (a.free is None or a.free > first) and a.requested >= note.bytes
+        ]
+        if not fitting:
             lost += 1
-        elif index not in found or rank[note.category] < rank[found[index].category]:
+            continue
+        index = max(fitting)[-1]
+        if index not in found or rank[note.category] < rank[found[index].category]:
             found[index] = note
     return found, lost
-
-
-def _live_at(snapshot: Snapshot, note: TensorNote, candidates: list[tuple[int, Allocation]]) -> int | None:
-    """The allocation that a note describes.
-
-    Several events can share a microsecond. Among allocations that were live in the note's microsecond, it prefers one
-    of the note's size, then one still live at the end of that microsecond, then the last.
-    """
-    first = snapshot.last_event_until(note.at_us - 1)
-    last = snapshot.last_event_until(note.at_us)
-    fitting = [
-        (a.requested == note.bytes, a.free is None or a.free > last, i)
-        for i, a in candidates
-        if a.alloc <= last and (a.free is None or a.free > first) and a.requested >= note.bytes
-    ]
-    return max(fitting)[-1] if fitting else None
 
 
 # Shapes by size: the tensor that an allocation must have been, where only one of the model's has its bytes.
 
 
-@dataclass(frozen=True, kw_only=True)
-class Natural:
-    """A tensor that a step of this workload makes."""
-
-    shape: tuple[int, ...]
-    itemsize: int
-
-    @property
-    def bytes(self) -> int:
-        count = self.itemsize
-        for size in self.shape:
-            count *= size
-        return count
-
-
-def natural_tensors(workload: TextbookWorkload) -> list[Natural]:
-    """The shapes of a step: B sequences of a micro-batch, S positions, M model, F feed-forward, H heads, V words.
+def shapes_by_size(workload: TextbookWorkload) -> dict[int, tuple[int, ...]]:
+    """The shape of each size in bytes that only one tensor of a step has: B sequences of a micro-batch, S positions, M
+    model, F feed-forward, H heads, V words.
 
     (B, H, S, M/H) is left out, since it has the elements of (B, S, M): the same bytes seen by head.
     """
@@ -472,20 +388,16 @@ def natural_tensors(workload: TextbookWorkload) -> list[Natural]:
         (batch, seq, model.key_width), (model.key_width, width),
     ]  # fmt: skip
     itemsizes = (4, 2) if PRECISIONS[workload.dtype].products == 2 else (4,)
-    found = [Natural(shape=shape, itemsize=itemsize) for shape in floats for itemsize in itemsizes]
-    found += [Natural(shape=(batch, seq), itemsize=8), Natural(shape=(seq, seq), itemsize=1)]
-    return found
-
-
-def shapes_by_size(workload: TextbookWorkload) -> dict[int, tuple[int, ...]]:
-    """The shape of each size in bytes that only one natural tensor has."""
+    tensors = [(shape, itemsize) for shape in floats for itemsize in itemsizes]
     by_size: dict[int, set[tuple[int, ...]]] = {}
-    for tensor in natural_tensors(workload):
-        by_size.setdefault(tensor.bytes, set()).add(tensor.shape)
+    for shape, itemsize in [*tensors, ((batch, seq), 8), ((seq, seq), 1)]:
+        by_size.setdefault(math.prod(shape) * itemsize, set()).add(shape)
     return {size: next(iter(shapes)) for size, shapes in by_size.items() if len(shapes) == 1}
 
 
-_ON_THE_WAY = ("signs", "free_signs", "span", "free_span", "stage", "free_stage")
+_ON_THE_WAY = (
+    "signs", "free_signs", "span", "free_span", "stage", "free_stage", "turn", "free_turn", "passes", "free_passes",
+)  # fmt: skip
 """Columns that are only there to find categories."""
 
 
@@ -566,24 +478,22 @@ def categories_of(alive: pl.DataFrame) -> dict[MemoryCategory, int]:
     return {c: count for c, count in held.items() if count or c not in (THERE_BEFORE, QUANTISED)}
 
 
-def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
-    """Allocated bytes after each event that changes them."""
-    start = pl.DataFrame({"event": [BEFORE], "change": [0]})
-    changes = pl.concat(
+def changes_of(table: pl.DataFrame, *amounts: str, by: Sequence[str] = ()) -> pl.DataFrame:
+    """Amounts at the event that made each allocation, and negated at the event that freed it."""
+    freed = table.filter(pl.col("free_event").is_not_null())
+    return pl.concat(
         [
-            start,
-            allocations.select(event=pl.col("alloc_event").fill_null(BEFORE), change=pl.col("block")),
-            allocations.filter(pl.col("free_event").is_not_null()).select(
-                event=pl.col("free_event"), change=-pl.col("block")
-            ),
+            table.select(*by, *amounts, event=pl.col("alloc_event").fill_null(BEFORE)),
+            freed.select(*by, *(-pl.col(name) for name in amounts), event="free_event"),
         ]
     )
-    return (
-        changes.group_by("event")
-        .agg(pl.col("change").sum())
-        .sort("event")
-        .select("event", allocated=pl.col("change").cum_sum())
-    )
+
+
+def allocated_curve(allocations: pl.DataFrame) -> pl.DataFrame:
+    """Allocated bytes after each event that changes them."""
+    start = pl.DataFrame({"block": [0], "event": [BEFORE]})
+    by_event = pl.concat([start, changes_of(allocations, "block")]).group_by("event").agg(pl.col("block").sum())
+    return by_event.sort("event").select("event", allocated=pl.col("block").cum_sum())
 
 
 def explain(snapshot: Snapshot) -> Explained:
@@ -593,7 +503,7 @@ def explain(snapshot: Snapshot) -> Explained:
         stacks = Stacks(snapshot.source)
         phases = phases_of(snapshot)
         table = _table(snapshot, replayed, stacks, phases)
-        remarks = list(_remarks(snapshot, replayed, phases))
+        remarks = _remarks(snapshot, replayed, phases)
         if snapshot.notes and snapshot.notes.tensors:
             table, lost = _with_notes(snapshot, table, replayed)
             if lost:
@@ -603,7 +513,7 @@ def explain(snapshot: Snapshot) -> Explained:
                 name=pl.lit(""), shape=pl.lit(None, dtype=pl.List(pl.Int64)), dtype=pl.lit(""), operator=pl.lit("")
             )
             table = _with_free_signs(snapshot, table, replayed, stacks)
-            table, said = by_evidence(table)
+            table, said = _by_size(_by_lifetime(_with_turns(table)))
             remarks += [
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
                 *([said] if said else []),
@@ -670,7 +580,11 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
             "signs": pl.Int32,
         },
     )
-    spans = spans_of_events(snapshot, phases)
+    spans = [-1] * len(events)
+    """For each event the place of its phase, the last begun of several; -1 outside of all."""
+    for i, span in enumerate(phases):
+        first, end = _events_within(snapshot, span.start_us + start, span.end_us + start)
+        spans[first:end] = [i] * (end - first)
     names = {-1: "", **{i: span.name for i, span in enumerate(phases)}}
     in_span = [spans[a.alloc] if a.alloc != BEFORE else -1 for a in allocations]
     freed_in_span = [spans[a.free] if a.free is not None and a.free != BEFORE else -1 for a in allocations]
@@ -698,7 +612,11 @@ def _site(of_stack: str, place: Place, alloc: int) -> str:
 def _with_free_signs(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay, stacks: Stacks) -> pl.DataFrame:
     """The table with the signs of each free's stack, and with phases from stacks where no range gives them."""
     events = snapshot.events
-    zeroing = events_in_ranges(snapshot, "zero_grad")
+    zeroing = bytearray(len(events))
+    for span in _pairs(snapshot):
+        if "zero_grad" in span.name:
+            first, end = _events_within(snapshot, span.start_us, span.end_us)
+            zeroing[first:end] = bytes([1]) * (end - first)
     signs: list[int] = []
     for allocation, number in zip(replayed.allocations, table["stack"].to_list(), strict=True):
         if allocation.free is None or allocation.free < 0:
@@ -811,24 +729,17 @@ def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]
     ]
     if not phases:
         said.append("Nothing in this snapshot tells the phases of the step.")
-    said += _other_devices(snapshot)
+    for has_history in (True, False):
+        others = [str(other.device) for other in snapshot.others if bool(other.events) == has_history]
+        named = f"device{'s' if len(others) > 1 else ''} {', '.join(others)}"
+        if others and has_history:
+            said.append(f"This is device {snapshot.device}; the snapshot also holds {named} (--device opens it).")
+        elif others:
+            said.append(f"Of {named} the snapshot holds no history, only what was there at its end.")
     for event in snapshot.events:
         if event.action == "oom":
             said.append(
                 f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
                 f"{format_count(event.device_free)} left; a limit set for the process is not in the snapshot."
             )
-    return said
-
-
-def _other_devices(snapshot: Snapshot) -> list[str]:
-    """Sentences on the other devices of a snapshot: those that can be opened, and those without a history."""
-    said: list[str] = []
-    for told in (True, False):
-        found = [str(other.device) for other in snapshot.others if bool(other.events) == told]
-        named = f"device{'s' if len(found) > 1 else ''} {', '.join(found)}"
-        if found and told:
-            said.append(f"This is device {snapshot.device}; the snapshot also holds {named} (--device opens it).")
-        elif found:
-            said.append(f"Of {named} the snapshot holds no history, only what was there at its end.")
     return said
