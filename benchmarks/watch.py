@@ -201,7 +201,7 @@ class Reporting:
     def loop_gone(self) -> None:
         pass
 
-    def stages_over(self) -> None:
+    def finish(self) -> None:
         pass
 
 

@@ -187,7 +187,7 @@ def test_layers_of_8_bits_keep_their_input_in_16_and_make_what_their_products_ta
 @pytest.fixture
 def _plans_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search for the largest batch has a test of its own, and takes as long as all plans."""
-    monkeypatch.setattr(fake_module.FakePredictor, "_largest_batch", lambda *_: None)
+    monkeypatch.setattr(fake_module.FakePredictor, "_largest", lambda *_: None)
 
 
 @pytest.mark.usefixtures("_plans_alone")

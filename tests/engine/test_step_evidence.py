@@ -57,7 +57,7 @@ def test_readings_lie_round_the_measured_steps_alone(
     settings = Settings(warmup_floor=floor, warmup_cap=cap, steps_floor=3, steps_cap=3, seconds=0, profile=False)
     run = measured(out, settings)
     warmups = len(run.samples["step"].warmup_s)
-    before, after = ["load", "reading", "load"], ["reading"]
+    before, after = ["reading", "load"], ["reading"]
     expected = [*before, *["step"] * warmups, "reading", "load", *["step"] * 3, *after]
     assert floor <= warmups <= cap and happened[: len(expected)] == expected
 

@@ -101,10 +101,10 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that counts its energy, as far as the engine can see: one more joule at each reading."""
     read = iter(range(1_000))
 
-    def packages(_: Path) -> dict[str, object]:
+    def packages(_: EnergyMeter) -> dict[str, object]:
         return {"intel-rapl:0": nvml._Counter(float(next(read)), 262_000.0)}
 
-    monkeypatch.setattr(nvml, "_packages", packages)
+    monkeypatch.setattr(EnergyMeter, "_read", packages)
     _ask_for(0.05, monkeypatch)
 
 

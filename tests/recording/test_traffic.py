@@ -25,7 +25,7 @@ def job() -> Iterator[None]:
 
 
 def counted(run: Callable[[], object], phase: str = "backward") -> list[tuple[Any, ...]]:
-    with TrafficCounts().running() as counts:
+    with TrafficCounts() as counts:
         counts.phase_begins(phase)
         run()
     return [plain(call) for call in counts.counted]

@@ -23,7 +23,7 @@ from transformers.utils.generic import ModelOutput
 
 from stepscope.app.api.replacing import replace_parts
 from stepscope.core.errors import InputError
-from stepscope.recording.ranges import module_ranges
+from stepscope.recording.ranges import detailed
 from stepscope.training.parts import formulas
 from stepscope.training.parts import replaced as replaced_module
 from tests.command import stepscope
@@ -325,7 +325,7 @@ def test_ranges_of_modules_leave_the_loss_fused():
     """What is traced is what is timed."""
     model = language_model()
     replace_parts(model, loss="fused")
-    with module_ranges(model):
+    with detailed(model):
         assert model(**batch()).logits is None
 
 

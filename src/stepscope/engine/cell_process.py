@@ -18,7 +18,7 @@ from stepscope.core import interrupts
 from stepscope.core.errors import EXIT_WRONG_INPUT, InputError, StepscopeError, one_line
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.interrupts import end_with_stdin, leave
-from stepscope.engine.request import Stage, StepRequest
+from stepscope.engine.request import StepRequest
 
 # The events by which a cell's process reports to its sweep.
 
@@ -365,12 +365,6 @@ def main(start: ProcessStart = "exec") -> int:
     if request.memory is not None:
         gc.unfreeze()  # what holds the memory may be found among what a fork server has set aside
 
-    def tell(stage: Stage) -> None:
-        _send(events, CellEvent(stage=stage.name, detail=stage.detail))
-
-    def began(directory: Path) -> None:
-        _send(events, CellEvent(directory=str(directory)))
-
     try:
         resolve_device(request.device)
     except StepscopeError as error:
@@ -378,7 +372,11 @@ def main(start: ProcessStart = "exec") -> int:
         return error.exit_code
     try:
         measured = measure_step if request.against is None else measure_in_turns
-        measured(request, tell, began)
+        measured(
+            request,
+            lambda stage: _send(events, CellEvent(stage=stage.name, detail=stage.detail)),
+            lambda directory: _send(events, CellEvent(directory=str(directory))),
+        )
     except StepscopeError as error:
         lost = not isinstance(error, InputError)
         _send(events, CellEvent(error=one_line(error, limit=1000), error_for_all=lost, log_matters=lost))

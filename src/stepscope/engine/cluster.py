@@ -6,12 +6,12 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any
 
 import msgspec
 
@@ -133,31 +133,31 @@ def land(carried: Carried, out: Path) -> list[Path]:
 
     Raises StepscopeError, which names where the run was saved, if the disk refuses.
     """
-    return [_land(files, out) for _, files in sorted(carried.items())]
-
-
-def _land(files: dict[str, bytes], out: Path) -> Path:
-    data = files[RUN_FILE]
-    run = msgspec.json.decode(data, type=Run)
-    began = datetime.strptime(run.id.partition("-")[0], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
-    try:
-        directory = create_run_directory(out, run.workload, began)
-    except InputError:
-        save_run(run, out / run.id)  # it finds another place, and says where
-        raise
-    if directory.name != run.id:
-        run = msgspec.structs.replace(run, id=directory.name)
-        data = encode_run(run)
-    try:
-        for name, content in files.items():
-            if name != RUN_FILE:
-                (directory / name).parent.mkdir(parents=True, exist_ok=True)
-                (directory / name).write_bytes(content)
-        write_atomically(data, directory / RUN_FILE)
-    except OSError:
-        save_run(run, directory)  # the files beside it have no room; the run finds another place, and says where
-        raise StepscopeError(f"cannot write the files of {run.id} to {directory}: only its run.json is there") from None
-    return directory
+    directories: list[Path] = []
+    for _, files in sorted(carried.items()):
+        data = files[RUN_FILE]
+        run = msgspec.json.decode(data, type=Run)
+        began = datetime.strptime(run.id.partition("-")[0], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
+        try:
+            directory = create_run_directory(out, run.workload, began)
+        except InputError:
+            save_run(run, out / run.id)  # it finds another place, and says where
+            raise
+        if directory.name != run.id:
+            run = msgspec.structs.replace(run, id=directory.name)
+            data = encode_run(run)
+        try:
+            for name, content in files.items():
+                if name != RUN_FILE:
+                    (directory / name).parent.mkdir(parents=True, exist_ok=True)
+                    (directory / name).write_bytes(content)
+            write_atomically(data, directory / RUN_FILE)
+        except OSError:
+            save_run(run, directory)  # the files beside it have no room; the run finds another place, and says where
+            message = f"cannot write the files of {run.id} to {directory}: only its run.json is there"
+            raise StepscopeError(message) from None
+        directories.append(directory)
+    return directories
 
 
 TELL_EVERY_S = 0.25
@@ -194,17 +194,8 @@ class Desk:
         await self._stopped.wait()
 
 
-class _Call(Protocol):
-    def remote(self, *arguments: object) -> Awaitable[object]: ...
-
-
-class DeskHandle(Protocol):
-    """A Desk as a worker calls it, over the network."""
-
-    @property
-    def tell(self) -> _Call: ...
-    @property
-    def stopped(self) -> _Call: ...
+DeskHandle = Any
+"""A Desk as a worker calls it, over the network: by `tell.remote(...)`."""
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -226,7 +217,7 @@ class _Worker:
 
     runner: asyncio.Runner = field(default_factory=asyncio.Runner)
     forks: dict[tuple[str, ...], Forks] = field(default_factory=dict[tuple[str, ...], Forks])
-    stopped: "asyncio.Task[None] | None" = None
+    stopped: "asyncio.Future[None] | None" = None
     processes: "count[int]" = field(default_factory=lambda: count(1))
 
 
@@ -245,21 +236,22 @@ def measure(order: Order, terms: Terms, name: str, desk: DeskHandle) -> Outcome:
 
 async def _measured(worker: _Worker, order: Order, terms: Terms, name: str, desk: DeskHandle) -> Outcome:
     assert order.request is not None
-    if worker.stopped is None:
-        worker.stopped = asyncio.get_running_loop().create_task(_wait(desk.stopped.remote()))
+    stopped = worker.stopped = worker.stopped or asyncio.ensure_future(desk.stopped.remote())
 
     def next_mark() -> str:
         return f"{terms.key}-{os.getpid():08}.{next(worker.processes):06}."
 
     telling = _Telling(order.number, desk)
     with tempfile.TemporaryDirectory(prefix="stepscope-cell-", ignore_cleanup_errors=True) as out:
-        request = msgspec.structs.replace(order.request, out=out, node=name)
-        forks = _forks(worker, order.modules, next_mark)
-        fork = forks.fork if forks is not None else None
+        request, fork = msgspec.structs.replace(order.request, out=out, node=name), None
+        if order.modules is not None:
+            if order.modules not in worker.forks:
+                worker.forks[order.modules] = Forks(next_mark, order.modules)
+            fork = worker.forks[order.modules].fork
         measured = MeasuredCell(request, terms.timeout_s, next_mark, fork, telling.tell)
         cell = asyncio.get_running_loop().create_task(measured.run())
         try:
-            await asyncio.wait({cell, worker.stopped}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({cell, stopped}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             telling.close()
             if not cell.done():
@@ -273,19 +265,6 @@ async def _measured(worker: _Worker, order: Order, terms: Terms, name: str, desk
             return Outcome(error=f"{error} (on node {name})", exit_code=error.exit_code)
         files = pack(Path(out))
         return Outcome(stopped=run is None, run=None if files else run, files=files)
-
-
-async def _wait(answer: Awaitable[object]) -> None:
-    await answer
-
-
-def _forks(worker: _Worker, modules: Sequence[str] | None, next_mark: Callable[[], str]) -> Forks | None:
-    if modules is None:
-        return None
-    key = tuple(modules)
-    if key not in worker.forks:
-        worker.forks[key] = Forks(next_mark, key)
-    return worker.forks[key]
 
 
 class _Telling:
@@ -373,7 +352,9 @@ class Cluster:
         self._cells: dict[int, _Measured] = {}
         self._ready = asyncio.get_running_loop().create_future()
         self._failure: StepscopeError | None = None
-        self._stopped, self._places = False, 0
+        self._stopped = False
+        self.place_count = 0
+        """Cells that the nodes measure at a time, as far as is known."""
         self._reading = asyncio.get_running_loop().create_task(self._read())
 
     @classmethod
@@ -411,7 +392,7 @@ class Cluster:
                 node = await self._next_node(ended)
                 if node is None:
                     return
-                self._places += node.slots
+                self.place_count += node.slots
                 for _ in range(node.slots):
                     yield NodePlace(self, node, self._terms.device)
         finally:
@@ -430,7 +411,7 @@ class Cluster:
             if ended.done():
                 joined.cancel()
                 return None
-            alone_s = 0.0 if self._places else alone_s + _LOOK_EVERY_S
+            alone_s = 0.0 if self.place_count else alone_s + _LOOK_EVERY_S
             if alone_s > _NO_NODE_S:
                 joined.cancel()
                 raise DeviceError(
@@ -457,10 +438,6 @@ class Cluster:
                 async with asyncio.timeout(_STOP_S):
                     await asyncio.shield(cell.ended)
             raise
-
-    def left(self) -> None:
-        """Take in that a place has gone."""
-        self._places -= 1
 
     async def close(self) -> None:
         """End the connection, and every cell that still runs."""
@@ -492,7 +469,8 @@ class Cluster:
 
     def _hear(self, word: Word) -> None:
         if word.error is not None:
-            self._fail(_ended(word))
+            kinds = {kind.exit_code: kind for kind in (InputError, DeviceError)}
+            self._fail(kinds.get(word.exit_code, StepscopeError)(word.error))
         elif word.number is not None:
             self._cells[word.number].hear(word)
         elif word.node is not None:
@@ -509,11 +487,6 @@ class Cluster:
         for cell in self._cells.values():
             cell.fail(failure)
         self._joined.put_nowait(None)
-
-
-def _ended(word: Word) -> StepscopeError:
-    kinds = {kind.exit_code: kind for kind in (InputError, DeviceError)}
-    return kinds.get(word.exit_code, StepscopeError)(word.error or "")
 
 
 class _Measured:
@@ -554,7 +527,7 @@ class NodePlace:
             return record(request, None, "failed", Failure(message=message, during=REFUSED))
         word = await self._cluster.measured(self._node.id, request, modules, tell)
         if word.lost is not None:
-            self._cluster.left()
+            self._cluster.place_count -= 1
             raise PlaceLost(word.lost, began=bool(word.stage))
         if word.killed is not None:
             return record(request, None, "killed", Failure(message=word.killed, during="start"))

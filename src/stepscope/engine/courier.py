@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,8 @@ class _Courier:
         self._desk: Any = None
 
     async def serve(self) -> None:
-        self._desk = self._ray.remote(on_node.Desk).options(num_cpus=0, **self._at(self._head())).remote()
+        head = next(node["NodeID"] for node in self._nodes() if "node:__internal_head__" in node["Resources"])
+        self._desk = self._ray.remote(on_node.Desk).options(num_cpus=0, **self._at(head)).remote()
         await self._look_first()
         self._do(self._hear())
         self._do(self._watch())
@@ -154,9 +156,6 @@ class _Courier:
 
     def _at(self, node: str) -> dict[str, Any]:
         return {"scheduling_strategy": self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, False)}
-
-    def _head(self) -> str:
-        return next(node["NodeID"] for node in self._nodes() if "node:__internal_head__" in node["Resources"])
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
@@ -251,7 +250,9 @@ class _Courier:
     def _bring_home(self, number: int, outcome: on_node.Outcome) -> None:
         landed = land(outcome.files, Path(self._terms.out))
         if outcome.error is not None:
-            raise _Refused(outcome.error, outcome.exit_code)
+            refused = StepscopeError(outcome.error)
+            refused.exit_code = outcome.exit_code
+            raise refused
         if outcome.stopped:
             self._say(Word(number=number, stopped=True))
         elif landed:
@@ -260,23 +261,19 @@ class _Courier:
             self._say(Word(number=number, run=outcome.run))
 
 
-class _Refused(StepscopeError):
-    def __init__(self, message: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
+@dataclass
 class _Found:
-    """A node as it was found; units: its GPUs, or else its CPUs."""
+    """A node as it was found."""
 
-    def __init__(self, node: Node, units: int) -> None:
-        self.node, self.units = node, units
-        self.fault: str | None = None
-        """Why it cannot measure."""
-        self.silent = False
-        """Whether it said nothing at all."""
-        self.losses = 0
-        """Cells that it has not brought to an end."""
+    node: Node
+    units: int
+    """Its GPUs, or else its CPUs."""
+    fault: str | None = None
+    """Why it cannot measure."""
+    silent: bool = False
+    """Whether it said nothing at all."""
+    losses: int = 0
+    """Cells that it has not brought to an end."""
 
 
 def _looking() -> Callable[[], tuple[str | None, str, str]]:

@@ -4,7 +4,6 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, cast
 
 import msgspec
@@ -12,7 +11,7 @@ import torch
 
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, StepscopeError, named_line, one_line, without_install_places
-from stepscope.core.evidence import CollectiveCalls, Correctness, Evidence, MemoryGrowth
+from stepscope.core.evidence import Capture, CollectiveCalls, Correctness, Evidence
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
 from stepscope.engine.nsys_trace import Nsys
@@ -23,25 +22,6 @@ from stepscope.training.training_step import Ranks
 
 if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded
-
-# Reads what recorded steps left behind from the snapshot that was just written.
-
-
-def growth_in(directory: Path) -> tuple[MemoryGrowth | None, str | None]:
-    """The MemoryGrowth of a run's snapshot, or a note that says why it is not known."""
-    try:
-        from stepscope.allocations.answer import growth_of  # noqa: PLC0415
-        from stepscope.allocations.explain import explain  # noqa: PLC0415  (polars, which a bare machine lacks)
-        from stepscope.allocations.snapshot import read_snapshot  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        return None, f"no judgement on what grows: stepscope memory tells it where {error.name} is installed"
-    try:
-        return growth_of(explain(read_snapshot(directory))), None
-    except InputError as error:
-        return None, f"no judgement on what grows: {one_line(error)}"
-
-
-# A run that is being measured and the files beside it, whatever measures it.
 
 
 class RunDraft:
@@ -73,11 +53,22 @@ class RunDraft:
         self.set_evidence(notes=(*self.run.evidence.notes, note))
 
     def keep_growth(self) -> None:
-        """Keep what the recorded steps left behind, as their snapshot tells it."""
-        growth, why_not = growth_in(self.directory)
-        if why_not is not None:
-            self.note(why_not)
-        self.set_evidence(growth=growth)
+        """Keep the MemoryGrowth of the snapshot of the recorded steps, or note why it is not known."""
+        try:
+            from stepscope.allocations.answer import growth_of  # noqa: PLC0415
+            from stepscope.allocations.explain import explain  # noqa: PLC0415  (polars, which a bare machine lacks)
+            from stepscope.allocations.snapshot import read_snapshot  # noqa: PLC0415
+
+            self.set_evidence(growth=growth_of(explain(read_snapshot(self.directory))))
+        except ModuleNotFoundError as error:
+            self.note(f"no judgement on what grows: stepscope memory tells it where {error.name} is installed")
+        except InputError as error:
+            self.note(f"no judgement on what grows: {one_line(error)}")
+
+    def keep_capture(self, capture: Capture, **files: str) -> None:
+        """Add a capture to the evidence, and list its files beside run.json, by kind."""
+        self.set_evidence(captures=(*self.run.evidence.captures, capture))
+        self.keep_files(**files)
 
     def keep_files(self, **files: str) -> None:
         """List files beside run.json, by kind."""
@@ -101,18 +92,22 @@ class RunDraft:
         with contextlib.suppress(OSError):  # the failure is in run.json too; only its traceback found no room
             (self.directory / FAILURE_FILE).write_text(portable)
             self.keep_files(failure=FAILURE_FILE)
-        module = failing_module(self.model, error.__traceback__) if self.model is not None else None
+        # The innermost module whose forward was running.
+        paths: dict[int, str] = {}
+        if self.model is not None:
+            modules = cast("Iterable[tuple[str, torch.nn.Module]]", self.model.named_modules())  # it has no type
+            paths = {id(module): path for path, module in modules if path}
+        running = [paths.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_tb(error.__traceback__)]
+        failing = next((path for path in reversed(running) if path is not None), None)
         message = one_line(error) if status == "out-of-memory" else named_line(error)
-        self.set(status=status, failure=Failure(message=message, during=during, phase=phase, module=module))
+        self.set(status=status, failure=Failure(message=message, during=during, phase=phase, module=failing))
 
     def interrupt(self) -> None:
         """End the run as Ctrl-C asks. Once the times are whole the run stays done; the failure says what is missing."""
         if self.run.status == "unfinished":
-            failure = Failure(message=interrupts.said(), during=self.stage)
-            self.set(status="interrupted", failure=failure)
+            self.set(status="interrupted", failure=Failure(message=interrupts.said(), during=self.stage))
         elif self.run.status == "done" and self.run.failure is None:
-            failure = Failure(message=f"{interrupts.said()}, after the timed steps", during=self.stage)
-            self.set(failure=failure)
+            self.set(failure=Failure(message=f"{interrupts.said()}, after the timed steps", during=self.stage))
 
 
 class Draft(RunDraft):
@@ -169,14 +164,3 @@ class Draft(RunDraft):
         interrupts.check()
         with contextlib.suppress(OSError):  # a display that is gone, or full, is no concern of the measurement
             self._display(stage)
-
-
-def failing_module(model: torch.nn.Module, tb: TracebackType | None) -> str | None:
-    """Path of the innermost module whose forward was running when the error was raised."""
-    modules = cast("Iterable[tuple[str, torch.nn.Module]]", model.named_modules())  # PyTorch leaves it without a type
-    paths = {id(module): path for path, module in modules if path}
-    found = None
-    while tb is not None:
-        found = paths.get(id(tb.tb_frame.f_locals.get("self")), found)
-        tb = tb.tb_next
-    return found

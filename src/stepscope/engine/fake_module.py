@@ -360,7 +360,9 @@ def watch_module(
         modes.enter_context(watch)
         watch.hold(fake.module.parameters())
         watch.hold(fake.module.buffers())
-        step = ModuleStep(fake, _as_on_the_cpu(workload), _CPU)
+        # The CPU refuses choices that change none of its tensors, or that were applied already.
+        dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
+        step = ModuleStep(fake, msgspec.structs.replace(workload, dtype=dtype), _CPU)
         step.phases = _without_repeats(step.phases)
         watch.hold(tensor for batch in step.batches for _, tensor in step.named_tensors(batch))
         on_host = device_type == "cuda"
@@ -370,7 +372,10 @@ def watch_module(
             if user_module.optimizer is not None:
                 _update_as_on_a_gpu(user_module.optimizer)
             cast_as_on_a_gpu(step.model)
-            as_on_cuda = AsOnCuda(_attention_backend, heads_as_given=True)
+            # A Hopper GPU attends in 16 bits by cuDNN, else by the efficient kernel.
+            as_on_cuda = AsOnCuda(
+                lambda query: "efficient" if query.dtype == torch.float32 else "cudnn", heads_as_given=True
+            )
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
         with _what_a_cpu_lacks(user_module.name) if on_host else contextlib.nullcontext():
             run_steps(step, watch, steps, on_host=on_host)
@@ -441,12 +446,6 @@ def _without_repeats(phases: tuple[Phase, ...]) -> tuple[Phase, ...]:
     count = sum(phase.name == FORWARD for phase in phases)
     each = 2 if any(phase.name == BACKWARD for phase in phases) else 1
     return phases if count < 4 else phases[: 2 * each] + phases[(count - 1) * each :]
-
-
-def _as_on_the_cpu(workload: FactoryWorkload) -> FactoryWorkload:
-    """The workload without choices that change none of its tensors, or that were applied already."""
-    dtype = "fp32" if workload.dtype in ("tf32", "bf16-pure") else workload.dtype
-    return msgspec.structs.replace(workload, dtype=dtype)
 
 
 def _on_fake_tensors(
@@ -529,17 +528,10 @@ def resized(batch: Any, batch_size: int | None) -> Any:
 class _UnfilledParameters(TorchDispatchMode):
     """A mode in which large tensors are not filled with random numbers, so that their pages are never touched."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.overloadpacket in _FILLS and args[0].nbytes >= LARGE:
             return args[0]
         return func(*args, **(kwargs or {}))
-
-
-def _attention_backend(query: Tensor) -> AttentionBackend:
-    """The backend that scaled_dot_product_attention takes on a Hopper GPU: in 16 bits cuDNN, else the efficient one."""
-    return "efficient" if query.dtype == torch.float32 else "cudnn"
 
 
 MOST_TIMES = 8
@@ -573,10 +565,7 @@ class FakePredictor:
     """Predicts a user's module and its variants, each by a step on fake tensors."""
 
     def __init__(
-        self,
-        workload: FactoryWorkload,
-        device_type: DeviceType,
-        module: Callable[[], UserModule] | None,
+        self, workload: FactoryWorkload, device_type: DeviceType, module: Callable[[], UserModule] | None
     ) -> None:
         self._module = module
         self._device_type: DeviceType = device_type
@@ -605,11 +594,10 @@ class FakePredictor:
     def sizes(self, budget: Budget) -> dict[str, int | bool | None]:
         """The fields of a Fit with the largest sizes that fit."""
         longest, is_models = self._longest_sequence(budget)
-        return {
-            "largest_batch": self._largest_batch(budget),
-            "longest_sequence": longest,
-            "longest_is_the_models": is_models,
-        }
+        start, unit, batch = self.workload.batch_size, self.workload.accumulation, None
+        if start:  # a batch with one sample more in each micro-batch does not fit
+            batch = self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
+        return {"largest_batch": batch, "longest_sequence": longest, "longest_is_the_models": is_models}
 
     def _allocator(self, limit: int | None = None) -> Allocator:
         # On a CPU each request gets exactly the bytes that it asks for.
@@ -645,13 +633,6 @@ class FakePredictor:
 
     def _runs(self, watched: WatchedModule | None, budget: Budget) -> bool:
         return watched is not None and self._fails_in(watched, budget) is None
-
-    def _largest_batch(self, budget: Budget) -> int | None:
-        """The largest batch that fits. A batch with one sample more in each micro-batch does not fit."""
-        start, unit = self.workload.batch_size, self.workload.accumulation
-        if not start:
-            return None
-        return self._largest(start, unit, lambda size: self._variant(self.workload, size), budget)
 
     def _longest_sequence(self, budget: Budget) -> tuple[int | None, bool]:
         """The longest sequence that fits, where `seq_len` is an argument that changes the batch, and whether the model

@@ -68,7 +68,7 @@ class Forked:
         """Whether the process' number cannot be another's: it lives, or waits to be reaped."""
         if self.code is None and not self.lost:
             with contextlib.suppress(BlockingIOError):
-                self._hear(self._talk.recv(MESSAGE_BYTES))
+                self._hear(_decoded(self._talk.recv(MESSAGE_BYTES)))
         return not self.lost
 
     def ended(self) -> bool:
@@ -78,13 +78,11 @@ class Forked:
     async def reap(self, seconds: float) -> None:
         """Take the exit code of the dead process, and let its number go."""
         if self.code is None and not self.lost:
-            data = await _received(self._talk, seconds)
-            self._hear(data or b"")
+            self._hear(await _received(self._talk, seconds))
         self._talk.close()
 
-    def _hear(self, data: bytes) -> None:
-        if data:
-            self.code = msgspec.json.decode(data, type=ForkAnswer).code
+    def _hear(self, answer: ForkAnswer | None) -> None:
+        self.code = answer.code if answer is not None else None
         self.lost = self.code is None
 
 
@@ -159,7 +157,7 @@ class _Server:
             with theirs, contextlib.suppress(OSError):  # it is gone, or has stopped reading
                 socket.send_fds(self._channel, [msgspec.json.encode(request)], [*files, theirs.fileno()])
                 theirs.close()
-                answer = _answer(await _received(talk, _ANSWER_S))
+                answer = await _received(talk, _ANSWER_S)
             if answer is not None and answer.pid is not None:
                 return Forked(answer.pid, talk)
         except BaseException:
@@ -172,7 +170,7 @@ class _Server:
         return None
 
     async def _start(self) -> bool:
-        answer = _answer(await _received(self._channel, _START_S))
+        answer = await _received(self._channel, _START_S)
         self._was_ready = answer is not None and answer.refused is None
         if self._was_ready:
             self.import_s = time.monotonic() - self._began
@@ -193,18 +191,15 @@ class _Server:
         kill_marked(self._mark)
 
 
-async def _received(source: socket.socket, seconds: float) -> bytes | None:
-    """The next message; nothing where the other side has gone, None where it says nothing in this time."""
-    try:
+async def _received(source: socket.socket, seconds: float) -> ForkAnswer | None:
+    """The next answer; None where the other side has gone, or says nothing in this time."""
+    with contextlib.suppress(OSError):  # TimeoutError is one
         async with asyncio.timeout(seconds):
-            return await asyncio.get_running_loop().sock_recv(source, MESSAGE_BYTES)
-    except TimeoutError:
-        return None
-    except OSError:
-        return b""
+            return _decoded(await asyncio.get_running_loop().sock_recv(source, MESSAGE_BYTES))
+    return None
 
 
-def _answer(data: bytes | None) -> ForkAnswer | None:
+def _decoded(data: bytes) -> ForkAnswer | None:
     return msgspec.json.decode(data, type=ForkAnswer) if data else None
 
 
@@ -250,8 +245,11 @@ def main() -> int:
     if not _ForkServer(channel).serve():
         kill_marked(os.environ[MARK])  # what imports have started
         os.killpg(0, signal.SIGKILL)
+    # As many threads as OpenBLAS would have started in a process of its own.
+    stated = next((os.environ[name] for name in _BLAS_THREADS if os.environ.get(name)), "")
+    threads = int(stated) if stated.isdecimal() and int(stated) else len(os.sched_getaffinity(0))
     for setter in set_blas_threads:
-        setter(_threads_of_blas())
+        setter(threads)
     return measure("fork")
 
 
@@ -320,7 +318,12 @@ class _ForkServer:
             began = os.read(ready, 1)
             os.close(ready)
             if began:
-                self._follow(_Cell(pid, talk))
+                cell = _Cell(pid, talk)
+                with contextlib.suppress(OSError):  # the sweep has gone meanwhile
+                    talk.send(msgspec.json.encode(ForkAnswer(pid=pid)))
+                self._cells.append(cell)
+                self._selector.register(cell.talk, selectors.EVENT_READ, cell)
+                self._selector.register(cell.handle, selectors.EVENT_READ, cell)
             else:
                 os.waitpid(pid, 0)
                 refused = "the child could not become a cell"
@@ -331,13 +334,6 @@ class _ForkServer:
                 talk.send(msgspec.json.encode(ForkAnswer(refused=refused)))
             talk.close()
         return False
-
-    def _follow(self, cell: _Cell) -> None:
-        with contextlib.suppress(OSError):  # the sweep has gone meanwhile
-            cell.talk.send(msgspec.json.encode(ForkAnswer(pid=cell.pid)))
-        self._cells.append(cell)
-        self._selector.register(cell.talk, selectors.EVENT_READ, cell)
-        self._selector.register(cell.handle, selectors.EVENT_READ, cell)
 
     def _attend(self, cell: _Cell, file: int) -> None:
         """Tell the sweep that a cell is dead. It is reaped when the sweep has closed its end: until then its number,
@@ -428,12 +424,6 @@ def _blas() -> list[Callable[[int], object]]:
             raise RuntimeError(f"{path} has no function that sets its threads")
         setters.append(getattr(library, name))
     return setters
-
-
-def _threads_of_blas() -> int:
-    """The threads that OpenBLAS would have started in a process of its own."""
-    said = next((os.environ[name] for name in _BLAS_THREADS if os.environ.get(name)), "")
-    return int(said) if said.isdecimal() and int(said) else len(os.sched_getaffinity(0))
 
 
 if __name__ == "__main__":

@@ -211,10 +211,6 @@ def _run_in(directory: Path | None) -> Run | None:
         return None
 
 
-def _is_result(run: Run | None) -> bool:
-    return run is not None and run.status not in REPEATED
-
-
 class MeasuredCell:
     """Measures one cell, from the start of its process to a run on disk.
 
@@ -264,10 +260,13 @@ class MeasuredCell:
             raise
         finally:
             await process.close()
-            self._hear_the_rest(process)
+            while not process.events.empty():
+                if (event := process.events.get_nowait()) is not None:
+                    self._hear(event)
             if stopped:
                 self._keep_what_was_stopped(process)
-        if in_time and process.lost and self._error is None and not _is_result(_run_in(self._directory)):
+        run = _run_in(self._directory)
+        if in_time and process.lost and self._error is None and (run is None or run.status in REPEATED):
             return None
         if in_time:
             run = self._result(process)
@@ -283,12 +282,6 @@ class MeasuredCell:
             self._hear(event)
             if event.finished or event.error:
                 return
-
-    def _hear_the_rest(self, process: CellProcess | RankProcesses) -> None:
-        while not process.events.empty():
-            event = process.events.get_nowait()
-            if event is not None:
-                self._hear(event)
 
     def _hear(self, event: CellEvent) -> None:
         if event.directory:
@@ -331,7 +324,7 @@ class MeasuredCell:
     def _ended(self, status: Status, message: str, log: str = "", during: str | None = None) -> Run:
         """The run that the cell saved, if it is a result; else a run that says how the cell ended."""
         run = _run_in(self._directory)
-        if run is not None and _is_result(run):
+        if run is not None and run.status not in REPEATED:
             return run
         during = during or " ".join(part for part in (self._stage.name, self._stage.detail) if part)
         failure = Failure(message=message, during=during)

@@ -233,7 +233,14 @@ TellSweep = Callable[[SweepState], None]
 def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
     """The cells without duplicates, small ones first, so that a smaller one shows that a larger one cannot fit."""
     unique = {msgspec.json.encode(cell): cell for cell in cells}
-    return tuple(sorted(unique.values(), key=_order))
+
+    def order(cell: Cell) -> tuple[int, int, int, int]:
+        # Those whose sizes are not known beforehand stay in their order. Repeated ones go in rounds, all cells once and
+        # then again: what drifts on the machine then meets all alike.
+        workload, number = cell.workload, cell.repeat.number if cell.repeat else 0
+        return number, parameters_of(workload) or 0, workload.seq_len or 0, workload.batch_size or 0
+
+    return tuple(sorted(unique.values(), key=order))
 
 
 def repeated(cells: Sequence[Cell], times: int, begun: str = "") -> list[Cell]:
@@ -254,16 +261,6 @@ def repeated(cells: Sequence[Cell], times: int, begun: str = "") -> list[Cell]:
     return found
 
 
-def _order(cell: Cell) -> tuple[int, int, int, int]:
-    """What cells are ordered by; those whose sizes are not known beforehand stay in their order.
-
-    Repeated ones go in rounds, all cells once and then again: what drifts on the machine then meets all alike.
-    """
-    workload = cell.workload
-    number = cell.repeat.number if cell.repeat else 0
-    return (number, parameters_of(workload) or 0, workload.seq_len or 0, workload.batch_size or 0)
-
-
 # Grids of workloads: every combination of the listed choices.
 
 
@@ -274,11 +271,10 @@ def grid(*, model: Sequence[str | ModelConfig], **choices: Sequence[Any] | Any) 
     ['small-b4-s128-bf16-train', 'small-b4-s256-bf16-train']
     """
     models = [configure(m) if isinstance(m, str) else m for m in model]
-    lists = {name: _as_list(values) for name, values in choices.items()}
-    found = [
-        TextbookWorkload(model=chosen_model, **chosen) for chosen_model in models for chosen in combinations(lists)
-    ]
-    return list(dict.fromkeys(found))
+    lists: dict[str, Any] = {
+        name: each if isinstance(each, (list, tuple)) else [each] for name, each in choices.items()
+    }
+    return list(dict.fromkeys(TextbookWorkload(model=one, **each) for one in models for each in combinations(lists)))
 
 
 def combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
@@ -295,10 +291,6 @@ def combinations(choices: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any
         if beside and chosen["parallel"] == NOT_PARALLEL and "ranks" in chosen:
             chosen["ranks"] = 1
         yield chosen
-
-
-def _as_list(values: Sequence[Any] | float | None) -> list[Any]:
-    return list(values) if isinstance(values, (list, tuple)) else [values]
 
 
 def type_of_device(device: str) -> str:

@@ -5,7 +5,7 @@ import dataclasses
 import gc
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Generator
 
 import msgspec
 import torch
@@ -14,13 +14,12 @@ from torch import Tensor
 from stepscope.core import interrupts
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, offload_of, selective_of
 from stepscope.core.device_spec import find_device_spec, overridden_spec, product_dtype
-from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.evidence import (
     Capture,
     Communication,
     Correctness,
-    PhaseMemory,
+    Energy,
     Precision,
     RankFigures,
     RanksEvidence,
@@ -36,7 +35,7 @@ from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import format_seconds
 from stepscope.core.user_model import unmet
-from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, Workload, by_sizes
+from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, by_sizes
 from stepscope.engine.draft import Draft
 from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.engine.request import Stage
@@ -248,7 +247,12 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
         return
     environment = draft.run.environment
     parameters, state = kept_bytes(draft.step)
-    whole, trained = _of_the_model(draft)
+    # The bytes of all parameters of the model, and of those that are trained. Each rank has whole ones, or parts of
+    # tensors that say how large the whole is; in a pipeline it has some, and a weight that two stages share is two.
+    whole, trained = whole_bytes(draft.step.model.parameters())
+    if draft.run.workload.strategy.stages(draft.ranks.ranks) > 1:
+        of_ranks: list[tuple[int, int]] = draft.ranks.gathered((whole, trained))
+        whole, trained = sum(whole for whole, _ in of_ranks), sum(trained for _, trained in of_ranks)
     mine = RankFigures(
         rank=draft.ranks.rank,
         host=socket.gethostname(),
@@ -269,16 +273,6 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
     draft.set(samples={**result.samples, STEP: step}, shared=shared)
 
 
-def _of_the_model(draft: Draft) -> tuple[int, int]:
-    """The bytes of all parameters of the model, and of those that are trained. Each rank has whole ones, or parts of
-    tensors that say how large the whole is; in a pipeline it has some, and a weight that two stages share is two."""
-    mine = whole_bytes(draft.step.model.parameters())
-    if draft.run.workload.strategy.stages(draft.ranks.ranks) == 1:
-        return mine
-    of_ranks: list[tuple[int, int]] = draft.ranks.gathered(mine)
-    return sum(whole for whole, _ in of_ranks), sum(trained for _, trained in of_ranks)
-
-
 def count_traffic(draft: Draft) -> None:
     """Count what this rank sends and receives in a step."""
     if not draft.ranks.backend:
@@ -292,9 +286,9 @@ def count_traffic(draft: Draft) -> None:
 
 def bring_the_ranks_together(draft: Draft) -> None:
     """Keep the memory of every rank, and name the files that each recorded."""
-    if not draft.ranks.backend or draft.run.shared is None:
+    run, shared = draft.run, draft.run.shared
+    if not draft.ranks.backend or shared is None:
         return
-    run = draft.run
     profile = run.evidence.profile
     communication = Communication(
         calls=draft.traffic,
@@ -302,23 +296,20 @@ def bring_the_ranks_together(draft: Draft) -> None:
         exposed_s=profile.exposed_s if profile else None,
         computation_s=profile.computation_s if profile else None,
     )
-    found = draft.ranks.gathered(
-        (
-            msgspec.json.encode(run.evidence.memory),
-            msgspec.json.encode(communication),
-            run.artifacts,
-        )
+    mine = msgspec.structs.replace(
+        shared.ranks[draft.ranks.rank],
+        memory=run.evidence.memory,
+        artifacts=run.artifacts,
+        communication=communication,
     )
-    figures: list[RankFigures] = []
+    of_ranks: list[bytes] = draft.ranks.gathered(msgspec.json.encode(mine))
+    figures = tuple(msgspec.json.decode(one, type=RankFigures) for one in of_ranks)
     files: dict[str, str] = {}
-    for known, (memory, sent, artifacts) in zip(draft.run.shared.ranks, found, strict=True):
-        kept = msgspec.json.decode(memory, type=PhaseMemory | None)
-        told = msgspec.json.decode(sent, type=Communication)
-        figures.append(msgspec.structs.replace(known, memory=kept, artifacts=artifacts, communication=told))
-        if known.rank:
-            folder = RANK_FOLDER.format(rank=known.rank)
-            files |= {f"{kind}-{folder}": f"{folder}/{file}" for kind, file in artifacts.items()}
-    draft.set(shared=msgspec.structs.replace(draft.run.shared, ranks=tuple(figures)))
+    for figure in figures:
+        if figure.rank:
+            folder = RANK_FOLDER.format(rank=figure.rank)
+            files |= {f"{kind}-{folder}": f"{folder}/{file}" for kind, file in figure.artifacts.items()}
+    draft.set(shared=msgspec.structs.replace(shared, ranks=figures))
     draft.keep_files(**files)
     if not draft.saves:
         with contextlib.suppress(OSError):  # it recorded nothing of its own
@@ -326,27 +317,21 @@ def bring_the_ranks_together(draft: Draft) -> None:
 
 
 def kept_bytes(step: Step) -> tuple[int, int]:
-    """What this rank keeps between steps: its parameters, and its optimizer's state, in bytes."""
-    optimizer = step.optimizer
-    if optimizer is None:
-        return storage_bytes(step.model.parameters()), 0
-    groups = (tensor for group in optimizer.param_groups for tensor in group["params"])
-    state = (tensor for _, tensor in tensors_within(optimizer.state))
-    return storage_bytes([*step.model.parameters(), *groups]), storage_bytes(state)
+    """What this rank keeps between steps: its parameters, and its optimizer's state, in bytes. Each storage counts
+    once; of a sharded tensor those of this rank's part."""
+    optimizer, parameters, state = step.optimizer, list(step.model.parameters()), list[Tensor]()
+    if optimizer is not None:
+        parameters += [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        state += [tensor for _, tensor in tensors_within(optimizer.state)]
+    sizes: list[dict[int, int]] = [{}, {}]
+    for size, tensors in zip(sizes, (parameters, state), strict=True):
+        for local in map(local_part, tensors):
+            storage = local.untyped_storage()
+            if local.device.type != "meta" and storage.nbytes():
+                size[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes[0].values()), sum(sizes[1].values())
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """The bytes of the tensors' storages, each once; of a sharded tensor those of this rank's part."""
-    sizes: dict[int, int] = {}
-    for tensor in tensors:
-        local = local_part(tensor)
-        storage = local.untyped_storage()
-        if local.device.type != "meta" and storage.nbytes():
-            sizes[storage.data_ptr()] = storage.nbytes()
-    return sum(sizes.values())
-
-
-_SUBJECT = "step"
 _MANY = 1_000_000
 """More steps than two seconds hold."""
 
@@ -358,22 +343,22 @@ def time_steps(draft: Draft) -> None:
     interrupted = False
     with nvml_kept_open(draft.device), gpu_sampled(draft.device) as sampler:
         readings = _Readings(draft, sampler)
-        readings.read_before()  # stays where the run ends before it measures
         try:
             result = measure(
-                {_SUBJECT: step},
+                {"step": step},
                 device=draft.timing,
                 settings=_settings(draft),
                 on_progress=lambda progress: _tell(draft, progress),
                 before_measuring=readings.before_the_measured_steps,
                 peers=draft.ranks,
-            )[_SUBJECT]
-            _keep(draft, result)
+            )["step"]
+            draft.set(samples=result.samples, warmup_steady=result.warmup_steady)
             if not result.interrupted:
                 take_steps_together(draft, result)
             interrupted = result.interrupted
         except StepFailed as failure:
-            _keep(draft, failure.partial[_SUBJECT])
+            partial = failure.partial["step"]
+            draft.set(samples=partial.samples, warmup_steady=partial.warmup_steady)
             raise
         finally:
             with interrupts.held():
@@ -384,7 +369,7 @@ def time_steps(draft: Draft) -> None:
     if interrupted:
         draft.stage = "measure" if draft.run.samples["step"].count else "warm-up"
         raise KeyboardInterrupt
-    readings.keep_energy()
+    draft.set_evidence(energy=readings.energy)
     draft.save_meanwhile()  # a process that is killed while it observes then does not lose the times
     draft.set(status="done")
 
@@ -411,8 +396,6 @@ def time_in_turns(*drafts: Draft) -> None:
 
     with nvml_kept_open(drafts[0].device), gpu_sampled(drafts[0].device) as sampler:
         readings += [_Readings(draft, sampler, alone=False) for draft in drafts]
-        for reading in readings:
-            reading.read_before()
         try:
             results = measure(
                 subjects,
@@ -427,7 +410,7 @@ def time_in_turns(*drafts: Draft) -> None:
         finally:
             with interrupts.held():
                 for name, result in results.items():
-                    _keep(drafts[int(name)], result)
+                    drafts[int(name)].set(samples=result.samples, warmup_steady=result.warmup_steady)
                 for reading in readings:
                     reading.read_after()
     if any(result.interrupted for result in results.values()):
@@ -479,30 +462,29 @@ class _Readings:
     def __init__(self, draft: Draft, sampler: GpuSampler | None, *, alone: bool = True) -> None:
         """alone: whether no other step takes turns with this one. Power would be that of both."""
         self._draft, self._sampler, self._alone = draft, sampler, alone
-        self._meter, self._energy = EnergyMeter(draft.device), None
+        self._meter = EnergyMeter(draft.device)
+        self.energy: Energy | None = None
+        """That of the measured steps, once they are over."""
         self._began_s = 0.0
         """When the measured steps began; 0 before they did."""
         self._compiling = CompilationWatch(draft.device)
         self._updates: int | None = None
-        self._gpu: GpuReading | None = None
-        self._load = HostLoad()
-
-    def read_before(self) -> None:
-        self._gpu, self._load = read_gpu(self._draft.device), HostLoad()
+        # These stay where the run ends before it measures.
+        self._gpu, self._load = read_gpu(draft.device), HostLoad()
 
     def before_the_measured_steps(self) -> None:
         """Read once after warm-up, so that what warm-up compiled does not count. The device idles meanwhile, so NVML is
         initialised already."""
         self._updates = applied_updates(self._draft.step.optimizer)
         self._compiling.start()
-        self.read_before()
+        self._gpu, self._load = read_gpu(self._draft.device), HostLoad()
         self._began_s = time.monotonic()
         self._meter.start()
 
     def read_after(self) -> None:
         draft, environment, end_s = self._draft, self._draft.run.environment, time.monotonic()
         samples = draft.run.samples.get(STEP)
-        self._energy = self._meter.read(samples.count if samples else 0, are_samples=True)
+        self.energy = self._meter.read(samples.count if samples else 0, are_samples=True)
         draft.set_evidence(compiled_while_measured=self._compiling.read())
         assert environment is not None
         after, load = read_gpu(draft.device), self._load.read()
@@ -512,10 +494,6 @@ class _Readings:
         versions = environment.versions | launcher()
         read = {"before": self._gpu, "after": after, "during": during, "host": load, "versions": versions}
         draft.set(environment=msgspec.structs.replace(environment, **read))
-
-    def keep_energy(self) -> None:
-        """Store the energy of the measured steps, which were not cut short."""
-        self._draft.set_evidence(energy=self._energy)
 
     def keep_updates(self) -> None:
         """Store how many of the measured steps updated the parameters."""
@@ -530,10 +508,6 @@ def _tell(draft: Draft, progress: Progress) -> None:
     draft.stage = progress.stage
     detail = f"step {progress.done}, {format_seconds(progress.last_step_s)}"
     draft.tell(Stage(name=progress.stage, detail=detail, fraction=progress.fraction))
-
-
-def _keep(draft: Draft, result: Measurement) -> None:
-    draft.set(samples=result.samples, warmup_steady=result.warmup_steady)
 
 
 # Holds ranks that share a step against one process, before anything is timed.
@@ -556,13 +530,6 @@ def check_the_ranks(draft: Draft) -> None:
     if workload.parallel == NOT_PARALLEL or workload.phase == "forward":
         return
     draft.begin("check ranks")
-    draft.correct = found = _check(draft, workload)
-    release(draft)
-    if not found.passed:
-        raise RuntimeError(said_of(found, workload.parallel))
-
-
-def _check(draft: Draft, workload: Workload) -> Correctness:
     from stepscope.training.parallel.correctness import check_ranks  # noqa: PLC0415  (only where ranks share a step)
 
     small = by_sizes(workload, _small) or workload
@@ -570,8 +537,11 @@ def _check(draft: Draft, workload: Workload) -> Correctness:
     def make() -> StepParts:
         return dataclasses.replace(make_parts(small, draft.device, draft.load), optimizer=None)
 
-    found = check_ranks(workload.parallel, make, small, draft.device, draft.ranks)
-    return by_sizes(workload, lambda sized: _with_smaller_sizes(found, sized)) or found
+    correct = check_ranks(workload.parallel, make, small, draft.device, draft.ranks)
+    draft.correct = by_sizes(workload, lambda sized: _with_smaller_sizes(correct, sized)) or correct
+    release(draft)
+    if not correct.passed:
+        raise RuntimeError(_fault_of(correct, workload.parallel))
 
 
 def _small(workload: TextbookWorkload) -> TextbookWorkload:
@@ -591,16 +561,13 @@ def _small(workload: TextbookWorkload) -> TextbookWorkload:
     )
 
 
-def _with_smaller_sizes(found: Correctness, workload: TextbookWorkload) -> Correctness:
-    """What was found, with the sizes in which the step that was checked is smaller than the workload's."""
-    small = _small(workload)
-    pairs = {
-        "layers": (small.layers, workload.layers),
-        "vocabulary": (small.model.vocabulary, workload.model.vocabulary),
-        "seq_len": (small.seq_len, workload.seq_len),
-        "batch_size": (small.batch_size, workload.batch_size),
-    }
-    return msgspec.structs.replace(found, **{name: one for name, (one, whole) in pairs.items() if one < whole})
+def _with_smaller_sizes(correct: Correctness, workload: TextbookWorkload) -> Correctness:
+    """The Correctness with the sizes in which the step that was checked is smaller than the workload's."""
+    small, whole = (
+        {"layers": w.layers, "vocabulary": w.model.vocabulary, "seq_len": w.seq_len, "batch_size": w.batch_size}
+        for w in (_small(workload), workload)
+    )
+    return msgspec.structs.replace(correct, **{name: size for name, size in small.items() if size < whole[name]})
 
 
 def _of_fewer_layers(workload: TextbookWorkload, layers: int) -> str:
@@ -614,7 +581,7 @@ def _of_fewer_layers(workload: TextbookWorkload, layers: int) -> str:
     return of_fewer_layers(checkpointing, layers)
 
 
-def said_of(found: Correctness, name: str) -> str:
+def _fault_of(found: Correctness, name: str) -> str:
     """What the ranks compute wrongly, in a line."""
     wrong, allowed, what = found.gradient_error, found.gradient_allowed, "the gradients of the first step"
     if wrong <= allowed:
@@ -634,32 +601,25 @@ def said_of(found: Correctness, name: str) -> str:
 
 def trace_by_kineto(draft: Draft) -> None:
     """Trace with torch.profiler, where it was asked for."""
-    asked = draft.request.trace
-    if "kineto" not in asked.tools:
-        return
-
-    def take() -> Capture:
-        return capture_kineto(
-            draft.step, draft.device, draft.timing, draft.directory, steps=asked.steps, stacks=asked.stacks,
-            peers=draft.ranks,
-        )  # fmt: skip
-
-    _take(draft, "kineto", str(torch.__version__), take, kineto=KINETO_FILE)
+    trace = draft.request.trace
+    if "kineto" in trace.tools:
+        with _captured(draft, "kineto", str(torch.__version__)):
+            capture = capture_kineto(
+                draft.step, draft.device, draft.timing, draft.directory, steps=trace.steps, stacks=trace.stacks,
+                peers=draft.ranks,
+            )  # fmt: skip
+            draft.keep_capture(capture, kineto=KINETO_FILE)
 
 
 def trace_for_the_watching_tool(draft: Draft) -> None:
     """Run steps with every range, where the user started a tool that watches this process and keeps what it records."""
-    if not ranges.watched():
-        return
-
-    def take() -> Capture:
-        if not ranges.current_emitters():
-            raise InputError(NO_NVTX)
-        with capture_range(draft.device):
-            samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
-        return Capture(tool="nvtx", tool_version="", samples=samples)
-
-    _take(draft, "nvtx", "", take)
+    if ranges.watched():
+        with _captured(draft, "nvtx", ""):
+            if not ranges.current_emitters():
+                raise InputError(NO_NVTX)
+            with capture_range(draft.device):
+                samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
+            draft.keep_capture(Capture(tool="nvtx", tool_version="", samples=samples))
 
 
 def trace_by_nsys(draft: Draft) -> None:
@@ -667,18 +627,15 @@ def trace_by_nsys(draft: Draft) -> None:
     if draft.nsys is not None:
         draft.begin("trace nsys")
         cuda = draft.device.type == "cuda"
-        _keep_trace(draft, *trace_under_nsys(draft.request, draft.nsys, draft.directory, cuda=cuda))
+        capture, files = trace_under_nsys(draft.request, draft.nsys, draft.directory, cuda=cuda)
+        draft.keep_capture(capture, **files)
 
 
-def _take(draft: Draft, tool: str, version: str, take: Callable[[], Capture], **files: str) -> None:
+@contextlib.contextmanager
+def _captured(draft: Draft, tool: str, version: str) -> Generator[None]:
+    """A context that takes a trace. Whatever the profiler raises is said in a Capture; the times are kept."""
     draft.begin(f"trace {tool}")
     try:
-        capture = take()
-    except Exception as error:  # whatever the profiler raises is said in the capture; the times are kept
-        capture, files = Capture(tool=tool, tool_version=version, failure=one_line(error)), {}
-    _keep_trace(draft, capture, files)
-
-
-def _keep_trace(draft: Draft, capture: Capture, files: dict[str, str]) -> None:
-    draft.set_evidence(captures=(*draft.run.evidence.captures, capture))
-    draft.keep_files(**files)
+        yield
+    except Exception as error:
+        draft.keep_capture(Capture(tool=tool, tool_version=version, failure=one_line(error)))

@@ -1,8 +1,9 @@
 """Measures one step of a workload on this machine, in stages, and saves the run."""
 
 import contextlib
+import functools
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -157,7 +158,7 @@ def _go_through_the_stages(draft: Draft) -> None:
     """Run the stages, which fill in the draft. Ctrl-C ends it with what is measured so far."""
     try:
         with interrupts.keeping():
-            if _measured(draft):
+            if until_failed((functools.partial(stage, draft) for stage in UNTIL_TIMED), lambda _: draft):
                 for stage, failed in AFTER_THE_TIMES:
                     run_after_the_times(stage, draft, failed)
     except KeyboardInterrupt:
@@ -172,23 +173,14 @@ def run_after_the_times(stage: StageFunction, draft: Draft, failed: str) -> None
         draft.note(f"{failed.format(stage=draft.stage)}: {named_line(error)}")
 
 
-def _measured(draft: Draft) -> bool:
-    """Run the stages until the steps are timed; returns whether none failed."""
-
-    def until_timed() -> None:
-        for stage in UNTIL_TIMED:
-            stage(draft)
-
-    return until_failed(until_timed, lambda _: draft)
-
-
-def until_failed(stages: Callable[[], None], whose: Callable[[StepFailed | None], Draft]) -> bool:
+def until_failed(stages: Iterable[Callable[[], None]], whose: Callable[[StepFailed | None], Draft]) -> bool:
     """Run stages until the steps are timed; returns whether none failed. A failure becomes the run's status.
 
     whose: the draft that a failure is of; it is asked without a failure of a step for any other.
     """
     try:
-        stages()
+        for stage in stages:
+            stage()
     except StepFailed as failure:
         draft = whose(failure)
         interrupts.check()  # a library may have replaced Ctrl-C's exception by its own
@@ -235,16 +227,19 @@ def measure_in_turns(
     Raises InputError for what the device cannot run as asked, and for a second model whose code changes settings of
     the whole process. A failure of the device is the status of the run that it happened in.
     """
-    device = resolve_device(request.device)
-    requests = _each_alone(request)
+    assert request.against is not None
+    device, repeat = resolve_device(request.device), request.repeat
+    # Where the two are repeated, the second's set is its own.
+    other = Repeat(set=f"{repeat.set}-against", number=repeat.number, of=repeat.of) if repeat else None
+    alone = msgspec.structs.replace(request, against=None)
+    requests = alone, msgspec.structs.replace(alone, workload=request.against, repeat=other)
     for one in requests:
         check_supported(one.workload, device)
     limit_memory(device, request.memory_limit_bytes)
     with interrupts.held():
-        drafts: list[Draft] = []
-        for one in requests:
-            drafts.append(Draft(one, device, create_run_directory(Path(one.out), one.workload), tell, None))
-        first, second = drafts
+        first, second = drafts = [
+            Draft(one, device, create_run_directory(Path(one.out), one.workload), tell, None) for one in requests
+        ]
         first.set(beside=second.run.id)
         second.set(beside=first.run.id)
         began(first.directory)
@@ -257,15 +252,6 @@ def measure_in_turns(
             raise
         finished(second)
         return finished(first), first.directory
-
-
-def _each_alone(request: StepRequest) -> tuple[StepRequest, StepRequest]:
-    """The requests of the two sides; where they are repeated, the second's set is its own."""
-    assert request.against is not None
-    repeat = request.repeat
-    other = Repeat(set=f"{repeat.set}-against", number=repeat.number, of=repeat.of) if repeat else None
-    first = msgspec.structs.replace(request, against=None)
-    return first, msgspec.structs.replace(first, workload=request.against, repeat=other)
 
 
 def _go_through_both(first: Draft, second: Draft) -> None:
@@ -308,8 +294,13 @@ def _both_measured(first: Draft, second: Draft) -> bool:
             at[0] = draft
             before = _settings_of_the_process()
             build(draft)
-            if draft is drafts[1]:
-                _refuse_changes(before, _settings_of_the_process())
+            after = _settings_of_the_process()
+            changed = [name for name, value in after.items() if draft is drafts[1] and value != before[name]]
+            if changed:
+                raise InputError(
+                    f"making the second model changed {', '.join(changed)}, which the first one's steps would run "
+                    "under too: measure each with `run --repeat 5`, and compare the two sets"
+                )
         first.begin("warm-up")
         time_in_turns(*drafts)
 
@@ -317,7 +308,7 @@ def _both_measured(first: Draft, second: Draft) -> bool:
         at[0] = drafts[int(failure.subject)] if failure is not None else at[0]
         return at[0]
 
-    if until_failed(until_timed, whose):
+    if until_failed([until_timed], whose):
         return True
     failed = at[0]
     for draft in drafts:
@@ -337,12 +328,3 @@ def _settings_of_the_process() -> dict[str, object]:
         "torch.backends.cudnn.benchmark": torch.backends.cudnn.benchmark,
         "torch.backends.cudnn.allow_tf32": torch.backends.cudnn.allow_tf32,
     }
-
-
-def _refuse_changes(before: dict[str, object], after: dict[str, object]) -> None:
-    changed = [name for name, value in after.items() if value != before[name]]
-    if changed:
-        raise InputError(
-            f"making the second model changed {', '.join(changed)}, which the first one's steps would run under too: "
-            "measure each with `run --repeat 5`, and compare the two sets"
-        )

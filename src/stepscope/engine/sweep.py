@@ -6,13 +6,14 @@ Killed at any moment, the same sweep resumes: a cell whose run is on disk with a
 import asyncio
 import contextlib
 import fcntl
+import functools
 import hashlib
 import itertools
 import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncGenerator, Generator, Iterator
+from collections.abc import AsyncGenerator, Callable, Generator
 from pathlib import Path
 from typing import Self
 
@@ -68,8 +69,7 @@ class Series:
     def __init__(self, device: str) -> None:
         """device: the one of all its sweeps."""
         self.modules = (_compiler_on(device),)
-        self._mark, self._servers = f"{secrets.token_hex(6)}-{secrets.token_hex(6)}.", itertools.count(1)
-        self.forks = Forks(lambda: _numbered(self._mark, self._servers), self.modules)
+        self.forks = Forks(_marks(f"{secrets.token_hex(6)}-{secrets.token_hex(6)}."), self.modules)
         self.loop = asyncio.Runner()  # what forks the cells talks in one loop of events
 
     def __enter__(self) -> Self:
@@ -128,8 +128,11 @@ def _compiler_on(device: str) -> str:
     return COMPILER if without_gpu else COMPILER_ON_GPU
 
 
-def _numbered(mark: str, numbers: Iterator[int]) -> str:
-    return f"{mark}{next(numbers):06}."
+def _marks(beginning: str) -> Callable[[], str]:
+    """Gives the mark that the next process, and all that it starts, carry in their environment. All are equally long: a
+    forked cell writes its own over that of its server."""
+    numbers = itertools.count(1)
+    return lambda: f"{beginning}{next(numbers):06}."
 
 
 class _Sweep:
@@ -138,9 +141,9 @@ class _Sweep:
         self._out = Path(plan.out)
         self.interrupted = False
         self.state = SweepState(cells=[CellState(cell=cell) for cell in plan.cells], timeout_s=self._policy.timeout_s)
-        self._mark = f"{plan.key}-{hashlib.sha256(bytes(self._out.resolve())).hexdigest()[:12]}."
-        self._processes = itertools.count(1)
-        kill_marked(self._mark)  # left by a start of this very sweep that was killed together with its cell
+        mark = f"{plan.key}-{hashlib.sha256(bytes(self._out.resolve())).hexdigest()[:12]}."
+        self._next_mark = _marks(mark)
+        kill_marked(mark)  # left by a start of this very sweep that was killed together with its cell
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
         self._changed, self._all_ended = asyncio.Condition(), asyncio.Event()
@@ -181,23 +184,18 @@ class _Sweep:
 
     async def _measure_all(self) -> None:
         try:
-            await self._measure_each()
+            if self._waiting:
+                async with asyncio.TaskGroup() as workers:
+                    async for place in self._places():
+                        self.state.places += 1
+                        workers.create_task(self._work(place))
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
         finally:
             if self._forks is not None and self._series is None:
                 self._forks.close()
             if self._cluster is not None:
                 await self._cluster.close()
-
-    async def _measure_each(self) -> None:
-        if not self._waiting:
-            return
-        try:
-            async with asyncio.TaskGroup() as workers:
-                async for place in self._places():
-                    self.state.places += 1
-                    workers.create_task(self._work(place))
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
 
     async def _places(self) -> AsyncGenerator[Place]:
         """Where cells are measured: the devices of this machine, or what the nodes of a cluster have."""
@@ -220,11 +218,6 @@ class _Sweep:
                     raise InputError(event.error)
         finally:
             await process.close()
-
-    def _next_mark(self) -> str:
-        """The mark that the next process, and all that it starts, carry in their environment. All are equally long: a
-        forked cell writes its own over that of its server."""
-        return _numbered(self._mark, self._processes)
 
     def _find_results(self) -> None:
         """Take over the results of an earlier start of this sweep from disk."""
@@ -255,8 +248,11 @@ class _Sweep:
                 run = record(request, None, "skipped", Failure(message=message, during="plan"))
             else:
                 start = time.monotonic()
+                cell.state = "measuring"
+                self._tell(self.state)
+                modules = self._imported if cell.cell.repeat is None else None
                 try:
-                    run = await self._measured(cell, request, place)
+                    run = await place.measure(request, modules, functools.partial(self._tell_stage, cell))
                 except PlaceLost as lost:
                     await self._measure_elsewhere(cell, request, lost)
                     return
@@ -311,28 +307,15 @@ class _Sweep:
                     return run
         return None
 
-    async def _measured(self, cell: CellState, request: StepRequest, place: Place) -> Run:
-        def tell(stage: Stage) -> None:
-            cell.stage, cell.detail = stage.name, stage.detail
-            self._tell(self.state)
-
-        cell.state = "measuring"
+    def _tell_stage(self, cell: CellState, stage: Stage) -> None:
+        cell.stage, cell.detail = stage.name, stage.detail
         self._tell(self.state)
-        return await place.measure(request, self._imported if cell.cell.repeat is None else None, tell)
 
     def _request(self, cell: Cell, device: str) -> StepRequest:
         """The request to a cell's process."""
+        plan = self._plan
         return StepRequest(
-            workload=cell.workload,
-            settings=cell.settings,
-            device=device,
-            out=self._plan.out,
-            tag=self._plan.tag,
-            sweep=self._plan.key,
-            repeat=cell.repeat,
-            against=cell.against,
-            memory_limit_bytes=self._plan.memory_limit_bytes,
-            peak_flops_per_s=self._plan.peak_flops_per_s,
-            trace=self._plan.trace,
-            memory=self._plan.memory,
-        )
+            workload=cell.workload, settings=cell.settings, device=device, out=plan.out, tag=plan.tag, sweep=plan.key,
+            repeat=cell.repeat, against=cell.against, memory_limit_bytes=plan.memory_limit_bytes,
+            peak_flops_per_s=plan.peak_flops_per_s, trace=plan.trace, memory=plan.memory,
+        )  # fmt: skip

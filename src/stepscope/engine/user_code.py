@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,16 +76,6 @@ def ask_apart(module: str, *arguments: str, what: str, keeps: bool = False) -> b
     return answer.data.encode()
 
 
-@contextlib.contextmanager
-def _signal_held() -> Generator[None]:
-    """Inside, SIGINT waits; a process that is started here begins so."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class _Child:
     """The process that runs the user's code."""
 
@@ -100,8 +90,12 @@ class _Child:
 
     def run(self, command: list[str], answer: int, environment: dict[str, str]) -> int:
         """Run it to its end; returns its exit code."""
-        with _signal_held():  # the child holds it until it can answer: importing, it would end with a traceback
+        # The child begins with SIGINT held, until it can answer: importing, it would end with a traceback.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             process = subprocess.Popen(command, stdout=2, pass_fds=(answer,), env=environment)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         with process as self._process:
             if self.interrupted:
                 self._process.send_signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """One Watch and the Run that it makes of a loop that is not ours."""
 
 import atexit
+import functools
 import math
 import os
 import shutil
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self, cast
+from typing import Self
 
 import msgspec
 import torch
@@ -22,14 +23,9 @@ from stepscope.core.device_spec import find_device_spec
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import InputError, StepscopeError, choose, named_line, one_line, warn
 from stepscope.core.evidence import (
-    TRACE_TOOLS,
-    Capture,
     Evaluated,
     Evidence,
-    Habits,
     PhaseMemory,
-    Saved,
-    TraceTool,
     Updates,
     WatchedLoop,
 )
@@ -96,47 +92,10 @@ class WatchedDraft(RunDraft):
     def model(self) -> torch.nn.Module | None:
         return self._model()
 
-    @property
-    def device_name(self) -> str:
-        return self.run.environment.device_name if self.run.environment else ""
-
-    def say_timed_steps(
-        self,
-        spans: tuple[tuple[int, int], ...],
-        *,
-        forwards: Sequence[int],
-        backwards: Sequence[int],
-        evaluated: Evaluated | None,
-        saved: Saved | None,
-    ) -> None:
-        """Keep the numbers of the timed steps, how many forwards and backwards each ran, what they evaluate and what
-        they save."""
-        usual = max((forwards.count(count) for count in set(forwards)), default=0)
-        vary = bool(forwards) and 10 * usual < 9 * len(forwards)
-        loop = msgspec.structs.replace(
-            self.loop,
-            first_step=spans[0][0] if spans else None,
-            timed_steps=spans,
-            backwards_between=_extremes(backwards),
-            forwards_between=_extremes(forwards),
-            forwards_mean=statistics.fmean(forwards) if vary else None,
-            evaluated=evaluated,
-            saved=saved,
-        )
-        self.set_evidence(loop=loop)
-
-    def say_ended_by(self, error: Exception) -> None:
-        """Keep what ended the loop after its steps were timed."""
-        loop = self.run.evidence.loop or self.loop
-        self.set_evidence(loop=msgspec.structs.replace(loop, ended_by=named_line(error)))
-
     def keep_memory(self, memory: PhaseMemory) -> None:
         """Keep a step's memory figures, unless those of a recorded step say more."""
         if memory.forward_peak is not None or self.run.evidence.memory is None:
             self.set_evidence(memory=memory)
-
-    def keep_habits(self, habits: Habits) -> None:
-        self.set_evidence(habits=habits)
 
     def keep_work(self, work: dict[str, Work], unknown: dict[str, int]) -> None:
         """Keep a step's FLOPs. Without a forward, those that were counted are no step's."""
@@ -154,25 +113,19 @@ class WatchedDraft(RunDraft):
         if self._request.memory is not None and self._request.memory.steps > 1:
             self.keep_growth()
 
-    def keep_capture(self, capture: Capture) -> None:
-        self.set_evidence(captures=(*self.run.evidence.captures, capture))
-
-    def keep_trace(self, capture: Capture) -> None:
-        self.keep_capture(capture)
-        self.keep_files(kineto=KINETO_FILE)
-
 
 def watched_workload(found: LoopStep, loop: WatchedLoop, program: str) -> WatchedWorkload:
     """The loop as an experiment, described by one of its steps."""
     model = found.model
     world = int(os.environ.get("WORLD_SIZE", "1") or 1)
+    script = getattr(sys.modules.get("__main__"), "__file__", None)  # a notebook has none
     return WatchedWorkload(
         model=UserModel(
             name=found.name,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             inputs=_inputs(found.roots[0], found.batches) if found.roots else {},
             structure=structure_digest(model),
-            source=source_digest(model, [_script()]),
+            source=source_digest(model, [Path(script) if script is not None else None]),
         ),
         dtype=_dtype(loop),
         compile="default" if found.compiled else "eager",
@@ -182,16 +135,6 @@ def watched_workload(found: LoopStep, loop: WatchedLoop, program: str) -> Watche
         rank=int(os.environ.get("RANK", "0")) if world > 1 else None,
         world_size=world,
     )
-
-
-def _extremes(counts: Sequence[int]) -> tuple[int, int] | None:
-    return (min(counts), max(counts)) if counts else None
-
-
-def _script() -> Path | None:
-    """The file that this process runs; None in a notebook."""
-    file = getattr(sys.modules.get("__main__"), "__file__", None)
-    return Path(file) if file is not None else None
 
 
 def _loop(found: LoopStep) -> WatchedLoop:
@@ -327,7 +270,12 @@ class WatchedRun:
             in_two_parts=more,
         )
         looked = LookedAtSteps(
-            step, phases, device, keep=draft.keep_habits, keep_work=draft.keep_work, changes=lambda: readings.changes
+            step,
+            phases,
+            device,
+            keep=lambda habits: draft.set_evidence(habits=habits),
+            keep_work=draft.keep_work,
+            changes=lambda: readings.changes,
         )
         observed = ObservedStep(step, phases, device, draft.keep_memory)
         # What was asked for comes first, and the rest of what is timed last, for which the loop may be too short.
@@ -338,18 +286,19 @@ class WatchedRun:
         trace, memory, phases, profilers = self.request.trace, self.request.memory, self.watch.phases, self._profilers
         stages: list[Stage] = []
         if "kineto" in trace.tools and profilers is not None:
+            keep = functools.partial(draft.keep_capture, kineto=KINETO_FILE)
             traced = TracedSteps(
-                step, device, draft.directory, profilers,
-                steps=trace.steps, stacks=trace.stacks, keep=draft.keep_trace,
-            )  # fmt: skip
+                step, device, draft.directory, profilers, steps=trace.steps, stacks=trace.stacks, keep=keep
+            )
             stages.append(traced)
         if ranges.watched():
             stages.append(RangedSteps(step, phases, device, steps=trace.steps, keep=draft.keep_capture))
         if memory is not None and profilers is not None:
-            workload, name, keep = draft.run.workload, draft.device_name, draft.keep_recorded_memory
+            environment = draft.run.environment
             recorded = RecordedMemory(
-                step, phases, device, draft.directory, profilers,
-                stacks=memory.stacks, steps=memory.steps, workload=workload, device_name=name, keep=keep,
+                step, phases, device, draft.directory, profilers, stacks=memory.stacks, steps=memory.steps,
+                workload=draft.run.workload, device_name=environment.device_name if environment else "",
+                keep=draft.keep_recorded_memory,
             )  # fmt: skip
             stages.append(recorded)
         return stages
@@ -369,10 +318,6 @@ class WatchedRun:
         else:
             self._draft.note(f"{stage}, which failed: {one_line(error)}")
 
-    def stages_over(self) -> None:
-        """Finish the run: everything is measured, and the loop goes on."""
-        self._finish()
-
     def loop_gone(self) -> None:
         """End with the loop, whose model or optimizer is no more. Where nothing of it was timed, the next one is
         watched."""
@@ -387,10 +332,11 @@ class WatchedRun:
         watch, draft = self.watch, self._draft
         failed_in, stage, under_way = watch.phases.failed, watch.stage, watch.running
         watch.stop()
-        if self._readings is not None:
-            self._readings.close()
+        if self._readings is not None and self._readings.sampler is not None:
+            self._readings.sampler.close()
         if draft is not None and draft.run.status == "done" and isinstance(error, Exception):
-            draft.say_ended_by(error)
+            loop = draft.run.evidence.loop or draft.loop
+            draft.set_evidence(loop=msgspec.structs.replace(loop, ended_by=named_line(error)))
         if draft is None:
             self.why_not = self.why_not or self._why_nothing()
         elif under_way:
@@ -405,24 +351,19 @@ class WatchedRun:
                 shutil.rmtree(draft.directory, ignore_errors=True)
                 self._draft = None
                 return None
-            self._note_what_is_missing()
-            self._finish()
+            # The stages that the loop left no steps for, and those that could not begin.
+            left = {name: reason for name, reason in watch.left_out.items() if name != TimedSteps.name}
+            for name, reason in left.items():
+                if reason is not None:
+                    draft.note(f"{name}, since {reason}")
+            too_short = [name for name, reason in left.items() if reason is None]
+            if too_short:
+                fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if self.request.between else ""
+                draft.note(f"{', '.join(too_short)}, since the loop ended before{fewer}")
+            self.finish()
         elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
-            self._finish()
+            self.finish()
         return self.run
-
-    def _note_what_is_missing(self) -> None:
-        """Note the stages that the loop left no steps for, and those that could not begin."""
-        watch, draft = self.watch, self._draft
-        assert draft is not None
-        left = {name: reason for name, reason in watch.left_out.items() if name != TimedSteps.name}
-        for name, reason in left.items():
-            if reason is not None:
-                draft.note(f"{name}, since {reason}")
-        too_short = [name for name, reason in left.items() if reason is None]
-        if too_short:
-            fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if self.request.between else ""
-            draft.note(f"{', '.join(too_short)}, since the loop ended before{fewer}")
 
     def _why_nothing(self) -> str:
         if self.watch.optimizer_stepped or self._draft is not None:
@@ -448,13 +389,20 @@ class WatchedRun:
         samples = timed.samples()
         count, asked = samples["step"].count, self.request.settings.steps_floor
         draft.set(samples=samples, warmup_steady=timed.steady)
-        draft.say_timed_steps(
-            tuple(timed.spans),
-            forwards=timed.entered(FORWARD, count),
-            backwards=timed.entered(BACKWARD, count),
+        forwards, backwards = timed.entered(FORWARD, count), timed.entered(BACKWARD, count)
+        usual = max((forwards.count(each) for each in set(forwards)), default=0)
+        vary = bool(forwards) and 10 * usual < 9 * len(forwards)
+        loop = msgspec.structs.replace(
+            draft.loop,
+            first_step=timed.spans[0][0] if timed.spans else None,
+            timed_steps=tuple(timed.spans),
+            backwards_between=(min(backwards), max(backwards)) if backwards else None,
+            forwards_between=(min(forwards), max(forwards)) if forwards else None,
+            forwards_mean=statistics.fmean(forwards) if vary else None,
             evaluated=_evaluated(timed.evaluations(count), self.watch.phases.evaluated.values()),
             saved=self.watch.saves.of(timed.spans),
         )
+        draft.set_evidence(loop=loop)
         readings.read_after(count, whole=bool(timed.measured))
         if count < asked:
             missing = f"{asked - count} of the {asked} steps" if count else counted(asked, "step")
@@ -463,8 +411,8 @@ class WatchedRun:
             draft.set(status="done")
             draft.save_meanwhile()
 
-    def _finish(self) -> None:
-        """Write the run with its findings."""
+    def finish(self) -> None:
+        """Write the run with its findings: everything is measured, or the loop has ended."""
         draft = self._draft
         assert draft is not None
         if draft.run.status == "unfinished":
@@ -511,7 +459,7 @@ class _Readings:
         self._read = 0
         """Steps of the parts that are over."""
         self._compiling = None
-        self._sampler = sampler_of(draft.device)
+        self.sampler = sampler_of(draft.device)
         self._began_s = 0.0
 
     def read_before(self) -> None:
@@ -538,7 +486,7 @@ class _Readings:
             return
         after, load = read_gpu(draft.device), self._load.read()
         # The energy of so many steps is not known: the GPU may still run earlier ones when the counter is read.
-        during = self._sampler.read(self._began_s, end_s) if self._sampler else None
+        during = self.sampler.read(self._began_s, end_s) if self.sampler else None
         versions = environment.versions | launcher()
         read = {"before": self._gpu, "after": after, "during": during, "host": load, "versions": versions}
         draft.set(environment=msgspec.structs.replace(environment, **read))
@@ -558,16 +506,8 @@ class _Readings:
             if self._is_compiled or report.frames_total:  # A loop may compile parts of its model, or its loss.
                 draft.set_evidence(compilation=report)
 
-    def close(self) -> None:
-        """End what still reads the GPU."""
-        if self._sampler is not None:
-            self._sampler.close()
-
 
 # Two lines round a loop: `with stepscope.watch(model, optimizer) as watched:`.
-
-
-_RECORDED = ("memory", "kineto")
 
 
 class Watched:
@@ -576,9 +516,8 @@ class Watched:
     Its steps end with the optimizer's steps. Where no optimizer of PyTorch steps, `step()` says so.
     """
 
-    def __init__(self, watched: WatchedRun, *, quiet: bool) -> None:
-        self._watched = watched
-        self._quiet = quiet
+    def __init__(self, watched: WatchedRun, say: Say) -> None:
+        self._watched, self._say = watched, say
         self._open = False
 
     @property
@@ -640,10 +579,6 @@ class Watched:
             return f"{run.workload.model.name}: {run.status}, no step was timed"
         return f"{run.workload.model.name}: {format_seconds(median)} a step, the median of {samples.count}"
 
-    def _say(self, line: str) -> None:
-        if not self._quiet:
-            warn(line)
-
 
 def watch(
     model: nn.Module | None = None,
@@ -679,26 +614,23 @@ def watch(
     """
     _check(model, nn.Module, "the model is a {}: give a torch.nn.Module")
     _check(optimizer, torch.optim.Optimizer, "the optimizer is a {}: give one of PyTorch's, or none and call step()")
-    asked = tuple(dict.fromkeys([record] if isinstance(record, str) else record))
-    for name in asked:
-        choose(name, _RECORDED, "record")
+    recorded = tuple(dict.fromkeys([record] if isinstance(record, str) else record))
+    for name in recorded:
+        choose(name, ("memory", "kineto"), "record")
     between = checked_steps(*steps) if steps is not None else None
     request = WatchRequest(
         runs=Path(runs).absolute(),
         settings=settings_between(between),
         between=between,
-        trace=TraceRequest(tools=cast("tuple[TraceTool, ...]", tuple(name for name in asked if name in TRACE_TOOLS))),
-        memory=MemoryRequest(steps=memory_steps) if "memory" in asked else None,
+        trace=TraceRequest(tools=("kineto",) if "kineto" in recorded else ()),
+        memory=MemoryRequest(steps=memory_steps) if "memory" in recorded else None,
         step_of=step_of,
         tag=tag,
     )
-    return Watched(WatchedRun(request, _nothing if quiet else warn, model=model, optimizer=optimizer), quiet=quiet)
+    say: Say = (lambda _: None) if quiet else warn
+    return Watched(WatchedRun(request, say, model=model, optimizer=optimizer), say)
 
 
-def _check(given: object, expected: type, message: str) -> None:
-    if given is not None and not isinstance(given, expected):
-        raise InputError(message.format(type(given).__name__))
-
-
-def _nothing(_: str) -> None:
-    pass
+def _check(argument: object, expected: type, message: str) -> None:
+    if argument is not None and not isinstance(argument, expected):
+        raise InputError(message.format(type(argument).__name__))

@@ -5,10 +5,11 @@ import gzip
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
 import torch
 from torch.profiler import ProfilerActivity
 
@@ -54,47 +55,48 @@ def profiled_step(profiler: torch.profiler.profile, device: torch.device, step_s
     events = profiler.events() or []
     operators = tuple(sorted({event.name for event in events if _ATTENTION_OPERATORS.match(event.name)}))
     if device.type == "cuda":
-        on_device = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
-        intervals = [(event.time_range.start, event.time_range.end) for event in on_device]
-        times = [(event.name, (event.time_range.end - event.time_range.start) * 1e-6) for event in on_device]
+        busy = [event for event in events if event.device_type.name == "CUDA" and not event.is_user_annotation]
+        times = [(event.name, event.time_range.end - event.time_range.start) for event in busy]
+        communicating = [event for event in busy if _ON_DEVICE.match(event.name)]
+        computing = [event for event in busy if not _ON_DEVICE.match(event.name) and not _COPIES.match(event.name)]
     else:
-        intervals = [(event.time_range.start, event.time_range.end) for event in events if event.cpu_parent is None]
-        times = [(event.name, event.self_cpu_time_total * 1e-6) for event in events]
-    return ProfiledStep(
+        busy = [event for event in events if event.cpu_parent is None]
+        times = [(event.name, event.self_cpu_time_total) for event in events]
+        communicating = [event for event in events if _BY_GLOO.match(event.name)]
+        # A CPU computes in operators that call no others, on threads that are not gloo's.
+        of_gloo = {event.thread for event in communicating}
+        computing = [
+            event
+            for event in events
+            if event.thread not in of_gloo and not event.cpu_children and not _CALLS.match(event.name)
+        ]
+    totals: dict[str, list[float]] = {}
+    for name, microseconds in times:
+        totals.setdefault(name, []).append(microseconds * 1e-6)
+    by_time = sorted(totals.items(), key=lambda total: -sum(total[1]))
+    profiled = ProfiledStep(
         step_s=step_s,
         kernel_launches=len(times),
-        busy_s=union_length(intervals) * 1e-6,
-        kernels=_totals(times),
+        busy_s=_covered(busy) * 1e-6,
+        kernels=tuple(
+            KernelTotal(name=name[:KERNEL_NAME_LIMIT], calls=len(calls_s), total_s=sum(calls_s))
+            for name, calls_s in by_time
+        ),
         attention_operators=operators,
-        **_overlap(events, device),
+    )
+    if not communicating:
+        return profiled
+    communication, computation = _covered(communicating), _covered(computing)
+    # Rounding must not make more of the part than of the whole.
+    exposed = min(_covered([*communicating, *computing]) - computation, communication)
+    return msgspec.structs.replace(
+        profiled, communication_s=communication * 1e-6, exposed_s=exposed * 1e-6, computation_s=computation * 1e-6
     )
 
 
-def _overlap(events: Sequence[Any], device: torch.device) -> dict[str, float]:
-    """Seconds of communication, of its exposed part, and of computation; empty where nothing communicates.
-
-    A GPU computes in kernels. A CPU computes in operators that call no others, on threads that are not gloo's.
-    """
-    computing: list[tuple[float, float]] = []
-    communicating: list[tuple[float, float]] = []
-    if device.type == "cuda":
-        for event in events:
-            if event.device_type.name == "CUDA" and not event.is_user_annotation and not _COPIES.match(event.name):
-                kind = communicating if _ON_DEVICE.match(event.name) else computing
-                kind.append((event.time_range.start, event.time_range.end))
-    else:
-        others = {event.thread for event in events if _BY_GLOO.match(event.name)}
-        for event in events:
-            if _BY_GLOO.match(event.name):
-                communicating.append((event.time_range.start, event.time_range.end))
-            elif event.thread not in others and not event.cpu_children and not _CALLS.match(event.name):
-                computing.append((event.time_range.start, event.time_range.end))
-    if not communicating:
-        return {}
-    communication, computation = union_length(communicating), union_length(computing)
-    # Rounding must not make more of the part than of the whole.
-    exposed = min(union_length([*communicating, *computing]) - computation, communication)
-    return {"communication_s": communication * 1e-6, "exposed_s": exposed * 1e-6, "computation_s": computation * 1e-6}
+def _covered(events: Iterable[Any]) -> float:
+    """The time that these events of the profiler cover."""
+    return union_length((event.time_range.start, event.time_range.end) for event in events)
 
 
 def union_length(intervals: Iterable[tuple[float, float]]) -> float:
@@ -104,18 +106,6 @@ def union_length(intervals: Iterable[tuple[float, float]]) -> float:
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered
-
-
-def _totals(times: list[tuple[str, float]]) -> tuple[KernelTotal, ...]:
-    calls: dict[str, int] = {}
-    seconds: dict[str, float] = {}
-    for name, duration_s in times:
-        calls[name] = calls.get(name, 0) + 1
-        seconds[name] = seconds.get(name, 0.0) + duration_s
-    by_time = sorted(seconds, key=lambda name: -seconds[name])
-    return tuple(
-        KernelTotal(name=name[:KERNEL_NAME_LIMIT], calls=calls[name], total_s=seconds[name]) for name in by_time
-    )
 
 
 AFTER_CAPTURE_S = 1.0
@@ -223,12 +213,20 @@ def details(step: Step) -> contextlib.AbstractContextManager[None]:
 def export_kineto(profiler: torch.profiler.profile, target: Path) -> None:
     """Write the Chrome trace compressed; the name appears when the file is whole."""
     plain, compressed = (target.with_name(f".{target.name}.{os.getpid()}.{part}") for part in ("json", "tmp"))
-    with _removed(plain, compressed):
+    try:
         profiler.export_chrome_trace(str(plain))
-        _check_whole(plain)
         with plain.open("rb") as source, gzip.open(compressed, "wb", compresslevel=_COMPRESSION) as packed:
+            # The profiler writes from C++ and does not say when the disk is full: the file then just ends.
+            size = plain.stat().st_size
+            source.seek(max(0, size - 64))
+            if not source.read().rstrip().endswith(b"}"):
+                raise OSError(f"the trace was cut short after {size} bytes: is the disk full?")
+            source.seek(0)
             packed.writelines(_portable(line, target.name) for line in source)
         compressed.replace(target)
+    finally:
+        plain.unlink(missing_ok=True)
+        compressed.unlink(missing_ok=True)
 
 
 def _portable(line: bytes, name: str) -> bytes:
@@ -242,20 +240,3 @@ def _portable(line: bytes, name: str) -> bytes:
         line = re.sub(rb'"host_name": *"[^"]*"', b'"host_name": ""', line)
         line = re.sub(rb'"traceName": *"[^"]*"', b'"traceName": "' + name.encode() + b'"', line)
     return line
-
-
-def _check_whole(file: Path) -> None:
-    # The profiler writes from C++ and does not say when the disk is full: the file then just ends.
-    with file.open("rb") as source:
-        source.seek(max(0, file.stat().st_size - 64))
-        if not source.read().rstrip().endswith(b"}"):
-            raise OSError(f"the trace was cut short after {file.stat().st_size} bytes: is the disk full?")
-
-
-@contextlib.contextmanager
-def _removed(*files: Path) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for file in files:
-            file.unlink(missing_ok=True)

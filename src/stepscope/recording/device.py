@@ -107,39 +107,30 @@ def resolve_device(name: str, place: "RankPlace | None" = None) -> torch.device:
 
     place: of a rank among several, which has a GPU of its own.
     """
-    if place is not None:
-        return _device_of_rank(name, place)
-    if name == "auto":
-        return torch.device("cuda", torch.cuda.current_device()) if _gpu_count() else torch.device("cpu")
-    if name == "cpu":
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
         return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if place is not None and name.startswith("cuda:"):
+        raise InputError(f"--device {name} is one GPU, and each of {place.ranks} ranks has its own: say cuda or auto")
+    match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
     if not match:
         raise InputError(f"unknown device {name!r}: write auto, cpu, cuda or cuda:N")
-    count = _gpu_count()
     if count == 0:
         built = "" if torch.backends.cuda.is_built() else "; this PyTorch is built without CUDA"
         raise InputError(f"no GPU for --device {name}: PyTorch sees none on this machine{built}")
-    index = int(match[1] or 0)
-    if index >= count:
+    index = torch.cuda.current_device() if name == "auto" else int(match[1] or 0)
+    if place is not None:
+        # The GPU with the rank's number on its host.
+        index = place.local_rank
+        if max(index + 1, place.local_ranks) > count:
+            raise InputError(
+                f"{place.local_ranks} ranks need a GPU each, and this machine has {count}: ask for --ranks {count}, or "
+                "for --device cpu"
+            )
+    elif index >= count:
         last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
         raise InputError(f"no GPU for --device {name}: this machine has {count} ({last})")
     return torch.device("cuda", index)
-
-
-def _device_of_rank(name: str, place: "RankPlace") -> torch.device:
-    """The CPU, or the GPU with the rank's number on its host."""
-    if name == "cpu" or (name == "auto" and not _gpu_count()):
-        return torch.device("cpu")
-    if name.startswith("cuda:"):
-        raise InputError(f"--device {name} is one GPU, and each of {place.ranks} ranks has its own: say cuda or auto")
-    count = _gpu_count() if resolve_device(name).type == "cuda" else 0
-    if max(place.local_rank + 1, place.local_ranks) > count:
-        raise InputError(
-            f"{place.local_ranks} ranks need a GPU each, and this machine has {count}: ask for --ranks {count}, or for "
-            "--device cpu"
-        )
-    return torch.device("cuda", place.local_rank)
 
 
 def timing_device(device: torch.device) -> Device:
@@ -163,10 +154,6 @@ def limit_memory(device: torch.device, limit_bytes: int | None) -> None:
         torch.cuda.set_per_process_memory_fraction(limit_bytes / total, device)
     except RuntimeError as error:
         raise DeviceError(f"cannot limit the GPU's memory: {one_line(error)}") from error
-
-
-def _gpu_count() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def is_out_of_memory(error: BaseException) -> bool:

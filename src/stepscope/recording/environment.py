@@ -25,11 +25,14 @@ def read_environment(
     commit, dirty = _git_state()
     # The checkout that the command was started in. New files count nothing: measuring itself leaves some.
     own_commit, own_dirty = _checkout(Path.cwd(), "--untracked-files=no") if own_code else (None, None)
+    processor, memory = cpu_name(), None
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     host = Environment(
         device_type="cpu",
-        device_name=cpu_name(),
-        memory_bytes=_host_memory(),
-        cpu_name=cpu_name(),
+        device_name=processor,
+        memory_bytes=memory,
+        cpu_name=processor,
         cpu_cores=os.cpu_count() or 1,
         threads=torch.get_num_threads(),
         system=f"{platform.system()} {platform.machine()}",
@@ -93,8 +96,7 @@ def _versions() -> dict[str, str]:
     }
     if torch.version.cuda:
         versions["cuda"] = torch.version.cuda
-        cudnn = torch.backends.cudnn.version()
-        if cudnn:
+        if cudnn := torch.backends.cudnn.version():
             versions["cudnn"] = str(cudnn)
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # a CPU build comes without Triton
         versions["triton"] = importlib.metadata.version("triton")
@@ -136,20 +138,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 def cpu_name() -> str:
     """The processor's name, as precise as the system tells it."""
-    try:
+    with contextlib.suppress(OSError):  # not Linux
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass  # not Linux
     return platform.processor() or platform.machine()
-
-
-def _host_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError, AttributeError):
-        return None
 
 
 _from_python: list[bool] = []

@@ -16,7 +16,7 @@ import logging
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -150,9 +150,7 @@ class FakeMemory(TorchDispatchMode):
             if isinstance(tensor, nn.Parameter):
                 self._weights.add(index)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _READS_A_NUMBER:
             return self._number(args[0], func)
         # Gradients are enabled inside autograd's engine only where a checkpoint runs a part of forward again.
@@ -464,9 +462,7 @@ class AsOnCuda(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
         if func is F.scaled_dot_product_attention and self._attention is not None:

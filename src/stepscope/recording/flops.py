@@ -7,6 +7,7 @@ a program launches through Triton itself, has unknown FLOPs: it is named, and ne
 """
 
 import contextlib
+import functools
 import re
 import sys
 from collections import Counter
@@ -79,11 +80,9 @@ def _argument(value: Any) -> Operand | TensorList | None:
 
 
 def _value(value: Any) -> Value:
-    if isinstance(value, (bool, int)):
-        return value
     if isinstance(value, (list, tuple)) and all(isinstance(each, int) for each in value):
         return tuple(map(int, value))
-    return None
+    return value if isinstance(value, int) else None
 
 
 _SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
@@ -97,14 +96,19 @@ _NAMES = {
 """The names, in traces, of dtypes by which a rule counts: those of offsets, and of two numbers in one element."""
 
 
-class FlopCounts(Recorder):
-    """Counts the FLOPs of the next step by phase. It must run eagerly: a compiled region calls no operators."""
+class FlopCounts(TorchDispatchMode, Recorder):
+    """Counts the FLOPs of the next step by phase, of every operator below autograd and autocast. The step must run
+    eagerly: a compiled region calls no operators."""
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
+        super().__init__()
         self.unknown: Counter[str] = Counter()
         """Calls of what may multiply and has no formula, by the operator's or the kernel's name."""
         self._flops: dict[str, int] = {}
         self._phase = ""
+        self._products = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator["FlopCounts"]:
@@ -115,7 +119,7 @@ class FlopCounts(Recorder):
     @contextlib.contextmanager
     def counting(self) -> Iterator["FlopCounts"]:
         """A context in which operators are counted, for a program in which nothing is compiled."""
-        with self._triton_launches(), _Operators(self._count):
+        with self._triton_launches(), self:
             yield self
 
     def phase_begins(self, name: str) -> None:
@@ -172,22 +176,7 @@ class FlopCounts(Recorder):
         finally:
             hooks.remove(launched)
 
-
-class _Operators(TorchDispatchMode):
-    """A mode that tells of every operator below autograd and autocast."""
-
-    supports_higher_order_operators = True
-
-    def __init__(self, tell: Callable[..., bool]) -> None:
-        """`tell`: takes the operator, its arguments by place and by name, what it returned, and `inside`: whether one
-        of the operators that it calls multiplied. Returns whether this one does."""
-        super().__init__()
-        self._tell = tell
-        self._products = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         # A composite operator shows what it is made of, as PyTorch's counter has it.
         if not isinstance(func, HigherOrderOperator) and func is not torch.ops.prim.device.default:
@@ -198,7 +187,7 @@ class _Operators(TorchDispatchMode):
         before = self._products
         with self._inside(func):
             out = func(*args, **kwargs)
-        self._products += self._tell(func, args, kwargs, out, inside=self._products > before)
+        self._products += self._count(func, args, kwargs, out, inside=self._products > before)
         return out
 
     @contextlib.contextmanager
@@ -209,15 +198,14 @@ class _Operators(TorchDispatchMode):
             yield
             return
         written = dict(definition._backend_fns)
-        definition._backend_fns.update({device: self._under(function) for device, function in written.items()})
+
+        def told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with self:
+                return function(*args, **kwargs)
+
+        for device, function in written.items():
+            definition._backend_fns[device] = functools.partial(told, function)
         try:
             yield
         finally:
             definition._backend_fns.update(written)
-
-    def _under(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with self:
-                return function(*args, **kwargs)
-
-        return run

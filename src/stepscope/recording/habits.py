@@ -4,12 +4,12 @@ import contextlib
 import functools
 import gc
 import sys
+import traceback
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -64,7 +64,8 @@ class Training:
         self._with_gradient: set[int] = set()
         self._steps = self._updates = 0
         self._counted: int | None = None
-        self._hooks = contextlib.ExitStack()
+        self.hooks = contextlib.ExitStack()
+        """The hooks on the optimizers; close it to take them off."""
 
     def begin(self) -> None:
         """Begin to look, before the first of the steps; later calls count the steps."""
@@ -76,11 +77,7 @@ class Training:
         self._counted = self._count()
         for optimizer in self._optimizers:
             # A scaler that leaves an update out does not call the optimizer's step.
-            self._hooks.callback(optimizer.register_step_post_hook(self._count_update).remove)
-
-    def end(self) -> None:
-        """Take the hooks off."""
-        self._hooks.close()
+            self.hooks.callback(optimizer.register_step_post_hook(self._count_update).remove)
 
     def look_at_gradients(self) -> None:
         """Look at the gradients that an update is about to take. What other models' losses left beside them counts
@@ -202,19 +199,17 @@ def users_line() -> Line | None:
 
     Where packages lie in between, as a trainer does, their innermost line stands first.
     """
-    frame: FrameType | None = sys._getframe(1)
     function = package = ""
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         owner = _owner(file)
-        here = f"{_portable_path(file)}:{frame.f_lineno}"
+        here = f"{_portable_path(file)}:{line}"
         if owner == "user":
             return Line(f"{package} (from {here})" if package else here, function)
         if owner == "torch" and not package and not any(part in name for part in _WRAPPERS):
             function = name
         elif owner == "package" and not package:
             package = here
-        frame = frame.f_back
     return Line(package, function) if package else None
 
 
@@ -242,7 +237,7 @@ _portable_path = functools.cache(portable_path)
 # count.
 
 
-_SAID = "called a synchronizing CUDA operation"
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
 _READS = {
     "item": ".item()",
     "__float__": "float()",
@@ -298,46 +293,43 @@ class HostReads(TorchFunctionMode):
             return
         mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
         with warnings.catch_warnings():
-            warnings.filterwarnings("always", message=_SAID)
+            warnings.filterwarnings("always", message=_SYNCHRONIZES)
             warnings.filterwarnings("ignore", message="Synchronization debug mode is a prototype")
-            warnings.showwarning = self._shown(show)
+            warnings.showwarning = functools.partial(self._show_warning, show)
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 yield
             finally:
                 torch.cuda.set_sync_debug_mode(mode)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if self.counting and not self._on_gpu and name in _READS:
             with contextlib.suppress(Exception):  # This runs inside the loop, which an error of ours must not end.
                 if args and self._is_of_the_model(args[0]):
                     self._note(_READS[name])
         outside = self._function, self.in_attention_of_half
-        self._function = name
-        self.in_attention_of_half = name == _ATTENTION and self._in_half((*args, *(kwargs or {}).values()))
+        self._function, self.in_attention_of_half = name, False
+        if name == _ATTENTION:
+            operands = (*args, *(kwargs or {}).values())
+            dtypes = {each.dtype for each in operands if isinstance(each, torch.Tensor)}
+            half = bool(dtypes & {torch.bfloat16, torch.float16})
+            self.in_attention_of_half = half or torch.is_autocast_enabled(self._device.type)
         try:
             return func(*args, **(kwargs or {}))
         finally:
             self._function, self.in_attention_of_half = outside
 
-    def _in_half(self, operands: Iterable[Any]) -> bool:
-        dtypes = {each.dtype for each in operands if isinstance(each, torch.Tensor)}
-        return bool(dtypes & {torch.bfloat16, torch.float16}) or torch.is_autocast_enabled(self._device.type)
-
     def _is_of_the_model(self, thing: Any) -> bool:
         return isinstance(thing, torch.Tensor) and (thing.requires_grad or thing in self.from_the_model)
 
-    def _shown(self, show: Callable[..., None]) -> Callable[..., None]:
-        def shown(message: Warning | str, category: type[Warning], filename: str, *rest: Any) -> None:
-            if not str(message).startswith(_SAID):
-                show(message, category, filename, *rest)
-            elif self.counting and not filename.endswith(_OF_SCALERS):
-                self._note(_READS.get(self._function, ""))
-
-        return shown
+    def _show_warning(
+        self, show: Callable[..., None], message: Warning | str, category: type[Warning], filename: str, *rest: Any
+    ) -> None:
+        if not str(message).startswith(_SYNCHRONIZES):
+            show(message, category, filename, *rest)
+        elif self.counting and not filename.endswith(_OF_SCALERS):
+            self._note(_READS.get(self._function, ""))
 
     def _note(self, call: str) -> None:
         line = users_line()
@@ -382,9 +374,7 @@ class OperatorHabits(TorchDispatchMode):
         self._reads, self._modules = reads, modules
         self._on_gpu = device.type == "cuda"
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self.looking:
             try:
@@ -418,17 +408,11 @@ class OperatorHabits(TorchDispatchMode):
             return
         self.product_flops[str(dtype).removeprefix("torch.")] += flops
         if dtype is torch.float32:
-            self.fp32_modules[self._module()] += flops
-
-    def _module(self) -> str:
-        """The path of the innermost module of the model that is running."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            name = self._modules.get(id(frame.f_locals.get("self")))
-            if name is not None:
-                return name
-            frame = frame.f_back
-        return ""
+            running = (
+                self._modules.get(id(frame.f_locals.get("self"))) for frame, _ in traceback.walk_stack(sys._getframe())
+            )
+            innermost = next((name for name in running if name is not None), "")
+            self.fp32_modules[innermost] += flops
 
     def _look_at_copy(self, args: tuple[Any, ...], out: Any) -> None:
         tensors = [each for each in args if isinstance(each, torch.Tensor)]
@@ -467,7 +451,7 @@ def _safely(method: Callable[..., None]) -> Callable[..., None]:
                 method(self, *args)
             except Exception as error:  # This runs inside the loop, which an error of ours must not end.
                 self.failure = error
-                self._rest()
+                self.phase_failed()
 
     return call
 
@@ -511,8 +495,7 @@ class HabitsRecorder(Recorder):
         self._reads_of_steps: list[Counter[tuple[str, str]]] = []
         self._copies_of_steps: list[Counter[tuple[str, str]]] = []
         self._calls_of_optimizer: list[int] = []
-        self._zeroed: list[torch.Size] = []
-        self._zeroed_bytes = 0
+        self._zeroed = self._zeroed_bytes = 0
         self._in_eval: list[str] = []
         self._synchronising: list[bool] = []
         self._micro_batches: list[list[bool]] = []
@@ -537,8 +520,11 @@ class HabitsRecorder(Recorder):
     def phase_begins(self, name: str) -> None:
         self._enter(name)
         with self._unseen():
-            if name == FORWARD:
-                self._look_at_inputs()
+            if name == FORWARD and (inputs := self._inputs()) is not None:
+                paths = tree_flatten_with_path(inputs)[0]
+                tensors = {_named(path): leaf for path, leaf in paths if isinstance(leaf, torch.Tensor)}
+                self._reads.follow((), tensors.values(), always=True)
+                self._shapes.append({name: " x ".join(map(str, leaf.shape)) for name, leaf in tensors.items()})
             elif name == BACKWARD:
                 self._look_before_backward()
                 self._backwards += 1
@@ -561,8 +547,9 @@ class HabitsRecorder(Recorder):
     def evaluation_ends(self) -> None:
         self._between()
 
-    def phase_failed(self, name: str) -> None:
-        self._rest()
+    def phase_failed(self, name: str = "") -> None:
+        """Look at nothing more. The modes stay on until they can be taken off."""
+        self._reads.counting = self._operators.looking = False
 
     @_safely
     def step_ends(self) -> None:
@@ -576,9 +563,9 @@ class HabitsRecorder(Recorder):
 
     def close(self) -> None:
         """Take everything off. Nothing of PyTorch may be running: a mode cannot be taken off inside its own call."""
-        self._rest()
+        self.phase_failed()
         self._close()
-        self._trains.end()
+        self._trains.hooks.close()
 
     def habits(self) -> Habits | None:
         """What the steps did; None where too few were seen to tell what each does."""
@@ -592,13 +579,17 @@ class HabitsRecorder(Recorder):
         unchanged = None if sharded else self._trains.unchanged(NAMED)
         unseen = self._compiled or not self._saw_modes
         half, fp32, share = self._products()
-        shapes, forwards = self._changing_shapes()
+        # The shapes of the first input that has several.
+        shapes: tuple[str, ...] = ()
+        for name in self._shapes[0] if self._shapes else ():
+            seen = tuple(dict.fromkeys(call[name] for call in self._shapes if name in call))
+            shapes = shapes or (seen if len(seen) > 1 else ())
         earlier = [flag for flags in self._micro_batches for flag in flags[:-1]]
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return Habits(
             steps=self._steps,
             host_reads=_in_each(self._reads_of_steps) if self._saw_modes else None,
-            zeroed_gradients=len(self._zeroed) // self._steps,
+            zeroed_gradients=self._zeroed // self._steps,
             zeroed_bytes=self._zeroed_bytes // self._steps,
             without_gradient=tuple(without[:NAMED]),
             without_gradient_count=len(without),
@@ -619,7 +610,7 @@ class HabitsRecorder(Recorder):
             optimizer_operators=None if unseen or self._operators.many_at_once else min(self._calls_of_optimizer),
             optimizer_loops=any(group.get("foreach") is False and not group.get("fused") for group in groups),
             input_shapes=shapes,
-            forwards=forwards,
+            forwards=len(self._shapes),
         )
 
     def _enter(self, name: str) -> None:
@@ -640,10 +631,6 @@ class HabitsRecorder(Recorder):
             if mode not in self._modes:
                 mode.__enter__()
                 self._modes.append(mode)
-
-    def _rest(self) -> None:
-        """Look at nothing more. The modes stay on until they can be taken off."""
-        self._reads.counting = self._operators.looking = False
 
     def _close(self) -> None:
         self._take_modes_off()
@@ -666,14 +653,6 @@ class HabitsRecorder(Recorder):
         finally:
             self._reads.counting, self._operators.looking = counting, True
 
-    def _look_at_inputs(self) -> None:
-        inputs = self._inputs()
-        if inputs is None:
-            return
-        tensors = [(path, leaf) for path, leaf in tree_flatten_with_path(inputs)[0] if isinstance(leaf, torch.Tensor)]
-        self._reads.follow((), [leaf for _, leaf in tensors], always=True)
-        self._shapes.append({_named(path): " x ".join(map(str, leaf.shape)) for path, leaf in tensors})
-
     def _look_before_backward(self) -> None:
         roots = [root for root in tree_leaves(self._roots()) if isinstance(root, torch.Tensor)]
         self._reads.follow((), roots, always=True)
@@ -682,15 +661,11 @@ class HabitsRecorder(Recorder):
             self._graphs.append(weakref.ref(token))
             _mark(roots, token, f"{_MARK} {self._steps}")
         if not self._backwards:
-            self._look_at_gradients()
             self._in_eval = list(_in_eval_mode(self._model))
-
-    def _look_at_gradients(self) -> None:
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None and not p.grad.is_sparse]
-        if any(bool(gradient.any()) for gradient in gradients):
-            return
-        self._zeroed += [gradient.shape for gradient in gradients]
-        self._zeroed_bytes += sum(gradient.nbytes for gradient in gradients)
+            gradients = [p.grad for p in self._model.parameters() if p.grad is not None and not p.grad.is_sparse]
+            if not any(bool(gradient.any()) for gradient in gradients):
+                self._zeroed += len(gradients)
+                self._zeroed_bytes += sum(gradient.nbytes for gradient in gradients)
 
     def _products(self) -> tuple[str | None, tuple[str, ...], float | None]:
         """The dtype of 16 bits that most products had, the modules with products in fp32, and the share of FLOPs in
@@ -701,14 +676,6 @@ class HabitsRecorder(Recorder):
             return None, (), None
         modules = [name for name, _ in self._operators.fp32_modules.most_common(NAMED)]
         return half, tuple(modules), flops["float32"] / sum(flops.values())
-
-    def _changing_shapes(self) -> tuple[tuple[str, ...], int]:
-        """The shapes of the first input that has several, and the number of calls that were looked at."""
-        for name in self._shapes[0] if self._shapes else ():
-            shapes = tuple(dict.fromkeys(call[name] for call in self._shapes if name in call))
-            if len(shapes) > 1:
-                return shapes, len(self._shapes)
-        return (), len(self._shapes)
 
 
 def _taken(counter: Counter[tuple[str, str]]) -> Counter[tuple[str, str]]:

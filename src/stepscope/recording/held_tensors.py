@@ -4,6 +4,7 @@ import gc
 import inspect
 import re
 import sys
+import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -196,18 +197,13 @@ def optimizer_tensors(
                 yield path.partition(".")[2], tensor
         for tensor in (each for group in groups for each in group["params"]):
             if id(tensor) in names:
-                yield from ((f"{names[id(tensor)]}.{path}", kept) for path, kept in _beside(tensor))
+                # An optimizer may keep tensors in attributes of a parameter. One made of others has its parts there,
+                # and a library its own under names with an underscore.
+                for key, kept in () if is_traceable_wrapper_subclass(tensor) else vars(tensor).items():
+                    if isinstance(kept, Tensor) and "grad" not in key and not key.startswith("_"):
+                        yield f"{names[id(tensor)]}.{key}", kept
             elif tensor.dtype == torch.float32 and tensor.shape in halves:
                 yield "master weights", tensor
-
-
-def _beside(parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """What an optimizer keeps in attributes of a parameter. One made of others has its parts there, and a library its
-    own under names with an underscore."""
-    if not is_traceable_wrapper_subclass(parameter):
-        for key, value in vars(parameter).items():
-            if isinstance(value, Tensor) and "grad" not in key and not key.startswith("_"):
-                yield key, value
 
 
 def tensors_within(
@@ -231,26 +227,19 @@ def tensors_within(
             yield from ((f"{path}.{name}", tensor) for name, tensor in own)
         elif id(held) not in seen:
             seen.add(id(held))
-            inside = _items(held)
-            if inside is None and left:
-                inside, left = _attributes(held), left - 1
-            waiting += [(f"{path}.{key}".strip("."), value, left) for key, value in inside or ()]
-
-
-def _items(held: Any) -> Iterable[tuple[Any, Any]] | None:
-    """What a container holds; None for any other object."""
-    if isinstance(held, Mapping):
-        found = list(held.items())
-        return [(key if isinstance(key, (str, int)) else place, value) for place, (key, value) in enumerate(found)]
-    return enumerate(held) if isinstance(held, (list, tuple, set, frozenset)) else None
-
-
-def _attributes(held: Any) -> Iterable[tuple[str, Any]]:
-    if isinstance(held, (nn.Module, ModuleType, type)) or callable(held):
-        return []
-    found = {name: getattr(held, name, None) for kind in type(held).__mro__ for name in vars(kind).get("__slots__", ())}
-    found |= getattr(held, "__dict__", {})
-    return [] if any(isinstance(value, nn.Module) for value in found.values()) else list(found.items())
+            inside: Iterable[tuple[Any, Any]] = ()
+            if isinstance(held, Mapping):
+                items = enumerate(list(held.items()))
+                inside = [(key if isinstance(key, (str, int)) else place, value) for place, (key, value) in items]
+            elif isinstance(held, (list, tuple, set, frozenset)):
+                inside = enumerate(held)
+            elif left and not isinstance(held, (nn.Module, ModuleType, type)) and not callable(held):
+                slots = [name for kind in type(held).__mro__ for name in vars(kind).get("__slots__", ())]
+                attributes = {name: getattr(held, name, None) for name in slots} | getattr(held, "__dict__", {})
+                left -= 1
+                if not any(isinstance(value, nn.Module) for value in attributes.values()):
+                    inside = list(attributes.items())
+            waiting += [(f"{path}.{key}".strip("."), value, left) for key, value in inside]
 
 
 # What holds a tensor that a step left behind: a path from a name of the user's to it, or the graph it is saved in.
@@ -287,7 +276,8 @@ class Keepers:
         """The new tensors of Python's, those that graphs keep, and what holds each storage, as far as it is known."""
         keepers: dict[int, str] = {}
         with torch._C.DisableTorchFunction(), torch.no_grad():
-            new = [tensor for tensor in self._tensors() if not self._is_known(tensor)]
+            known = self._known
+            new = [t for t in self._tensors() if id(t) not in known or known[id(t)]() is not t]
             paths = _Search(self._names).paths(new)
             for tensor in new:
                 path = paths.get(id(tensor), "")
@@ -303,10 +293,6 @@ class Keepers:
         for tensor in gc.get_objects():
             if issubclass(type(tensor), torch.Tensor) and _address(tensor) and tensor.device == self._device:
                 yield tensor
-
-    def _is_known(self, tensor: torch.Tensor) -> bool:
-        known = self._known.get(id(tensor))
-        return known is not None and known() is tensor
 
     def _saved(self, new: Sequence[torch.Tensor], paths: Mapping[int, str]) -> Iterator[tuple[torch.Tensor, str]]:
         """What the graphs of these tensors keep, those of named tensors first."""
@@ -333,7 +319,7 @@ class _Search:
                     for variable, value in list(vars(module).items()):
                         self._names.setdefault(id(value), f"{prefix}{variable}")
         self._locals: list[dict[str, Any]] = []
-        for frame in _running():
+        for frame, _ in traceback.walk_stack(sys._getframe()):
             if frame.f_code.co_flags & inspect.CO_OPTIMIZED and not _is_installed(frame.f_code.co_filename):
                 local = _locals_of(frame)
                 self._locals.append(local)
@@ -353,7 +339,7 @@ class _Search:
             for holder in _holders_of(frontier, wanted):
                 if id(holder) in ours or holder is frontier or holder is above or isinstance(holder, ModuleType):
                     continue
-                if isinstance(holder, FrameType) and any(holder is frame for frame in _running()):
+                if any(holder is frame for frame, _ in traceback.walk_stack(sys._getframe())):
                     continue  # what it holds has the names of its variables
                 for child, how in _held(holder):
                     if id(child) in wanted and id(child) not in holders:
@@ -385,7 +371,10 @@ class _Search:
             return ""
         if isinstance(at, FrameType):
             return f"{how.removeprefix('.')} in {at.f_code.co_qualname}(), which has ended"
-        return f"{_class_of(at)}{how}"
+        if isinstance(at, FunctionType):
+            return f"{at.__qualname__}(){how}"
+        kind = type(at)
+        return f"a {kind.__name__}{how}" if kind.__module__ == "builtins" else f"{kind.__qualname__}{how}"
 
 
 def _holders_of(objects: list[Any], wanted: set[int]) -> list[Any]:
@@ -406,8 +395,11 @@ def _holders_of(objects: list[Any], wanted: set[int]) -> list[Any]:
 def _held(holder: Any) -> Iterator[tuple[object, str]]:
     """What an object holds, each with how."""
     if isinstance(holder, dict):
-        yield from ((value, _key(key)) for key, value in list(holder.items()))
-        yield from ((key, "[key]") for key in list(holder))
+        for key, value in list(holder.items()):
+            # A word tells something, any other key nothing.
+            tells = isinstance(key, str) and len(key) <= _LONGEST_KEY
+            yield value, f"[{key!r}]" if tells else "[...]"
+            yield key, "[key]"
     elif isinstance(holder, (list, tuple, deque, set, frozenset)):
         yield from ((value, "[...]") for value in list(holder))
     elif isinstance(holder, CellType):
@@ -429,30 +421,10 @@ def _held(holder: Any) -> Iterator[tuple[object, str]]:
         yield from ((value, "") for value in gc.get_referents(holder) if value is not attributes)
 
 
-def _key(key: object) -> str:
-    """How a dict holds a value: by a word that tells something, else by any key."""
-    return f"[{key!r}]" if isinstance(key, str) and len(key) <= _LONGEST_KEY else "[...]"
-
-
 def _attribute(path: str) -> str:
     """The path of an object's attribute, of that into the dict of its attributes: `.losses[...]`."""
     key, bracket, rest = path.removeprefix("['").partition("']")
     return f".{key}{rest}" if bracket else path
-
-
-def _class_of(found: object) -> str:
-    if isinstance(found, FunctionType):
-        return f"{found.__qualname__}()"
-    kind = type(found)
-    return f"a {kind.__name__}" if kind.__module__ == "builtins" else kind.__qualname__
-
-
-def _running() -> Iterator[FrameType]:
-    """The frames that run in this thread, innermost first."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _locals_of(frame: FrameType) -> dict[str, Any]:
@@ -485,25 +457,14 @@ def _address(tensor: Any) -> int:
 
 
 class LoopGone(Exception):
-    """The model or the optimizer of the loop is no more."""
-
-    def __init__(self) -> None:
-        super().__init__("the loop's model or optimizer is no more")
-
-
-def weakly(*, or_none: bool = False) -> Any:
-    """An attribute of a class, whose objects are held weakly. To read it when its object is dead raises LoopGone, or
-    gives None with `or_none`. In a dataclass, None is then its default."""
-    return _Weakly(or_none)
-
-
-def weakly_each() -> Any:
-    """An attribute of a class, whose objects hold several things weakly: read, it is the list of those alive."""
-    return _WeaklyEach()
+    """Raised where the model or the optimizer of the loop is no more."""
 
 
 class _Weakly:
-    def __init__(self, or_none: bool) -> None:
+    """An attribute of a class, whose objects are held weakly. To read it when its object is dead raises LoopGone, or
+    gives None with `or_none`. In a dataclass, None is then its default."""
+
+    def __init__(self, *, or_none: bool = False) -> None:
         self._or_none = or_none
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -519,7 +480,7 @@ class _Weakly:
             return None
         thing = reference()
         if thing is None and not self._or_none:
-            raise LoopGone
+            raise LoopGone("the loop's model or optimizer is no more")
         return thing
 
     def __set__(self, holder: object, value: Any) -> None:
@@ -527,6 +488,8 @@ class _Weakly:
 
 
 class _WeaklyEach:
+    """An attribute of a class, whose objects hold several things weakly: read, it is the list of those alive."""
+
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
@@ -537,3 +500,8 @@ class _WeaklyEach:
 
     def __set__(self, holder: object, things: Iterable[Any]) -> None:
         vars(holder)[self._name] = [weakref.ref(thing) for thing in things]
+
+
+# Their types are those of the things that are held.
+weakly: Any = _Weakly
+weakly_each: Any = _WeaklyEach

@@ -11,13 +11,12 @@ import re
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -65,37 +64,24 @@ def now_us() -> int:
     return time.time_ns() // 1000
 
 
-class _Owners(Protocol):
-    def owner(self, sequence_nr: int) -> tuple[str, ...]: ...
-
-
 class TensorNotes:
     """The notes of one step. Its methods are called in the order of the step, `resident` first."""
 
     def __init__(self, step: Step, device: torch.device) -> None:
         self._step, self._device = step, device
         self._names = {id(parameter): name for name, parameter in step.model.named_parameters()}
-        self._notes: list[TensorNote] = []
-        self._before: dict[int, int] | None = None
-        self._casts: set[int] = set()
-
-    @property
-    def notes(self) -> tuple[TensorNote, ...]:
-        return tuple(self._notes)
-
-    @property
-    def resident_sizes(self) -> dict[int, int]:
+        self.notes: list[TensorNote] = []
+        self.resident_sizes: dict[int, int] | None = None
         """Address and bytes of every storage that was noted before the first step began."""
-        return self._before or {}
+        self.casts: set[int] = set()
+        """The addresses of autocast's copies. Clear it before a forward: those of an earlier one may be anything."""
 
     def resident(self) -> None:
         """Note everything that exists before a step: parameters, buffers, gradients, optimizer state, batches."""
-        already = len(self._notes)
         for tensor, category, name in self._residents():
             self._note(tensor, category, name)
-        notes = self._notes[already:]
-        if self._before is None:
-            self._before = {note.address: note.bytes for note in notes}
+        if self.resident_sizes is None:
+            self.resident_sizes = {note.address: note.bytes for note in self.notes}
 
     def _residents(self) -> Iterator[tuple[object, MemoryCategory, str]]:
         """What outlives a phase, each with its category and name."""
@@ -129,14 +115,14 @@ class TensorNotes:
         for tensor in saved:
             self._note(tensor, "saved for backward", "")
 
-    def saved(self, owners: _Owners) -> None:
+    def saved(self, owners: SequenceNotes) -> None:
         """Note the loss and the tensors that its graph keeps for backward: a storage once, by its first node."""
         loss = self._step.loss
         self._note(loss, "temporaries", "loss")
         if loss is None or loss.grad_fn is None:
             return
         # Read anew: an activation may lie where a gradient lay that the loop freed since.
-        seen = self._casts | {part.untyped_storage().data_ptr() for part in self.resident_parts()}
+        seen = self.casts | {part.untyped_storage().data_ptr() for part in self.resident_parts()}
         for saved in saved_tensors(loss.grad_fn):
             address = local_part(saved.tensor).untyped_storage().data_ptr()
             if address not in seen:
@@ -161,15 +147,11 @@ class TensorNotes:
             for handle in handles:
                 handle.remove()
 
-    def start_forward(self) -> None:
-        """Forget the copies of an earlier forward, whose addresses may be anything now."""
-        self._casts.clear()
-
     def _note_casts(self, module: torch.nn.Module, path: str) -> None:
         for parameter in module.parameters(recurse=False):
             copy = cast_copy(parameter)
             if copy is not None:
-                self._casts.add(local_part(copy).untyped_storage().data_ptr())
+                self.casts.add(local_part(copy).untyped_storage().data_ptr())
                 self._note(copy, "cast copies", self._names.get(id(parameter), "?"), module=path)
 
     def _note(
@@ -184,7 +166,7 @@ class TensorNotes:
                 continue
             # A tensor made of others has their bytes; any other has its own shape, of which a rank holds a part.
             described = tensor if len(parts) == 1 else part
-            self._notes.append(
+            self.notes.append(
                 TensorNote(
                     address=storage.data_ptr(),
                     at_us=now_us(),
@@ -233,14 +215,10 @@ class StackTable:
         named = (frame for frame in portable if not frame[1].startswith(_WATCHING))
         key = tuple(itertools.takewhile(lambda frame: not frame[1].startswith(_OUR_FILES), named))
         if key not in self._stacks:
-            self._stacks[key] = [self._frame(frame) for frame in key]
+            for frame in key:
+                self._frames.setdefault(frame, dict(zip(("name", "filename", "line"), frame, strict=True)))
+            self._stacks[key] = [self._frames[frame] for frame in key]
         return self._stacks[key]
-
-    def _frame(self, frame: Frame) -> dict[str, Any]:
-        if frame not in self._frames:
-            name, file, line = frame
-            self._frames[frame] = {"name": name, "filename": file, "line": line}
-        return self._frames[frame]
 
 
 # The history of allocations on a CPU, from the allocator events of torch.profiler, in the form that a GPU's has.
@@ -318,6 +296,7 @@ class ProfilerRecording(Recorder):
     """A recording on a CPU, of the allocations that the profiler sees. residents: the tensors that are there before."""
 
     node_emitters: tuple[ranges.Emitter, ...] = ()
+    """Emitters that put backward's ranges on its events, by hooks on nodes. The profiler's events name the node."""
 
     def __init__(self, step: Step, sequence: SequenceNotes, residents: Iterable[Tensor]) -> None:
         self._step, self._sequence = step, sequence
@@ -327,6 +306,7 @@ class ProfilerRecording(Recorder):
         self._releases = Releases(residents)
         self._emitter = _NamedEmitter()
         self.emitters: tuple[ranges.Emitter, ...] = (self._emitter,)
+        """Emitters that put the names of the step's ranges on the recorded events."""
         self._calls = _Calls()
         self._tree: list[_ProfilerEvent] = []
         self._phases: set[str] = set()
@@ -354,8 +334,16 @@ class ProfilerRecording(Recorder):
             self._gradients = gradient_bytes(self._step)
 
     def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
-        resident = notes.resident_sizes
-        changes = list(self._known(self._with_releases(self._changes(), resident), dict(resident)))
+        """The recorded history in PyTorch's form, and the memory of each phase."""
+        resident = notes.resident_sizes or {}
+        changes: list[_Change] = []
+        live = dict(resident)
+        for change in self._with_releases(self._changes(), resident):
+            if change.bytes > 0:
+                live[change.address] = change.bytes
+            elif live.pop(change.address, None) is None:
+                continue  # the release of memory whose allocation was not recorded
+            changes.append(change)
         stacks = StackTable()
         events = [event for change in changes for event in self._events_of(change, stacks)]
         snapshot = {"segments": [], "device_traces": [events], SEGMENTS_BEFORE_KEY: []}
@@ -397,15 +385,6 @@ class ProfilerRecording(Recorder):
             if address in resident
         ]
         return sorted([*released, *changes], key=lambda change: change.time_ns)
-
-    def _known(self, changes: list[_Change], live: dict[int, int]) -> Iterator[_Change]:
-        """The changes, less the releases of memory whose allocation was not recorded."""
-        for change in changes:
-            if change.bytes > 0:
-                live[change.address] = change.bytes
-                yield change
-            elif live.pop(change.address, None) is not None:
-                yield change
 
     def _events_of(self, change: _Change, stacks: StackTable) -> Iterator[dict[str, Any]]:
         place = change.place
@@ -470,26 +449,21 @@ class _Calls(TorchFunctionMode):
         self.stacks: list[tuple[Frame, ...]] = []
         self._numbers: dict[tuple[Frame, ...], int] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attribute = getattr(func, "__name__", "") == "__get__"  # as .shape: it allocates nothing, and there are many
         # A range around the call that opens a range would end before that range.
         if attribute or getattr(func, "__module__", "") == "torch._ops.profiler":
             return func(*args, **(kwargs or {}))
-        stack = tuple(_frames(sys._getframe(1)))
+        stack = tuple(
+            (frame.f_code.co_name, frame.f_code.co_filename, line)
+            for frame, line in traceback.walk_stack(sys._getframe(1))
+            if not frame.f_code.co_filename.endswith(_DISPATCHING)
+        )
         number = self._numbers.setdefault(stack, len(self.stacks))
         if number == len(self.stacks):
             self.stacks.append(stack)
         with ranges.OwnRange(f"{_CALL}{number}"):
             return func(*args, **(kwargs or {}))
-
-
-def _frames(frame: FrameType | None) -> Iterator[Frame]:
-    while frame is not None:
-        if not frame.f_code.co_filename.endswith(_DISPATCHING):
-            yield frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
 
 
 # The history of allocations that the caching allocator of a GPU keeps itself.
@@ -517,14 +491,14 @@ class AllocatorRecording:
     @contextlib.contextmanager
     def running(self) -> Iterator[PhasePeaks]:
         peaks = PhasePeaks(self._step, self._device, self._held)
-        self._before = _snapshot(self._device)["segments"]
+        self._before = torch.cuda.memory._snapshot(self._device)["segments"]
         torch.cuda.memory._record_memory_history(
             "all", context="all", stacks=self._stacks, max_entries=MOST_EVENTS, clear_history=True
         )
         try:
             yield peaks
             self._measured = peaks.memory()
-            self._after = _snapshot(self._device)
+            self._after = dict(torch.cuda.memory._snapshot(self._device))
         finally:
             torch.cuda.memory._record_memory_history(None)
 
@@ -556,26 +530,20 @@ class MetadataEmitter:
         self._tell = tell
         self._main = threading.get_ident()
         self._open: list[str] = []
-        self._elsewhere = threading.local()
+        self._elsewhere = ranges.Stacks()
 
-    def push(self, name: str) -> None:
-        self._stack().append(name)
-        self._tell(self._text())
+    def push(self, name: str | None) -> None:
+        """Begin a range on this thread, or end the last one that has begun, and put those that are open on events."""
+        on_main = threading.get_ident() == self._main
+        stack = self._open if on_main else self._elsewhere.stack
+        if name is None:
+            stack.pop()
+        else:
+            stack.append(name)
+        self._tell(joined_ranges(stack if on_main else [*self._open, *stack]))
 
     def pop(self) -> None:
-        self._stack().pop()
-        self._tell(self._text())
-
-    def _stack(self) -> list[str]:
-        if threading.get_ident() == self._main:
-            return self._open
-        if not hasattr(self._elsewhere, "stack"):
-            self._elsewhere.stack = []
-        return self._elsewhere.stack
-
-    def _text(self) -> str:
-        stack = self._stack()
-        return joined_ranges(stack if stack is self._open else [*self._open, *stack])
+        self.push(None)
 
 
 def _of(frames: Iterable[Mapping[str, Any]]) -> Iterator[Frame]:
@@ -604,10 +572,6 @@ def _portable_segments(segments: list[dict[str, Any]], index: int | None, stacks
     ]
 
 
-def _snapshot(device: torch.device) -> dict[str, Any]:
-    return dict(torch.cuda.memory._snapshot(device))
-
-
 # Steps whose every allocation is recorded with its stack: a snapshot in PyTorch's own form, with our notes.
 #
 # On a GPU the allocator itself keeps the history, and every event carries the open ranges
@@ -616,28 +580,6 @@ def _snapshot(device: torch.device) -> dict[str, Any]:
 
 _COMPRESSION = 2  # nine tenths of what level 6 saves, in a third of the time
 _PICKLE_PROTOCOL = 4
-
-
-class AllocationHistory(Protocol):
-    """A device's way to keep the allocations of a step."""
-
-    @property
-    def emitters(self) -> tuple[ranges.Emitter, ...]:
-        """Emitters that put the names of the step's ranges on the recorded events."""
-        ...
-
-    @property
-    def node_emitters(self) -> tuple[ranges.Emitter, ...]:
-        """Emitters that put backward's ranges on its events, by hooks on nodes; empty if events name the node."""
-        ...
-
-    def running(self) -> AbstractContextManager[Recorder]:
-        """A context in which allocations are recorded, and the Recorder to tell of the phases."""
-        ...
-
-    def snapshot(self, notes: TensorNotes) -> tuple[dict[str, Any], PhaseMemory]:
-        """The recorded history in PyTorch's form, and the memory of each phase."""
-        ...
 
 
 class MemoryRecorder(Recorder):
@@ -664,7 +606,7 @@ class MemoryRecorder(Recorder):
         self._sequence = SequenceNotes(path for path, _ in step.model.named_modules() if path)
         self._notes = TensorNotes(step, device)
         self._notes.resident()
-        self._history: AllocationHistory = (
+        self._history: AllocatorRecording | ProfilerRecording = (
             AllocatorRecording(step, device, stacks, held_before_bytes)
             if device.type == "cuda"
             else ProfilerRecording(step, self._sequence, self._notes.resident_parts())
@@ -689,7 +631,7 @@ class MemoryRecorder(Recorder):
     def phase_begins(self, name: str) -> None:
         loss = self._step.loss
         if name == FORWARD:
-            self._notes.start_forward()
+            self._notes.casts.clear()
             self._gradients_wait = False  # the next micro-batch adds to the same gradients
         elif name == BACKWARD:
             self._sequence.closed = True  # what checkpointing runs again during backward made none of these nodes
@@ -731,11 +673,18 @@ class MemoryRecorder(Recorder):
             device_name=device_name,
             measured=measured,
             phases=tuple(self._spans),
-            tensors=self._notes.notes,
+            tensors=tuple(self._notes.notes),
             step_ends_us=tuple(self._ends_us),
             kept=self._kept,
         )
-        _write({**snapshot, NOTES_KEY: msgspec.to_builtins(notes)}, directory / MEMORY_FILE)
+        whole = {**snapshot, NOTES_KEY: msgspec.to_builtins(notes)}
+        temporary = directory / f".{MEMORY_FILE}.{os.getpid()}.tmp"  # the name appears when the file is whole
+        try:
+            with gzip.open(temporary, "wb", compresslevel=_COMPRESSION) as file:
+                pickle.dump(whole, file, protocol=_PICKLE_PROTOCOL)
+            temporary.replace(directory / MEMORY_FILE)
+        finally:
+            temporary.unlink(missing_ok=True)
         return measured
 
     def _end(self, name: str) -> None:
@@ -748,14 +697,3 @@ class MemoryRecorder(Recorder):
         if self._gradients_wait:
             self._notes.gradients()
             self._gradients_wait = False
-
-
-def _write(snapshot: dict[str, Any], target: Path) -> None:
-    """Pickle and compress; the name appears when the file is whole."""
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with gzip.open(temporary, "wb", compresslevel=_COMPRESSION) as file:
-            pickle.dump(snapshot, file, protocol=_PICKLE_PROTOCOL)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +22,7 @@ import msgspec
 from stepscope.core.environment import Extent, GpuReading, GpuSamples
 
 if TYPE_CHECKING:
-    import torch  # a sweep asks for the memory of the GPUs without it
+    import torch  # a sweep asks for the memory of the GPUs without it, and the sampler starts without it
 
     from stepscope.core.evidence import Energy
 
@@ -38,15 +39,14 @@ Ask = Callable[..., Any]
 """ask(function_name, *arguments): the result of one call to NVML, or None where this driver or card has none."""
 
 
-@contextlib.contextmanager
-def nvml_kept_open(device: "torch.device") -> Iterator[None]:
+def nvml_kept_open(device: "torch.device") -> AbstractContextManager[object]:
     """A context in which NVML stays initialised for a GPU, since starting it takes longer than reading it."""
-    with _session() if device.type == "cuda" else contextlib.nullcontext():
-        yield
+    return _session() if device.type == "cuda" else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _session() -> Iterator[tuple[Any, Ask] | None]:
+def _session(uuid: str | None = None) -> Iterator[tuple[Any, Ask, Any] | None]:
+    """NVML, what asks it, and the handle of the GPU that is named, if one is; None without NVML, or such a GPU."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -65,7 +65,8 @@ def _session() -> Iterator[tuple[Any, Ask] | None]:
             return None
 
     try:
-        yield nvml, ask
+        handle = ask("nvmlDeviceGetHandleByUUID", uuid) if uuid is not None else None
+        yield None if uuid is not None and handle is None else (nvml, ask, handle)
     finally:
         nvml.nvmlShutdown()
 
@@ -81,7 +82,7 @@ def smallest_gpu() -> tuple[str, int] | None:
     with _session() as session:
         if session is None:
             return None
-        _, ask = session
+        _, ask, _ = session
         handles = [ask("nvmlDeviceGetHandleByIndex", i) for i in range(ask("nvmlDeviceGetCount") or 0)]
         found = [(ask("nvmlDeviceGetName", handle), ask("nvmlDeviceGetMemoryInfo", handle)) for handle in handles]
         sizes = [(int(memory.total), str(name)) for name, memory in found if memory is not None]
@@ -95,14 +96,6 @@ def gpu_uuid(device: "torch.device") -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-@contextlib.contextmanager
-def _gpu(uuid: str) -> Iterator[tuple[Any, Ask, Any] | None]:
-    """NVML with the handle of a GPU; None without NVML, or where it does not find the GPU."""
-    with _session() as session:
-        handle = None if session is None else session[1]("nvmlDeviceGetHandleByUUID", uuid)
-        yield None if session is None or handle is None else (*session, handle)
-
-
 def total_energy_j(device: "torch.device") -> float | None:
     """Energy that the whole GPU has taken since its driver was loaded.
 
@@ -110,10 +103,10 @@ def total_energy_j(device: "torch.device") -> float | None:
     """
     if device.type != "cuda":
         return None
-    with _gpu(gpu_uuid(device)) as found:
-        if found is None or _is_divided(*found[1:]):
+    with _session(gpu_uuid(device)) as session:
+        if session is None or _is_divided(*session[1:]):
             return None
-        energy = found[1]("nvmlDeviceGetTotalEnergyConsumption", found[2])
+        energy = session[1]("nvmlDeviceGetTotalEnergyConsumption", session[2])
         return None if energy is None else energy / 1000
 
 
@@ -125,11 +118,11 @@ Sample = tuple[float | None, float | None, float | None]
 def gpu_sampling(uuid: str) -> Iterator[Callable[[], Sample] | None]:
     """A function that reads a GPU's clock, power and temperature; None where NVML does not find it. Power is None under
     MIG, whose parts are counted together."""
-    with _gpu(uuid) as found:
-        if found is None:
+    with _session(uuid) as session:
+        if session is None:
             yield None
             return
-        nvml, ask, handle = found
+        nvml, ask, handle = session
         divided = _is_divided(ask, handle)
 
         def read() -> Sample:
@@ -153,10 +146,10 @@ def read_gpu(device: "torch.device") -> GpuReading | None:
     """A GPU's clocks, power, temperature and other processes now; None on a CPU or without NVML."""
     if device.type != "cuda":
         return None
-    with _gpu(gpu_uuid(device)) as found:
-        if found is None:
+    with _session(gpu_uuid(device)) as session:
+        if session is None:
             return None
-        nvml, ask, handle = found
+        nvml, ask, handle = session
         power, limit = ask("nvmlDeviceGetPowerUsage", handle), ask("nvmlDeviceGetEnforcedPowerLimit", handle)
         reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0
         processes = ask("nvmlDeviceGetComputeRunningProcesses", handle)
@@ -225,37 +218,30 @@ class EnergyMeter:
         duration_s, now = time.monotonic() - self._began_s, self._read()
         if not steps or not now or duration_s < LEAST_S or now.keys() != self._began.keys():
             return None
-        taken = [_between(self._began[name], now[name]) for name in now]
-        if min(taken) < 0:  # the driver was loaded anew
+        used_j = [end.energy_j - self._began[name].energy_j for name, end in now.items()]
+        used_j = [used + end.wraps_at_j if used < 0 else used for used, end in zip(used_j, now.values(), strict=True)]
+        if min(used_j) < 0:  # the driver was loaded anew
             return None
         from stepscope.core.evidence import Energy  # noqa: PLC0415  (the sampler, which starts often, does without it)
 
         of = "gpu" if self._device.type == "cuda" else "cpu-packages"
-        return Energy(energy_j=sum(taken), steps=steps, duration_s=duration_s, of=of, are_samples=are_samples)
+        return Energy(energy_j=sum(used_j), steps=steps, duration_s=duration_s, of=of, are_samples=are_samples)
 
     def _read(self) -> dict[str, _Counter]:
-        if self._device.type != "cuda":
-            return _packages(self._powercap)
-        energy = total_energy_j(self._device)
-        return {} if energy is None else {"gpu": _Counter(energy, 0.0)}
-
-
-def _between(start: _Counter, end: _Counter) -> float:
-    taken = end.energy_j - start.energy_j
-    return taken + end.wraps_at_j if taken < 0 and end.wraps_at_j else taken
-
-
-def _packages(powercap: Path) -> dict[str, _Counter]:
-    """The counters of the processor's packages; none where the system has none, or lets only its owner read them."""
-    found: dict[str, _Counter] = {}
-    with contextlib.suppress(OSError, ValueError):
-        for zone in powercap.glob("intel-rapl:*"):
-            # A zone may also be a part of a package, or the whole platform.
-            if (zone / "name").read_text().startswith("package-"):
-                energy, wraps_at = ((zone / name).read_text() for name in ("energy_uj", "max_energy_range_uj"))
-                found[zone.name] = _Counter(int(energy) * 1e-6, int(wraps_at) * 1e-6)
-        return found
-    return {}
+        """The counters of a GPU, or of the processor's packages; none where the system has none, or lets only its owner
+        read them."""
+        if self._device.type == "cuda":
+            energy = total_energy_j(self._device)
+            return {} if energy is None else {"gpu": _Counter(energy, 0.0)}
+        counters: dict[str, _Counter] = {}
+        with contextlib.suppress(OSError, ValueError):
+            for zone in self._powercap.glob("intel-rapl:*"):
+                # A zone may also be a part of a package, or the whole platform.
+                if (zone / "name").read_text().startswith("package-"):
+                    energy, wraps_at = ((zone / name).read_text() for name in ("energy_uj", "max_energy_range_uj"))
+                    counters[zone.name] = _Counter(int(energy) * 1e-6, int(wraps_at) * 1e-6)
+            return counters
+        return {}
 
 
 # A GPU's clocks, power and temperature while steps run, read by a small process of its own.
@@ -264,9 +250,6 @@ def _packages(powercap: Path) -> dict[str, _Counter]:
 # it is told to stop, and only then writes what it read. It knows nothing of PyTorch, and the GPU has no context of it.
 # One that dies, or does not answer, leaves nothing; it never fails a run.
 
-
-if TYPE_CHECKING:
-    import torch  # the sampler does without it
 
 PERIOD_S = 0.1
 _COMMAND = (sys.executable, "-P", "-m", "stepscope.recording.nvml")
@@ -339,37 +322,25 @@ def sampler_of(device: "torch.device") -> GpuSampler | None:
     return GpuSampler(gpu_uuid(device)) if device.type == "cuda" else None
 
 
-@contextlib.contextmanager
-def gpu_sampled(device: "torch.device") -> Iterator[GpuSampler | None]:
+def gpu_sampled(device: "torch.device") -> AbstractContextManager[GpuSampler | None]:
     """A context in which a sampler reads the device; None on a CPU."""
     sampler = sampler_of(device)
-    try:
-        yield sampler
-    finally:
-        if sampler is not None:
-            sampler.close()
+    return contextlib.closing(sampler) if sampler is not None else contextlib.nullcontext()
 
 
 def summarised(samples: Sequence[Sample], period_s: float) -> GpuSamples | None:
     """The lowest, median and highest of each quantity; None without samples."""
     if not samples:
         return None
-    clock, power, temperature = (
-        [value for value in values if value is not None] for values in zip(*samples, strict=True)
-    )
+    extents: list[Extent | None] = []
+    for column in zip(*samples, strict=True):
+        values = [value for value in column if value is not None]
+        extent = Extent(lowest=min(values), median=statistics.median(values), highest=max(values)) if values else None
+        extents.append(extent)
+    clock, power, temperature = extents
     return GpuSamples(
-        count=len(samples),
-        period_s=period_s,
-        sm_clock_mhz=_extent(clock),
-        power_w=_extent(power),
-        temperature_c=_extent(temperature),
+        count=len(samples), period_s=period_s, sm_clock_mhz=clock, power_w=power, temperature_c=temperature
     )
-
-
-def _extent(values: Sequence[float]) -> Extent | None:
-    if not values:
-        return None
-    return Extent(lowest=min(values), median=statistics.median(values), highest=max(values))
 
 
 def main(uuid: str, period_s: float) -> int:

@@ -9,6 +9,7 @@ import hashlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import msgspec
@@ -31,37 +32,14 @@ from stepscope.recording.precision import SCALED_PRODUCTS
 from stepscope.recording.step import Recorder, Step, optimizers_of
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", *SCALED_PRODUCTS)
+_BLOCK_AGAIN = "block again"
 
 
+@dataclass(eq=False)
 class _Saved:
     """A tensor that autograd keeps for backward, in an object whose end can be watched."""
 
-    __slots__ = ("__weakref__", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
-
-
-class _Held:
-    """How many bytes of storages autograd keeps at a time, and the most that it did."""
-
-    def __init__(self) -> None:
-        self._boxes: Counter[int] = Counter()
-        self.bytes = self.most = 0
-
-    def take(self, box: _Saved, storage: torch.UntypedStorage) -> None:
-        """Count this storage until its last box is gone."""
-        key, size = storage.data_ptr(), storage.nbytes()
-        self._boxes[key] += 1
-        if self._boxes[key] == 1:
-            self.bytes += size
-            self.most = max(self.most, self.bytes)
-        weakref.finalize(box, self._release, key, size)
-
-    def _release(self, key: int, size: int) -> None:
-        self._boxes[key] -= 1
-        if not self._boxes[key]:
-            self.bytes -= size
+    tensor: torch.Tensor
 
 
 class _ProductDtypes(TorchDispatchMode):
@@ -73,9 +51,7 @@ class _ProductDtypes(TorchDispatchMode):
         super().__init__()
         self.found: set[str] = set()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not isinstance(func, HigherOrderOperator) and func._schema.name in _PRODUCTS:
             # Of a scaled product the first two are the operands, and the others their scales.
             count = 2 if func._schema.name in SCALED_PRODUCTS else len(args)
@@ -101,13 +77,15 @@ class Observer(Recorder):
         self._watching = contextlib.ExitStack()
         self._phase = ""
         self._forwards: dict[str, int] = {}
-        self._passes = {BACKWARD: 0, OPTIMIZER: 0, "block again": 0}
+        self._passes = {BACKWARD: 0, OPTIMIZER: 0, _BLOCK_AGAIN: 0}
         self._taken: list[torch.Tensor] = []
         self._owned = _storages(_resident_tensors(step, device)).keys()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
-        self._held = _Held()
+        self._boxes: Counter[int] = Counter()
+        """How many boxes hold a storage, by its address, while forward and backward run as one."""
+        self._held_bytes = self._most_held_bytes = 0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Self]:
@@ -120,7 +98,7 @@ class Observer(Recorder):
             if step.optimizer is not None:
                 stack.callback(step.optimizer.register_step_pre_hook(lambda *_: self._pass(OPTIMIZER)).remove)
             for block in () if step.compiled else step.blocks:
-                stack.callback(block.register_forward_pre_hook(self._count_block).remove)
+                stack.callback(block.register_forward_pre_hook(lambda *_: self._pass(_BLOCK_AGAIN)).remove)
             stack.enter_context(self._watching)
             yield self
 
@@ -134,7 +112,7 @@ class Observer(Recorder):
 
     def phase_ends(self, name: str) -> None:
         self._watching.close()
-        kept = self._held.most if name == FORWARD_BACKWARD else sum(self._saved_storages.values())
+        kept = self._most_held_bytes if name == FORWARD_BACKWARD else sum(self._saved_storages.values())
         self._saved_bytes = max(self._saved_bytes, kept)
         loss = self._step.loss
         if name == FORWARD and loss is not None and loss.requires_grad:
@@ -152,6 +130,12 @@ class Observer(Recorder):
 
     def observation(self, batches: "Batches", graphs_alive: bool | None) -> StepObservation:
         """The StepObservation of this step. graphs_alive is as it was just before the next step."""
+        batch, taken = self._batch, self._taken
+        of_tokens = batch is not None and not batch.is_floating_point()
+        covers = None
+        if batch is not None and batch.dim():
+            alike = all(tokens.shape[1:] == batch.shape[1:] for tokens in taken)
+            covers = bool(taken) and alike and torch.equal(torch.cat(taken), batch)
         return StepObservation(
             model_forwards=self._forwards,
             autocast_outside=self._autocast_outside,
@@ -161,11 +145,11 @@ class Observer(Recorder):
             distinct_batches=batches.distinct,
             graphs_alive_before=graphs_alive,
             product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
-            forward_tokens=self._forward_tokens(),
-            covers_batch=self._covers_batch(),
+            forward_tokens=sum(tokens.numel() for tokens in self._taken) if of_tokens else None,
+            covers_batch=covers,
             backward_passes=self._passes[BACKWARD],
             optimizer_steps=self._passes[OPTIMIZER],
-            blocks_again=None if self._step.compiled else self._passes["block again"],
+            blocks_again=None if self._step.compiled else self._passes[_BLOCK_AGAIN],
         )
 
     def _pack(self, tensor: torch.Tensor) -> _Saved:
@@ -175,31 +159,30 @@ class Observer(Recorder):
         if storage.data_ptr() not in self._owned:
             self._saved_storages[storage.data_ptr()] = storage.nbytes()
             if self._phase == FORWARD_BACKWARD:
-                self._held.take(box, storage)
+                key, size = storage.data_ptr(), storage.nbytes()
+                self._boxes[key] += 1
+                if self._boxes[key] == 1:
+                    self._held_bytes += size
+                    self._most_held_bytes = max(self._most_held_bytes, self._held_bytes)
+                weakref.finalize(box, self._unpacked, key, size)
         return box
+
+    def _unpacked(self, key: int, size: int) -> None:
+        """Count that the end of a box has come, which may be the last one of its storage."""
+        self._boxes[key] -= 1
+        if not self._boxes[key]:
+            self._held_bytes -= size
 
     def _count_forward(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards[self._phase] += 1
         if self._phase == FORWARD:
             self._taken += [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]
 
-    def _forward_tokens(self) -> int | None:
-        if self._batch is None or self._batch.is_floating_point():
-            return None
-        return sum(tokens.numel() for tokens in self._taken)
-
-    def _covers_batch(self) -> bool | None:
-        if self._batch is None or not self._batch.dim():
-            return None
-        alike = all(tokens.shape[1:] == self._batch.shape[1:] for tokens in self._taken)
-        return bool(self._taken) and alike and torch.equal(torch.cat(self._taken), self._batch)
-
-    def _count_block(self, *_: object) -> None:
-        self._passes["block again"] += self._phase == BACKWARD
-
-    def _pass(self, phase: str) -> None:
-        self._passes[phase] += 1
-        self._autocast[phase] = torch.is_autocast_enabled(self._device.type)
+    def _pass(self, what: str) -> None:
+        """Count a pass of backward or of the optimizer, or a block that runs while another one does."""
+        if what != _BLOCK_AGAIN:
+            self._autocast[what] = torch.is_autocast_enabled(self._device.type)
+        self._passes[what] += what != _BLOCK_AGAIN or self._phase == BACKWARD
 
 
 class Batches(NamedTuple):
@@ -236,7 +219,7 @@ class PhasePeaks(Recorder):
         self._before = torch.cuda.memory_allocated(device)
         self._requested_before = torch.cuda.memory_stats(device).get("requested_bytes.all.current")
         self._reserved_before = torch.cuda.memory_reserved(device)
-        self._expected = _unique_bytes(_resident_tensors(step, device)) + held_before_bytes
+        self._expected = sum(_storages(_resident_tensors(step, device)).values()) + held_before_bytes
         self._peaks: dict[str, int] = {}
         self._reserved = self._at_start = 0
         self._saved: int | None = None
@@ -247,16 +230,14 @@ class PhasePeaks(Recorder):
         self._at_start = torch.cuda.memory_allocated(self._device)
 
     def phase_ends(self, name: str) -> None:
-        self._read_peaks(name)
+        self.phase_failed(name)
         if name == FORWARD:
             self._saved = max(torch.cuda.memory_allocated(self._device) - self._at_start, self._saved or 0)
         elif name in (BACKWARD, FORWARD_BACKWARD):
             self._gradients = gradient_bytes(self._step)
 
     def phase_failed(self, name: str) -> None:
-        self._read_peaks(name)  # a phase that ran out of memory also had a peak
-
-    def _read_peaks(self, name: str) -> None:
+        """Read the peaks of a phase that has ended, or that ran out of memory: it also had one."""
         peak = torch.cuda.max_memory_allocated(self._device)
         self._peaks[name] = max(peak, self._peaks.get(name, 0))
         self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
@@ -266,13 +247,19 @@ class PhasePeaks(Recorder):
         its private pool, which is reserved but never counted as allocated, so the peaks would be too low.
         """
         torch.cuda.synchronize(self._device)
+        # What this process holds beyond its allocator: the driver's context, the libraries' kernels and workspaces. The
+        # driver counts all processes together, so it is not known where there are, or may be, others.
+        reading, outside = read_gpu(self._device), None
+        if reading is not None and reading.other_processes == 0:
+            free, total = torch.cuda.mem_get_info(self._device)
+            outside = total - free - torch.cuda.memory_reserved(self._device)
         memory = PhaseMemory(
             parameter_bytes=parameter_bytes(self._step),
             after_parameters=self._before,
             requested_before=self._requested_before,
             reserved_before=self._reserved_before,
             reserved_peak=self._reserved,
-            outside_allocator=_outside_allocator(self._device),
+            outside_allocator=outside,
         )
         if self._step.cuda_graphs:
             return memory
@@ -290,22 +277,12 @@ class PhasePeaks(Recorder):
 
 def gradient_bytes(step: Step) -> int:
     """Bytes of the gradients on the parameters, as tensors."""
-    return _unique_bytes([p.grad for p in step.model.parameters() if p.grad is not None])
+    return sum(_storages(p.grad for p in step.model.parameters() if p.grad is not None).values())
 
 
 def parameter_bytes(step: Step) -> int:
     """Bytes of the parameters, as tensors."""
-    return _unique_bytes(list(step.model.parameters()))
-
-
-def _outside_allocator(device: torch.device) -> int | None:
-    """Bytes that this process holds on the GPU beyond its allocator: the driver's context, the libraries' kernels and
-    workspaces. The driver counts all processes together, so this is None where there are, or may be, others."""
-    reading = read_gpu(device)
-    if reading is None or reading.other_processes != 0:
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
+    return sum(_storages(step.model.parameters()).values())
 
 
 def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
@@ -319,11 +296,7 @@ def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.device == device]
 
 
-def _unique_bytes(tensors: list[torch.Tensor]) -> int:
-    return sum(_storages(tensors).values())
-
-
-def _storages(tensors: list[torch.Tensor]) -> dict[int, int]:
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address and bytes of every storage of the tensors, once."""
     storages = (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor))
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -353,8 +326,7 @@ class OperatorCounts(Recorder):
     def phase_ends(self, name: str) -> None:
         self._phase.__exit__(None, None, None)
 
-    def phase_failed(self, name: str) -> None:
-        self.phase_ends(name)
+    phase_failed = phase_ends
 
     def counted(self) -> StepOperators:
         """Number of calls of each operator, by phase."""
@@ -389,24 +361,28 @@ _Key = tuple[str, str, int]
 """Phase, kind and number of ranks."""
 
 
-class TrafficCounts(Recorder):
-    """Counts the collectives of the next step by phase. Compiled modules run eagerly: they communicate the same."""
+class TrafficCounts(TorchDispatchMode, Recorder):
+    """Counts the collectives of the next step by phase, which must run eagerly: compiled modules communicate the
+    same."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._phase = ""
         self._calls: Counter[_Key] = Counter()
         self._message, self._sent, self._received = Counter[_Key](), Counter[_Key](), Counter[_Key]()
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator["TrafficCounts"]:
-        """A context in which collectives are counted."""
-        with torch.compiler.set_stance("force_eager"), _Collectives(self):
-            yield self
-
     def phase_begins(self, name: str) -> None:
         self._phase = name
 
-    def count(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # a DTensor's own dispatch calls what it is made of, under this mode
+        out = func(*args, **(kwargs or {}))
+        if func.namespace in _NAMESPACES:
+            self._count(func, args, out)
+        return out
+
+    def _count(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Add a call, if it is one of a collective."""
         name = func._schema.name.partition("::")[2]
         kind = kind_of(name)
@@ -414,7 +390,12 @@ class TrafficCounts(Recorder):
             return
         arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
         message = max((_bytes(value) for value in (*arguments.values(), out)), default=0)
-        group = _group_of(arguments)
+        # A call names its process group by itself, by its name, or not at all.
+        group: Any = None
+        if (group_name := arguments.get("group_name")) is not None:
+            group = dist.distributed_c10d._resolve_process_group(group_name)  # pyright: ignore[reportPrivateImportUsage]
+        elif (boxed := arguments.get("process_group")) is not None:
+            group = dist.ProcessGroup.unbox(boxed)
         size = group.size() if group is not None else dist.get_world_size()
         root = next((arguments[name] for name in _ROOTS if name in arguments), None)
         is_root = root is not None and root == (group.rank() if group is not None else dist.get_rank())
@@ -432,34 +413,16 @@ class TrafficCounts(Recorder):
         """What was counted, in the order in which the kinds came."""
         return tuple(
             CollectiveCalls(
-                phase=key[0],
-                kind=key[1],
-                ranks=key[2],
+                phase=phase,
+                kind=kind,
+                ranks=ranks,
                 calls=calls,
-                message_bytes=self._message[key],
-                sent_bytes=self._sent[key],
-                received_bytes=self._received[key],
+                message_bytes=self._message[phase, kind, ranks],
+                sent_bytes=self._sent[phase, kind, ranks],
+                received_bytes=self._received[phase, kind, ranks],
             )
-            for key, calls in self._calls.items()
+            for (phase, kind, ranks), calls in self._calls.items()
         )
-
-
-class _Collectives(TorchDispatchMode):
-    """A mode that tells of operators of torch.distributed."""
-
-    def __init__(self, counts: TrafficCounts) -> None:
-        super().__init__()
-        self._counts = counts
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor's own dispatch calls what it is made of, under this mode
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in _NAMESPACES:
-            self._counts.count(func, args, out)
-        return out
 
 
 def _bytes(value: Any) -> int:
@@ -467,14 +430,6 @@ def _bytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size()
     return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
-
-
-def _group_of(arguments: dict[str, Any]) -> Any:
-    """The process group that a call names, by itself or by its name; None where it says neither."""
-    if (name := arguments.get("group_name")) is not None:
-        return dist.distributed_c10d._resolve_process_group(name)  # pyright: ignore[reportPrivateImportUsage]
-    boxed = arguments.get("process_group")
-    return dist.ProcessGroup.unbox(boxed) if boxed is not None else None
 
 
 def whole_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:

@@ -72,9 +72,7 @@ class _Caught(TorchDispatchMode):
         super().__init__()
         self.operand: torch.Tensor | None = None
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func._schema.name != "aten::mm":
             # This cast would be cached: autocast would keep any tensor that it returned as the parameter's copy.
             raise _NotCached

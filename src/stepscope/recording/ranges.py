@@ -8,12 +8,13 @@ shared null context and costs nothing measurable.
 
 import bisect
 import contextlib
+import functools
 import importlib.util
 import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch._C._autograd import _get_sequence_nr
@@ -67,24 +68,26 @@ class OwnRange(torch.profiler.record_function):
     """A range of ours for torch.profiler, which is told by its class from those of a watched script."""
 
 
+class Stacks(threading.local):
+    """A stack of what is open for each thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+
+
 class ProfilerEmitter:
     """An emitter to torch.profiler."""
 
     def __init__(self) -> None:
-        self._open = threading.local()
+        self._open = Stacks()
 
     def push(self, name: str) -> None:
         entered = OwnRange(name)
         entered.__enter__()
-        self._stack().append(entered)
+        self._open.stack.append(entered)
 
     def pop(self) -> None:
-        self._stack().pop().__exit__(None, None, None)
-
-    def _stack(self) -> list[OwnRange]:
-        if not hasattr(self._open, "stack"):
-            self._open.stack = []
-        return self._open.stack
+        self._open.stack.pop().__exit__(None, None, None)
 
 
 def watched() -> bool:
@@ -97,23 +100,17 @@ def nvtx_available() -> bool:
     return hasattr(torch._C, "_nvtx") or importlib.util.find_spec("nvtx") is not None
 
 
-def nvtx_emitter() -> Emitter | None:
-    """The emitter of NVTX ranges on this machine, or None where there is none."""
-    if hasattr(torch._C, "_nvtx"):
-        return NvtxEmitter()
-    try:
-        return _PackageEmitter()
-    except ImportError:
-        return None
-
-
 class _Emission:
     """The emitters of the whole process now; read for every range."""
 
     def __init__(self) -> None:
-        first = nvtx_emitter() if watched() else None
-        self.emitters: tuple[Emitter, ...] = (first,) if first else ()
+        self.emitters: tuple[Emitter, ...] = ()
         self.detailed = False
+        if watched() and hasattr(torch._C, "_nvtx"):
+            self.emitters = (NvtxEmitter(),)
+        elif watched():
+            with contextlib.suppress(ImportError):
+                self.emitters = (_PackageEmitter(),)
 
 
 _emission = _Emission()
@@ -154,69 +151,46 @@ def current_emitters() -> tuple[Emitter, ...]:
 
 
 @contextlib.contextmanager
-def silenced() -> Iterator[None]:
-    """A context in which no range is emitted."""
-    before, _emission.emitters = _emission.emitters, ()
-    try:
-        yield
-    finally:
-        _emission.emitters = before
-
-
-@contextlib.contextmanager
-def emitted_to(*emitters: Emitter) -> Iterator[None]:
-    """A context in which ranges go to these emitters too."""
+def emitted_to(*emitters: Emitter, alone: bool = False) -> Iterator[None]:
+    """A context in which ranges go to these emitters too, or to them alone."""
     before = _emission.emitters
-    _emission.emitters = (*before, *emitters)
+    _emission.emitters = emitters if alone else (*before, *emitters)
     try:
         yield
     finally:
         _emission.emitters = before
+
+
+silenced = functools.partial(emitted_to, alone=True)
+"""A context in which no range is emitted."""
 
 
 @contextlib.contextmanager
 def detailed(model: torch.nn.Module | None) -> Iterator[None]:
-    """A context that emits the parts of attention, and by hooks every submodule of `model` as its module path."""
-    before = _emission.detailed
-    _emission.detailed = True
-    inside = module_ranges(model) if model is not None else contextlib.nullcontext()
-    del model
-    try:
-        with inside:
-            yield
-    finally:
-        _emission.detailed = before
-
-
-@contextlib.contextmanager
-def module_ranges(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which hooks give every submodule's forward a range named by its path (`blocks.3.attention`)."""
+    """A context that emits the parts of attention, and by hooks every submodule of `model` as its module path
+    (`blocks.3.attention`)."""
+    before, _emission.detailed = _emission.detailed, True
     # A stack for each thread: checkpointing runs a module's forward again on autograd's thread.
-    local = threading.local()
-    handles = []
+    local = Stacks()
 
     def enter(path: str) -> None:
-        if not hasattr(local, "stack"):
-            local.stack = []
         entered = detail_range(path)
         entered.__enter__()
         local.stack.append(entered)
 
-    def leave() -> None:
-        local.stack.pop().__exit__(None, None, None)
-
-    for path, module in model.named_modules():
-        if not path:
-            continue
-        handles.append(module.register_forward_pre_hook(lambda _module, _args, path=path: enter(path)))
-        handles.append(module.register_forward_hook(lambda _module, _args, _output: leave(), always_call=True))
-        del module
-    del model  # a watched loop's may end before this context
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(setattr, _emission, "detailed", before)
+        for path, module in model.named_modules() if model is not None else ():
+            if path:
+                begins = module.register_forward_pre_hook(lambda _module, _args, path=path: enter(path))
+                ends = module.register_forward_hook(
+                    lambda _module, _args, _output: local.stack.pop().__exit__(None, None, None), always_call=True
+                )
+                undo.callback(begins.remove)
+                undo.callback(ends.remove)
+            del module
+        del model  # a watched loop's may end before this context
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 # Ranges of modules in the backward pass, for NVTX tools.

@@ -119,10 +119,12 @@ def drive(step: Driven, *recorders: Recorder) -> None:
     # Everything that can be looked up is looked up before the step begins, so that it is not in the step's time.
     parts = [(phase.name, phase.run, named_range(phase.name)) for phase in step.phases]
     told = ("step_begins", "phase_begins", "phase_ends", "step_ends")
-    step_begins, phase_begins, phase_ends, step_ends = (_all_of([getattr(r, name) for r in recorders]) for name in told)
-    step_begins()
+    step_begins, phase_begins, phase_ends, step_ends = ([getattr(r, name) for r in recorders] for name in told)
+    for begins in step_begins:
+        begins()
     for name, run, its_range in parts:
-        phase_begins(name)
+        for begins in phase_begins:
+            begins(name)
         try:
             with its_range:
                 run()
@@ -130,17 +132,7 @@ def drive(step: Driven, *recorders: Recorder) -> None:
             for recorder in recorders:
                 recorder.phase_failed(name)
             raise
-        phase_ends(name)
-    step_ends()
-
-
-def _all_of(functions: Sequence[Callable[..., None]]) -> Callable[..., None]:
-    """One function that calls each of these."""
-    if len(functions) == 1:
-        return functions[0]
-
-    def call(*given: str) -> None:
-        for function in functions:
-            function(*given)
-
-    return call
+        for ends in phase_ends:
+            ends(name)
+    for ends in step_ends:
+        ends()

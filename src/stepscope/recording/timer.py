@@ -109,12 +109,12 @@ class _Stopwatch(Recorder):
     def __init__(self, device: Device, clock: Clock) -> None:
         self._device, self._clock = device, clock
         self._marks: list[Mark] = []
-        self._start_ns = self._issued_ns = self._end_ns = 0
+        self.start_ns = self._issued_ns = self.end_ns = 0
         self.phases: list[str] = []
         """The names of the phases that have begun."""
 
     def step_begins(self) -> None:
-        self._start_ns = self._clock.now_ns()
+        self.start_ns = self._clock.now_ns()
         self._marks.append(self._device.mark())
 
     def phase_begins(self, name: str) -> None:
@@ -126,20 +126,15 @@ class _Stopwatch(Recorder):
     def step_ends(self) -> None:
         self._issued_ns = self._clock.now_ns()
         self._device.synchronize()
-        self._end_ns = self._clock.now_ns()
-
-    @property
-    def span_ns(self) -> tuple[int, int]:
-        """When the step began and ended, by the host's clock."""
-        return self._start_ns, self._end_ns
+        self.end_ns = self._clock.now_ns()
 
     def row(self) -> tuple[float, ...]:
         """The seconds of the step, of the host, and of each phase by name."""
         phases_s: dict[str, float] = {}
         for name, (before, after) in zip(self.phases, itertools.pairwise(self._marks), strict=True):
             phases_s[name] = phases_s.get(name, 0.0) + self._device.elapsed_s(before, after)
-        start_ns = self._start_ns
-        return ((self._end_ns - start_ns) * 1e-9, (self._issued_ns - start_ns) * 1e-9, *phases_s.values())
+        times_s = ((end_ns - self.start_ns) * 1e-9 for end_ns in (self.end_ns, self._issued_ns))
+        return (*times_s, *phases_s.values())
 
 
 def measure(
@@ -165,10 +160,7 @@ def measure(
     peers: the other processes that take part in each step. All begin it together, and all end warm-up and measuring
     where the first of them does; both is settled between steps, untimed.
     """
-    timer = _Timer(
-        subjects, device, settings, clock or HostClock(), on_progress=on_progress, recorders=recorders, peers=peers
-    )
-    return timer.run(before_measuring)
+    return _Timer(subjects, device, settings, clock or HostClock(), on_progress, recorders, peers).run(before_measuring)
 
 
 def measure_one(
@@ -193,28 +185,20 @@ def timed_steps(
     return measure_one(subject, device=device, settings=settings, recorders=recorders, peers=peers)
 
 
+@dataclass
 class _Timer:
-    def __init__(
-        self,
-        subjects: Mapping[str, Driven],
-        device: Device,
-        settings: Settings,
-        clock: Clock,
-        *,
-        on_progress: Callable[[Progress], None] | None,
-        recorders: Sequence[Recorder],
-        peers: Peers,
-    ) -> None:
-        self._subjects = dict(subjects)
-        self._device = device
-        self._settings = settings
-        self._clock = clock
-        self._on_progress = on_progress
-        self._recorders = recorders
-        self._peers = peers
+    _subjects: Mapping[str, Driven]
+    _device: Device
+    _settings: Settings
+    _clock: Clock
+    _on_progress: Callable[[Progress], None] | None
+    _recorders: Sequence[Recorder]
+    _peers: Peers
+
+    def __post_init__(self) -> None:
         self._records = {
             name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
-            for name, subject in subjects.items()
+            for name, subject in self._subjects.items()
         }
         self._stage = "warm-up"
         self._stage_start_ns = self._clock.now_ns()
@@ -259,7 +243,7 @@ class _Timer:
         self._stage_start_ns = start_ns = self._clock.now_ns()
         for done in range(1, settings.steps_cap + 1):
             # What runs second finds other caches than what runs first: each is first in every other round.
-            for name in self._subjects if done % 2 else reversed(self._subjects):
+            for name in self._subjects if done % 2 else reversed(list(self._subjects)):
                 self._step(name)
                 self._tell(name, done, settings.steps_floor, settings.steps_cap)
             elapsed_s = (self._clock.now_ns() - start_ns) * 1e-9
@@ -276,7 +260,7 @@ class _Timer:
         with named_range(STEP):
             drive(subject, *self._recorders, watch)
         self._records[name].rows.append(watch.row())
-        self._records[name].spans_ns.append(watch.span_ns)
+        self._records[name].spans_ns.append((watch.start_ns, watch.end_ns))
 
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
         if self._on_progress:
@@ -288,15 +272,22 @@ class _Timer:
             self._on_progress(Progress(stage=self._stage, done=done, last_step_s=last, fraction=fraction))
 
     def _results(self, interrupted: bool) -> dict[str, Measurement]:
-        return {
-            name: Measurement(
-                samples=_samples(record, self._clock.name, self._device.clock_name),
-                warmup_steady=record.steady,
-                interrupted=interrupted,
-                spans_ns=tuple(record.spans_ns[record.warmups :]),
+        results: dict[str, Measurement] = {}
+        for name, record in self._records.items():
+            warmups, measured = record.rows[: record.warmups], record.rows[record.warmups :]
+            samples = {
+                part: Samples(
+                    values_s=tuple(row[i] for row in measured),
+                    warmup_s=tuple(row[i] for row in warmups),
+                    clock=self._clock.name if part in ("step", "host") else self._device.clock_name,
+                )
+                for i, part in enumerate(record.names)
+            }
+            spans_ns = tuple(record.spans_ns[record.warmups :])
+            results[name] = Measurement(
+                samples=samples, warmup_steady=record.steady, interrupted=interrupted, spans_ns=spans_ns
             )
-            for name, record in self._records.items()
-        }
+        return results
 
 
 def is_steady(steps_s: Sequence[float]) -> bool:
@@ -306,18 +297,6 @@ def is_steady(steps_s: Sequence[float]) -> bool:
     earlier = statistics.median(steps_s[-2 * STEADY_WINDOW : -STEADY_WINDOW])
     later = statistics.median(steps_s[-STEADY_WINDOW:])
     return math.isclose(earlier, later, rel_tol=STEADY_TOLERANCE)
-
-
-def _samples(record: _Record, host_clock: str, device_clock: str) -> dict[str, Samples]:
-    warmups, measured = record.rows[: record.warmups], record.rows[record.warmups :]
-    return {
-        name: Samples(
-            values_s=tuple(row[i] for row in measured),
-            warmup_s=tuple(row[i] for row in warmups),
-            clock=host_clock if name in ("step", "host") else device_clock,
-        )
-        for i, name in enumerate(record.names)
-    }
 
 
 # Times on a device that does not wait for its host.
@@ -386,11 +365,7 @@ class Leads:
         return measure({name: subject}, device=self._timing, settings=_TRIAL, clock=self._clock)[name]
 
     def _fills(self, times: int) -> Callable[[], object]:
-        def fill() -> None:
-            for _ in range(times):
-                self._fill()
-
-        return fill
+        return lambda: [self._fill() for _ in range(times)]
 
 
 def overwrite_cache(device: torch.device) -> Callable[[], object]:

@@ -10,7 +10,7 @@ from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.recording.step import Recorder
 from stepscope.recording.watch.loop import LoopStep
-from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
+from stepscope.recording.watch.stopwatch import Marks, Stopwatch, TimedSteps
 from stepscope.recording.watch.watch import Stage, Watch
 
 
@@ -106,7 +106,7 @@ class Told:
     def stage_failed(self, stage: str, error: Exception) -> None:
         self.faults.append(f"{stage}: {error}")
 
-    def stages_over(self) -> None:
+    def finish(self) -> None:
         self.over = True
 
     def loop_gone(self) -> None:
@@ -115,7 +115,7 @@ class Told:
 
 def timed(first: int, end: int) -> tuple[TimedSteps, Stopwatch]:
     """A stage that times these steps, and its stopwatch."""
-    stopwatch = Stopwatch(HostMarks())
+    stopwatch = Stopwatch(Marks())
     return TimedSteps(stopwatch, Settings(warmup_floor=first, warmup_cap=first), between=(first, end)), stopwatch
 
 

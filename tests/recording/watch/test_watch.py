@@ -17,7 +17,7 @@ from stepscope.core.range_names import TIMED
 from stepscope.core.run import Settings
 from stepscope.recording.watch.loop import class_name
 from stepscope.recording.watch.phases import Phases
-from stepscope.recording.watch.stopwatch import HostMarks, Stopwatch, TimedSteps
+from stepscope.recording.watch.stopwatch import Marks, Stopwatch, TimedSteps
 from tests.recording.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch
 
 PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]
@@ -310,7 +310,7 @@ def test_the_parts_of_a_step_add_up_to_it_and_steps_to_the_time_that_passed():
 @pytest.mark.parametrize("steps", [3, 5, 6, 7, 9])
 def test_a_loop_that_ends_as_warm_up_does_keeps_its_last_steps(steps: int):
     # Two steps show what a step is, warm-up ends after the fifth, and one more passes before those that count.
-    stopwatch = Stopwatch(HostMarks())
+    stopwatch = Stopwatch(Marks())
     stage = TimedSteps(stopwatch, Settings(warmup_floor=2, warmup_cap=5, steps_floor=50))
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -429,7 +429,7 @@ def test_a_scheduler_that_is_made_while_the_loop_is_watched_finds_a_method():
 
 
 def test_other_stages_get_steps_between_the_two_parts_of_those_that_are_timed():
-    stopwatch, diary, model = Stopwatch(HostMarks()), DiaryStage(3), Net()
+    stopwatch, diary, model = Stopwatch(Marks()), DiaryStage(3), Net()
     settings = Settings(warmup_floor=3, warmup_cap=3, steps_floor=4, steps_cap=9, seconds=60)
     stage, optimizer = TimedSteps(stopwatch, settings, in_two_parts=True), adamw(model)
     told = Told(stage, diary, stage)

@@ -211,19 +211,18 @@ class Finder(Recorder):
         self._in_backward.add(id(optimizer))
         self.stepped = True
 
-    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            really = bare_optimizer(optimizer)
-            self._scaling, before = really, self._scaling
-            try:
-                result = original(scaler, optimizer, *args, **kwargs)
-            finally:
-                self._scaling = before
-            if before is None and self._is_the_loops_thread():
-                self._stepped(really)
-            return result
-
-        return step
+    def _around_scaler(
+        self, original: Any, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        really = bare_optimizer(optimizer)
+        self._scaling, before = really, self._scaling
+        try:
+            result = original(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._scaling = before
+        if before is None and self._is_the_loops_thread():
+            self._stepped(really)
+        return result
 
     def _is_the_loops_thread(self) -> bool:
         return self._phases.thread in (0, get_ident())

@@ -72,9 +72,9 @@ class Phases:
         self.thread = 0
 
     @property
-    def at_rest(self) -> bool:
-        """Whether the loop has left everything that it entered."""
-        return len(self._open) == 1
+    def depth(self) -> int:
+        """The depth of what the loop entered last; 0 where it has left everything that it entered."""
+        return len(self._open) - 1
 
     @property
     def part(self) -> str:
@@ -106,10 +106,6 @@ class Phases:
             self._change(outside, inside)
         return len(parts) - 1
 
-    def leave(self) -> None:
-        """Note that the loop leaves what it entered last."""
-        self.leave_to(len(self._open) - 1)
-
     def leave_to(self, depth: int) -> None:
         """Leave what was entered at this depth, and what was left open inside it."""
         parts = self._open
@@ -125,10 +121,6 @@ class Phases:
             self.failed = self._open[-1]
             for recorder in self.recorders:
                 recorder.phase_failed(self.failed)
-
-    def forget_what_is_open(self) -> None:
-        """Consider everything as left: after an exception that the loop caught, an optimizer's step has no end."""
-        self.leave_to(1)
 
     def step_begins(self) -> None:
         self.failed = None
@@ -158,12 +150,13 @@ class Phases:
 # The `__call__` of the instance's class is watched instead: no copy, no pickle and no compiled region holds it.
 
 
-Undo = Callable[[], None]
+Undo = Callable[[], object]
 _MISSING = object()
 
 
-def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
-    """Replace an attribute by a wrapper, if the attribute exists. Returns what puts the original back.
+def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
+    """Replace a function by a wrapper that hands it to `call` with its arguments, if there is such an attribute.
+    Returns what puts the original back.
 
     If somebody else has wrapped it again since then, that wrapper stays, and ours below it does nothing more. Two of
     ours on one attribute are undone in reverse order, or the first would stay.
@@ -172,7 +165,11 @@ def replace(owner: Any, name: str, make: Callable[[Any], Any]) -> Undo:
     if original is None:
         return lambda: None
     own = vars(owner).get(name, _MISSING)
-    wrapper = make(original)
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return call(original, *args, **kwargs)
+
     setattr(owner, name, wrapper)
 
     def undo() -> None:
@@ -201,99 +198,67 @@ def uncompiled() -> Iterator[None]:
         set_eval_frame(before)
 
 
-def watch_forward(module: nn.Module, phases: Phases, *, training: bool) -> Undo:
+def watch_forward(module: nn.Module, phases: Phases, *, training: bool | None) -> Undo:
     """Open forward while this module is called with gradients on, in the mode in which it trains, and evaluation while
-    it is called with gradients off."""
+    it is called with gradients off. training: that mode; None for a module that does not train."""
     watched = weakref.ref(module)
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not watched() or get_ident() != phases.thread:
-                return original(self, *args, **kwargs)
-            if not torch.is_grad_enabled():
-                return _evaluated(phases, original, self, *args, **kwargs)
-            if self.training is not training:
-                return original(self, *args, **kwargs)
-            if not phases.keeps_inputs:
-                return phases.inside(FORWARD, original, self, *args, **kwargs)
-            phases.inputs = args, kwargs
-            try:
-                return phases.inside(FORWARD, original, self, *args, **kwargs)
-            finally:
-                phases.inputs = None
+    def call(original: Callable[..., Any], self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self is not watched() or get_ident() != phases.thread:
+            return original(self, *args, **kwargs)
+        if not torch.is_grad_enabled():
+            if type(self) not in phases.evaluated:
+                line = users_line()
+                phases.evaluated[type(self)] = class_name(self), line.where if line is not None else ""
+            return phases.inside(EVALUATION, original, self, *args, **kwargs)
+        if self.training is not training:
+            return original(self, *args, **kwargs)
+        if not phases.keeps_inputs:
+            return phases.inside(FORWARD, original, self, *args, **kwargs)
+        phases.inputs = args, kwargs
+        try:
+            return phases.inside(FORWARD, original, self, *args, **kwargs)
+        finally:
+            phases.inputs = None
 
-        return call
-
-    return replace(type(module), "__call__", make)
-
-
-def watch_quiet(module: nn.Module, phases: Phases) -> Undo:
-    """Open evaluation while this module, which does not train, is called with gradients off."""
-
-    watched = weakref.ref(module)
-
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self is not watched() or get_ident() != phases.thread or torch.is_grad_enabled():
-                return original(self, *args, **kwargs)
-            return _evaluated(phases, original, self, *args, **kwargs)
-
-        return call
-
-    return replace(type(module), "__call__", make)
+    return replace(type(module), "__call__", call)
 
 
 def watch_backward(phases: Phases) -> Undo:
     """Open backward while autograd's engine runs, which `torch.autograd.backward` and `grad` call."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != phases.thread:
-                return original(*args, **kwargs)
-            if phases.keeps_roots and args:
-                phases.roots = args[0]
-            phases.adds = kwargs.get("accumulate_grad", True)
-            try:
-                return phases.inside(BACKWARD, original, *args, **kwargs)
-            finally:
-                phases.roots = None
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != phases.thread:
+            return original(*args, **kwargs)
+        if phases.keeps_roots and args:
+            phases.roots = args[0]
+        phases.adds = kwargs.get("accumulate_grad", True)
+        try:
+            return phases.inside(BACKWARD, original, *args, **kwargs)
+        finally:
+            phases.roots = None
 
-        return run
-
-    return replace(torch.autograd, "_engine_run_backward", make)
+    return replace(torch.autograd, "_engine_run_backward", run)
 
 
 def end_with_backward(ended: Callable[[], None]) -> Undo:
     """Call this whenever autograd's engine has run."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            ended()
-            return result
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        ended()
+        return result
 
-        return run
-
-    return replace(torch.autograd, "_engine_run_backward", make)
+    return replace(torch.autograd, "_engine_run_backward", run)
 
 
 def watch_data(phases: Phases) -> Undo:
     """Open data while a DataLoader is asked for its next batch."""
 
-    def make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def next_batch(self: Any) -> Any:
-            if get_ident() != phases.thread:
-                return original(self)
-            return phases.inside(DATA, original, self)
+    def next_batch(original: Callable[..., Any], self: Any) -> Any:
+        return phases.inside(DATA, original, self) if get_ident() == phases.thread else original(self)
 
-        return next_batch
-
-    return replace(_BaseDataLoaderIter, "__next__", make)
+    return replace(_BaseDataLoaderIter, "__next__", next_batch)
 
 
 class OptimizerWatch:
@@ -318,11 +283,7 @@ class OptimizerWatch:
             undo.append(optimizer.register_step_post_hook(self._end_hook()).remove)
             undo.append(self._wrap_step(optimizer))
 
-        def take_off() -> None:
-            for each in reversed(undo):
-                each()
-
-        return take_off
+        return lambda: [each() for each in reversed(undo)]
 
     # Plain functions: a copy of a bound method would copy this object with it. A wrapper that is entered knows already.
     def _begin_hook(self) -> Callable[..., None]:
@@ -332,7 +293,7 @@ class OptimizerWatch:
                 return _with_watched_closure(phases, args, kwargs) if kwargs or len(args) > 1 else None
             if get_ident() != phases.thread:
                 return None
-            phases.forget_what_is_open()
+            phases.leave_to(1)  # after an exception that the loop caught, an optimizer's step has no end
             phases.enter(OPTIMIZER)
             return _with_watched_closure(phases, args, kwargs)
 
@@ -341,9 +302,9 @@ class OptimizerWatch:
     def _end_hook(self) -> Callable[..., None]:
         def ends(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             phases = self._phases
-            if self._around or get_ident() != phases.thread or phases.at_rest:
+            if self._around or get_ident() != phases.thread or not phases.depth:
                 return
-            phases.leave()
+            phases.leave_to(phases.depth)
             if optimizer is self._optimizers[0]():
                 self._ended()
 
@@ -379,19 +340,17 @@ class OptimizerWatch:
 
         return undo
 
-    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def step(scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            ours = any(bare_optimizer(optimizer) is each() for each in self._optimizers)
-            if not ours or get_ident() != self._phases.thread:
-                return original(scaler, optimizer, *args, **kwargs)
-            return self._call(bare_optimizer(optimizer), original, scaler, optimizer, *args, **kwargs)
-
-        return step
+    def _around_scaler(
+        self, original: Any, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+    ) -> Any:
+        ours = any(bare_optimizer(optimizer) is each() for each in self._optimizers)
+        if not ours or get_ident() != self._phases.thread:
+            return original(scaler, optimizer, *args, **kwargs)
+        return self._call(bare_optimizer(optimizer), original, scaler, optimizer, *args, **kwargs)
 
     def _call(self, optimizer: torch.optim.Optimizer, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not (self._around or self._phases.at_rest):
-            self._phases.forget_what_is_open()
+        if not self._around and self._phases.depth:
+            self._phases.leave_to(1)
         self._around += 1
         try:
             result = self._phases.inside(OPTIMIZER, original, *args, **kwargs)
@@ -415,13 +374,6 @@ def _with_watched_closure(phases: Phases, args: Any, kwargs: dict[str, Any]) -> 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": watched}
     return (args[0], watched, *args[2:]), kwargs
-
-
-def _evaluated(phases: Phases, original: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if type(module) not in phases.evaluated:
-        line = users_line()
-        phases.evaluated[type(module)] = class_name(module), line.where if line is not None else ""
-    return phases.inside(EVALUATION, original, module, *args, **kwargs)
 
 
 # Knows what of PyTorch's profiler the script itself uses, beside which a profiler of ours must not run.
@@ -481,12 +433,9 @@ class ScriptProfilers:
         """Why no profiler of ours may begin now; None if one may."""
         if autograd_profiler._is_profiler_enabled or any(map(_will_record, list(self._profilers))):
             return "the script's own profiler is on: leave it out to record"
-        name = self.open_range()
-        return (
-            f"the script's range {name!r} is open where its steps end: close it once a step"
-            if name is not None
-            else None
-        )
+        if (name := self.open_range()) is not None:
+            return f"the script's range {name!r} is open where its steps end: close it once a step"
+        return None
 
     def recording_memory(self) -> str | None:
         """Why no history of allocations on a GPU may begin now; None if one may."""
@@ -520,56 +469,36 @@ class ScriptProfilers:
                 with torch._C.DisableTorchFunctionSubclass():
                     torch.ops.profiler._record_function_exit._RecordFunction(record)
 
-    def _noting_enter(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def enter(of: Range) -> Any:
-            entered, key = original(of), id(of)
-            self._ranges[key] = (get_ident(), weakref.ref(of, lambda _: self._ranges.pop(key, None)))
-            return entered
+    def _noting_enter(self, original: Callable[..., Any], of: Range) -> Any:
+        entered, key = original(of), id(of)
+        self._ranges[key] = (get_ident(), weakref.ref(of, lambda _: self._ranges.pop(key, None)))
+        return entered
 
-        return enter
+    def _noting_exit(self, original: Callable[..., Any], of: Range, *error: Any) -> Any:
+        self._ranges.pop(id(of), None)
+        left = original(of, *error)
+        if self.when_closed is not None and self.open_range() is None:
+            waiting, self.when_closed = self.when_closed, None
+            waiting()
+        return left
 
-    def _noting_exit(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def leave(of: Range, *error: Any) -> Any:
-            self._ranges.pop(id(of), None)
-            left = original(of, *error)
-            if self.when_closed is not None and self.open_range() is None:
-                waiting, self.when_closed = self.when_closed, None
-                waiting()
-            return left
+    def _noting_start(self, original: Callable[..., Any], of: Any) -> Any:
+        if not self._ours:
+            self._profilers.add(of)
+        return original(of)
 
-        return leave
-
-    def _noting_start(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def start(of: Any) -> Any:
-            if not self._ours:
-                self._profilers.add(of)
+    def _noting_stop(self, original: Callable[..., Any], of: Any) -> Any:
+        try:
             return original(of)
+        finally:
+            self._profilers.discard(of)
 
-        return start
-
-    def _noting_stop(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def stop(of: Any) -> Any:
-            try:
-                return original(of)
-            finally:
-                self._profilers.discard(of)
-
-        return stop
-
-    def _giving_way(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if not self._ours and self._give_way is not None:
-                give_way, self._give_way = self._give_way, None
-                with self.ours(None):
-                    give_way()
-            return original(*args, **kwargs)
-
-        return call
+    def _giving_way(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._ours and self._give_way is not None:
+            give_way, self._give_way = self._give_way, None
+            with self.ours(None):
+                give_way()
+        return original(*args, **kwargs)
 
 
 def _will_record(profiler: Any) -> bool:

@@ -53,11 +53,8 @@ class WatchedStep:
     """All optimizers that step in a step, the one that ends it first."""
 
     def __init__(self, step: LoopStep) -> None:
-        self.forward_module = step.forward_module
-        self.model = step.model
-        self.optimizer = step.optimizer
-        self.optimizers = step.optimizers
-        self.compiled = step.compiled
+        self.forward_module, self.model, self.compiled = step.forward_module, step.model, step.compiled
+        self.optimizer, self.optimizers = step.optimizer, step.optimizers
 
     def named_tensors(self, batch: Any) -> Sequence[tuple[str, torch.Tensor]]:
         return ()  # The batch of a watched step is not known before the step runs.
@@ -214,7 +211,7 @@ class LookedAtSteps:
 
     def is_over(self, step: int) -> bool:
         self._done += 1
-        self._work.stop()
+        self._work.open.close()
         if self._done == 1 and not self._compiled and not is_in_torch_dispatch_mode():
             self._work.start()
         return self._done >= STEPS
@@ -224,14 +221,12 @@ class LookedAtSteps:
         recorder, self._habits, self.recorders = self._habits, None, ()
         if recorder is not None:
             recorder.close()  # a loop may end within a step: what was opened last is then open, and closed first
-        self._work.stop()
+        self._work.open.close()
         if recorder is None:
             return
-        work = self._work.work()
-        if work is not None:
+        if (work := self._work.work()) is not None:
             self._keep_work(*work)
-        habits = recorder.habits()
-        if habits is not None:
+        if (habits := recorder.habits()) is not None:
             self._keep(habits)
         if recorder.failure is not None:
             raise recorder.failure
@@ -243,15 +238,13 @@ class _CountedWork(Recorder):
 
     def __init__(self) -> None:
         self._counts: FlopCounts | None = None
-        self._open = contextlib.ExitStack()
+        self.open = contextlib.ExitStack()
+        """Close it to count no more."""
         self._part = REST
         self._whole = False
 
     def start(self) -> None:
-        self._counts = self._open.enter_context(FlopCounts().counting())
-
-    def stop(self) -> None:
-        self._open.close()
+        self._counts = self.open.enter_context(FlopCounts().counting())
 
     def work(self) -> tuple[dict[str, Work], dict[str, int]] | None:
         """The work of each phase, and the calls of operators that no formula covers; None where no step was counted."""

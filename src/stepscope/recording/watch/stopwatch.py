@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -22,95 +22,48 @@ _SHORTEST_S = 1e-9
 """A shorter time is only the rounding of a difference."""
 
 
-class Marks(Protocol):
-    """A clock whose readings are taken at once and read later."""
+@dataclass(frozen=True, kw_only=True)
+class Marks:
+    """A clock whose readings are taken at once and read later. As it is, it is the host's clock, for devices whose work
+    is done when the call returns."""
 
-    clock_name: str
-    mark: Callable[[], Mark]
+    clock_name: str = "perf_counter_ns"
+    mark: Callable[[], Mark] = time.perf_counter_ns
     """Puts a mark at this point of the work."""
-
-    def elapsed_s(self, start: Mark, end: Mark) -> float:
-        """Seconds between two marks that were reached."""
-        ...
-
-    def reached(self, mark: Mark) -> bool:
-        """Whether the device has reached this mark."""
-        ...
-
-    def wait(self, mark: Mark) -> None:
-        """Wait until the device has reached this mark."""
-        ...
-
-    def free(self, marks: list[Mark]) -> None:
-        """Take back marks that have been read, to use them again."""
-        ...
-
-
-class HostMarks:
-    """Marks by the host's clock, for devices whose work is done when the call returns."""
-
-    clock_name = "perf_counter_ns"
-
-    def __init__(self) -> None:
-        self.mark = time.perf_counter_ns
-
-    def elapsed_s(self, start: Mark, end: Mark) -> float:
-        return (end - start) * 1e-9
-
-    def reached(self, mark: Mark) -> bool:
-        return True
-
-    def wait(self, mark: Mark) -> None:
-        pass
-
-    def free(self, marks: list[Mark]) -> None:
-        pass
-
-
-class EventMarks:
-    """Marks by events in a GPU's stream. They are made beforehand, since making one takes the host longer than
-    recording it."""
-
-    clock_name = "cuda events"
-
-    def __init__(self, device: torch.device, beforehand: int) -> None:
-        stream = torch.cuda.current_stream(device)
-        free = self._free = [torch.cuda.Event(enable_timing=True) for _ in range(beforehand)]
-        record: Any = torch.cuda.Event.__mro__[1].record  # that of Event itself only looks for the stream
-        for event in free:
-            record(event, stream)  # The driver makes an event only when it is recorded for the first time.
-
-        def mark() -> Mark:
-            event = free.pop() if free else torch.cuda.Event(enable_timing=True)
-            record(event, stream)
-            return event
-
-        self.mark = mark
-
-    def elapsed_s(self, start: Mark, end: Mark) -> float:
-        return start.elapsed_time(end) * 1e-3
-
-    def reached(self, mark: Mark) -> bool:
-        return mark.query()
-
-    def wait(self, mark: Mark) -> None:
-        mark.synchronize()
-
-    def free(self, marks: list[Mark]) -> None:
-        self._free += marks
+    elapsed_s: Callable[[Mark, Mark], float] = lambda start, end: (end - start) * 1e-9
+    """Seconds between two marks that were reached."""
+    reached: Callable[[Mark], bool] = lambda _: True
+    """Whether the device has reached this mark."""
+    wait: Callable[[Mark], object] = lambda _: None
+    """Waits until the device has reached this mark."""
+    free: Callable[[list[Mark]], object] = lambda _: None
+    """Takes back marks that have been read, to use them again."""
 
 
 def marks_for(device: torch.device, beforehand: int) -> Marks:
-    """The clock of a device; `beforehand` marks of it are made now."""
-    return EventMarks(device, beforehand) if device.type == "cuda" else HostMarks()
+    """The clock of a device: events in a GPU's stream, of which `beforehand` are made now, since making one takes the
+    host longer than recording it."""
+    if device.type != "cuda":
+        return Marks()
+    stream = torch.cuda.current_stream(device)
+    free = [torch.cuda.Event(enable_timing=True) for _ in range(beforehand)]
+    record: Any = torch.cuda.Event.__mro__[1].record  # that of Event itself only looks for the stream
+    for event in free:
+        record(event, stream)  # The driver makes an event only when it is recorded for the first time.
 
+    def mark() -> Mark:
+        event = free.pop() if free else torch.cuda.Event(enable_timing=True)
+        record(event, stream)
+        return event
 
-@dataclass(slots=True)
-class _Row:
-    """The marks of one step: where it began, where each part began, and where it ended."""
-
-    names: list[str]
-    marks: list[Mark]
+    return Marks(
+        clock_name="cuda events",
+        mark=mark,
+        elapsed_s=lambda start, end: start.elapsed_time(end) * 1e-3,
+        reached=lambda event: event.query(),
+        wait=lambda event: event.synchronize(),
+        free=free.extend,
+    )
 
 
 class Stopwatch(Recorder):
@@ -121,7 +74,8 @@ class Stopwatch(Recorder):
         self._names: list[str] = []
         self._row: list[Mark] = []
         self._last: Mark = None
-        self._waiting: list[_Row] = []
+        self._waiting: list[tuple[list[str], list[Mark]]] = []
+        """For each step the names of its parts, and its marks: where each part began, and where the last ended."""
         self._times: list[dict[str, float]] = []
         self._entered: list[dict[str, int]] = []
         """How often each step entered forward and backward."""
@@ -152,7 +106,7 @@ class Stopwatch(Recorder):
     def step_ends(self) -> None:
         self._last = self._mark()
         self._row.append(self._last)
-        self._waiting.append(_Row(self._names, self._row))
+        self._waiting.append((self._names, self._row))
 
     def break_off(self) -> None:
         """Let the next step begin with a mark of its own, since something else comes between it and the last one."""
@@ -175,29 +129,25 @@ class Stopwatch(Recorder):
         With `wait`, for all steps. The parts of a step add up to it.
         """
         done = 0
-        for row in self._waiting:
+        for names, marks in self._waiting:
             if wait:
-                self._marks.wait(row.marks[-1])
-            elif not self._marks.reached(row.marks[-1]):
+                self._marks.wait(marks[-1])
+            elif not self._marks.reached(marks[-1]):
                 break
-            self._times.append(self._seconds(row))
-            self._entered.append({name: row.names.count(name) for name in (FORWARD, BACKWARD)})
+            seconds: dict[str, float] = dict.fromkeys((*TIMED, EVALUATION), 0.0)
+            for i, name in enumerate(_whole_evaluations(names) if EVALUATION in names else names):
+                if name is not REST:
+                    seconds[name] += self._marks.elapsed_s(marks[i], marks[i + 1])
+            whole = self._marks.elapsed_s(marks[0], marks[-1])
+            rest = whole - sum(seconds.values())
+            seconds[REST] = rest if rest > _SHORTEST_S else 0.0
+            self._times.append({STEP: whole, **seconds})
+            self._entered.append({name: names.count(name) for name in (FORWARD, BACKWARD)})
             # The last mark is the next step's first.
-            self._marks.free(row.marks[:-1])
+            self._marks.free(marks[:-1])
             done += 1
         del self._waiting[:done]
         return self._times
-
-    def _seconds(self, row: _Row) -> dict[str, float]:
-        elapsed_s, marks = self._marks.elapsed_s, row.marks
-        seconds: dict[str, float] = dict.fromkeys((*TIMED, EVALUATION), 0.0)
-        for i, name in enumerate(_whole_evaluations(row.names) if EVALUATION in row.names else row.names):
-            if name is not REST:
-                seconds[name] += elapsed_s(marks[i], marks[i + 1])
-        whole = elapsed_s(marks[0], marks[-1])
-        rest = whole - sum(seconds.values())
-        seconds[REST] = rest if rest > _SHORTEST_S else 0.0
-        return {STEP: whole, **seconds}
 
     def entered(self, name: str, last: int) -> list[int]:
         """How often each of the last steps entered forward, or backward."""

@@ -1,6 +1,5 @@
 """The Watch finds out what a step of a loop is, tells recorders of the steps, stage by stage, and takes itself off."""
 
-import functools
 import os
 import threading
 import time
@@ -30,7 +29,6 @@ from stepscope.recording.watch.phases import (
     watch_backward,
     watch_data,
     watch_forward,
-    watch_quiet,
 )
 
 # Notes what a watched loop saves, so that a step which writes a checkpoint has a name.
@@ -48,23 +46,19 @@ class Saves:
     def watch(self, phases: Phases, step: Callable[[], int]) -> Undo:
         """Note the calls from now on. step: returns the number of the step that is under way."""
 
-        def make(original: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(original)
-            def save(*args: Any, **kwargs: Any) -> Any:
-                if get_ident() != phases.thread:
-                    return original(*args, **kwargs)
-                began_s, number = time.perf_counter(), step()
-                try:
-                    return original(*args, **kwargs)
-                finally:
-                    took_s = time.perf_counter() - began_s
-                    self._seconds[number] = self._seconds.get(number, 0.0) + took_s
-                    if not self._where and (line := users_line()) is not None:
-                        self._where = line.where
+        def save(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if get_ident() != phases.thread:
+                return original(*args, **kwargs)
+            began_s, number = time.perf_counter(), step()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                took_s = time.perf_counter() - began_s
+                self._seconds[number] = self._seconds.get(number, 0.0) + took_s
+                if not self._where and (line := users_line()) is not None:
+                    self._where = line.where
 
-            return save
-
-        return replace(torch, "save", make)
+        return replace(torch, "save", save)
 
     def of(self, spans: Sequence[tuple[int, int]]) -> Saved | None:
         """What the steps with these numbers saved, the first and the last of each span; None where they saved
@@ -128,7 +122,7 @@ class WatchOwner(Protocol):
         """Take note that it cannot be told what a step is, and that the Watch has ended."""
         ...
 
-    def stages_over(self) -> None:
+    def finish(self) -> None:
         """Take note that every stage is over. The loop goes on without the Watch."""
         ...
 
@@ -211,12 +205,11 @@ class Watch:
         """Note that the loop itself says that a step has ended. From then on no other end counts."""
         if not self.running:
             return
-        if not self._knows:
-            self._marked = True
-            self._finder.step()
-            return
         self._marked = True
-        self._step_ended()
+        if self._knows:
+            self._step_ended()
+        else:
+            self._finder.step()
 
     def leave_alone(self) -> None:
         """Stop counting, as in a child that was forked."""
@@ -257,7 +250,7 @@ class Watch:
         phases = self.phases
         for root in step.roots:
             self._undo.append(watch_forward(root.module, phases, training=root.training))
-        self._undo += [watch_quiet(module, phases) for module in step.quiet]
+        self._undo += [watch_forward(module, phases, training=None) for module in step.quiet]
         self._undo += [watch_backward(phases), watch_data(phases), self.saves.watch(phases, lambda: self.steps)]
         if step.in_backward:
             self._undo.append(end_with_backward(self._backward_ended))
@@ -288,7 +281,7 @@ class Watch:
 
     def _step_ended(self) -> None:
         phases, stage = self.phases, self._stage
-        if not phases.at_rest:
+        if phases.depth:
             return
         if stage is None:
             if self._stages:
@@ -341,16 +334,16 @@ class Watch:
             over = True
         finally:
             set_eval_frame(before)
-        if not over:
+        if over:
+            self._blocked.pop(stage.name, None)
+            self._guarded(stage.name, stage.ends)
+            if _records(stage) and stage.gave_way:
+                self._stages.insert(0, stage)
+            self._next_stage()
+        else:
             phases.step_begins()
             if self._stages and not self._records and all(map(_records, self._stages)):
                 self._offer_turn()
-            return
-        self._blocked.pop(stage.name, None)
-        self._guarded(stage.name, stage.ends)
-        if _records(stage) and stage.gave_way:
-            self._stages.insert(0, stage)
-        self._next_stage()
 
     def _offer_turn(self) -> None:
         """Pause the stage, if another one can begin now, or once the script has closed its range."""
@@ -388,7 +381,7 @@ class Watch:
             self._once_closed(self._next_stage, lambda: None)
             return
         self.stop()
-        self._guarded("finish", self._owner.stages_over)
+        self._guarded("finish", self._owner.finish)
 
     def _guarded(self, stage: str, call: Callable[[], None]) -> bool:
         try:
@@ -415,10 +408,5 @@ def watching() -> bool:
     return any(watch.running for watch in _watches)
 
 
-def _leave_alone_in_a_child() -> None:
-    for watch in list(_watches):
-        watch.leave_alone()
-
-
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_alone_in_a_child)
+    os.register_at_fork(after_in_child=lambda: [watch.leave_alone() for watch in list(_watches)])
