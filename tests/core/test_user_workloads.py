@@ -121,8 +121,9 @@ def test_the_words_of_an_own_workload():
 
 def test_a_batch_has_tokens_where_it_holds_token_ids():
     assert (OWN.batch_size, OWN.seq_len, OWN.tokens) == (4, 128, 512)
-    assert (IMAGES.batch_size, IMAGES.seq_len, IMAGES.tokens) == (8, None, None)
-    assert UserModel(name="Nothing").batch_size is None
+    images, nothing = (msgspec.structs.replace(OWN, model=model) for model in (IMAGES, UserModel(name="Nothing")))
+    assert (images.batch_size, images.seq_len, images.tokens) == (8, None, None)
+    assert nothing.batch_size is None
 
 
 def test_a_key_is_safe_in_a_file_name_and_tells_experiments_apart():

@@ -93,6 +93,13 @@ _FIRST_FIELDS = (
 """The fields that every digest has, see core/files.py. Do not add to it."""
 
 
+_BESIDE_SIZES = (
+    "dtype", "phase", "attention", "compile", "optimizer", "norm", "rope", "mlp", "loss", "projections",
+    "checkpointing", "accumulation", "parallel", "ranks", "clip",
+)  # fmt: skip
+"""The fields of a textbook's step that are no sizes, and that its memory depends on."""
+
+
 class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a step is asked to be, whatever its model."""
 
@@ -200,23 +207,20 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return self.batch_parts * (self.ranks if self.strategy.splits == SEQUENCE else 1)
 
     @property
-    def _spelled_phase(self) -> list[tuple[str, object]]:
-        return [("phase", self.phase)] if self.phase != "train" else []
-
-    @property
     def one_by_one(self) -> bool:
         """Whether operators run one by one, as blocks that offload need it."""
         return self.compile == "eager" and self.graph == "none"
 
     def without_what_has_no_effect(self) -> None:
         """Set to its default, while the record is made, what changes nothing in this phase: it must not split cells."""
+        settled: dict[str, object] = {}
         if self.phase == "forward":
             # Inference keeps nothing for backward and has no gradients to add up.
-            msgspec.structs.force_setattr(self, "checkpointing", "none")
-            msgspec.structs.force_setattr(self, "accumulation", 1)
+            settled |= {"checkpointing": "none", "accumulation": 1}
         if self.phase != "train":
-            msgspec.structs.force_setattr(self, "optimizer", None)
-            msgspec.structs.force_setattr(self, "clip", None)
+            settled |= {"optimizer": None, "clip": None}
+        for field, value in settled.items():
+            msgspec.structs.force_setattr(self, field, value)
 
     @property
     def choice_words(self) -> dict[str, str]:
@@ -255,7 +259,8 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
     counted_parameters: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        _check_model(self.model)
+        if not isinstance(self.model, ModelConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"the workload's model is {self.model!r}: give a ModelConfig, as from configure('small')")
         whole_number(self.batch_size, "batch_size", 1, LARGEST)
         whole_number(self.seq_len, "seq_len", 1, LARGEST)
         whole_number(self.seed, "seed", 0, LARGEST)
@@ -326,8 +331,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
             return None
         of_model = _different(self.model, configure(preset), without=("name",))
         usual = TextbookWorkload(model=self.model, phase=self.phase)
-        of_step = _kernels_at_once(dict(_different(self, usual, without=("model", "phase"))))
-        return [("model", preset), *of_model, *of_step, *self._spelled_phase]
+        return [("model", preset), *of_model, *_choices(self, usual, PARTS, without=("model", "phase"))]
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, but for these fields: sizes, and choices that are not the usual."""
@@ -371,20 +375,15 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
 
     def at_most(self, other: "Workload") -> bool:
         """Whether this cell needs no more memory than `other`: no size larger, everything else the same."""
-        return by_sizes(other, self._at_most) or False
-
-    def _at_most(self, other: "TextbookWorkload") -> bool:
+        if other.sizes is None:
+            return False
+        alike = all(getattr(self, field) == getattr(other, field) for field in _BESIDE_SIZES)
         ours, theirs = self.model.sizes, other.model.sizes
+        if not alike or ours.keys() != theirs.keys() or self.model.tied != other.model.tied:
+            return False
         sizes = (*ours.values(), self.batch_size, self.seq_len)
         others = (*theirs.values(), other.batch_size, other.seq_len)
-        alike = self._sort() == other._sort() and ours.keys() == theirs.keys()
-        return alike and all(a <= b for a, b in zip(sizes, others, strict=True))
-
-    def _sort(self) -> tuple[str | None, ...]:
-        choices = (self.dtype, self.phase, self.attention, self.compile, self.optimizer)
-        others = (self.checkpointing, self.accumulation, self.parallel, self.ranks, self.model.tied, self.clip)
-        choices += (*self.parts.values(), self.projections)
-        return (*choices, *map(str, others))
+        return all(a <= b for a, b in zip(sizes, others, strict=True))
 
     def _check_parts(self) -> None:
         for part, name in self.parts.items():
@@ -507,13 +506,16 @@ def _different(one: msgspec.Struct, usual: msgspec.Struct, *, without: tuple[str
             yield field, value
 
 
-def _kernels_at_once(of_step: dict[str, object], parts: Iterable[str] = PARTS) -> list[tuple[str, object]]:
-    """With `kernels` in place of the model's parts, where all have one name."""
-    names = {of_step.get(part) for part in parts}
-    chosen = [*of_step.items()]
-    if len(names) > 1 or None in names:
-        return chosen
-    return [*((name, value) for name, value in chosen if name not in PARTS), ("kernels", names.pop())]
+def _choices(
+    one: StepChoices, usual: StepChoices, parts: Iterable[str], *, without: tuple[str, ...]
+) -> list[tuple[str, object]]:
+    """The fields of a step that are not the usual, with `kernels` in place of the model's parts where all have one
+    name; and its phase."""
+    chosen = dict(_different(one, usual, without=without))
+    names = {chosen.get(part) for part in parts}
+    if len(names) == 1 and None not in names:
+        chosen = {name: value for name, value in chosen.items() if name not in PARTS} | {"kernels": names.pop()}
+    return [*chosen.items(), *([("phase", one.phase)] if one.phase != "train" else [])]
 
 
 def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:
@@ -531,11 +533,6 @@ def _norm_bound(clip: object) -> float | None:
     if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
         raise InputError(f"clip is {clip!r:.40}: give the highest norm of the gradients, a number above 0, as in 1.0")
     return float(clip)
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, ModelConfig):
-        raise InputError(f"the workload's model is {model!r}: give a ModelConfig, as from configure('small')")
 
 
 def _nearest_divisors(number: int, near: int) -> list[int]:
@@ -573,34 +570,12 @@ class UserModel(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     source: str = ""
     """A digest of the code that makes it. Changed code is another experiment."""
 
-    @property
-    def batch_size(self) -> int | None:
-        """The first size of the first tensor of the batch; None where there is none."""
-        return next((tensor.shape[0] for tensor in self.inputs.values() if tensor.shape), None)
-
-    @property
-    def seq_len(self) -> int | None:
-        """The second size of the token ids, the first integers (B, S) in the batch; None where there are none."""
-        return next(
-            (t.shape[1] for t in self.inputs.values() if len(t.shape) == 2 and t.dtype in ("int64", "int32")), None
-        )
-
-    @property
-    def tokens(self) -> int | None:
-        """Tokens of the batch; None where it holds no token ids."""
-        return self.batch_size * self.seq_len if self.batch_size and self.seq_len else None
-
 
 _LATER: dict[str, object] = {
     "parallel": NOT_PARALLEL, "ranks": 1, "graph": "none", "clip": None, "norm": REFERENCE, "mlp": REFERENCE,
     "loss": REFERENCE,
 }  # fmt: skip
 """Fields that came after the first results were stored, with their defaults: they count where they differ."""
-
-
-def _without_defaults(fields: dict[str, object]) -> dict[str, object]:
-    """The fields of a workload as a digest takes them: without what came later and says nothing."""
-    return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
 
 
 class _UserStep(StepChoices, frozen=True, kw_only=True):
@@ -614,12 +589,15 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in a step, whatever the accumulation."""
-        return self.model.batch_size
+        """Samples in a step, whatever the accumulation: the first size of the first tensor of its batch; None where
+        there is none."""
+        return next((tensor.shape[0] for tensor in self.model.inputs.values() if tensor.shape), None)
 
     @property
     def seq_len(self) -> int | None:
-        return self.model.seq_len
+        """The second size of the token ids, the first integers (B, S) in the batch; None where there are none."""
+        tensors = self.model.inputs.values()
+        return next((t.shape[1] for t in tensors if len(t.shape) == 2 and t.dtype in ("int64", "int32")), None)
 
     @property
     def counted_parameters(self) -> int | None:
@@ -629,7 +607,7 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
     @property
     def tokens(self) -> int | None:
         """Tokens in one step; None where its batch holds no token ids."""
-        return self.model.tokens
+        return self.batch_size * self.seq_len if self.batch_size and self.seq_len else None
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -645,8 +623,15 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
 
     @property
     def identity(self) -> dict[str, object]:
-        """What digests of an experiment are made of."""
-        return _without_defaults(msgspec.to_builtins(self))
+        """What digests of an experiment are made of: all that can be known before anything runs, without what came
+        later and says nothing."""
+        fields: dict[str, object] = msgspec.to_builtins(self.requested)
+        return {name: value for name, value in fields.items() if name not in _LATER or value != _LATER[name]}
+
+    @property
+    def requested(self) -> "_UserStep":
+        """The workload as it can be known before anything runs."""
+        return self
 
     @property
     def alike(self) -> object:
@@ -662,16 +647,14 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
     @property
     def key(self) -> str:
         """A name of the cell, safe in file names, that ends in a digest of what tells it from others."""
-        words = [re.sub(r"[^\w.+-]+", "_", word)[:60] for word in self._key_words()]
+        # A run's directory is named before a factory is called.
+        words = [re.sub(r"[^\w.+-]+", "_", word)[:60] for word in self.requested.words()]
         return "-".join([*words, _digest(self.identity)])
 
     @property
     def name(self) -> str:
         """The model's name."""
         return self.model.name
-
-    def _key_words(self) -> list[str]:
-        return self.words()
 
     def words(self, *without: str) -> list[str]:
         """The words of the key, without these fields."""
@@ -682,12 +665,8 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
             "dtype": self.dtype,
             "phase": self.phase,
             **self.choice_words,
-            **self._more_words(),
         }
         return [word for field, word in words.items() if word and field not in without]
-
-    def _more_words(self) -> dict[str, str]:
-        return {}
 
 
 def is_configuration(named: str) -> bool:
@@ -722,11 +701,6 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         for part, name in self.parts.items():
             choose(name, kernels_of(part), part)
         self.without_what_has_no_effect()
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """What digests of an experiment are made of: all that can be known before the factory is called."""
-        return _without_defaults(msgspec.to_builtins(self.requested))
 
     @property
     def parts(self) -> dict[Part, Kernels]:
@@ -772,23 +746,19 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return [
             ("model" if is_configuration(self.factory) else "module", self.factory),
             *(("arg", f"{name}={value}") for name, value in self.arguments.items()),
-            *_kernels_at_once(dict(_different(self.requested, usual, without=without)), MODULE_PARTS),
-            *self._spelled_phase,
+            *_choices(self.requested, usual, MODULE_PARTS, without=without),
         ]
-
-    def _key_words(self) -> list[str]:
-        # A run's directory is named before the factory is called.
-        return self.requested.words()
 
     @property
     def name(self) -> str:
         """The model's name; until it is made, its factory's."""
         return self.model.name or re.split(r"[:/]", self.factory.removesuffix(".json"))[-1]
 
-    def _more_words(self) -> dict[str, str]:
+    def words(self, *without: str) -> list[str]:
         in_key = {"batch_size": self.batch_size, "seq_len": self.seq_len}  # as b4 and s128
         values = [f"{n}{value}" for n, value in self.arguments.items() if n not in in_key or in_key[n] != value]
-        return {"arguments": "-".join(values), **part_words(self.parts)}
+        more = {"arguments": "-".join(values), **part_words(self.parts)}
+        return super().words(*without) + [word for field, word in more.items() if word and field not in without]
 
 
 class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", tag="watched"):
@@ -828,8 +798,9 @@ class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         """What names the model and its batch, by field."""
         return {"model": self.name}
 
-    def _more_words(self) -> dict[str, str]:
-        return {"rank": f"rank{self.rank}" if self.rank is not None else ""}
+    def words(self, *without: str) -> list[str]:
+        rank = [f"rank{self.rank}"] if self.rank is not None and "rank" not in without else []
+        return super().words(*without) + rank
 
 
 Workload = TextbookWorkload | FactoryWorkload | WatchedWorkload
