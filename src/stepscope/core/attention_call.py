@@ -62,9 +62,8 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def layouts(self) -> tuple[Layout, Layout, Layout, Layout]:
         """The layouts of queries, keys, values and the output's gradient, in this order."""
-        if isinstance(self.layout, tuple):
-            return self.layout
-        return self.layout, self.layout, self.layout, self.layout
+        one = self.layout
+        return one if isinstance(one, tuple) else (one, one, one, one)
 
     def call(
         self, device_type: str, dtype: TensorDtype, *, backward: bool = True, largest_score: float | None = None
@@ -87,8 +86,11 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
             *([f"scores {self.numbers}"] if self.numbers != "normal" else []),
             *([f"documents of {', '.join(map(str, self.documents))}"] if self.documents else []),
             *([f"gradients of {' and '.join(self.differentiated)} alone"] if self.differentiated != "qkv" else []),
-            *self._layout_words(),
         ]
+        if isinstance(self.layout, tuple):
+            words += [f"{what} {layout}" for what, layout in zip(("q", "k", "v", "dO"), self.layout, strict=True)]
+        elif self.layout != "contiguous":
+            words.append(self.layout)
         return ", ".join(words)
 
     def _layout_words(self) -> list[str]:
@@ -235,11 +237,6 @@ class AttentionCell(msgspec.Struct, frozen=True, kw_only=True):
         shape = self.shape
         rows = 2 * shape.heads * shape.queries + 2 * shape.key_heads * shape.keys
         return shape.batch * rows * shape.head_dim * BYTES[self.dtype]
-
-    @property
-    def working_set_bytes(self) -> int:
-        """Bytes that a fused kernel reads and writes in forward and backward: inputs, output and three gradients."""
-        return 2 * self.input_bytes
 
     def __str__(self) -> str:
         return f"{self.line} ({self.shape}) in {self.dtype}"
@@ -424,21 +421,8 @@ def _math(cell: AttentionCell, rows: int, grouped: bool) -> SavedByFormula:
     return SavedByFormula(bytes=size, terms=terms)
 
 
-# FLOPs of the parts of attention in one forward pass of the whole model, as written-out attention computes them.
-#
-# With B = batch_size, H = heads, S = seq_len, D = head_dim, L = layers; the full square, since written-out causal
-# attention computes all of it and masks.
-
-
-def attention_product_flops(workload: TextbookWorkload) -> int:
-    """FLOPs of Q K^T, or of P V: 2 B H S S D in each of L layers."""
-    return 2 * _scores(workload) * workload.model.head_dim
-
-
-def softmax_flops(workload: TextbookWorkload) -> int:
-    """FLOPs of softmax over the scores: 5 B H S S in each of L layers."""
-    return SOFTMAX_FLOPS * _scores(workload)
-
-
-def _scores(workload: TextbookWorkload) -> int:
-    return workload.batch_size * workload.model.heads * workload.seq_len**2 * workload.model.layers
+def product_and_softmax_flops(workload: TextbookWorkload) -> tuple[int, int]:
+    """FLOPs of Q K^T, or of P V, and of softmax, in one forward pass of the whole model: 2 B H S S D and 5 B H S S in
+    each of L layers; the full square, since written-out causal attention computes all of it and masks."""
+    scores = workload.batch_size * workload.model.heads * workload.seq_len**2 * workload.model.layers
+    return 2 * scores * workload.model.head_dim, SOFTMAX_FLOPS * scores

@@ -14,17 +14,11 @@ from stepscope.core.parts import (
     PREFERRED_ELSEWHERE,
     Attention,
     AttentionCall,
-    TensorDtype,
     attention_names,
     unpredicted_part,
 )
-from stepscope.core.precisions import PRECISIONS, Dtype
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload, Workload
-
-
-def tensor_dtype(dtype: Dtype) -> TensorDtype:
-    """The dtype of the tensors that the model's attention gets in a workload of this dtype."""
-    return PRECISIONS[dtype].tensors
 
 
 def fault_here(name: Attention, device_type: str) -> str | None:
@@ -84,7 +78,7 @@ def attention_of(workload: TextbookWorkload, device_type: str, here: FaultHere =
     Raises an InputError that says what the named one lacks, and which ones would work.
     """
     call = AttentionCall(
-        device_type=device_type, dtype=tensor_dtype(workload.dtype), head_dim=workload.model.head_dim,
+        device_type=device_type, dtype=PRECISIONS[workload.dtype].tensors, head_dim=workload.model.head_dim,
         queries=workload.seq_len, keys=workload.seq_len, heads=workload.model.heads, key_heads=workload.model.key_heads,
         backward=workload.phase != "forward",
     )  # fmt: skip

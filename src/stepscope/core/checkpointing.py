@@ -5,6 +5,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 KEEPING = ("selective", "attention")
@@ -78,15 +79,11 @@ def spans_of(checkpointing: str, layers: int) -> tuple[Span, ...]:
     if last is not None:
         return Span("attention", layers - last), Span("selective", last)
     if offloaded is not None:
-        each = (_share(i + 1, offloaded, layers) > _share(i, offloaded, layers) for i in range(layers))
-        alike = itertools.groupby(OFFLOAD if on_host else "selective" for on_host in each)
+        # How many of the first blocks offload: rounded up, so that the first block does, and the last only if all do.
+        shares = itertools.pairwise(-(-blocks * offloaded // layers) for blocks in range(layers + 1))
+        alike = itertools.groupby(OFFLOAD if after > before else "selective" for before, after in shares)
         return tuple(Span(kept, len(list(blocks))) for kept, blocks in alike)
     return (Span(checkpointing, layers),)
-
-
-def _share(blocks: int, offloaded: int, layers: int) -> int:
-    """How many of the first blocks offload. Rounded up, so that the first block does, and the last only if all do."""
-    return -(-blocks * offloaded // layers)
 
 
 def grouped(blocks: Sequence[T], spans: Iterable[Span]) -> Iterator[tuple[Span, list[Sequence[T]]]]:
@@ -97,19 +94,14 @@ def grouped(blocks: Sequence[T], spans: Iterable[Span]) -> Iterator[tuple[Span, 
         yield span, [blocks[first : min(first + span.group, end)] for first in range(start, end, span.group)]
 
 
-def group_of(checkpointing: object) -> int | None:
-    """K of `every-K`, or None."""
-    return _number(checkpointing, "every")
+def _number(word: str, checkpointing: object) -> int | None:
+    """K of a choice that is written as a word and K, or None."""
+    written = re.fullmatch(f"{word}-([1-9][0-9]{{0,8}})", checkpointing) if isinstance(checkpointing, str) else None
+    return int(written[1]) if written else None
 
 
-def selective_of(checkpointing: object) -> int | None:
-    """K of `selective-K`, or None."""
-    return _number(checkpointing, "selective")
-
-
-def offload_of(checkpointing: object) -> int | None:
-    """K of `offload-K`, or None."""
-    return _number(checkpointing, OFFLOAD)
+group_of, selective_of, offload_of = (partial(_number, word) for word in ("every", "selective", OFFLOAD))
+"""Functions that return K of `every-K`, of `selective-K` and of `offload-K`, or None."""
 
 
 def mixtures(layers: int) -> tuple[str, ...]:
@@ -141,9 +133,3 @@ def of_fewer_layers(checkpointing: str, layers: int) -> str:
     if offloaded is not None:
         return f"{OFFLOAD}-{min(offloaded, layers)}"
     return "selective" if last is not None and last >= layers else checkpointing
-
-
-def _number(checkpointing: object, word: str) -> int | None:
-    """K of a choice that is written as a word and K, or None."""
-    written = re.fullmatch(f"{word}-([1-9][0-9]{{0,8}})", checkpointing) if isinstance(checkpointing, str) else None
-    return int(written[1]) if written else None

@@ -20,16 +20,6 @@ def whole_number(value: object, what: str, least: int, most: int) -> None:
         raise InputError(f"{what} is {value!r}: it must be a whole number of at least {least}, at most {most}")
 
 
-def true_or_false(value: object, what: str) -> None:
-    """Raise InputError unless `value` is a bool."""
-    if not isinstance(value, bool):
-        raise InputError(f"{what} is {value!r}: it must be true or false")
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"[\w.+-]{1,100}", value) is not None
-
-
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sizes of a decoder-only transformer: pre-norm blocks, RoPE, SwiGLU, no biases.
 
@@ -50,7 +40,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Whether the output head is the embedding's weight (Press and Wolf 2017)."""
 
     def __post_init__(self) -> None:
-        if not _is_name(self.name):
+        if not isinstance(self.name, str) or not re.fullmatch(r"[\w.+-]{1,100}", self.name):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"the model's name is {self.name!r}: use up to 100 letters, digits and . + - _")
         for field in _FIRST_FIELDS[1:]:
             whole_number(getattr(self, field), field, 1, 2**24)
@@ -66,7 +56,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         if self.kv_heads is not None:
             self._check_kv_heads(self.kv_heads)
-        true_or_false(self.tied, "tied")
+        if not isinstance(self.tied, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise InputError(f"tied is {self.tied!r}: it must be true or false")
 
     def _check_kv_heads(self, kv_heads: int) -> None:
         whole_number(kv_heads, "kv_heads", 1, 2**24)
@@ -106,39 +97,42 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 SIZE_FIELDS = ("d_model", "d_ff", "layers", "heads", "vocabulary", "kv_heads")
 
 
-def _preset(name: str, d_model: int, d_ff: int, layers: int, heads: int) -> ModelConfig:
-    return ModelConfig(name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads)
+def _shapes(
+    table: dict[str, tuple[int, int, int, int]], vocabulary: int = 10_000, kv_heads: int | None = None
+) -> dict[str, ModelConfig]:
+    """Configurations by their names, from d_model, d_ff, layers and heads of each."""
+    return {
+        name: ModelConfig(
+            name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocabulary=vocabulary, kv_heads=kv_heads
+        )
+        for name, (d_model, d_ff, layers, heads) in table.items()
+    }
 
 
 PRESETS: dict[str, ModelConfig] = {
-    config.name: config
-    for config in (
-        _preset("tiny", 128, 512, 4, 4),
-        _preset("small", 768, 3072, 12, 12),
-        _preset("medium", 1024, 4096, 24, 16),
-        _preset("large", 1280, 5120, 36, 20),
-        _preset("xl", 1600, 6400, 48, 25),
-        _preset("2.7B", 2560, 10240, 32, 32),
-        msgspec.structs.replace(_preset("8B", 4096, 11008, 34, 32), vocabulary=151_936),
-        _preset("10B", 4608, 12288, 50, 36),
-    )
+    **_shapes(
+        {
+            "tiny": (128, 512, 4, 4),
+            "small": (768, 3072, 12, 12),
+            "medium": (1024, 4096, 24, 16),
+            "large": (1280, 5120, 36, 20),
+            "xl": (1600, 6400, 48, 25),
+            "2.7B": (2560, 10240, 32, 32),
+        }
+    ),
+    **_shapes({"8B": (4096, 11008, 34, 32)}, vocabulary=151_936),
+    **_shapes({"10B": (4608, 12288, 50, 36)}),
 }
 
-
-def _public(name: str, d_model: int, d_ff: int, layers: int, heads: int) -> ModelConfig:
-    return ModelConfig(
-        name=name, d_model=d_model, d_ff=d_ff, layers=layers, heads=heads, vocabulary=128_256, kv_heads=8
-    )
-
-
-PUBLIC_SHAPES: dict[str, ModelConfig] = {
-    config.name: config
-    for config in (
-        _public("llama3-8B", 4096, 14336, 32, 32),
-        _public("llama3-70B", 8192, 28672, 80, 64),
-        _public("llama3-405B", 16384, 53248, 126, 128),
-    )
-}
+PUBLIC_SHAPES: dict[str, ModelConfig] = _shapes(
+    {
+        "llama3-8B": (4096, 14336, 32, 32),
+        "llama3-70B": (8192, 28672, 80, 64),
+        "llama3-405B": (16384, 53248, 126, 128),
+    },
+    vocabulary=128_256,
+    kv_heads=8,
+)
 """Sizes that others published (Llama 3: Grattafiori et al. 2024, table 3), by name. They are no presets: lists of what
 is measured here leave them out."""
 

@@ -149,44 +149,35 @@ class AttentionRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def fault(self, call: AttentionCall) -> str | None:
         """The reason why it cannot run this call, in words that follow its name; None if it can."""
-        return self._fault_of_place(call) or self._fault_of_sizes(call) or self.fault_of_scores(call)
-
-    def _fault_of_place(self, call: AttentionCall) -> str | None:
-        if call.device_type not in self.device_types:
-            return f"does not run on {call.device_type}"
-        if call.backward and call.device_type not in self.trains_on:
-            return f"has no backward on {call.device_type}"
-        dtypes = self.cpu_dtypes if call.device_type == "cpu" else self.cuda_dtypes
-        if call.dtype not in dtypes:
-            return f"does not run in {call.dtype} (it takes {', '.join(dtypes)})"
-        return None
-
-    def _fault_of_sizes(self, call: AttentionCall) -> str | None:
-        limited = call.device_type != "cpu" or self.triton
-        if limited and self.max_head_dim is not None and call.head_dim > self.max_head_dim:
-            return f"takes head_dim up to {self.max_head_dim}, not {call.head_dim}"
-        if limited and call.head_dim < self.min_head_dim:
-            return f"takes head_dim from {self.min_head_dim} on, not {call.head_dim}"
-        if limited and call.head_dim % self.head_dim_multiple:
-            return f"takes head_dim in multiples of {self.head_dim_multiple}, not {call.head_dim}"
-        for length, what in ((call.queries, "queries"), (call.keys, "keys")):
-            if length is not None and length < self.shortest:
-                return f"takes {what} from {self.shortest} on, not {length}"
-        for asked, taken, what in (
-            (call.window is not None, self.window, "sliding window"),
-            (call.documents, self.documents, "documents in one row"),
-        ):
-            if asked and not taken:
-                return f"takes no {what}"
-        return None
+        device, head_dim, largest = call.device_type, call.head_dim, self.max_head_dim
+        limited = device != "cpu" or self.triton
+        dtypes = self.cpu_dtypes if device == "cpu" else self.cuda_dtypes
+        lengths = ((call.queries, "queries"), (call.keys, "keys"))
+        faults = (
+            (device not in self.device_types, f"does not run on {device}"),
+            (call.backward and device not in self.trains_on, f"has no backward on {device}"),
+            (call.dtype not in dtypes, f"does not run in {call.dtype} (it takes {', '.join(dtypes)})"),
+            (limited and head_dim > (largest or head_dim), f"takes head_dim up to {largest}, not {head_dim}"),
+            (limited and head_dim < self.min_head_dim, f"takes head_dim from {self.min_head_dim} on, not {head_dim}"),
+            (
+                limited and head_dim % self.head_dim_multiple != 0,
+                f"takes head_dim in multiples of {self.head_dim_multiple}, not {head_dim}",
+            ),
+            *(
+                (length is not None and length < self.shortest, f"takes {what} from {self.shortest} on, not {length}")
+                for length, what in lengths
+            ),
+            (call.window is not None and not self.window, "takes no sliding window"),
+            (call.documents and not self.documents, "takes no documents in one row"),
+        )
+        return next((why for is_one, why in faults if is_one), None) or self.fault_of_scores(call)
 
     def fault_of_scores(self, call: AttentionCall) -> str | None:
         """The reason why it does not take these numbers on any device, compiled or not; None if it does."""
-        if not self.subtracts_maximum and call.largest_score is not None:
-            limit = LARGEST_EXPONENT[call.dtype]
-            if call.largest_score > limit:
-                return f"subtracts no maximum: in {call.dtype} it takes scores up to {limit}"
-        return None
+        limit = LARGEST_EXPONENT[call.dtype]
+        if self.subtracts_maximum or call.largest_score is None or call.largest_score <= limit:
+            return None
+        return f"subtracts no maximum: in {call.dtype} it takes scores up to {limit}"
 
 
 _WRITTEN_OUT = "stepscope.training.attention.written_out"
@@ -360,23 +351,22 @@ class PartRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     def fault(self, device_type: str, dtype: TensorDtype, width: int | None = None) -> str | None:
         """Why it does not run this on this machine, in words that follow its name; None where it does."""
-        if device_type not in self.device_types:
-            return f"runs on {' and '.join(self.device_types)}, not on {device_type}"
-        if dtype not in self.dtypes:
-            return f"takes {', '.join(self.dtypes)}, not {dtype}"
-        if width is not None and (unfit := self._unfit(width, dtype)):
-            return unfit
-        if self.package and importlib.util.find_spec(self.package) is None:
-            return f"needs {self.package}, which is not installed: pip install {self.installs or self.package}"
-        if device_type != "cuda" and self.interpreted and os.environ.get(INTERPRETER) != "1":
-            return f"runs on {device_type} in Triton's interpreter only, with {INTERPRETER}=1 in the environment"
-        return None
-
-    def _unfit(self, width: int, dtype: TensorDtype) -> str:
-        if self.largest_width is not None and width > self.largest_width:
-            return f"takes rows of up to {self.largest_width} numbers, not {width}"
-        multiple = self.multiples[dtype in _HALF]
-        return f"takes rows of a multiple of {multiple} numbers in {dtype}, not {width}" if width % multiple else ""
+        largest, multiple = self.largest_width, self.multiples[dtype in _HALF]
+        needed = f"needs {self.package}, which is not installed: pip install {self.installs or self.package}"
+        by_hand = f"runs on {device_type} in Triton's interpreter only, with {INTERPRETER}=1 in the environment"
+        interprets = device_type != "cuda" and self.interpreted
+        faults = (
+            (device_type not in self.device_types, f"runs on {' and '.join(self.device_types)}, not on {device_type}"),
+            (dtype not in self.dtypes, f"takes {', '.join(self.dtypes)}, not {dtype}"),
+            (width is not None and width > (largest or width), f"takes rows of up to {largest} numbers, not {width}"),
+            (
+                width is not None and width % multiple != 0,
+                f"takes rows of a multiple of {multiple} numbers in {dtype}, not {width}",
+            ),
+            (self.package != "" and importlib.util.find_spec(self.package) is None, needed),
+            (interprets and os.environ.get(INTERPRETER) != "1", by_hand),
+        )
+        return next((why for is_one, why in faults if is_one), None)
 
 
 class PartFound(msgspec.Struct, frozen=True, kw_only=True):

@@ -658,7 +658,8 @@ def _cells(study: AttentionStudy) -> Table:
                     "TFLOP/s forward": tera(forward_flops(shape) / forward_s if forward_s else None),
                     "TFLOP/s both": tera(flops_per_s(row)),
                     "of the ceiling %": percent(study.share(row)),
-                    "working set / L2": digits(row.cell.working_set_bytes / l2_bytes) if l2_bytes else None,
+                    # What a fused kernel reads and writes: inputs, output and three gradients.
+                    "working set / L2": digits(2 * row.cell.input_bytes / l2_bytes) if l2_bytes else None,
                     "launches": row.launches,
                 }
             )

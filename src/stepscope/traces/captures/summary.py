@@ -10,7 +10,7 @@ from functools import cached_property
 import msgspec
 import polars as pl
 
-from stepscope.core.attention_call import attention_product_flops, softmax_flops
+from stepscope.core.attention_call import product_and_softmax_flops
 from stepscope.core.errors import name_shown
 from stepscope.core.formulas.transformer import products_per_forward, recomputed_products
 from stepscope.core.parts import scores_of
@@ -624,11 +624,12 @@ class TraceSummary:
         part = pl.col("part").cast(pl.String)
         scores, softmax, output = ATTENTION_PARTS
         workload = self.run.workload if self.run else None
-        product = by_sizes(workload, attention_product_flops) if workload else None
+        counted = by_sizes(workload, product_and_softmax_flops) if workload else None
+        product, of_softmax = counted or (None, None)
         chosen = (
             ("scores product (Q K^T)", (part == scores) & is_gemm, product),
             ("scale and mask", (part == scores) & ~is_gemm, None),
-            ("softmax", part == softmax, by_sizes(workload, softmax_flops) if workload else None),
+            ("softmax", part == softmax, of_softmax),
             ("output product (P V)", (part == output) & is_gemm, product),
         )
         return tuple(

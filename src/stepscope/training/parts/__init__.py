@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from stepscope.core.attention_support import tensor_dtype
 from stepscope.core.parts import PARTS, Kernels, Part, check_parts
+from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import TextbookWorkload
 
 Norm = Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
@@ -53,7 +53,7 @@ def parts_for(workload: TextbookWorkload, device_type: str) -> Parts:
     """The functions that the workload's model runs here. Raises an InputError that names the part which cannot."""
     config = workload.model
     widths: dict[Part, int] = {"norm": config.d_model, "rope": config.head_dim, "loss": config.vocabulary}
-    check_parts(workload.parts, device_type, tensor_dtype(workload.dtype), widths)
+    check_parts(workload.parts, device_type, PRECISIONS[workload.dtype].tensors, widths)
     chosen: dict[str, Any] = {part: part_function(part, name) for part, name in workload.parts.items()}
     if workload.projections == "joint":
         from stepscope.kernels.parts.projections import joint_projections  # noqa: PLC0415  (it defines an operator)
