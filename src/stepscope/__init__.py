@@ -18,18 +18,21 @@ To import stepscope imports next to nothing: what needs PyTorch or polars import
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stepscope.app.api.comparing import Compared, compare
-    from stepscope.app.api.fitting import Fitted, fit
-    from stepscope.app.api.measuring import Timed, measure
-    from stepscope.app.api.reading import Measured, Remembered, Traced, memory, show, trace
-    from stepscope.app.api.replacing import replace_parts
-    from stepscope.app.api.running import run
-    from stepscope.app.api.tuning import Found, tune
-    from stepscope.app.api.watching import Watched, watch
+    from stepscope.app.verbs.compare import Compared, compare
+    from stepscope.app.verbs.fit import Fitted, fit
+    from stepscope.app.verbs.measure import Timed, measure
+    from stepscope.app.verbs.memory import Remembered, memory
+    from stepscope.app.verbs.replace_parts import replace_parts
+    from stepscope.app.verbs.run import run
+    from stepscope.app.verbs.stored_runs import Measured, show
+    from stepscope.app.verbs.trace import Traced, trace
+    from stepscope.app.verbs.tune import Found, tune
     from stepscope.core.errors import InputError, StepscopeError
+    from stepscope.engine.watched_run import Watched, watch
     from stepscope.training.parts.replaced import Replaced
 
 __version__ = "0.1.0"
@@ -40,16 +43,18 @@ __all__ = [
 ]  # fmt: skip
 
 _WHERE = {
-    **dict.fromkeys(("compare", "Compared"), "stepscope.app.api.comparing"),
-    **dict.fromkeys(("fit", "Fitted"), "stepscope.app.api.fitting"),
-    **dict.fromkeys(("measure", "Timed"), "stepscope.app.api.measuring"),
-    **dict.fromkeys(("memory", "show", "trace", "Measured", "Remembered", "Traced"), "stepscope.app.api.reading"),
-    "replace_parts": "stepscope.app.api.replacing",
-    "Replaced": "stepscope.training.parts.replaced",
-    **dict.fromkeys(("run",), "stepscope.app.api.running"),
-    **dict.fromkeys(("tune", "Found"), "stepscope.app.api.tuning"),
-    **dict.fromkeys(("watch", "Watched"), "stepscope.app.api.watching"),
-    **dict.fromkeys(("InputError", "StepscopeError"), "stepscope.core.errors"),
+    **dict.fromkeys(("compare", "Compared"), "app.verbs.compare"),
+    **dict.fromkeys(("fit", "Fitted"), "app.verbs.fit"),
+    **dict.fromkeys(("measure", "Timed"), "app.verbs.measure"),
+    **dict.fromkeys(("memory", "Remembered"), "app.verbs.memory"),
+    "replace_parts": "app.verbs.replace_parts",
+    "Replaced": "training.parts.replaced",
+    "run": "app.verbs.run",
+    **dict.fromkeys(("show", "Measured"), "app.verbs.stored_runs"),
+    **dict.fromkeys(("trace", "Traced"), "app.verbs.trace"),
+    **dict.fromkeys(("tune", "Found"), "app.verbs.tune"),
+    **dict.fromkeys(("watch", "Watched"), "engine.watched_run"),
+    **dict.fromkeys(("InputError", "StepscopeError"), "core.errors"),
 }
 """The module of each name that is imported when it is first asked for."""
 
@@ -57,7 +62,9 @@ _WHERE = {
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    if "IPython" in sys.modules:
+        importlib.import_module("stepscope.app.verbs.results")  # tells it how a Run shows itself
+    return getattr(importlib.import_module(f"stepscope.{_WHERE[name]}"), name)
 
 
 def __dir__() -> list[str]:

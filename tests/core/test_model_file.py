@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.app.api.running import of_factory
 from stepscope.core.evidence import Evidence
 from stepscope.core.user_model import unmet, without_options
 from stepscope.core.workloads import FactoryWorkload, UserModel
+from stepscope.engine.workload_options import of_factory
 from stepscope.runs.checks import check_run
 from tests.command import stepscope
 from tests.conftest import make_run

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.app.cli.stored_runs import listed_runs
+from stepscope.app.verbs.stored_runs import listed_runs
 from stepscope.core.errors import InputError
 from stepscope.core.run import SCHEMA_VERSION
 from stepscope.core.run_directory import (

@@ -6,7 +6,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from stepscope.app.api.running import of_factory
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, MemoryNotes
@@ -29,7 +28,7 @@ from stepscope.core.workloads import (
     Workload,
     with_kind,
 )
-from stepscope.engine.workload_options import ManyWorkloads
+from stepscope.engine.workload_options import ManyWorkloads, of_factory
 from stepscope.runs.answer import answer_cells, answer_list, answer_run
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from stepscope.app.cli.run import exit_code
+from stepscope.app.verbs.run import exit_code
 from stepscope.core.environment import GpuReading
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE
 from stepscope.core.evidence import MeasuredCompilation

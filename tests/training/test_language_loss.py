@@ -21,7 +21,7 @@ import transformers
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
-from stepscope.app.api.replacing import replace_parts
+from stepscope.app.verbs.replace_parts import replace_parts
 from stepscope.core.errors import InputError
 from stepscope.recording.ranges import detailed
 from stepscope.training.parts import formulas

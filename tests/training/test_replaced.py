@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="the fused parts are written in Triton, which is not installed")
 
-from stepscope.app.api.replacing import replace_parts
+from stepscope.app.verbs.replace_parts import replace_parts
 from stepscope.core import parts as records
 from stepscope.core.errors import InputError
 from stepscope.training.parts import replaced as replaced_module

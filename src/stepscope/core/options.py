@@ -125,14 +125,24 @@ class Conflict:
 class Needs:
     """An option that says something beside another one only."""
 
-    def __init__(self, option: str, other: str, why: str) -> None:
-        self.flags, self.why = (option, other), why
+    def __init__(self, option: str, other: str, why: str = "", *, words: str = "") -> None:
+        self.flags, self.words = (option, other), words or f"{option} belongs to {other}: {why}"
 
     def fault(self, given: Collection[str]) -> str | None:
         """What is wrong with these options, in words."""
         option, other = self.flags
-        lacking = option in given and other not in given
-        return f"{option} belongs to {other}: {self.why}" if lacking else None
+        return self.words if option in given and other not in given else None
+
+
+class Unread:
+    """An option of a workload that a verb does not read, though others do."""
+
+    def __init__(self, option: str, why: str) -> None:
+        self.flags, self.why = (option,), why
+
+    def fault(self, given: Collection[str]) -> str | None:
+        """What is wrong with these options, in words."""
+        return f"{self.flags[0]} says nothing with {self.why}" if self.flags[0] in given else None
 
 
 class Alone:
@@ -153,7 +163,7 @@ class Alone:
 # Verbs.
 
 
-Rule = Conflict | Needs | Alone
+Rule = Conflict | Needs | Unread | Alone
 
 
 @dataclass(frozen=True, slots=True)

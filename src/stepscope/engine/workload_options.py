@@ -5,6 +5,7 @@ A new field of ModelConfig or Workload is one line of the table: `run`, `sweep` 
 
 import functools
 import itertools
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, cast
@@ -36,6 +37,7 @@ from stepscope.core.parts import (
     check_modules,
     kernels_of,
     named_kernels,
+    own_kernels,
 )
 from stepscope.core.run import Settings, settings_from
 from stepscope.core.strategies import NOT_PARALLEL, STRATEGIES, option_words
@@ -117,6 +119,14 @@ OPTIONS = (
 """Every option of a workload, in the order in which a help text shows them."""
 
 _FIELDS = tuple(dict.fromkeys(option.name for option in OPTIONS if option.name not in ("module", "arg")))
+
+
+def flags_of(verb: str) -> tuple[str, ...]:
+    """The options of a workload that a verb has, without those that name a module."""
+    lines = (option for option in OPTIONS if option.name in _FIELDS and verb in (option.verbs or (verb,)))
+    return tuple(dict.fromkeys(option.flag for option in lines))
+
+
 _SIZES = ("d_model", "d_ff", "layers", "heads", "vocabulary", "kv_heads", "tied")
 
 
@@ -126,66 +136,76 @@ def usual_values() -> dict[str, str]:
     return {field.name: str(field.default) for field in fields if field.default is not msgspec.NODEFAULT}
 
 
+def usual_sizes(*, on_gpu: bool) -> dict[str, Any]:
+    """The model and its sequence where none is named, of a size that the device takes in its stride."""
+    return {"model": "small", "seq_len": 512} if on_gpu else {"model": "tiny", "seq_len": 128}
+
+
 @dataclass(frozen=True, slots=True)
 class OneWorkload:
-    """What was said of a workload, by the names of the options; what was not said is not in it."""
+    """The options of a workload that were given, by their names."""
 
-    said: Mapping[str, Any]
+    options: Mapping[str, Any]
     IS_MANY: ClassVar = False
 
     @property
     def flags(self) -> list[str]:
-        """The options that were given."""
-        return _flags(self.said)
-
-    def joined(self, ranks: int) -> "OneWorkload":
-        """The same on the ranks of a job that is there. Raises InputError where other ranks were said."""
-        said = self.said.get("ranks", ranks)
-        if said != ranks:
-            raise InputError(f"--ranks {said}, and this job has {ranks}: leave it out")
-        return OneWorkload({**self.said, "ranks": ranks})
-
-    @property
-    def own(self) -> FactoryWorkload | None:
-        """The workload of a model of the user's own, where one was said."""
-        _one_value_each(self.said.get("arg", ()))
-        found = _own_workloads({name: value if name == "arg" else (value,) for name, value in self.said.items()})
-        return found[0] if found else None
+        """The options as a user writes them."""
+        return _flags(self.options)
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What was said, by the fields of a workload and of its model."""
-        return _with_parts(self.said)
+        """The options by the fields of a workload and of its model."""
+        return _with_parts(self.options)
 
-    def workload(self, **otherwise: Any) -> TextbookWorkload:
-        """The workload; what was not said is as in `otherwise`, or else as Workload has it."""
-        chosen = _with_parts({**otherwise, **self.said})
+    def joined(self, ranks: int) -> "OneWorkload":
+        """The same on the ranks of a job that is there. Raises InputError where other ranks are given."""
+        given = self.options.get("ranks", ranks)
+        if given != ranks:
+            raise InputError(f"--ranks {given}, and this job has {ranks}: leave it out")
+        return OneWorkload({**self.options, "ranks": ranks})
+
+    @property
+    def user_workload(self) -> FactoryWorkload | None:
+        """The workload of the user's module, where one is named."""
+        _one_value_each(self.options.get("arg", ()))
+        options = {name: value if name == "arg" else (value,) for name, value in self.options.items()}
+        return next(iter(_user_workloads(options)), None)
+
+    def workload(self, **defaults: Any) -> TextbookWorkload:
+        """The workload of the textbook's model; what is given nowhere is as Workload has it."""
+        chosen = _with_parts({**defaults, **self.options})
         sizes = {name: chosen.pop(name) for name in _SIZES if name in chosen}
         return TextbookWorkload(model=configure(chosen.pop("model"), **sizes), **chosen)
 
+    def any_workload(self, **defaults: Any) -> Workload:
+        """The workload of the user's module, where one is named, else of the textbook's model."""
+        return self.user_workload or self.workload(**defaults)
+
     def check(self) -> None:
-        """Raise InputError for what is said and cannot be, before the device is known, on which the rest depends: with
-        many layers, and the longest of the usual sequences, which whatever splits the others splits too."""
-        self.workload(model="tiny", seq_len=512, **({} if "model" in self.said else {"layers": 1000}))
+        """Raise InputError for options that cannot be, before the device is known, on which the rest depends: with many
+        layers, and the longest of the usual sequences, which whatever splits the others splits too."""
+        if self.user_workload is None:
+            self.workload(model="tiny", seq_len=512, **({} if "model" in self.options else {"layers": 1000}))
 
 
 @dataclass(frozen=True, slots=True)
 class ManyWorkloads:
-    """What was said of several workloads, by the names of the options, each with several values."""
+    """The options of several workloads that were given, by their names, each with several values."""
 
-    said: Mapping[str, tuple[Any, ...]]
+    options: Mapping[str, tuple[Any, ...]]
     IS_MANY: ClassVar = True
 
     @property
     def flags(self) -> list[str]:
-        """The options that were given."""
-        return _flags(self.said)
+        """The options as a user writes them."""
+        return _flags(self.options)
 
-    def workloads(self, **otherwise: Any) -> list[Workload]:
+    def workloads(self, **defaults: Any) -> list[Workload]:
         """Every combination."""
-        if own := _own_workloads(self.said):
-            return [*own]
-        chosen = {**{name: (value,) for name, value in otherwise.items()}, **self.said}
+        if of_a_user := _user_workloads(self.options):
+            return [*of_a_user]
+        chosen = {**{name: (value,) for name, value in defaults.items()}, **self.options}
         chosen = {name: chosen[name] for name in _FIELDS if name in chosen}  # in the order of the table
         kernels = chosen.pop("kernels", (None,))
         presets = chosen.pop("model")
@@ -214,36 +234,35 @@ _OF_A_CONFIGURATION = ("batch_size", "seq_len")
 """Options of a workload that are arguments of a model's config.json."""
 
 
-def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
-    """Every combination of what was said of models of the user's own; none where no such model was said."""
-    files = [name for name in said.get("model", ()) if is_configuration(name)]
-    factories = said.get("module", ())
-    if factories and said.get("model"):
+def _user_workloads(options: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
+    """Every combination of the options of a user's modules; none where no module is named."""
+    files = [name for name in options.get("model", ()) if is_configuration(name)]
+    factories = options.get("module", ())
+    if factories and options.get("model"):
         raise InputError(_TWO_MODELS)
-    if files and len(files) < len(said["model"]):
+    if files and len(files) < len(options["model"]):
         raise InputError("--model names a config.json and a preset: ask for one kind at a time")
     if not factories and not files:
-        if said.get("arg"):
+        if options.get("arg"):
             raise InputError(_ARG_ALONE)
         return []
-    check_modules(said)
+    check_modules(options)
     takes = (*_OF_ANY_MODEL, *(("model", *_OF_A_CONFIGURATION) if files else ()))
-    strangers = [flag for flag in _flags(said) if flag.removeprefix("--").replace("-", "_") not in takes]
+    strangers = [flag for flag in _flags(options) if flag.removeprefix("--").replace("-", "_") not in takes]
     if strangers:
-        instead = (
-            "give a field of the file, as in --arg num_hidden_layers=2"
+        whose, instead = (
+            ("--model CONFIG.json", "give a field of the file, as in --arg num_hidden_layers=2")
             if files
-            else ("give the factory an argument, as in --arg width=64")
+            else ("--module", "give the factory an argument, as in --arg width=64")
         )
-        whose = "--model CONFIG.json" if files else "--module"
         raise InputError(f"{', '.join(strangers)} belongs to the textbook's model, and not to {whose}: {instead}")
-    arguments = parse_arguments(said.get("arg", ()))
+    arguments = parse_arguments(options.get("arg", ()))
     for name in _OF_A_CONFIGURATION if files else ():
-        if name in said:
+        if name in options:
             if name in arguments:
                 raise InputError(f"--{name.replace('_', '-')} and --arg {name} say the same: give one of them")
-            arguments[name] = tuple(said[name])
-    choices = {name: said[name] for name in _OF_ANY_MODEL if name in said and name != "kernels"}
+            arguments[name] = tuple(options[name])
+    choices = {name: options[name] for name in _OF_ANY_MODEL if name in options and name != "kernels"}
     found = [
         FactoryWorkload(
             factory=str(factory),
@@ -254,7 +273,7 @@ def _own_workloads(said: Mapping[str, Sequence[Any]]) -> list[FactoryWorkload]:
         )
         for factory in files or factories
         for values in itertools.product(*arguments.values())
-        for kernels in said.get("kernels", (None,))
+        for kernels in options.get("kernels", (None,))
         for chosen in combinations(_with_parts({**choices, "kernels": kernels}, several=True, parts=MODULE_PARTS))
     ]
     for workload in found:
@@ -271,14 +290,14 @@ def _say_unmet(workload: FactoryWorkload) -> None:
 _warn_once = functools.cache(warn)
 
 
-def factory_arguments(own: str | None, written: Sequence[str]) -> dict[str, Any]:
+def factory_arguments(factory: str | None, written: Sequence[str]) -> dict[str, Any]:
     """What one factory, or one configuration, gets as arguments. Raises InputError for several values of an argument,
     and for any where no such model is named."""
-    if written and own is None:
+    if written and factory is None:
         raise InputError(_ARG_ALONE)
     arguments = _one_value_each(written)
-    if own is not None:
-        _say_unmet(FactoryWorkload(factory=own, model=UserModel(name=""), arguments=arguments))
+    if factory is not None:
+        _say_unmet(FactoryWorkload(factory=factory, model=UserModel(name=""), arguments=arguments))
     return arguments
 
 
@@ -305,12 +324,59 @@ def _with_parts(
     return {**{part: (name,) if several else name for part, name in named.items()}, **found}
 
 
-def _flags(said: Mapping[str, Any]) -> list[str]:
-    return [f"--{name.replace('_', '-')}" for name in _FIELDS if name in said]
+def _flags(options: Mapping[str, Any]) -> list[str]:
+    return [f"--{name.replace('_', '-')}" for name in _FIELDS if name in options]
 
 
 TEXTBOOK_OPTIONS = tuple(name for name in _FIELDS if name not in _OF_ANY_MODEL)
 """Options of a workload that say something of the textbook's model alone."""
+
+
+# What a caller in Python says of a step.
+
+
+_CHOICES = {*_FIELDS} - {"model", *PARTS}
+
+
+def choices_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices of a step among the arguments of a function; one that is None was left out."""
+    return {name: value for name, value in arguments.items() if name in _CHOICES and value is not None}
+
+
+def check_one_model(
+    model: object, module: str | None, arguments: Mapping[str, Any] | None, *, batch: object = None,
+    loss: object = None, optimizer: object = None,
+) -> None:  # fmt: skip
+    """Raise InputError if two models are named, or if a model is given something that it does not take."""
+    if model is not None and module is not None:
+        raise InputError("model and module both say which model is meant: give one of them")
+    if arguments and module is None:
+        raise InputError("arguments belong to module, a factory: say whose they are")
+    of_a_module = {"batch": batch, "loss": loss, "optimizer": None if isinstance(optimizer, str) else optimizer}
+    strangers = [name for name, value in of_a_module.items() if value is not None]
+    if strangers and (module is not None or model is None or isinstance(model, str)):
+        whose = "a factory gives its own" if module is not None else "the textbook's model has its own"
+        raise InputError(f"{' and '.join(strangers)}: only a model that is an nn.Module takes it, {whose}")
+
+
+def of_factory(factory: str, arguments: Mapping[str, Any] | None, choices: Mapping[str, Any]) -> FactoryWorkload:
+    """The workload of what a factory makes of its arguments. Raises InputError for choices of the textbook's model."""
+    fields = fields_of_any_model(choices, "give the factory arguments")
+    workload = FactoryWorkload(
+        factory=factory, code=code_digest(factory), model=UserModel(name=""), arguments=dict(arguments or {}), **fields
+    )
+    for sentence in unmet(workload):
+        warnings.warn(f"{factory}: {sentence}", stacklevel=3)
+    return workload
+
+
+def fields_of_any_model(choices: Mapping[str, Any], remedy: str) -> dict[str, Any]:
+    """The fields of a FactoryWorkload that were chosen. Raises InputError for choices of the textbook's model."""
+    strangers = [name for name in choices if name not in _OF_ANY_MODEL]
+    if strangers:
+        raise InputError(f"only the textbook's model takes {', '.join(strangers)}: {remedy}")
+    parts = own_kernels(choices["kernels"]) if "kernels" in choices else {}
+    return {**{name: value for name, value in choices.items() if name != "kernels"}, **parts}
 
 
 # How long a step is measured, and what is kept of some more steps.

@@ -31,7 +31,7 @@ class OneModel:
 
         named = {name: getattr(self, name) for name in ("model", "module", "arg", "batch_size", "seq_len")}
         said: Mapping[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
-        own = OneWorkload(said).own
+        own = OneWorkload(said).user_workload
         if own is not None:
             return study_apart(study, own.factory, own.arguments, seed=self.seed, **options)
         workload = OneWorkload(said).workload(model="tiny", batch_size=4, seq_len=64)
@@ -58,7 +58,7 @@ def of_own_model(
     takes: what else it reads. batch_size and seq_len: of a config.json's batch; a factory has arguments of its own.
     """
     named = {"module": module, "model": model, "arg": arg, "batch_size": batch_size, "seq_len": seq_len}
-    own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).own
+    own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).user_workload
     if own is None:
         return None
     from stepscope.questions.study_apart import study_apart

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import stepscope
-from stepscope.app.api.shown import ShownAnswer, as_text
+from stepscope.app.verbs.results import ShownAnswer, as_text
 from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call

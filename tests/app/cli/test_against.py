@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.app.cli.compare import is_options, with_options
+from stepscope.app.verbs.run import options_in, with_options
 from stepscope.core.errors import InputError
 from stepscope.core.processes import Change
 from stepscope.core.run_directory import load_runs
@@ -19,13 +19,13 @@ from tests.command import stepscope
 def test_options_take_the_place_of_those_that_were_said():
     said = OneWorkload({"model": "small", "seq_len": 64, "dtype": "bf16"})
     other = with_options(said, "--dtype fp32 --compile default")
-    assert dict(other.said) == {"model": "small", "seq_len": 64, "dtype": "fp32", "compile": "default"}
+    assert dict(other.options) == {"model": "small", "seq_len": 64, "dtype": "fp32", "compile": "default"}
 
 
 def test_arguments_of_a_factory_are_replaced_one_by_one():
     said = OneWorkload({"module": "a.py:make", "arg": ("width=4", "depth=2")})
-    assert with_options(said, "--arg width=8").said["arg"] == ("width=8", "depth=2")
-    assert dict(with_options(said, "--module b.py:make").said) == {"module": "b.py:make"}
+    assert with_options(said, "--arg width=8").options["arg"] == ("width=8", "depth=2")
+    assert dict(with_options(said, "--module b.py:make").options) == {"module": "b.py:make"}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,9 @@ def test_what_cannot_be_read_is_one_line(text: str, capsys: pytest.CaptureFixtur
 
 
 def test_a_name_is_no_options():
-    assert is_options("--dtype bf16") and is_options("  --dtype bf16") and not is_options("last")
+    assert options_in("--dtype bf16") == options_in("  --dtype bf16") == {"dtype": "bf16"}
+    with pytest.raises(InputError, match="'last' is no options"):
+        options_in("last")
 
 
 def _change(low: float, high: float, **more: object) -> Change:

@@ -131,7 +131,7 @@ def test_the_command_that_measures_a_run_again(changes: dict[str, object], words
 def test_the_command_is_the_run_s_own_workload(folder: Path):
     if not folder.is_dir():
         pytest.skip("no run")
-    from stepscope.app.cli.run import with_options  # the parser of such words
+    from stepscope.app.verbs.run import with_options  # the parser of such words
     from stepscope.engine.workload_options import OneWorkload
 
     run = load_run(folder)

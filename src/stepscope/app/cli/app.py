@@ -41,72 +41,72 @@ class _Command(Verbs):
 
     verbs: ClassVar = {
         "run": (
-            "stepscope.app.cli.run:run",
+            "stepscope.app.verbs.run:command",
             "Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory.",
         ),
         "watch": (
-            "stepscope.app.cli.watch:watch",
+            "stepscope.app.verbs.watch:command",
             "Run a training script unchanged, and measure some of its steps: data, forward, backward, optimizer, the "
             "rest.",
         ),
         "sweep": (
-            "stepscope.app.cli.sweep:sweep",
+            "stepscope.app.verbs.sweep:command",
             "Measure a grid of workloads. The same command resumes a sweep that was interrupted.",
         ),
         "compare": (
-            "stepscope.app.cli.compare:compare",
+            "stepscope.app.verbs.compare:command",
             "Compare runs, sets, sweeps, tags or commits: what changed, by how much, and how sure that is.",
         ),
         "table": (
-            "stepscope.app.cli.stored_runs:table",
+            "stepscope.app.verbs.stored_runs:table",
             "Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot.",
         ),
         "trace": (
-            "stepscope.app.cli.trace:trace",
+            "stepscope.app.verbs.trace:command",
             "Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted "
             "for.",
         ),
         "memory": (
-            "stepscope.app.cli.lookups:memory",
+            "stepscope.app.verbs.memory:command",
             "Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for.",
         ),
         "report": (
-            "stepscope.app.cli.report:report",
+            "stepscope.app.verbs.report:command",
             "Write one HTML page that needs nothing else: look at it, print it, send it.",
         ),
         "fit": (
-            "stepscope.app.cli.fit:fit",
+            "stepscope.app.verbs.fit:command",
             "Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU.",
         ),
         "plan": (
-            "stepscope.app.cli.plan:plan",
+            "stepscope.app.verbs.plan:command",
             "Plan a step on paper, over one GPU to 100,000: every layout, which fit, which is fastest, and what "
             "bounds it.",
         ),
         "tune": (
-            "stepscope.app.cli.tune:tune",
+            "stepscope.app.verbs.tune:command",
             "Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.",
         ),
         "show": (
-            "stepscope.app.cli.stored_runs:show",
+            "stepscope.app.verbs.stored_runs:show_command",
             "Show a run read back from disk, or the runs of one set together.",
         ),
-        "ls": ("stepscope.app.cli.stored_runs:ls", "List runs, oldest first."),
+        "ls": ("stepscope.app.verbs.stored_runs:ls", "List runs, oldest first."),
         "history": (
-            "stepscope.app.cli.stored_runs:history",
+            "stepscope.app.verbs.stored_runs:history",
             "Trends of stored runs by workload, with changes of level dated by commit.",
         ),
         "writeup": (
-            "stepscope.app.cli.writeup:writeup",
+            "stepscope.app.verbs.writeup:command",
             "Answer the questions of an assignment from stored runs; a question without data names its command.",
         ),
-        "models": ("stepscope.app.cli.lookups:models", "List the presets: name, parameters and every size."),
+        "models": ("stepscope.app.verbs.lookups:models", "List the presets: name, parameters and every size."),
         "device": (
-            "stepscope.app.cli.lookups:device",
+            "stepscope.app.verbs.lookups:device",
             "Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs).",
         ),
         "kernel": (
-            "stepscope.app.cli.lookups:kernel",
+            "stepscope.app.verbs.lookups:kernel",
             "Explain a kernel by its name: library, types, layout, tile, and which product of a step it is.",
         ),
     }

@@ -55,6 +55,15 @@ def _tag(text: str) -> str:
     return text
 
 
+def _picture(text: str) -> Path:
+    """The path, where a picture can be written under such a name. Raises InputError before anything is measured."""
+    from stepscope.rendering.plots import check_target
+
+    target = Path(text)
+    check_target(target)
+    return target
+
+
 OPTIONS = (
     Option("auto, cpu, cuda or cuda:N.", MEASURING, "device", str, "auto", complete=DEVICES),
     Option("Exactly this many warm-up steps (default: until steady).", MEASURING, "warmup", int, least=0),
@@ -83,7 +92,7 @@ OPTIONS = (
            False),
     Option(f"{', '.join(STYLES)}; csv and jsonl with bare figures.", OUTPUT, "style", str, "terminal",
            complete=completed(*STYLES)),
-    Option("Draw a plot into this file: .svg, .png, .html or .json.", OUTPUT, "save", Path, metavar="FILE"),
+    Option("Draw a plot into this file: .svg, .png, .html or .json.", OUTPUT, "save", _picture, metavar="FILE"),
     Option("JSON on stdout, and nothing else there.", OUTPUT, "json", bool, False),
 )  # fmt: skip
 """An option of a verb's own stands in its signature."""

@@ -10,26 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
+import msgspec
 
 from stepscope.core.answer import Answer, encode_answer
 from stepscope.core.errors import InputError, StepscopeError, choose, visible, warn
 from stepscope.rendering.renderers import BARE, STYLES
-from stepscope.rendering.terminal import CleanConsole, parts_of, plain_part
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from stepscope.engine.request import Stage, SweepState
-    from stepscope.runs.answer import ProgressRow
 
 
-def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
+def show(renderable: "RenderableType", stream: TextIO | None = None) -> None:
     """Print on stdout, or another stream, at the width of the terminal; a pipe or a file gets tables as wide as they
     are, and text folded at 120."""
-    from stepscope.rendering.terminal import fitted
+    from rich.table import Table
+
+    from stepscope.rendering.terminal import CleanConsole, fitted, parts_of, plain_part
 
     out = stream or sys.stdout
     if out.isatty():
@@ -47,7 +45,7 @@ def show(renderable: RenderableType, stream: TextIO | None = None) -> None:
         _write(plain_part(part), out)
 
 
-def present(*answers: "Answer", style: str = "terminal", only: str | None = None) -> None:
+def present(*answers: Answer, style: str = "terminal", only: str | None = None) -> None:
     """Print answers one below the other, or the parts that `only` names, in a style of `--style`."""
     parts = list(answers) if only is None else [answer.part(only) for answer in answers if answer.has(only)]
     if not parts:
@@ -58,7 +56,8 @@ def present(*answers: "Answer", style: str = "terminal", only: str | None = None
         if style == "terminal":
             from stepscope.rendering.terminal import render_answer
 
-            show(render_answer(wanted, drawn=sys.stdout.isatty() and _columns() >= _DRAWN_FROM))
+            has_room = shutil.get_terminal_size().columns >= _DRAWN_FROM
+            show(render_answer(wanted, drawn=sys.stdout.isatty() and has_room))
         elif style == "bars" and sys.stdout.isatty():
             from stepscope.rendering.renderers.bars import coloured
 
@@ -73,22 +72,8 @@ _DRAWN_FROM = 80
 """Columns of a terminal that sparklines need."""
 
 
-def _columns() -> int:
-    return shutil.get_terminal_size().columns
-
-
-def check_picture(target: Path | None) -> None:
-    """Raise InputError, before anything is measured, unless a picture can be written under such a name."""
-    if target is not None:
-        from stepscope.rendering.plots import check_target
-
-        check_target(target)
-
-
-def draw(answer: "Answer", target: Path | None) -> None:
-    """Draw the panels of an answer into a file, where one is named."""
-    if target is None:
-        return
+def draw(answer: Answer, target: Path) -> None:
+    """Draw the panels of an answer into a file."""
     from stepscope.rendering.picture import draw_answer
     from stepscope.rendering.plots import is_interactive, save_plot
 
@@ -115,15 +100,8 @@ def _write(text: str, stream: TextIO | None = None) -> None:
         raise StepscopeError(f"cannot write the result to stdout: {error.strerror or error}") from error
 
 
-def emit_json(value: object) -> None:
-    """Write a result to stdout as one line of JSON."""
-    emit(json_line(value))
-
-
 def json_line(value: object) -> str:
     """A value as one line of JSON. Halves of surrogate pairs, which a pickle can hold, become `?`."""
-    import msgspec
-
     try:
         return msgspec.json.encode(value).decode() + "\n"
     except UnicodeEncodeError:
@@ -165,6 +143,10 @@ def progress() -> Generator[Callable[["Stage"], None]]:
 
         yield tell_plainly
         return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from stepscope.rendering.terminal import CleanConsole
+
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
@@ -191,12 +173,30 @@ def progress() -> Generator[Callable[["Stage"], None]]:
 @contextlib.contextmanager
 def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
     """A live table of the cells on a terminal; elsewhere one line for each cell that ends."""
-    from stepscope.rendering.terminal import make_table
-    from stepscope.runs.answer import ended_cell_sentence
+    from stepscope.core.formulas.spelled import cell_name
+    from stepscope.runs.answer import ProgressRow, ended_cell_sentence
     from stepscope.runs.answer import sweep_progress as progress_of
+
+    def rows_of(state: "SweepState") -> list[ProgressRow]:
+        return [
+            ProgressRow(
+                name=cell_name(cell.cell.workload, cell.cell.settings),
+                state=cell.state,
+                stage=f"{cell.stage} {cell.detail}".strip(),
+                run=cell.run,
+                resumed=cell.resumed,
+            )
+            for cell in state.cells
+        ]
 
     faults: list[str] = []
     if sys.stderr.isatty():
+        from rich.console import Group
+        from rich.live import Live
+        from rich.text import Text
+
+        from stepscope.rendering.terminal import CleanConsole, make_table
+
         with Live(console=CleanConsole(stderr=True), transient=True, refresh_per_second=4) as live:
             height = live.console.size.height
 
@@ -228,23 +228,6 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
                 warn(ended_cell_sentence(rows, i, state.seconds_left))
 
     yield tell
-
-
-def rows_of(state: "SweepState") -> "list[ProgressRow]":
-    """The state of a sweep as runs/answer.py reads it."""
-    from stepscope.core.formulas.spelled import cell_name
-    from stepscope.runs.answer import ProgressRow
-
-    return [
-        ProgressRow(
-            name=cell_name(cell.cell.workload, cell.cell.settings),
-            state=cell.state,
-            stage=f"{cell.stage} {cell.detail}".strip(),
-            run=cell.run,
-            resumed=cell.resumed,
-        )
-        for cell in state.cells
-    ]
 
 
 # stdin, stdout and stderr, mended for our own verbs and given back to a script that is not ours.
@@ -327,17 +310,21 @@ class Presentation:
         if self.json and self.style != "terminal":
             raise InputError(f"--json and --style {self.style} are two forms of one answer: ask for one")
 
-    def show(self, *answers: Answer, document: Callable[[], str] | None = None) -> None:
-        """Print the answers one below the other; for --json the document instead, or that of the first answer."""
+    def show(self, *answers: Answer, document: Callable[[], object] | None = None, save: Path | None = None) -> None:
+        """Print the answers one below the other; for --json the document instead, which is the first answer unless it
+        is given, as text or as a value to encode. Then draw the first answer, where save names a file."""
         if self.brief:
             from stepscope.rendering.brief import brief_document, brief_text
 
             parts = answers if self.only is None else tuple(one.part(self.only) for one in answers)
             emit(brief_document(parts[0]) if self.json else "\n".join(map(brief_text, parts)))
         elif self.json:
-            emit(document() if document is not None else encode_answer(answers[0]))
+            value = document() if document is not None else encode_answer(answers[0])
+            emit(value if isinstance(value, str) else json_line(value))
         else:
             present(*answers, style=self.style, only=self.only)
+        if save is not None:
+            draw(answers[0], save)
 
     def name_the_page(self, what: object) -> None:
         """Say how the same is seen as a page, where the answer is read by somebody."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from stepscope.app.cli.output import Presentation, check_picture, draw, progress, stdout_kept_clean
+from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
 from stepscope.core.answer import Answer, decode_answer
 from stepscope.core.environment import require_room_for_torch
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
@@ -27,9 +27,6 @@ class Answering:
     study: str
     shown: Presentation
     save: Path | None = None
-
-    def __post_init__(self) -> None:
-        check_picture(self.save)
 
     def run(self, made: "Callable[[Tell], Answer]") -> None:
         """Make the answer, under a display, and show it. One that ended early shows what it has, and ends the command
@@ -50,8 +47,7 @@ class Answering:
         self.show(found)
 
     def show(self, found: Answer) -> None:
-        self.shown.show(found)  # first: what was measured is not lost where nothing can be drawn
-        draw(found, self.save)
+        self.shown.show(found, save=self.save)
 
 
 def study_verb(

@@ -121,6 +121,10 @@ def _shared_option(name: str, verb: str) -> Option | None:
     return max(lines, key=lambda option: len(option.verbs) > 0, default=None)
 
 
+def _is_path(option: Option) -> bool:
+    return option.takes is Path or option.metavar == "FILE"
+
+
 def _is_several(annotation: Any) -> bool:
     return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
 
@@ -148,7 +152,7 @@ class _Part:
     def parameter(self, usual: str | None) -> inspect.Parameter:
         """The option as a parameter of a function that typer reads."""
         option = self.option
-        kind: Any = option.takes if option.takes in (int, float, bool, Path) else str
+        kind: Any = option.takes if option.takes in (int, float, bool) else Path if _is_path(option) else str
         default, metavar = self.default, option.metavar or _METAVARS.get(option.takes, "WORD")
         text = option.words
         if self._repeats:
@@ -206,7 +210,7 @@ def workload_in(text: str, takes: str) -> "OneWorkload":
             raise
         fault = one_line(Exception(message())).removesuffix(".")
         raise InputError(f"--against {text!r}: {fault}; {takes}") from None
-    if not found or not found[0].said:
+    if not found or not found[0].options:
         raise InputError(f"--against {text!r} says nothing of a workload: {takes}")
     return found[0]
 
@@ -263,7 +267,7 @@ class Command(TyperCommand):
             args = _ended_before_the_script(args, takes_value)
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         renewed = _renewed(args, takes_value, has_arguments)
-        _refuse_empty_paths(renewed, {option.flag for option in self.options if option.takes is Path})
+        _refuse_empty_paths(renewed, {option.flag for option in self.options if _is_path(option)})
         try:
             rest = super().parse_args(ctx, renewed)
         except Exception as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stepscope.app.cli.output import Presentation, warn
 from stepscope.app.cli.questions import Answering
-from stepscope.app.cli.sweep import (
+from stepscope.app.verbs.sweep import (
     captured,
     finished_answer,
     is_wanted,
@@ -156,7 +156,7 @@ class Comparing:
 
     def measured(self, plan: "SweepPlan") -> None:
         """Measure the cells and answer; leaves with the sweep's exit code."""
-        from stepscope.app.cli.sweep import measure_and_report
+        from stepscope.app.verbs.sweep import measure_and_report
         from stepscope.engine.request import Policy
 
         def report(found: list[Run]) -> None:

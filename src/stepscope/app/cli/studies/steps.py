@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from stepscope.app.cli.output import Presentation, check_picture, draw, emit_json, warn
+from stepscope.app.cli.output import Presentation, draw, emit, json_line, warn
 from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing
-from stepscope.app.cli.sweep import finished_answer, stored_runs
+from stepscope.app.verbs.sweep import finished_answer, stored_runs
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError, choose
 from stepscope.core.evidence import TRACE_TOOLS
@@ -193,7 +193,6 @@ def kernels(
     from stepscope.questions.kernels import QUESTIONS
 
     shown = Presentation(style=style, json=json, brief=brief)
-    check_picture(save)
     choose(tool, TRACE_TOOLS, "tool")
     for letter in only:
         choose(letter, list(QUESTIONS), "question")
@@ -202,7 +201,7 @@ def kernels(
         refuse_beside("--from", "--where", "--tool", "--keep-digests")
         _report(_stored(from_, where), tool, keep_digests, asked, save, shown)
         return
-    from stepscope.app.cli.sweep import measure_and_report
+    from stepscope.app.verbs.sweep import measure_and_report
     from stepscope.core.model_config import configure
     from stepscope.engine.request import Policy, SweepPlan
     from stepscope.questions.comparison import compared_cells
@@ -240,15 +239,16 @@ def _report(
     answer = answer_kernels(cells, questions, ended)
     if shown.json and not shown.brief:
         for cell in cells:
-            emit_json({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest})
+            emit(json_line({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest}))
     else:
         shown.show(answer.body() if questions else answer)
-    draw(answer, save)
+    if save is not None:
+        draw(answer, save)
 
 
 def _stored(place: Path, where: tuple[str, ...]) -> list[tuple[Run, Path]]:
     """The runs in a folder that meet the conditions, each with its directory."""
-    from stepscope.app.cli.stored_runs import conditions_of
+    from stepscope.app.verbs.stored_runs import conditions_of
     from stepscope.runs.fields import meeting
 
     conditions = conditions_of(where)
@@ -463,7 +463,7 @@ Setting = Annotated[
 )
 def allocator(
     *,
-    said: OneWorkload,
+    workload: OneWorkload,
     setting: Setting = "expandable_segments:True",
     device: str,
     timing: Timing,
@@ -475,19 +475,17 @@ def allocator(
     from stepscope.questions.allocator import allocator_setting, check_setting
 
     check_setting(setting)
-    workload = said.own or said.workload(model="small", seq_len=512)
+    step = workload.any_workload(model="small", seq_len=512)
     if type_of_device(device) != "cuda":
         raise InputError("a CPU has no caching allocator whose settings could be compared: this study needs a GPU")
 
     from stepscope.app.cli.output import sweep_progress
-    from stepscope.app.cli.sweep import sweep_exit_code
+    from stepscope.app.verbs.sweep import sweep_exit_code
     from stepscope.engine.request import Cell, Policy, SweepPlan
     from stepscope.engine.sweep import run_sweep
     from stepscope.questions.allocator import answer_allocator
 
-    plan = SweepPlan(
-        cells=(Cell(workload=workload, settings=timing.settings),), devices=(device,), out=str(runs), tag=tag
-    )
+    plan = SweepPlan(cells=(Cell(workload=step, settings=timing.settings),), devices=(device,), out=str(runs), tag=tag)
     found: list[Run] = []
     with sweep_progress() as tell:
         found += run_sweep(plan, Policy(fresh=True), tell)
@@ -520,7 +518,7 @@ def warmup(
     shown: Presentation,
 ) -> None:
     """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
-    from stepscope.app.cli.sweep import measure_and_report, report_runs
+    from stepscope.app.verbs.sweep import measure_and_report, report_runs
     from stepscope.core.model_config import configure
     from stepscope.core.workloads import TextbookWorkload
     from stepscope.engine.request import Policy, SweepPlan

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import msgspec
 
 from stepscope.app.cli.options import device_names
-from stepscope.app.cli.output import Presentation, check_picture, draw, warn
+from stepscope.app.cli.output import Presentation
 from stepscope.core.device_spec import NETWORKS
-from stepscope.core.errors import InputError
-from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, completed, refuse_beside, verb
+from stepscope.core.errors import InputError, warn
+from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Alone, Conflict, Option, Unread, completed, verb
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 
@@ -19,14 +19,6 @@ if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning
     from stepscope.allocations.planning.search import Plan, Question
     from stepscope.core.device_spec import Network
-
-_NOT_ASKED = {
-    "phase": "a plan is of a training step",
-    "accumulation": "a plan chooses micro-batches: say --layout micro-batch=1",
-    "seed": "a plan draws no data",
-    "clip": "a plan has no time of clipping",
-}
-
 
 Device = Annotated[
     str,
@@ -74,13 +66,23 @@ Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", meta
     "plan",
     "stepscope plan --model llama3-70B --ranks 64 --device H100 --seq-len 8192 --batch-size 512",
     "stepscope plan --model llama3-8B --ranks 8 --seq-len 8192 --batch-size 16 --layout sharding=zero3",
+    conflicts=(
+        Alone("--verify", "--against", "--network"),
+        Alone("--against", "--verify", "--network", why="{} says nothing with --verify: leave it out"),
+        Unread("--phase", "plan: a plan is of a training step"),
+        Unread("--accumulation", "plan: a plan chooses micro-batches: say --layout micro-batch=1"),
+        Unread("--clip", "plan: a plan has no time of clipping"),
+        Conflict(
+            "--batch-size", "--batch-tokens", why="{} both say how much a step takes: give one of them"
+        ),
+    ),
     model="small", seq_len="512", dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused",
     checkpointing="the best of none, selective, selective-K, offload-K (eager, no graph), attention and every-1",
     phase="train",
 )  # fmt: skip
-def plan(
+def command(
     *,
-    said: OneWorkload,
+    workload: OneWorkload,
     ranks: Ranks = 1,
     device: Device = "H100",
     network: JoinedBy,
@@ -97,12 +99,10 @@ def plan(
     shown: Presentation,
 ) -> None:
     """Plan a step on paper, over one GPU to 100,000: every layout, which fit, which is fastest, and what bounds it."""
-    check_picture(save)
     if verify or against:
-        refuse_beside("--verify", "--against", "--network")
         _verify(against, network, save, shown)
         return
-    workload, checkpointings = _step(said, batch_tokens)
+    step, checkpointings = _step(workload, batch_tokens)
     from stepscope.allocations.planning.search import Question
     from stepscope.core.device_spec import MOST_RANKS
     from stepscope.core.formulas.transformer import PlannedModel
@@ -111,8 +111,8 @@ def plan(
 
     whole_number(ranks, "--ranks", 1, MOST_RANKS)
     question = Question(
-        workload=workload,
-        model=PlannedModel(config=workload.model, experts=experts, active=active_experts),
+        workload=step,
+        model=PlannedModel(config=step.model, experts=experts, active=active_experts),
         ranks=ranks,
         node=1,
         fixed=parse_layout(layout) if layout else {},
@@ -125,37 +125,24 @@ def plan(
 
     answer = answer_plan(planning)
     _keep(planning, runs)
-    shown.show(answer)
-    draw(answer, save)
+    shown.show(answer, save=save)
 
 
-def _step(said: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWorkload, tuple[str, ...]]:
-    """The step, and the checkpointings to try where one was said."""
-    if said.own is not None:
+def _step(workload: OneWorkload, batch_tokens: int | None) -> tuple[TextbookWorkload, tuple[str, ...]]:
+    """The step, and the checkpointing to try where one is given."""
+    if workload.user_workload is not None:
         raise InputError("a plan is of the textbook's model: give --model a preset, and no --module or config.json")
-    for name, why in _NOT_ASKED.items():
-        if name in said.said:
-            raise InputError(f"--{name} says nothing with plan: {why}")
-    chosen = dict(said.said)
-    checkpointing = chosen.pop("checkpointing", None)
+    options = dict(workload.options)
     if batch_tokens is not None:
-        if "batch_size" in chosen:
-            raise InputError("--batch-size and --batch-tokens both say how much a step takes: give one of them")
-        length = int(chosen.get("seq_len", 512))
+        length = int(options.get("seq_len", 512))
         if batch_tokens < 1 or batch_tokens % length:
             raise InputError(f"--batch-tokens {batch_tokens} are not sequences of {length}: give a multiple of it")
-        chosen["batch_size"] = batch_tokens // length
-    usual = {
-        "model": "small",
-        "seq_len": 512,
-        "dtype": "bf16",
-        "attention": "flash",
-        "compile": "default",
-        "optimizer": "adamw-fused",
-    }
-    checked = {**chosen, "checkpointing": checkpointing} if checkpointing is not None else chosen
-    workload = OneWorkload(checked).workload(**usual)
-    return msgspec.structs.replace(workload, checkpointing="none"), (checkpointing,) if checkpointing else ()
+        options["batch_size"] = batch_tokens // length
+    step = OneWorkload(options).workload(
+        model="small", seq_len=512, dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused"
+    )
+    checkpointings = (options["checkpointing"],) if "checkpointing" in options else ()
+    return msgspec.structs.replace(step, checkpointing="none"), checkpointings
 
 
 def _planned(question: "Question", device: str, network: str | None, shares: Mapping[str, float | None]) -> "Planning":
@@ -190,13 +177,13 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     )  # fmt: skip
 
 
-def _network(said: str, usual: "Network") -> "Network":
+def _network(text: str, usual: "Network") -> "Network":
     """The network that --network says: by name or figures, or as a file of `study collectives` has measured it."""
     from stepscope.core.device_spec import measured_network, parse_network
 
-    file, _, figures = said.partition(",")
+    file, _, figures = text.partition(",")
     if not file.endswith(".json"):
-        return parse_network(said, usual)
+        return parse_network(text, usual)
     from stepscope.core.answer import decode_answer
     from stepscope.core.files import read_named
     from stepscope.questions.collectives import fits_in
@@ -210,9 +197,9 @@ def _no_layout(found: "Plan") -> str:
     """Why a question has no layout, whatever would fit."""
     question = found.question
     settled = ",".join(f"{name}={value}" for name, value in question.fixed.items())
-    said = f"{question.ranks} ranks{f' with --layout {settled}' if settled else ''} have no layout"
+    fault = f"{question.ranks} ranks{f' with --layout {settled}' if settled else ''} have no layout"
     if not found.grids:
-        return f"{said}: these dimensions do not divide the ranks; choose divisors, or leave some out"
+        return f"{fault}: these dimensions do not divide the ranks; choose divisors, or leave some out"
     reasons = sorted(found.refused, key=lambda reason: -found.refused[reason])
     sizes = question.model.config
     figures = (
@@ -221,7 +208,7 @@ def _no_layout(found: "Plan") -> str:
     )
     why = "; ".join(reasons) or "chunks of a pipeline need micro-batches in multiples of its ranks"
     others = ", --checkpointing" if question.checkpointings else ""
-    return f"{said}: {why} ({figures}); choose other ranks, another --layout{others} or --batch-size"
+    return f"{fault}: {why} ({figures}); choose other ranks, another --layout{others} or --batch-size"
 
 
 def _keep(planning: "Planning", runs: Path) -> None:
@@ -252,5 +239,4 @@ def _verify(against: tuple[Path, ...], network: str | None, save: Path | None, s
     answer = answer_verification(
         runs, lambda spec: _network(network, network_for(spec)) if network else network_for(spec)
     )
-    shown.show(answer)
-    draw(answer, save)
+    shown.show(answer, save=save)

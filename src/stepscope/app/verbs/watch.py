@@ -1,17 +1,14 @@
-"""`stepscope watch`: a training script that is not ours, run as it is."""
+"""`stepscope watch`: a training script of the user's, run as it is. In Python: `engine/watched_run.py`."""
 
 import os
 import signal
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
-import typer
-
-from stepscope.app.cli.output import give_back, show, warn
+from stepscope.app.cli.output import give_back, show
 from stepscope.core import interrupts
-from stepscope.core.errors import InputError, one_line
+from stepscope.core.errors import InputError, one_line, warn
 from stepscope.core.interrupts import HandedOver, die_of_interrupt
 from stepscope.core.options import MEASURING, Argument, Option, verb
 from stepscope.engine.watched_script import (
@@ -66,10 +63,10 @@ StepOf = Annotated[
     "stepscope watch --steps 20:40 --record kineto -- -m package.train",
     steps="until steady, then 10 to 100",
 )
-def watch(
+def command(
     script: Annotated[
         list[str] | None,
-        Argument(help="The script and its arguments; or -m and a module; or torchrun and all that follows."),
+        Argument("The script and its arguments; or -m and a module; or torchrun and all that follows."),
     ] = None,
     *,
     steps: Steps,
@@ -94,14 +91,19 @@ def watch(
         runs=runs.absolute(), settings=settings_between(between), between=between, trace=recording.trace,
         memory=recording.memory, step_of=step_of, tag=tag, program=program.title,
     )  # fmt: skip
-    _check_writable(request.runs)
+    try:
+        request.runs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"cannot write runs to {request.runs}: {error.strerror or error}; {_ELSEWHERE}") from error
+    if not os.access(request.runs, os.W_OK | os.X_OK):
+        raise InputError(f"cannot write runs to {request.runs}: permission denied; {_ELSEWHERE}")
     raise HandedOver(lambda: _run(program, request))
 
 
 def _options(steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path) -> list[str]:
     """The options of this command, as each worker is given them."""
     trace, memory = recording.trace, recording.memory
-    said = {
+    words = {
         "--steps": steps,
         "--step-of": step_of,
         "--tag": tag,
@@ -112,16 +114,7 @@ def _options(steps: str | None, step_of: str | None, recording: Recording, tag: 
         "--memory-steps": str(memory.steps) if memory else None,
     }
     flags = ["--trace-stacks"] if trace.stacks else []
-    return [*flags, *(f"{option}={value}" for option, value in said.items() if value is not None)]
-
-
-def _check_writable(runs: Path) -> None:
-    try:
-        runs.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(f"cannot write runs to {runs}: {error.strerror or error}; {_ELSEWHERE}") from error
-    if not os.access(runs, os.W_OK | os.X_OK):
-        raise InputError(f"cannot write runs to {runs}: permission denied; {_ELSEWHERE}")
+    return [*flags, *(f"{option}={value}" for option, value in words.items() if value is not None)]
 
 
 def _become(command: list[str]) -> NoReturn:
@@ -135,7 +128,9 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
     interrupts.uninstall()
     if os.environ.get("KINETO_LOG_LEVEL") == "99":  # This command has put it in, for profilers of its own.
         del os.environ["KINETO_LOG_LEVEL"]
-    sys.excepthook = getattr(typer.main, "_original_except_hook", sys.__excepthook__)  # Typer has put in its own.
+    import typer.main
+
+    sys.excepthook = getattr(typer.main, "_original_except_hook", sys.__excepthook__)  # typer has put in its own
     try:
         run = prepare(program)
     except InputError as error:
@@ -156,7 +151,12 @@ def _run(program: Program, request: WatchRequest) -> NoReturn:
     if ended is not None and not isinstance(ended, SystemExit):
         report(ended)
     wait_for_threads()
-    _uninterrupted(lambda: watching.finish(ended))
+    before: Any = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        watching.finish(ended)
+    finally:
+        signal.signal(signal.SIGINT, before)
     _end_as(ended, reported=True)
 
 
@@ -206,16 +206,6 @@ class _Watching:
             warn(line, self._stream)
 
 
-def _uninterrupted(call: Callable[[], None]) -> None:
-    """Make a call during which Ctrl-C does nothing."""
-    before: Any = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        call()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
     """End the process as Python does after this exception."""
     if ended is None:
@@ -226,9 +216,9 @@ def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
         report(ended)
     if isinstance(ended, KeyboardInterrupt):
         die_of_interrupt()
-    sys.excepthook = _silent  # The exception has been shown.
+    sys.excepthook = _say_nothing  # the exception has been shown
     raise ended.with_traceback(None)
 
 
-def _silent(*_: object) -> None:
+def _say_nothing(*_: object) -> None:
     pass

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from stepscope.app.api.shown import Shown, ShownAnswer, shown
+from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import InputError
 from stepscope.core.run import settings_from
 from stepscope.core.samples import Samples
@@ -85,7 +85,7 @@ def measure(
     if found.interrupted:
         raise KeyboardInterrupt
     answer = answer_times(found.samples, found.warmup_steady, read_environment(chosen))
-    return Timed(found.samples, found.warmup_steady, shown(answer))
+    return Timed(found.samples, found.warmup_steady, shown_answer(answer))
 
 
 def _phases(callables: object) -> tuple[Phase, ...]:

@@ -1,36 +1,114 @@
-"""The verbs that read stored runs: `ls`, `show`, `table` and `history`."""
+"""Verbs that read stored runs: `show`, `ls`, `table` and `history`. None needs PyTorch."""
 
+import functools
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import msgspec
 
-from stepscope.app.cli.output import Presentation, check_picture, draw, emit, json_line, present, warn
-from stepscope.core.errors import InputError, choose
+from stepscope.app.cli.output import Presentation, draw, emit, present
+from stepscope.app.verbs.memory import Remembered, memory
+from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
+from stepscope.app.verbs.trace import Traced, trace
+from stepscope.core.errors import InputError, StepscopeError, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.options import STORED, Argument, Option, completed, verb
+from stepscope.core.options import STORED, Alone, Argument, Needs, Option, completed, verb
 from stepscope.core.run import Run
-from stepscope.core.run_directory import LAST, encode_run, find_place, find_run, load_runs
-from stepscope.runs.index import list_runs
+from stepscope.core.run_directory import LAST, RUN_FILE, encode_run, find_place, find_run, find_run_files, load_runs
+from stepscope.core.samples import Samples
 
 if TYPE_CHECKING:
     from stepscope.runs.fields import Condition
-    from stepscope.runs.run_sets import RunSet
 
-# `stepscope show`: one run, as it was reported when it was measured.
+
+# One run, as it was reported when it was measured.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, repr=False)
+class Measured(Shown):
+    """A run and what it says, with its trace and its memory where it recorded them."""
+
+    run: Run
+    """What was measured, as run.json holds it: `run.status`, `run.samples`, `run.summary`, `run.findings`."""
+    directory: Path
+    """The run's directory."""
+    answer: ShownAnswer
+    """Times by phase, rates, memory, and what to doubt."""
+
+    @property
+    def samples(self) -> dict[str, Samples]:
+        """Times in seconds by phase, and of the whole `step`: each with `median_s`, `interval()`, `values_s`."""
+        return self.run.samples
+
+    @functools.cached_property
+    def trace(self) -> Traced | None:
+        """What its trace says; None where it kept none (`record="kineto"`)."""
+        kept = any(capture.artifact in ("kineto", "nsys") for capture in self.run.evidence.captures)
+        return trace(self.directory) if kept else None
+
+    @functools.cached_property
+    def memory(self) -> Remembered | None:
+        """What its memory snapshot says; None where it kept none (`record="memory"`)."""
+        return memory(self.directory) if "memory" in self.run.artifacts else None
+
+    @property
+    def answers(self) -> tuple[ShownAnswer, ...]:
+        """The answer on the run, then those on its trace and its memory, where this machine can read them."""
+        return (self.answer, *(record.answer for record in records_of(self) if record is not None))
+
+
+def records_of(run: Measured) -> tuple[Traced | None, Remembered | None]:
+    """What is kept of the run's trace and its memory, as far as this machine can read it; what it cannot is told."""
+    return (
+        _readable(run, "trace", "trace", lambda: run.trace),
+        _readable(run, "memory", "memory snapshot", lambda: run.memory),
+    )
+
+
+def _readable(run: Measured, verb: str, what: str, read: Callable[[], T | None]) -> T | None:
+    try:
+        return read()
+    except ModuleNotFoundError as error:
+        warn(f"the {what} is kept, and read where {error.name} is installed: stepscope {verb} {run.directory}")
+    except StepscopeError as error:
+        warn(f"the {what} is kept, and cannot be read: {error}")
+    return None
+
+
+def measured(run: Run, directory: Path) -> Measured:
+    """The run with its answer."""
+    from stepscope.runs.answer import answer_run
+
+    return Measured(run, directory, shown_answer(answer_run(run, str(directory))))
+
+
+def show(name: str | Path = "last", *, runs: str | Path = "runs") -> Measured:
+    """A run that is stored, read back from disk, as `stepscope show` shows it.
+
+        stepscope.show()                  # the newest under runs/
+        stepscope.show("results/cpu/first").samples["step"].median_s
+
+    name: a run directory, a part of its name, or `last`.
+    runs: the folder in which names are looked up.
+
+    Raises InputError where there is no such run, or it cannot be read. Needs no PyTorch.
+    """
+    found, folder = find_run(str(name), Path(runs)), find_place(str(name), Path(runs))
+    inside = folder if (folder / RUN_FILE).is_file() else next(iter(find_run_files(folder)), folder / RUN_FILE).parent
+    return measured(found, inside)
 
 
 @verb("show", "stepscope show last", "stepscope show xl-b4-s1024 --runs results/h200/limit-80GiB")
-def show(
+def show_command(
     run: Annotated[
-        str,
-        Argument(
-            help="A run directory, a part of its name, `last`, or the name of a set.",
-            names_a_run=True,
-        ),
+        str, Argument("A run directory, a part of its name, `last`, or the name of a set.", names_a_run=True)
     ],
     *,
     runs: Path,
@@ -40,30 +118,19 @@ def show(
     """Show a run read back from disk, or the runs of one set together."""
     try:
         found = find_run(run, runs)
-    except InputError as error:
-        together = _set_named(run, runs)
-        if together is None:
-            raise error from None
-        from stepscope.runs.run_sets import answer_set, set_as_json
+    except InputError:
+        from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
 
-        answer = answer_set(together, str(runs))
-        shown.show(answer, document=lambda: json_document(set_as_json(together)))
+        sets = sets_of(load_runs([runs])[0]) if runs.is_dir() else []
+        named = [one for one in sets if one.runs[0].repeat is not None and run in one.name]
+        if len(named) != 1:
+            raise
+        answer = answer_set(named[0], str(runs))
+        shown.show(answer, document=lambda: json_document(set_as_json(named[0])), save=save)
     else:
         from stepscope.runs.answer import answer_run
 
-        answer = answer_run(found)
-        shown.show(answer, document=lambda: encode_run(found).decode())
-    draw(answer, save)
-
-
-def _set_named(name: str, runs: Path) -> "RunSet | None":
-    """The one set of repeated runs whose name holds this."""
-    from stepscope.runs.run_sets import sets_of
-
-    if not runs.is_dir():
-        return None
-    found = [one for one in sets_of(load_runs([runs])[0]) if one.runs[0].repeat is not None and name in one.name]
-    return found[0] if len(found) == 1 else None
+        shown.show(answer_run(found), document=lambda: encode_run(found).decode(), save=save)
 
 
 # The runs of some places for the verbs that list many, with what must be said of them on stderr.
@@ -89,6 +156,8 @@ def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
 
     # Runs stay until the command ends: Python's collector would walk through thousands of them again and again.
     gc.disable()
+    from stepscope.runs.index import list_runs
+
     try:
         listing = list_runs(places, tell)
     finally:
@@ -104,12 +173,14 @@ def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
 Tagged = Annotated[str | None, Option("Only runs with this tag.", STORED)]
 
 
+Places = Annotated[
+    list[Path] | None, Argument("Run directories, folders of them, or `last` (default: --runs).", "[RUNS]...")
+]
+
+
 @verb("ls", "stepscope ls", "stepscope ls results/h200/plain --tag plain")
 def ls(
-    places: Annotated[
-        list[Path] | None,
-        Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
-    ] = None,
+    places: Places = None,
     *,
     tag: Tagged,
     runs: Path,
@@ -122,8 +193,8 @@ def ls(
         emit("no runs\n")
         return
 
-    def listed() -> str:
-        fields = [
+    def listed() -> list[dict[str, object]]:
+        return [
             {
                 "id": r.id,
                 "created": r.created,
@@ -134,7 +205,6 @@ def ls(
             }
             for r in kept
         ]
-        return json_line(fields)
 
     from stepscope.runs.answer import answer_list
 
@@ -163,10 +233,7 @@ Speedup = Annotated[str | None, Option("A column's label: show speed-ups over it
     "stepscope table runs --where model=small --rows seq_len --value step,peak_memory --style markdown",
 )
 def table(
-    places: Annotated[
-        list[Path] | None,
-        Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
-    ] = None,
+    places: Places = None,
     *,
     rows: Rows = "model,seq_len",
     columns: Columns = "",
@@ -185,7 +252,6 @@ def table(
     from stepscope.runs.tables import Statistic, TableQuery, answer_table
 
     choose(style, STYLES, "style")
-    check_picture(save)
     conditions = conditions_of(where, tag)
     query = TableQuery(
         rows=_names(rows),
@@ -205,7 +271,8 @@ def table(
         Presentation(style=style, brief=True).show(answer)
     else:
         present(answer, style=style)
-    draw(answer, save)
+    if save is not None:
+        draw(answer, save)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -227,12 +294,21 @@ Workload = Annotated[str | None, Option("Only trends whose key has this in it, w
 Predictions = Annotated[bool, Option("Show forecasts beside what was measured afterwards.", STORED)]
 
 
-@verb("history", "stepscope history results/h200 --where dtype=bf16", "stepscope history --workload tiny-b4 --json")
+@verb(
+    "history",
+    "stepscope history results/h200 --where dtype=bf16",
+    "stepscope history --workload tiny-b4 --json",
+    conflicts=(
+        Alone(
+            "--predictions",
+            others=("--workload", "--where", "--tag", "--save"),
+            why="--predictions shows all forecasts of these places: leave out the other choices",
+        ),
+        Needs("--save", "--workload", words="--save draws one trend: name it with --workload"),
+    ),
+)
 def history(
-    places: Annotated[
-        list[Path] | None,
-        Argument(metavar="[RUNS]...", help="Run directories, folders of them, or `last` (default: --runs)."),
-    ] = None,
+    places: Places = None,
     *,
     workload: Workload,
     predictions: Predictions,
@@ -243,18 +319,13 @@ def history(
     save: Path | None,
 ) -> None:
     """Trends of stored runs by workload, with changes of level dated by commit."""
-    check_picture(save)
     folders = places or [runs]
     if predictions:
-        if workload is not None or where or tag is not None or save is not None:
-            raise InputError("--predictions shows all forecasts of these places: leave out the other choices")
         _show_predictions(folders, shown)
         return
     from stepscope.runs.fields import in_words, meeting
     from stepscope.runs.history import answer_history, answer_trend, history_as_json, trends_of
 
-    if save is not None and workload is None:
-        raise InputError("--save draws one trend: name it with --workload")
     conditions = conditions_of(where, tag)
     found = listed_runs(places, runs)
     kept, nowhere = meeting(found, conditions)
@@ -265,7 +336,7 @@ def history(
         warn(sentence)
     trends = trends_of(kept)
     if workload is None:
-        shown.show(answer_history(trends), document=lambda: json_line(history_as_json(trends)))
+        shown.show(answer_history(trends), document=lambda: history_as_json(trends))
         return
     chosen = [trend for trend in trends if workload in trend.key]
     if not chosen:
@@ -273,19 +344,12 @@ def history(
     if save is not None and len(chosen) > 1:
         raise InputError(f"{len(chosen)} trends match --workload {workload}: write more of the key, or add --where")
     answers = [answer_trend(trend) for trend in chosen]
-    shown.show(*answers, document=lambda: json_line(history_as_json(chosen)))
-    if save is not None:
-        draw(answers[0], save)
+    shown.show(*answers, document=lambda: history_as_json(chosen), save=save)
 
 
 def _show_predictions(folders: list[Path], shown: Presentation) -> None:
     """Every forecast that these places keep, beside what was measured."""
-    from stepscope.runs.history import (
-        JudgedForecast,
-        answer_predictions,
-        judged_in,
-        predictions_as_json,
-    )
+    from stepscope.runs.history import JudgedForecast, answer_predictions, judged_in, predictions_as_json
 
     judged: list[JudgedForecast] = []
     for folder in folders:
@@ -297,4 +361,4 @@ def _show_predictions(folders: list[Path], shown: Presentation) -> None:
             warn(fault)
     if not judged:
         raise InputError(f"no forecasts in {', '.join(map(str, folders))}: `stepscope fit` and `sweep` leave them")
-    shown.show(answer_predictions(judged), document=lambda: json_line(predictions_as_json(judged)))
+    shown.show(answer_predictions(judged), document=lambda: predictions_as_json(judged))

@@ -4,10 +4,10 @@ import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from stepscope.app.cli.output import emit, warn
+from stepscope.app.cli.output import emit
 from stepscope.core.answer import GENERATOR
 from stepscope.core.environment import give_pages_back
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.options import OUTPUT, Argument, Needs, Option, verb
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.picture import Drawer
@@ -38,13 +38,16 @@ Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of sou
     "report",
     "stepscope report last --open",
     "stepscope report results/h200/plain -o sweep.html --plots plots",
-    conflicts=(Needs("--across", "--compare", "it says in what the two sides may differ"),),
+    conflicts=(
+        Needs("--across", "--compare", "it says in what the two sides may differ"),
+        Needs("--plots-as", "--plots", "name the folder for the plots, as in --plots plots"),
+    ),
 )
-def report(
+def command(
     what: Annotated[
         list[str],
         Argument(
-            help="A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
+            "A run, `last`, a set, a folder of runs, a trace, the traces of several ranks, a memory snapshot, or "
             "an answer that --json wrote.",
             metavar="WHAT...",
             names_a_run=True,
@@ -63,8 +66,6 @@ def report(
     """Write one HTML page that needs nothing else: look at it, print it, send it."""
     give_pages_back()
     choose(plots_as or "svg", ("svg", "png"), "--plots-as")
-    if plots_as is not None and plots is None:
-        raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")
     target = output or _target(what, runs)
     _check(target, plots)
     drawer = Drawer()  # it gets ready while the runs are read

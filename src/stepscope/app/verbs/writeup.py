@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
-from stepscope.app.cli.output import emit, warn
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose
+from stepscope.app.cli.output import emit
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose, warn
 from stepscope.core.options import OUTPUT, Argument, Option, verb
 from stepscope.core.units import counted
 
@@ -31,11 +31,11 @@ Output = Annotated[
     "stepscope writeup results/h200 -o writeup.md",
     "stepscope writeup --run --scale small -o writeup.html",
 )
-def writeup(
+def command(
     sweeps: Annotated[
         list[str] | None,
         Argument(
-            help="Folders of runs, a sweep, a tag, or answers that --json wrote (default: --runs).",
+            "Folders of runs, a sweep, a tag, or answers that --json wrote (default: --runs).",
             metavar="[SWEEP]...",
             names_a_run=True,
         ),
@@ -60,7 +60,9 @@ def writeup(
         try:
             material = gather(places, runs)
         except InputError:
-            if any(not _is_bare(Path(place)) for place in places):
+            if any(
+                not Path(place).is_dir() or any(file.is_file() for file in Path(place).rglob("*")) for place in places
+            ):
                 raise
             material = Material()  # everything is still to be measured, and the document says how
         found = write_up(asked, material)
@@ -85,11 +87,6 @@ def writeup(
         found = written()
     _say(found, target, run=run, failed=failed)
     return EXIT_DONE
-
-
-def _is_bare(place: Path) -> bool:
-    """Whether a place is a folder that holds no file yet."""
-    return place.is_dir() and not any(file.is_file() for file in place.rglob("*"))
 
 
 def _measure(one: "Measure", scale: "Scale", target: "Target") -> int:

@@ -13,8 +13,23 @@ from stepscope.core.answer import Answer, Table
 from stepscope.core.run import Run
 
 
-class Shown:
-    """A result that shows its answer: printed as text, in a notebook as HTML."""
+class _Shows:
+    """What shows itself: printed as text, in a notebook as HTML."""
+
+    __slots__ = ()
+
+    def _shown(self) -> tuple[Answer, ...]:
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return as_text(*self._shown())
+
+    def _repr_html_(self) -> str:
+        return as_html(*self._shown())
+
+
+class Shown(_Shows):
+    """A result that shows its answer."""
 
     answer: "ShownAnswer"
 
@@ -23,24 +38,18 @@ class Shown:
         """What is shown, one below the other."""
         return (self.answer,)
 
-    def __repr__(self) -> str:
-        return as_text(*self.answers)
-
-    def _repr_html_(self) -> str:
-        return as_html(*self.answers)
+    def _shown(self) -> "tuple[ShownAnswer, ...]":
+        return self.answers
 
 
-class ShownTable(Table, frozen=True, kw_only=True):
+class ShownTable(_Shows, Table, frozen=True, kw_only=True):
     """A Table that shows itself."""
 
-    def __repr__(self) -> str:
-        return as_text(_answer_of(self))
-
-    def _repr_html_(self) -> str:
-        return as_html(_answer_of(self))
+    def _shown(self) -> tuple[Answer, ...]:
+        return (answer_of(self),)
 
 
-class ShownAnswer(Answer, frozen=True, kw_only=True):
+class ShownAnswer(_Shows, Answer, frozen=True, kw_only=True):
     """An Answer that shows itself, as its tables do: `answer.table("phase")`, `answer.part("memory")`."""
 
     tables: tuple[ShownTable, ...] = ()
@@ -54,19 +63,16 @@ class ShownAnswer(Answer, frozen=True, kw_only=True):
 
     def part(self, only: str) -> "ShownAnswer":
         """The tables whose title contains `only`, or the findings alone for `findings`."""
-        return shown(super().part(only))
+        return shown_answer(super().part(only))
 
-    def __repr__(self) -> str:
-        return as_text(self)
-
-    def _repr_html_(self) -> str:
-        return as_html(self)
+    def _shown(self) -> tuple[Answer, ...]:
+        return (self,)
 
 
-def shown(answer: Answer) -> ShownAnswer:
+def shown_answer(answer: Answer) -> ShownAnswer:
     """The answer as a ShownAnswer, with its tables as ShownTables."""
-    fields = _fields(answer)
-    fields["tables"] = tuple(ShownTable(**_fields(table)) for table in answer.tables)
+    fields = msgspec.structs.asdict(answer)
+    fields["tables"] = tuple(ShownTable(**msgspec.structs.asdict(table)) for table in answer.tables)
     return ShownAnswer(**fields)
 
 
@@ -91,7 +97,7 @@ def answer_of(record: object) -> Answer:
 
         return answer_run(record)
     if isinstance(record, Table):
-        return _answer_of(record)
+        return Answer(study="table", question="", tables=(record,))
     assert isinstance(record, Answer)
     return record
 
@@ -113,14 +119,6 @@ def show_in_notebooks() -> None:
     for record in (Run, Answer, Table):
         formatters["text/html"].for_type(record, html)
         formatters["text/plain"].for_type(record, text)
-
-
-def _answer_of(table: Table) -> Answer:
-    return Answer(study="table", question="", tables=(table,))
-
-
-def _fields(record: msgspec.Struct) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in record.__struct_fields__}
 
 
 show_in_notebooks()

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import msgspec
-import typer
 
-from stepscope.app.cli.output import Presentation, sweep_progress, warn
+from stepscope.app.cli.output import Presentation, sweep_progress
 from stepscope.core.answer import Answer, worst
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -19,6 +18,7 @@ from stepscope.core.errors import (
     InputError,
     Stopped,
     choose,
+    warn,
 )
 from stepscope.core.options import MEASURING, SWEEPING, Argument, Option, completed, verb
 from stepscope.core.parts import attention_names
@@ -66,13 +66,13 @@ Fresh = Annotated[bool, Option("Measure every cell again.", SWEEPING)]
     model="tiny",
     seq_len="128",
 )
-def sweep(
+def command(
     recipe: Annotated[
         Path | None,
-        Argument(help="A Python file, run with your rights, whose sweep() returns Workloads, instead of a grid."),
+        Argument("A Python file, run with your rights, whose sweep() returns Workloads, instead of a grid."),
     ] = None,
     *,
-    said: ManyWorkloads,
+    workloads: ManyWorkloads,
     device: Device = ("auto",),
     timing: Timing,
     repeat: int,
@@ -93,15 +93,13 @@ def sweep(
     from stepscope.engine.user_code import load_recipe
 
     if recipe is not None:
-        if len(said.flags) > 0:
-            raise InputError(f"a recipe says what to measure: leave out {', '.join(said.flags)}")
-        workloads = load_recipe(recipe)
+        if workloads.flags:
+            raise InputError(f"a recipe says what to measure: leave out {', '.join(workloads.flags)}")
+        measured = load_recipe(recipe)
     else:
-        workloads = said.workloads(model="tiny", seq_len=128)
+        measured = workloads.workloads(model="tiny", seq_len=128)
     plan = SweepPlan(
-        cells=order_cells(
-            repeated([Cell(workload=workload, settings=timing.settings) for workload in workloads], repeat)
-        ),
+        cells=order_cells(repeated([Cell(workload=each, settings=timing.settings) for each in measured], repeat)),
         devices=device,
         out=str(runs),
         tag=tag,
@@ -112,10 +110,10 @@ def sweep(
     )
     policy = Policy(timeout_s=timeout, skip=not no_skip, retry=retry, fresh=fresh, on=on)
 
-    def report(measured: list[Run]) -> None:
+    def report(found: list[Run]) -> None:
         from stepscope.runs.answer import answer_cells
 
-        report_runs(measured, answer_cells(measured, str(runs)), shown)
+        report_runs(found, answer_cells(found, str(runs)), shown)
         shown.name_the_page(runs)
 
     measure_and_report(plan, policy, report, retries=True)
@@ -133,6 +131,8 @@ def measure_and_report(
 
     again: whether the same command goes on where this one stopped. retries: whether it has the option --retry.
     """
+    from typer import Exit
+
     from stepscope.engine.measured_cell import leaves_nothing
     from stepscope.engine.request import BROKEN
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
@@ -160,7 +160,7 @@ def measure_and_report(
         how = "the same command with --retry" if stays and retries else "the same command"
         tries = f": {delete}{how} tries {they} again" if again else ""
         warn(f"{len(broken)} of {counted(len(runs), 'cell')} ended without a result{tries}")
-    raise typer.Exit(sweep_exit_code(runs))
+    raise Exit(sweep_exit_code(runs))
 
 
 def _foretell(plan: "SweepPlan") -> None:

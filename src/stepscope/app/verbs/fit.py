@@ -1,0 +1,375 @@
+"""`fit`: will it fit, and if not, what would make it fit. Nothing is run on real tensors."""
+
+import gc
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from stepscope.app.cli.options import device_names
+from stepscope.app.cli.output import Presentation, stdout_kept_clean
+from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
+from stepscope.app.verbs.run import gradients_kept, of_object
+from stepscope.core.errors import InputError, warn
+from stepscope.core.files import json_document
+from stepscope.core.model_config import PRESETS
+from stepscope.core.options import BUDGET, Alone, Conflict, Needs, Option, verb, words
+from stepscope.core.parts import Attention
+from stepscope.core.precisions import Dtype
+from stepscope.core.units import parse_bytes
+from stepscope.core.workloads import Compile, Optimizer, Phase, TextbookWorkload, Workload
+from stepscope.engine.workload_options import (
+    OneWorkload,
+    check_one_model,
+    choices_among,
+    flags_of,
+    of_factory,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from stepscope.allocations.prediction.estimate import MemoryEstimate
+    from stepscope.allocations.prediction.fit import Budget, FakeEstimate, Fit, Plan
+    from stepscope.training.user_module.module_step import UserModule
+
+
+@dataclass(frozen=True, repr=False)
+class Fitted(Shown):
+    """The predicted peak of a step, and whether it fits into the memory that was named."""
+
+    workload: Workload
+    """What is predicted: the model and how it runs."""
+    estimate: "MemoryEstimate | FakeEstimate"
+    """The peak, its parts by category, and the peaks of the phases, in bytes."""
+    verdict: "Fit[MemoryEstimate] | Fit[FakeEstimate] | None"
+    """Whether it fits, by how much, and what would make it fit; None where no memory was named."""
+    answer: ShownAnswer
+    """The peak by category, the verdict, and the plans."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most that PyTorch's allocator holds at once."""
+        return self.estimate.peak_bytes
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None where no memory was named."""
+        return self.verdict.fits if self.verdict is not None else None
+
+    @property
+    def plans(self) -> "tuple[Plan, ...]":
+        """Changes that would make it fit, the cheapest first; none where it fits, or nothing helps."""
+        return self.verdict.plans if self.verdict is not None else ()
+
+    @property
+    def largest_batch(self) -> int | None:
+        """The largest batch that fits, in samples, 0 if none does; None where it is not looked for, as for the
+        textbook's model."""
+        return self.verdict.largest_batch if self.verdict is not None else None
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """The longest sequence that fits, in tokens, 0 if none does; None where it is not looked for, as for the
+        textbook's model."""
+        return self.verdict.longest_sequence if self.verdict is not None else None
+
+
+def fit(
+    model: "str | nn.Module | None" = None,
+    batch: object = None,
+    loss: "Callable[..., Any] | None" = None,
+    *,
+    module: str | None = None,
+    arguments: Mapping[str, Any] | None = None,
+    memory: int | str | None = None,
+    device: str | None = None,
+    seq_len: int | None = None,
+    batch_size: int | None = None,
+    dtype: Dtype | None = None,
+    phase: Phase | None = None,
+    attention: Attention | None = None,
+    kernels: str | Mapping[str, str] | None = None,
+    compile: Compile | None = None,
+    optimizer: "Optimizer | torch.optim.Optimizer | None" = None,
+    clip: float | None = None,
+    checkpointing: str | None = None,
+    accumulation: int | None = None,
+    d_model: int | None = None,
+    d_ff: int | None = None,
+    layers: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    vocabulary: int | None = None,
+    tied: bool | None = None,
+) -> Fitted:
+    """Predict the peak memory of a step on a GPU, say whether it fits, and what would make it fit. Needs no GPU.
+
+        found = stepscope.fit("xl", seq_len=1024, memory="80GiB")                  # the textbook's model
+        found = stepscope.fit(module="train.py:make", arguments={"width": 64}, memory="80GiB")
+        found = stepscope.fit(net, batch, loss, memory="80GiB")                    # a module of your own
+        found.fits, found.peak_bytes, found.largest_batch
+        [plan.options for plan in found.plans]
+
+    What is predicted, one of three:
+
+    - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
+      xl and larger ones (left out: small), with batch_size sequences (4) of seq_len tokens (512), an attention, and
+      d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of the preset's own, and kernels as in
+      `stepscope.run`. It is computed by formula, and needs no PyTorch.
+    - module, a factory as `--module` names it: "package.module:factory", "file.py:factory", or the config.json of a
+      Hugging Face model; arguments are what it is called with. It runs in a process of its own. The longest sequence is
+      looked for, too, where seq_len is an argument.
+    - model, an nn.Module, with its batch and its loss, as `stepscope.run` takes them. It is copied in this process,
+      once for each variant that is tried, and its sequences keep their length. optimizer may be one that holds its
+      parameters.
+
+    A module of your own runs on fake tensors, which have sizes and no values: operators whose output depends on values
+    are counted at their largest or refused by name. A compiled step (compile) and a step of your own with phases are
+    refused.
+
+    memory: how much PyTorch may allocate, in bytes or as in "80GiB".
+    device: a device by its name, as in "H100", whose datasheet says how much.
+    dtype, phase, optimizer, clip, checkpointing, accumulation: as in `stepscope.run`, for any model.
+
+    Without memory and device the peak alone is predicted.
+
+    Raises InputError for a name that is not known, sizes that cannot be, what cannot be predicted, and where memory and
+    device are both given.
+    """
+    choices = choices_among(locals())
+    check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
+    budget = _budget(memory, device)
+    budgets = [budget] if budget else []
+    if module is not None:
+        from stepscope.questions.fit_apart import fit_apart
+
+        return _fitted(fit_apart(of_factory(module, arguments, choices), budgets)[0])
+    if model is None or isinstance(model, str):
+        from stepscope.allocations.prediction.fit import fit as predict
+
+        workload = OneWorkload({"model": model or "small", **choices}).workload(seq_len=512)
+        return _fitted(predict(workload, budget))
+    user_workload, copied = of_object(model, batch, loss, choices)
+    from stepscope.engine.fake_module import fit_module
+
+    def copy() -> "UserModule":
+        loaded = copied()
+        if loaded.user_module is None:
+            raise InputError(f"{loaded.name} is a step of its own, with phases: give its module and a batch")
+        return loaded.user_module
+
+    with gradients_kept(model):
+        return _fitted(fit_module(user_workload, budgets, module=copy)[0])
+
+
+def _fitted(fit: "Fit[MemoryEstimate] | Fit[FakeEstimate]") -> Fitted:
+    from stepscope.allocations.prediction.answer import answer_fit
+
+    return Fitted(fit.workload, fit.estimate, fit if fit.budget else None, shown_answer(answer_fit(fit)))
+
+
+def _budget(memory: int | str | None, device: str | None) -> "Budget | None":
+    from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory
+
+    if memory is not None and device is not None:
+        raise InputError("memory and device both say how much there is: give one of them")
+    if device is not None:
+        return budget_of_device(device)
+    if memory is None:
+        return None
+    size = parse_bytes(memory) if isinstance(memory, str) else memory
+    if size <= 0:
+        raise InputError(f"memory is {memory}: give bytes above zero, or a size as in '80GiB'")
+    return budget_of_memory(size)
+
+
+Memory = Annotated[
+    int | None,
+    Option("How much PyTorch may allocate, as in 80GiB.", BUDGET, takes=parse_bytes, metavar="SIZE"),
+]
+Device = Annotated[
+    tuple[str, ...] | None,
+    Option("A device by its name, as in H100 or 4090; the datasheet's memory.", BUDGET, complete=device_names),
+]
+Tensors = Annotated[bool, Option("List what a block keeps for backward, with the arithmetic of each size.")]
+Sweep = Annotated[bool, Option("The largest batch and the longest sequence that fit, by model: several, or all.")]
+Fake = Annotated[bool, Option("Predict a second time, by running the step on PyTorch's fake tensors.")]
+Against = Annotated[tuple[Path, ...], Option("Compare with the measured runs in this folder.", metavar="DIR")]
+Apart = Annotated[
+    tuple[Path, ...],
+    Option("With --against: runs shown apart, and not counted (the model was corrected by them).", metavar="DIR"),
+]
+
+
+@verb(
+    "fit",
+    "stepscope fit --model xl --seq-len 1024 --device H100",
+    "stepscope fit --sweep --memory 80GiB",
+    conflicts=(
+        Needs("--save", "--against", "say which runs to compare with, or leave it out"),
+        Needs("--apart", "--against", "say which runs to compare with, or leave it out"),
+        Conflict("--tensors", "--sweep", "--fake", "--against", why="{} are different questions: ask one at a time"),
+        Alone("--tensors", others=("--memory", "--device"), why="--tensors asks for no budget: leave out {}"),
+        Alone("--against", others=("--memory", "--device"), why="--against asks for no budget: leave out {}"),
+        Alone("--against", others=flags_of("fit"), why="--against takes its workloads from the runs: leave out {}"),
+        Conflict("--memory", "--device", why="{} both say how much there is: give one of them"),
+    ),
+    model="small",
+    seq_len="512",
+)
+def command(
+    *,
+    workload: OneWorkload,
+    memory: Memory,
+    device: Device = None,
+    tensors: Tensors = False,
+    sweep: Sweep = False,
+    fake: Fake = False,
+    against: Against = (),
+    apart: Apart = (),
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> None:
+    """Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU."""
+    from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory
+    from stepscope.allocations.prediction.fit import fit as predict
+
+    if against:
+        _compare(against, apart, save, shown)
+        return
+    user_workload = workload.user_workload
+    budgets = [budget_of_memory(memory)] if memory is not None else [*map(budget_of_device, device or ())]
+    if user_workload is not None:
+        for mode, given in (("--tensors", tensors), ("--sweep", sweep), ("--fake", fake)):
+            if given:
+                raise InputError(f"{mode} is for the textbook's model: leave it out; a step of your own runs on fakes")
+        from stepscope.questions.fit_apart import fit_apart
+
+        _show(fit_apart(user_workload, budgets), None, runs, shown)
+    elif sweep:
+        names = words(workload.options["model"], "--model") if "model" in workload.options else list(PRESETS)
+        models = _those_that_can_be(names, workload)
+        if len(budgets) != 1:
+            raise InputError(
+                "how much memory is there? Say --memory, as in --memory 80GiB, or one --device, as in --device H100"
+            )
+        _show_largest(models, budgets[0], shown)
+    else:
+        step = workload.workload(model="small", seq_len=512)
+        if tensors:
+            _list_tensors(step, shown)
+            return
+        gc.disable()  # a symbolic step makes a million objects, none of them in a cycle
+        fits = [predict(step, budget) for budget in budgets or [None]]
+        gc.enable()
+        second = None
+        if fake:
+            from stepscope.engine.fake_module import estimate_by_running
+
+            with stdout_kept_clean():
+                second = estimate_by_running(step)
+        _show(fits, second, runs, shown)
+
+
+def _those_that_can_be(names: Iterable[str], workload: OneWorkload) -> list[TextbookWorkload]:
+    """The workload with each of these models; a model that cannot have the options is left out, which is said.
+
+    Raises InputError where it is none.
+    """
+    found: list[TextbookWorkload] = []
+    faults: list[str] = []
+    for name in names:
+        try:
+            found.append(OneWorkload({**workload.options, "model": name}).workload(seq_len=512))
+        except InputError as error:
+            faults.append(f"{name}: {error}")
+    if not found:
+        raise InputError(f"no model is left: {'; '.join(faults)}")
+    for fault in faults:
+        warn(f"left out, {fault}")
+    return found
+
+
+def _show(
+    fits: "Sequence[Fit[MemoryEstimate]] | Sequence[Fit[FakeEstimate]]",
+    second: "FakeEstimate | None",
+    runs: Path,
+    shown: Presentation,
+) -> None:
+    """Show the predictions of one step, and keep them as forecasts. second: of the textbook's step on fake tensors."""
+    from stepscope.allocations.prediction.answer import answer_fit, answer_second, fit_document
+    from stepscope.core.run_directory import FORECASTS_FILE, forecast_of_peak, keep_forecasts
+
+    answers = [answer_fit(fit) for fit in fits]
+    documents = [fit_document(fit, answer) for fit, answer in zip(fits, answers, strict=True)]
+    if second is not None:
+        answers.append(answer_second(fits[0].estimate, second))
+        for document in documents:
+            document["fake"] = msgspec.to_builtins(second)
+    if (runs / FORECASTS_FILE).is_file():  # how far forecasts that were kept here were off
+        from stepscope.runs.history import error_bars, judged_in
+
+        if bars := error_bars(judged_in(runs)[0]):
+            answers[-1] = msgspec.structs.replace(answers[-1], asides=(*answers[-1].asides, bars))
+    forecasts = [
+        forecast_of_peak(
+            "fit",
+            fit.workload.key,
+            fit.peak_bytes,
+            budget_bytes=fit.budget.usable_bytes if fit.budget else None,
+            fits=fit.fits,
+            is_bound=fit.is_bound,
+        )
+        for fit in fits
+    ]
+    if fault := keep_forecasts(runs, forecasts):
+        warn(fault)
+    shown.show(*answers, document=lambda: json_document(documents[0] if len(documents) == 1 else documents))
+
+
+def _list_tensors(workload: TextbookWorkload, shown: Presentation) -> None:
+    if workload.phase == "forward":
+        raise InputError("inference keeps nothing for backward: --tensors needs --phase train or forward-backward")
+    from stepscope.allocations.prediction.answer import answer_tensors
+    from stepscope.allocations.prediction.estimate import kept_by_block
+
+    kept = kept_by_block(workload)
+    rows = [
+        {**msgspec.to_builtins(tensor), "bytes_each": tensor.bytes_each, "total_bytes": tensor.total_bytes}
+        for tensor in kept
+    ]
+    shown.show(answer_tensors(workload, kept), document=lambda: json_document(rows))
+
+
+def _show_largest(workloads: list[TextbookWorkload], budget: "Budget", shown: Presentation) -> None:
+    from stepscope.allocations.prediction.answer import answer_largest
+    from stepscope.allocations.prediction.fit import largest_that_fits
+
+    found = [largest_that_fits(workload, budget) for workload in workloads]
+    rows = [
+        {"model": largest.workload.model.name, "batch_size": largest.batch_size, "seq_len": largest.seq_len}
+        for largest in found
+    ]
+    shown.show(answer_largest(found, budget.said), document=lambda: json_document(rows))
+
+
+def _compare(folders: tuple[Path, ...], apart: tuple[Path, ...], save: Path | None, shown: Presentation) -> None:
+    from stepscope.allocations.prediction.answer import answer_accuracy, compare
+    from stepscope.core.run_directory import load_runs
+
+    runs, faults = load_runs(list(folders))
+    others, other_faults = load_runs(list(apart))
+    for fault in [*faults, *other_faults]:
+        warn(f"left out: {fault}")
+    accuracy = compare(runs, others)
+    if not accuracy.comparisons:
+        raise InputError(
+            f"no run in {', '.join(map(str, folders))} has measured peaks: measure on a GPU, as `stepscope sweep` does"
+        )
+    answer = answer_accuracy(accuracy)
+    shown.show(answer, document=lambda: json_document(accuracy), save=save)

@@ -1,0 +1,372 @@
+"""`trace`: where the time of a captured step went, whichever profiler captured it. Needs no PyTorch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from stepscope.app.cli.output import Presentation
+from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
+from stepscope.core.answer import Answer, Finding, name_of, worst
+from stepscope.core.environment import give_pages_back
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, InputError, warn
+from stepscope.core.options import OUTPUT, Alone, Conflict, Option, file_or_run, verb
+from stepscope.core.range_names import PHASES
+from stepscope.core.run_directory import find_place
+from stepscope.core.units import Window, parse_window
+
+if TYPE_CHECKING:
+    from stepscope.traces.captures.detail_tables import View
+    from stepscope.traces.captures.summary import TraceSummary
+
+
+@dataclass(frozen=True, repr=False)
+class Traced(Shown):
+    """A captured step, explained: where its time went, what bounded it, and when the device stood idle."""
+
+    path: Path
+    """The capture, or the run directory that holds it."""
+    summary: "TraceSummary"
+    """Its tables, as polars frames: `summary.phases`, `summary.families`, `summary.modules` and others."""
+    findings: tuple[Finding, ...]
+    """What to doubt, and what costs time, the gravest first."""
+    answer: ShownAnswer
+    """Time by phase, family, kernel and module, bounds, idle time, and the findings."""
+
+
+def trace(
+    path: str | Path = "last",
+    *,
+    range: str | None = None,
+    phase: str | None = None,
+    step: int | None = None,
+    ranges: bool = True,
+    runs: str | Path = "runs",
+) -> Traced:
+    """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for.
+
+        found = stepscope.trace("trace.json.gz")
+        found                              # in a notebook: tables and findings
+        found.answer.table("module")       # one of them
+        found.summary.families             # a polars frame
+
+    path: a trace of torch.profiler (.json, .json.gz), an nsys report or export, a run directory, a part of a run's
+    name, or `last`.
+    range: only what was launched inside ranges of this name.
+    phase: only what was launched in this phase (`forward`, `backward`, `optimizer`).
+    step: only what was launched in this step; the first is 0.
+    ranges: has no effect. A capture without ranges is read in any case.
+    runs: the folder in which names are looked up.
+
+    Times are in nanoseconds in frames, and with their unit where shown.
+
+    Raises InputError, with what is there, where there is no such file, range, phase or step, or the file is damaged.
+    Needs no PyTorch.
+    """
+    place = find_place(str(path), Path(runs))
+    whole = load_summary(place)
+    from stepscope.traces.captures.answer import answer_trace
+    from stepscope.traces.captures.checks import check_trace
+    from stepscope.traces.captures.part import part_of
+
+    findings = check_trace(whole)
+    is_part = (range, phase, step) != (None, None, None)
+    summary = part_of(whole, str(place), step=step, phase=phase, name=range) if is_part else whole
+    return Traced(place, summary, findings, shown_answer(answer_trace(summary, findings, str(place))))
+
+
+def load_summary(path: Path) -> "TraceSummary":
+    """Read and attribute a capture, with the run it belongs to where one lies beside it."""
+    give_pages_back()  # before polars is imported
+    from stepscope.traces.captures.digest import load_capture
+
+    return load_capture(path, say=warn)
+
+
+Between = Annotated[
+    Window | None,
+    Option(
+        "Only work that starts in this window from the first event, as in 12ms:20ms.",
+        takes=parse_window,
+        metavar="T0:T1",
+    ),
+]
+Module = Annotated[
+    str | None,
+    Option("Only this module and those inside it, as in layers.0, or layers.*.mlp for all.", metavar="NAME"),
+]
+Device = Annotated[int | None, Option("Only this device, by its number.", least=0)]
+Stream = Annotated[int | None, Option("Only this stream, by its number.", least=0)]
+Range = Annotated[str | None, Option("Only what was launched inside ranges of this name.", metavar="NAME")]
+Phase = Annotated[str | None, Option("Only this phase.", choices=PHASES)]
+Step = Annotated[int | None, Option("Only this step; the first is 0.", least=0)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Options that choose a part of a capture."""
+
+    range_: Range
+    phase: Phase
+    step: Step
+    module: Module
+    device: Device
+    stream: Stream
+    between: Between
+
+    @property
+    def is_part(self) -> bool:
+        """Whether any of them is given."""
+        return any(getattr(self, field.name) is not None for field in fields(self))
+
+    def part(self, whole: "TraceSummary", file: Path) -> "TraceSummary":
+        """The part of a capture that they choose; the capture itself where none is given."""
+        if not self.is_part:
+            return whole
+        from stepscope.traces.captures.part import part_of
+
+        chosen = {field.name.rstrip("_"): getattr(self, field.name) for field in fields(self)}
+        return part_of(whole, str(file), name=chosen.pop("range"), **chosen)
+
+
+Against = Annotated[Path | None, Option("Another capture: what changed from it to this one.")]
+GraphCapture = Annotated[
+    Path | None,
+    Option(
+        'A trace of the steps in which CUDA graphs were captured: `--only "graph nodes"` then tells each kernel\'s '
+        "operator and module.",
+        metavar="FILE",
+    ),
+]
+Top = Annotated[
+    int | None,
+    Option(
+        "How many rows the tables of details have: 5, or all of those that --only names. With --json: adds trees of "
+        "so many nodes.",
+        least=1,
+    ),
+]
+Sort = Annotated[
+    str | None, Option("The column by which the tables of details are ordered, as in calls.", metavar="COLUMN")
+]
+Rank = Annotated[int | None, Option("Of several captures, only that of this rank.", least=0)]
+NoRanges = Annotated[bool, Option("Needed no more: a capture without ranges is read in any case.")]
+Cut = Annotated[
+    Path | None,
+    Option(
+        "Write what is asked for as a smaller trace of torch.profiler's format (.json, .json.gz).",
+        OUTPUT,
+        metavar="FILE",
+    ),
+]
+Perfetto = Annotated[
+    Path | None,
+    Option("Write a trace for Perfetto, with phases, families and counters as tracks.", OUTPUT, metavar="FILE"),
+]
+
+
+_COMPARED = "--against compares two"
+_OF_A_PART = ("--range", "--phase", "--step", "--module", "--device", "--stream", "--between")
+
+
+@verb(
+    "trace",
+    "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
+    "stepscope trace rank0.json.gz rank1.json.gz",
+    conflicts=(
+        Conflict("--cut", "--against", why=f"--cut writes one capture, {_COMPARED}: ask for one after the other"),
+        Conflict("--save", "--against", why=f"--save draws one capture, {_COMPARED}: leave one of them out"),
+        Conflict(
+            "--perfetto", "--against",
+            why=f"--perfetto shows one whole capture, {_COMPARED}: ask for one after the other",
+        ),
+        Alone(
+            "--perfetto", others=_OF_A_PART,
+            why="--perfetto shows one whole capture, other options show a part: ask for one after the other",
+        ),
+    ),
+)  # fmt: skip
+def command(
+    file: Annotated[
+        list[str],
+        file_or_run(
+            "A trace of torch.profiler (.json, .json.gz), an nsys report or export; several, or a folder of them, are "
+            "the ranks of one job"
+        ),
+    ],
+    *,
+    against: Against,
+    selection: Selection,
+    rank: Rank,
+    top: Top,
+    sort: Sort,
+    graph_capture: GraphCapture,
+    cut: Cut,
+    no_ranges: NoRanges = False,
+    perfetto: Perfetto,
+    runs: Path,
+    save: Path | None,
+    shown: Presentation,
+) -> int:
+    """Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted for."""
+    del no_ranges  # captures without ranges are read in any case
+    captures = _captures_named(file, runs)
+    if len(captures) > 1 and rank is None:
+        of_one = {"--cut": cut, "--top": top, "--sort": sort, "--graph-capture": graph_capture}
+        given = [option for option, value in of_one.items() if value is not None]
+        if given or selection.is_part:
+            words = given[0] if given else "what chooses a part"
+            raise InputError(
+                f"{words} is for one capture, and these are {len(captures)}: choose one with --rank, or name one file"
+            )
+        if against is not None:
+            _compare_jobs(against, captures, shown)
+            return EXIT_DONE
+        return _show_job(captures, perfetto, save, shown)
+    place = captures[0] if rank is None else _capture_of_rank(captures, rank)
+    summary = load_summary(place)
+    part = selection.part(summary, place)
+    if against is not None:
+        _compare(selection.part(load_summary(against), against), part, against, place, shown)
+        return EXIT_DONE
+    from stepscope.traces.captures.answer import answer_trace, trace_as_json
+    from stepscope.traces.captures.checks import check_trace
+
+    findings = check_trace(summary)
+    if perfetto is not None:
+        _write_perfetto([("", summary, 0)], perfetto, [place])
+    view = _view(shown.only, top, sort, graph_capture)
+    if cut is not None:
+        from stepscope.rendering.chrome_trace import write_cut
+
+        warn(f"{write_cut(part.attribution, cut, source=place)} rows of work in {cut}")
+
+    def document() -> dict[str, Any]:
+        return trace_as_json(part, findings, view)
+
+    # The tables of an answer take as long as the figures; for --json alone only --sort needs them, to be checked.
+    if shown.json and not shown.brief and save is None and sort is None:
+        shown.show(document=document)
+    else:
+        answer = answer_trace(part, findings, str(place), view)
+        _check_only(answer, shown.only)
+        shown.show(answer, document=document, save=save)
+    return _exit_code(findings)
+
+
+def _exit_code(findings: Sequence[Finding]) -> int:
+    return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
+
+
+def _write_perfetto(captures: Sequence[tuple[str, "TraceSummary", int]], out: Path, sources: Sequence[Path]) -> None:
+    """Write captures, each with its label and its clock's offset in nanoseconds, into one file for Perfetto."""
+    from stepscope.rendering.chrome_trace import Rank, write_perfetto
+
+    ranks = [
+        Rank(label, summary.attribution, summary.occupation.gaps if summary.occupation else None, offset_ns)
+        for label, summary, offset_ns in captures
+    ]
+    written = write_perfetto(ranks, out, sources=sources)
+    warn(f"{written} slices in {out}: open it at https://ui.perfetto.dev")
+
+
+def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
+    from stepscope.traces.captures.detail_tables import View
+    from stepscope.traces.captures.details import captured_graphs
+    from stepscope.traces.captures.digest import read_trace
+
+    captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
+    if graph_capture is not None and not captures:
+        raise InputError(f"--graph-capture {graph_capture}: no CUDA graph is captured in this trace")
+    return View(only=only, top=top, sort=sort, captures=captures)
+
+
+def _check_only(answer: Answer, only: str | None) -> None:
+    """Raise InputError where --only names no table, with the names of those that are made when they are asked for."""
+    if only is None or answer.has(only):
+        return
+    from stepscope.traces.captures.detail_tables import detail_heads
+
+    if any(only.casefold() in head for head in detail_heads()):
+        raise InputError(f"--only {only!r}: this capture, or this part of it, has nothing for such a table")
+    titles = ", ".join(dict.fromkeys(repr(name) for name in (*map(name_of, answer.tables), *detail_heads()) if name))
+    raise InputError(f"--only {only!r} names no table: there are {titles}, and findings")
+
+
+def _compare(before: "TraceSummary", after: "TraceSummary", old: Path, new: Path, shown: Presentation) -> None:
+    from stepscope.questions.compare_captures import answer_captures, compare_captures, comparison_as_json
+    from stepscope.traces.captures.answer import part_as_json
+
+    comparison, part = compare_captures(before.attribution, after.attribution), after.part
+    shown.show(
+        answer_captures(comparison, str(old), str(new), part.words if part else ""),
+        document=lambda: {**comparison_as_json(comparison), **(part_as_json(part) if part else {})},
+    )
+
+
+# Captures of several ranks.
+
+
+def _captures_named(names: Sequence[str], runs: Path) -> list[Path]:
+    """The captures that these names give: files and runs are one each, and a folder is all that it holds."""
+    give_pages_back()  # before polars is imported
+    from stepscope.traces.ranks import captures_in
+
+    found: list[Path] = []
+    for name in names:
+        place = find_place(name, runs)
+        found += captures_in(place) or [place]
+    files = [path.resolve() for path in found]
+    twice = next((path for place, path in enumerate(found) if files[place] in files[:place]), None)
+    if twice is not None:
+        raise InputError(f"{twice} is named twice: name each capture once")
+    return found
+
+
+def _folder_of(captures: list[Path]) -> str:
+    """The one folder that holds all of them, or how many they are."""
+    folders = {path.parent for path in captures}
+    return str(folders.pop()) if len(folders) == 1 else f"{len(captures)} captures"
+
+
+def _show_job(captures: list[Path], perfetto: Path | None, save: Path | None, shown: Presentation) -> int:
+    """Show the ranks of a job. Returns the exit code."""
+    from stepscope.traces.ranks import load_job
+    from stepscope.traces.ranks_answer import answer_job, check_job, job_as_json
+
+    job = load_job(captures, say=warn)
+    findings = check_job(job)
+    if perfetto is not None:  # on the clock of the first rank
+        offsets = {clock.rank: clock.offset_ns for clock in job.matched.clocks}
+        ranks = [(f"rank {one.number}", load_summary(Path(one.source)), offsets[one.number]) for one in job.ranks]
+        _write_perfetto(ranks, perfetto, captures)
+    answer = answer_job(job, findings, _folder_of(captures))
+    shown.show(answer, document=lambda: job_as_json(job, findings), save=save)
+    return _exit_code(findings)
+
+
+def _compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> None:
+    """Show what changed in a job, rank by rank. Raises InputError where the other capture is of one rank alone."""
+    from stepscope.traces.ranks import captures_in, load_job
+    from stepscope.traces.ranks_answer import answer_jobs, jobs_as_json
+
+    earlier = captures_in(before)
+    if len(earlier) < 2:
+        raise InputError(
+            f"--against {before} is one capture, and the others are {len(captures)}: name a folder of the same ranks, "
+            "or choose one with --rank"
+        )
+    old, new = load_job(earlier, say=warn), load_job(captures, say=warn)
+    shown.show(answer_jobs(old, new, str(before), _folder_of(captures)), document=lambda: jobs_as_json(old, new))
+
+
+def _capture_of_rank(captures: list[Path], rank: int) -> Path:
+    """The capture of one rank of a job. Raises InputError where none is of it."""
+    from stepscope.traces.ranks import load_job
+
+    job = load_job(captures, say=warn)
+    found = next((one.source for one in job.ranks if one.number == rank), None)
+    if found is None:
+        numbers = ", ".join(str(one.number) for one in job.ranks)
+        raise InputError(f"none of these captures is of rank {rank}: choose one of {numbers}")
+    return Path(found)
