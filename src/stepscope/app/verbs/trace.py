@@ -16,7 +16,7 @@ from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window, parse_window
 
 if TYPE_CHECKING:
-    from stepscope.traces.captures.detail_tables import View
+    from stepscope.traces.captures.details import View
     from stepscope.traces.captures.summary import TraceSummary
 
 
@@ -271,8 +271,7 @@ def _write_perfetto(captures: Sequence[tuple[str, "TraceSummary", int]], out: Pa
 
 
 def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
-    from stepscope.traces.captures.detail_tables import View
-    from stepscope.traces.captures.details import captured_graphs
+    from stepscope.traces.captures.details import View, captured_graphs
     from stepscope.traces.captures.digest import read_trace
 
     captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
@@ -285,7 +284,7 @@ def _check_only(answer: Answer, only: str | None) -> None:
     """Raise InputError where --only names no table, with the names of those that are made when they are asked for."""
     if only is None or answer.has(only):
         return
-    from stepscope.traces.captures.detail_tables import detail_heads
+    from stepscope.traces.captures.details import detail_heads
 
     if any(only.casefold() in head for head in detail_heads()):
         raise InputError(f"--only {only!r}: this capture, or this part of it, has nothing for such a table")

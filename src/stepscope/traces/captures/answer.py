@@ -26,7 +26,7 @@ from stepscope.core.formulas.spelled import describe_model, describe_workload
 from stepscope.core.range_names import BACKWARD, FORWARD, RECOMPUTATION
 from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.traces.captures.attribution import RANGES, ROOT, Attribution
-from stepscope.traces.captures.detail_tables import View, detail_tables, details_as_json, more_tables
+from stepscope.traces.captures.details import View, detail_tables, details_as_json, more_tables
 from stepscope.traces.captures.digest import TraceDigest
 from stepscope.traces.captures.occupation import Occupation, Overlap, device_names, used_devices
 from stepscope.traces.captures.part import range_totals

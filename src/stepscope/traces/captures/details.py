@@ -1,14 +1,22 @@
 """What engineers look up in a capture: trees, operators, copies, host calls, the queue, replays of graphs."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import msgspec
 import polars as pl
 
+from stepscope.core.answer import TEXT, Cell, Line, Table, as_lines, table_of
+from stepscope.core.errors import InputError, name_shown
+from stepscope.core.range_names import STEP
+from stepscope.core.units import format_share, ms_text
 from stepscope.traces.captures.attribution import Attribution, gather, range_kind
 from stepscope.traces.captures.occupation import waits
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.nesting import Nest, by_thread, open_rows
-from stepscope.traces.roofline import OperatorRoof
+from stepscope.traces.kernels.names import kernel_label, kernel_labels
+from stepscope.traces.nesting import Nest, by_thread, lasting, open_rows, union
+from stepscope.traces.roofline_answer import shapes_label
 from stepscope.traces.table import COPIES, KIND, TraceTable, fits, launches, named
 
 # Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
@@ -56,15 +64,12 @@ def range_tree(attribution: Attribution, top: int | None = None) -> pl.DataFrame
     ranges = ranges.with_columns(
         ranges["name"].cast(pl.String).replace_strict(names, plain, return_dtype=pl.String).cast(pl.Categorical)
     )
-    return _tree(attribution, ranges, _innermost(attribution.work, ranges), top)
-
-
-def _innermost(work: pl.DataFrame, intervals: pl.DataFrame) -> pl.Series:
-    """The row of the interval open at each launch, on its thread or else in its process; null without one."""
+    # The range open at each launch, on its thread or else in its process.
+    work = attribution.work
     threads = work.select("process", pl.col("launch_thread").alias("thread"))
-    own = open_rows(intervals, threads, work["launch_ns"])
-    anywhere = Nest(intervals, "process").innermost(work["process"], work["launch_ns"])
-    return pl.select(pl.coalesce(own, anywhere).alias("row")).to_series()
+    own = open_rows(ranges, threads, work["launch_ns"])
+    anywhere = Nest(ranges, "process").innermost(work["process"], work["launch_ns"])
+    return _tree(attribution, ranges, pl.select(pl.coalesce(own, anywhere)).to_series(), top)
 
 
 def _tree(attribution: Attribution, intervals: pl.DataFrame, rows: pl.Series, top: int | None) -> pl.DataFrame:
@@ -224,38 +229,27 @@ def host_calls(attribution: Attribution, calls: pl.DataFrame) -> pl.DataFrame:
     columns = ["process", "thread", "start_ns", "name"]
     waiting = waits(attribution.table, attribution.work).with_columns(pl.lit(True).alias("waits"))
     marked = calls.join(waiting.select(*columns, "waits").unique(), on=columns, how="left", maintain_order="left")
+    return _by_name(
+        marked,
+        pl.col("name").cast(pl.String).str.replace(_VERSION, ""),
+        pl.col("waits").fill_null(False).sum().cast(pl.Int64),
+        pl.col("duration_ns").filter("waits").sum().alias("waited_ns"),
+    )
+
+
+def _by_name(frame: pl.DataFrame, name: pl.Expr, *more: pl.Expr) -> pl.DataFrame:
+    """A row for each name, the longest first: calls, total_ns, median_ns, max_ns, and what `more` sums up."""
     spent = pl.col("duration_ns")
     return (
-        marked.group_by("name")
+        frame.group_by("name")
         .agg(
             pl.len().cast(pl.Int64).alias("calls"),
             spent.sum().alias("total_ns"),
             spent.median().alias("median_ns"),
             spent.max().alias("max_ns"),
-            pl.col("waits").fill_null(False).sum().cast(pl.Int64),
-            spent.filter("waits").sum().alias("waited_ns"),
+            *more,
         )
-        .with_columns(pl.col("name").cast(pl.String).str.replace(_VERSION, ""))
-        .sort("total_ns", "name", descending=[True, False])
-    )
-
-
-def data_loading(*recorded: pl.DataFrame) -> pl.DataFrame:
-    """A row for each of the recorded ranges and operators of PyTorch's DataLoader: name, calls, total_ns, median_ns,
-    max_ns."""
-    loading = pl.concat(
-        named(frame.select("name", "duration_ns"), _LOADS).with_columns(pl.col("name").cast(pl.String))
-        for frame in recorded
-    )
-    spent = pl.col("duration_ns")
-    return (
-        loading.group_by("name")
-        .agg(
-            pl.len().cast(pl.Int64).alias("calls"),
-            spent.sum().alias("total_ns"),
-            spent.median().alias("median_ns"),
-            spent.max().alias("max_ns"),
-        )
+        .with_columns(name)
         .sort("total_ns", "name", descending=[True, False])
     )
 
@@ -322,7 +316,11 @@ def operator_totals(summary: TraceSummary) -> pl.DataFrame:
     if summary.part is not None:
         totals = roofs.with_columns(pl.col("launching").alias("calls"), pl.lit(None, pl.Int64).alias("host_ns"))
     else:
-        called = _called(summary.attribution.table.operators)
+        recorded = summary.attribution.table.operators
+        nest = by_thread(recorded)
+        own_ns = nest.self_ns(recorded["duration_ns"]).alias("host_ns")
+        called = recorded.select("name", "shapes")[nest.order].with_columns(own_ns).group_by("name", "shapes")
+        called = called.agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("host_ns").sum())
         totals = called.join(roofs, on=["name", "shapes"], how="left", nulls_equal=True)
     columns = ["name", "shapes", "calls", "host_ns", "kernels", "busy_ns", "flops", "bytes", "bound_ns", "bound"]
     return (
@@ -332,35 +330,23 @@ def operator_totals(summary: TraceSummary) -> pl.DataFrame:
     )
 
 
-def _called(operators: pl.DataFrame) -> pl.DataFrame:
-    """The calls of each operator and their own time on the host."""
-    nest = by_thread(operators)
-    placed = operators.select("name", "shapes")[nest.order]
-    return (
-        placed.with_columns(nest.self_ns(operators["duration_ns"]).alias("host_ns"))
-        .group_by("name", "shapes")
-        .agg(pl.len().cast(pl.Int64).alias("calls"), pl.col("host_ns").sum())
-    )
-
-
 def _roofs(summary: TraceSummary) -> pl.DataFrame:
     """What the calls that launched something did, by operator and shapes."""
-    rows = [_row(roof) for roof in (summary.roofline.operators if summary.roofline else ())]
-    frame = pl.DataFrame(rows, schema=_ROOFS, orient="row")
-    known = [pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name) for name in _COUNTED]
+    known = ("flops", "bytes", "bound_ns")
+    rows: list[tuple[object, ...]] = []
+    for roof in summary.roofline.operators if summary.roofline else ():
+        counts = [None if count is None else float(count) for count in (roof.flops, roof.bytes_moved, roof.bound_ns)]
+        rows.append((roof.operator, roof.shapes, roof.calls, roof.kernels, roof.device_ns, *counts, roof.verdict))
     return (
-        frame.sort("busy_ns", descending=True)
+        pl.DataFrame(rows, schema=_ROOFS, orient="row")
+        .sort("busy_ns", descending=True)
         .group_by("name", "shapes", maintain_order=True)
-        .agg(pl.col("launching", "kernels", "busy_ns").sum(), *known, pl.col("bound").drop_nulls().first())
+        .agg(
+            pl.col("launching", "kernels", "busy_ns").sum(),
+            *(pl.when(pl.col(name).count() > 0).then(pl.col(name).sum()).alias(name) for name in known),
+            pl.col("bound").drop_nulls().first(),
+        )
     )
-
-
-_COUNTED = ("flops", "bytes", "bound_ns")
-
-
-def _row(roof: OperatorRoof) -> tuple[object, ...]:
-    counted = (None if count is None else float(count) for count in (roof.flops, roof.bytes_moved, roof.bound_ns))
-    return (roof.operator, roof.shapes, roof.calls, roof.kernels, roof.device_ns, *counted, roof.verdict)
 
 
 # The queue of each device: work that is launched and has not started. An empty queue leaves the device to the host.
@@ -542,6 +528,19 @@ def _placed(calls: pl.DataFrame, table: TraceTable) -> pl.DataFrame:
     )
 
 
+_NODES = pl.Schema(
+    {
+        "graph": pl.Int64,
+        "node": pl.Int64,
+        "name": pl.String,
+        "operator": pl.String,
+        "module": pl.String,
+        "calls": pl.Int64,
+        "busy_ns": pl.Int64,
+    }
+)
+
+
 def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) -> pl.DataFrame:
     """A row for each kernel or copy of each graph whose capture is known: graph, node, name, operator, module, calls
     and busy_ns over all replays. Graphs take the captures with as many launches, in order."""
@@ -571,13 +570,288 @@ def nodes_of_graphs(attribution: Attribution, captures: tuple[Captured, ...]) ->
                 pl.lit(row["graph"], pl.Int64).alias("graph"), "node", "name", "operator", "module", "calls", "busy_ns"
             )
         )
-    nothing = {
-        "graph": pl.Int64,
-        "node": pl.Int64,
-        "name": pl.String,
-        "operator": pl.String,
-        "module": pl.String,
-        "calls": pl.Int64,
-        "busy_ns": pl.Int64,
+    return pl.concat([pl.DataFrame(schema=_NODES), *parts])
+
+
+# The tables of details as parts of an answer and as plain data, each made when it is asked for.
+
+
+SHOWN = 5
+"""Rows of a table that nobody asked for."""
+MOST_NODES = 2_000
+"""Nodes of a tree that is shown whole."""
+_PARTS = (0, 20, 40, 60, 80)
+"""Hundredths of the span at which the table tells the queue's length."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """What is asked of the tables: `only` names one, `top` is how many rows, `sort` the column that orders them.
+
+    `captures`: graphs as another trace captured them.
+    """
+
+    only: str | None = None
+    top: int | None = None
+    sort: str | None = None
+    captures: tuple[Captured, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Detail:
+    """One table: the head of its first column, whether it is shown unasked, and what makes it."""
+
+    head: str
+    shown: bool
+    make: Callable[[str, TraceSummary, View], Table]
+
+
+_DETAILS: list[_Detail] = []
+
+
+def _detail(head: str, *, shown: bool = False) -> Callable[[Any], Any]:
+    """Registers what makes the table of that head."""
+
+    def add(make: Any) -> Any:
+        _DETAILS.append(_Detail(head, shown, make))
+        return make
+
+    return add
+
+
+def detail_tables(summary: TraceSummary, view: View) -> Iterator[Table]:
+    """The tables that are asked for, or else those that are always shown, without empty ones."""
+    for detail in _DETAILS:
+        wanted = bool(view.only) and view.only.casefold() in detail.head
+        if not wanted and not (detail.shown and view.only is None):
+            continue
+        table = detail.make(detail.head, summary, view)
+        if table.rows:
+            yield _arranged(table, view, None if wanted else SHOWN)
+
+
+def detail_heads() -> tuple[str, ...]:
+    """The names of all tables that can be asked for."""
+    return tuple(detail.head.partition(",")[0] for detail in _DETAILS)
+
+
+def more_tables() -> str:
+    """A sentence that names the tables that are shown when they are asked for."""
+    heads = [detail.head.partition(",")[0] for detail in _DETAILS if not detail.shown and detail.head != "graph nodes"]
+    return f"More tables with --only: {', '.join(heads)}."
+
+
+def details_as_json(summary: TraceSummary, view: View) -> dict[str, Any]:
+    """The tables as plain data, over the whole capture or part, in nanoseconds and bytes.
+
+    The trees are there where `view.top` says how many nodes: among a million ranges they cost what reading costs.
+    """
+    attribution = summary.attribution
+    queue_keys = ("device", "span_ns", "mean", "longest", "empty_share", "wait_ns", "over_time")
+    trees = {"operator_tree": operator_tree, "range_tree": range_tree} if view.top is not None else {}
+    return {
+        "operators": operator_totals(summary).to_dicts(),
+        "kernel_times": kernel_times(attribution).to_dicts(),
+        "host_calls": host_calls(attribution, _on_host(summary, attribution.table.calls)).to_dicts(),
+        "data_loading": data_loading(summary).to_dicts(),
+        "copies_by_direction": copy_totals(attribution).to_dicts(),
+        "queues": [{name: getattr(queue, name) for name in queue_keys} for queue in _queues(summary)],
+        "graph_replays": graph_replays(attribution).drop("launch_rows").to_dicts(),
+        **({"graph_nodes": nodes_of_graphs(attribution, view.captures).to_dicts()} if view.captures else {}),
+        **{name: _whole(summary, tree(attribution, view.top)).to_dicts() for name, tree in trees.items()},
     }
-    return pl.concat([pl.DataFrame(schema=nothing), *parts])
+
+
+def _arranged(table: Table, view: View, rows: int | None) -> Table:
+    """The table's first rows in the order that is asked for; without one, in its own."""
+    top = view.top or rows or len(table.rows)
+    found = list(table.rows)
+    if view.sort is not None and "tree" not in table.columns[0]:
+        column = next((i for i, name in enumerate(table.columns) if view.sort.casefold() in name.casefold()), None)
+        if column is None and view.only is not None:
+            raise InputError(f"--sort {view.sort!r}: no such column: there is {', '.join(table.columns)}")
+        if column is not None:
+            known = [row for row in found if row[column] is not None]
+            numbers = all(isinstance(row[column], int | float) for row in known)
+            known.sort(key=lambda row: row[column] if numbers else str(row[column]), reverse=numbers)  # type: ignore[arg-type, return-value]
+            found = [*known, *(row for row in found if row[column] is None)]
+    left = len(found) - top
+    more = [Line(f"{left} more: --only {table.columns[0].partition(',')[0]!r}.", "aside")] if left > 0 else []
+    return msgspec.structs.replace(table, rows=tuple(found[:top]), notes=(*more, *table.notes))
+
+
+def _on_host(summary: TraceSummary, frame: pl.DataFrame) -> pl.DataFrame:
+    """What the host did in the part: what began in its steps, phases or window; else the launches of its work."""
+    part = summary.part
+    if part is None:
+        return frame
+    what = part.phase or (STEP if part.step is not None else None)
+    opened = summary.attribution.instances.filter(pl.col("what") == (what or ""))
+    if summary.ranged or part.places or not opened.height:
+        if "correlation" not in frame.columns:
+            return frame.clear()
+        return frame[summary.attribution.work["launch_row"].drop_nulls().unique().sort()]
+    # Steps or phases that overlap are one stretch, whatever thread they are on.
+    stretches = lasting(union(lasting(opened), [])).with_columns(pl.lit(0).alias("track"))
+    anywhere = pl.Series("track", [0]).new_from_index(0, frame.height)
+    return frame.filter(Nest(stretches, "track").innermost(anywhere, frame["start_ns"]).is_not_null())
+
+
+def data_loading(summary: TraceSummary) -> pl.DataFrame:
+    """A row for each of the ranges and operators of PyTorch's DataLoader: name, calls, total_ns, median_ns, max_ns."""
+    table = summary.attribution.table
+    frames = [named(_on_host(summary, frame), _LOADS) for frame in (table.ranges, table.operators)]
+    names = pl.col("name").cast(pl.String)
+    return _by_name(pl.concat(frame.select(names, "duration_ns") for frame in frames), names)
+
+
+def _queues(summary: TraceSummary) -> tuple[Queue, ...]:
+    return queues(summary.attribution) if summary.has_whole_steps else ()
+
+
+def _whole(summary: TraceSummary, tree: pl.DataFrame) -> pl.DataFrame:
+    """The tree; of a part only what its work says, since the host's time is not told apart."""
+    if summary.part is None:
+        return tree
+    unknown = [pl.lit(None, pl.Int64).alias(name) for name in ("calls", "host_ns", "self_host_ns")]
+    return tree.filter(pl.col("kernels") > 0).with_columns(unknown)
+
+
+def _rows(frame: pl.DataFrame, labels: Iterable[str], *columns: pl.Expr | pl.Series | str) -> list[tuple[Cell, ...]]:
+    """A row of cells for each of the frame's: its label, then these columns."""
+    return frame.select(pl.Series("label", list(labels), dtype=pl.String), *columns).rows()
+
+
+@_detail("host calls, a step", shown=True)
+def _host_calls(head: str, summary: TraceSummary, _: View) -> Table:
+    frame = host_calls(summary.attribution, _on_host(summary, summary.attribution.table.calls))
+    waited_ns, steps = int(frame["waited_ns"].sum()), summary.steps
+    words = (
+        [f"The host waited for the device for {ms_text(waited_ns / steps)} ms a step in calls."] if waited_ns else []
+    )
+    words += [
+        f"Device {queue.device}'s queue holds {queue.mean:.1f} on average and {queue.longest} at most; it is empty "
+        f"{format_share(queue.empty_share)} of the time."
+        for queue in _queues(summary)
+    ]
+    waited = pl.when(pl.col("waits") > 0).then(pl.col("waits", "waited_ns") / steps)
+    labels = (name_shown(name or "?") for name in frame["name"])
+    return table_of(
+        head, ("calls", "g"), ("ms", "ms of ns"), ("median us", "us of ns"), ("longest us", "us of ns"),
+        ("waits", "g"), ("waited ms", "ms of ns"),
+        rows=_rows(frame, labels, pl.col("calls", "total_ns") / steps, "median_ns", "max_ns", waited),
+        notes=as_lines(*words),
+    )  # fmt: skip
+
+
+@_detail("copies, a step", shown=True)
+def _copies(head: str, summary: TraceSummary, _: View) -> Table:
+    frame = copy_totals(summary.attribution)
+    memory = pl.Series("memory", [name_shown(memory or "") for memory in frame["memory"]], dtype=pl.String)
+    a_step = pl.col("calls", "busy_ns", "bytes") / summary.steps
+    return table_of(
+        head, "memory", "size", ("calls", "g"), ("ms", "ms of ns"), ("bytes", "B"), ("bandwidth", "B/s"),
+        rows=_rows(frame, frame["direction"], memory, "size", a_step, "bytes_per_s"),
+    )  # fmt: skip
+
+
+@_detail("data loading, a step", shown=True)
+def _data_loading(head: str, summary: TraceSummary, _: View) -> Table:
+    frame = data_loading(summary)
+    a_step = pl.col("calls", "total_ns") / summary.steps
+    return table_of(
+        head, ("calls", "g"), ("ms", "ms of ns"), ("median us", "us of ns"), ("longest us", "us of ns"),
+        rows=_rows(frame, map(name_shown, frame["name"]), a_step, "median_ns", "max_ns"),
+    )  # fmt: skip
+
+
+@_detail("graph replays", shown=True)
+def _graphs(head: str, summary: TraceSummary, _: View) -> Table:
+    frame = graph_replays(summary.attribution)
+    copies = pl.when(pl.col("copies") > 0).then("copies")
+    labels = (f"graph {graph}" for graph in frame["graph"])
+    return table_of(
+        head, ("replays", "d"), ("kernels each", "d"), ("copies each", "d"), ("busy us each", "us of ns"),
+        ("span us each", "us of ns"), ("call us", "us of ns"),
+        rows=_rows(frame, labels, "replays", "kernels", copies, "busy_ns", "span_ns", "host_ns"),
+    )  # fmt: skip
+
+
+@_detail("graph nodes")
+def _graph_nodes(head: str, summary: TraceSummary, view: View) -> Table:
+    frame = nodes_of_graphs(summary.attribution, view.captures)
+    return table_of(
+        head, "operator", "module", ("calls", "d"), ("us each", "us of ns"),
+        rows=[
+            (
+                f"graph {row['graph']}, {row['node']}: {name_shown(kernel_label(row['name']))}",
+                name_shown(row["operator"] or ""), name_shown(row["module"] or ""), row["calls"],
+                row["busy_ns"] / row["calls"],
+            )
+            for row in frame.iter_rows(named=True)
+        ],
+    )  # fmt: skip
+
+
+@_detail("operators, a step")
+def _operators(head: str, summary: TraceSummary, _: View) -> Table:
+    frame = operator_totals(summary)
+    a_step = pl.col("calls", "kernels", "busy_ns", "host_ns", "flops", "bytes", "bound_ns") / summary.steps
+    labels = (
+        " ".join(filter(None, (name_shown(name or "?"), name_shown(shapes_label(shapes)))))
+        for name, shapes in frame.select("name", "shapes").iter_rows()
+    )
+    return table_of(
+        head, ("calls", "g"), ("kernels", "g"), ("ms", "ms of ns"), ("host ms", "ms of ns"),
+        ("FLOPs", "FLOP"), ("bytes", "B"), ("bound ms", "ms of ns"), ("bound", TEXT),
+        rows=_rows(frame, labels, a_step, "bound"),
+    )  # fmt: skip
+
+
+@_detail("kernel durations, us")
+def _kernel_times(head: str, summary: TraceSummary, _: View) -> Table:
+    """The table of durations, without columns that the capture does not record."""
+    frame = kernel_times(summary.attribution)
+    units = {"grid": TEXT, "block": TEXT, "registers": "d", "occupancy": ".0f"}
+    told = [name for name in units if frame[name].count()]
+    labels = kernel_labels(frame["name"].to_list())
+    for name in ("grid", "block"):
+        sizes = [text and name_shown("x".join("".join(text.split()).strip("[]").split(","))) for text in frame[name]]
+        frame = frame.with_columns(pl.Series(name, sizes, dtype=pl.String))
+    several = pl.when(pl.col("grids") > 1).then(pl.col("grid") + " ..").otherwise("grid")
+    times = ("calls", "min_ns", "median_ns", "max_ns", "deviation_ns", "busy_ns")
+    return table_of(
+        head, ("calls", "d"), ("least", "us of ns"), ("median", "us of ns"), ("most", "us of ns"),
+        ("deviation", "us of ns"), ("total ms", "ms of ns"),
+        *(("occupancy %" if name == "occupancy" else name, units[name]) for name in told),
+        rows=_rows(frame.with_columns(several.alias("grid")), (labels[name] for name in frame["name"]), *times, *told),
+    )  # fmt: skip
+
+
+@_detail("queue")
+def _queue_table(head: str, summary: TraceSummary, _: View) -> Table:
+    return table_of(
+        head, ("mean", ".1f"), ("most", "d"), ("empty", "%"), ("median wait us", "us of ns"),
+        *((f"at {part} %", ".1f") for part in _PARTS),
+        rows=[
+            (
+                f"device {queue.device}", queue.mean, queue.longest, queue.empty_share, queue.wait_ns,
+                *(queue.over_time[part] if queue.over_time else None for part in _PARTS),
+            )
+            for queue in _queues(summary)
+        ],
+        notes=as_lines("Work that was launched and had not started; at moments of the span from the first launch on."),
+    )  # fmt: skip
+
+
+@_detail("range tree, a step")
+@_detail("operator tree, a step")
+def _tree_table(head: str, summary: TraceSummary, view: View) -> Table:
+    tree = operator_tree if head.startswith("operator") else range_tree
+    nodes = _whole(summary, tree(summary.attribution, view.top or MOST_NODES))
+    a_step = pl.col("calls", "kernels", "device_ns", "self_device_ns", "host_ns", "self_host_ns") / summary.steps
+    labels = (f"{'. ' * depth}{name_shown(name)}" for depth, name in nodes.select("depth", "name").iter_rows())
+    return table_of(
+        head, ("calls", "g"), ("kernels", "g"), ("device ms", "ms of ns"), ("of it own", "ms of ns"),
+        ("host ms", "ms of ns"), ("of it own", "ms of ns"), rows=_rows(nodes, labels, a_step),
+    )  # fmt: skip

@@ -16,12 +16,13 @@ from stepscope.core.range_names import PHASES
 from stepscope.core.units import Window, parse_window
 from stepscope.rendering.chrome_trace import write_cut
 from stepscope.traces.captures.attribution import Attribution, attribute
-from stepscope.traces.captures.detail_tables import View, detail_tables
 from stepscope.traces.captures.details import (
     PIECES,
+    View,
     captured_graphs,
     copy_totals,
     data_loading,
+    detail_tables,
     graph_replays,
     host_calls,
     nodes_of_graphs,
@@ -129,8 +130,8 @@ def test_what_blocked_the_host():
 def test_data_loading():
     with gzip.open(DATA / "idle_data.json.gz") as file:
         events = [event for event in json.load(file)["traceEvents"] if "DataLoader" in str(event.get("name"))]
-    table = read_trace(DATA / "idle_data.json.gz")
-    (row,) = data_loading(table.ranges, table.operators).iter_rows(named=True)
+    summary = summary_of(attribute(read_trace(DATA / "idle_data.json.gz")))
+    (row,) = data_loading(summary).iter_rows(named=True)
     assert (row["calls"], row["total_ns"]) == (len(events), sum(round(event["dur"] * 1_000) for event in events))
 
 
