@@ -25,7 +25,7 @@ from stepscope.core.formulas.operator_rules import (
     recorded_call,
 )
 from stepscope.traces.readers.kineto import BY_VALUES, Arguments, Event, decode_block
-from stepscope.traces.roofline_answer import shapes_label
+from stepscope.traces.roofline import shapes_label
 from tests.hostile.campaign import conclude, generator, parser
 from tests.hostile.captures import public
 from tests.operator_examples import recorded

@@ -12,7 +12,7 @@ from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.attribution import attribute
 from stepscope.traces.captures.digest import read_trace
 from stepscope.traces.captures.summary import TraceSummary
-from stepscope.traces.roofline_answer import roofline_as_json
+from stepscope.traces.roofline import roofline_as_json
 from tests.hostile.captures import public
 from tests.hostile.records import DATA, FIELDS, campaign, changed, examples, records
 from tests.public import public_capture

@@ -5,18 +5,22 @@ Grouping is vectorised over all kernels; formulas run for each distinct (operato
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, cast, get_args
 
+import msgspec
 import polars as pl
 
+from stepscope.core.answer import TEXT, Line, Panel, Point, Table, as_lines, table_of, text
 from stepscope.core.device_spec import Ceilings, DeviceSpec, find_device_spec
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, name_shown
 from stepscope.core.formulas import CausalConvention, Work
 from stepscope.core.formulas.operator_formulas import ELEMENT_BYTES, Sight
 from stepscope.core.formulas.operator_rules import call_sight, call_work, is_product, operator_rule, recorded_call
 from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.units import format_rate, format_share, ms_text
 from stepscope.traces.captures.attribution import Attribution
 from stepscope.traces.captures.occupation import device_names
 from stepscope.traces.kernels.families import FAMILIES, Family
@@ -72,11 +76,8 @@ def peaks_for(spec: DeviceSpec | None, ceilings: Ceilings | None, device_names: 
         rates = {dtype: Peak(rate=rate, source=spec.source) for dtype, rate in spec.peak_flops_per_s.items()}
         memory = Peak(rate=spec.peak_bytes_per_s, source=spec.source) if spec.peak_bytes_per_s else None
     if ceilings is not None:
-        measured = {
-            dtype: Peak(rate=found.rate, source=f"measured: {found.operation}")
-            for dtype, found in ceilings.matmul.items()
-        }
-        rates |= measured
+        for dtype, best in ceilings.matmul.items():
+            rates[dtype] = Peak(rate=best.rate, source=f"measured: {best.operation}")
         if ceilings.copy is not None:
             memory = Peak(rate=ceilings.copy.rate, source=f"measured: {ceilings.copy.operation}")
     if "tf32" in rates:
@@ -337,29 +338,33 @@ class Roofline:
             assert 0 <= each.bounded_ns <= each.covered_ns <= each.device_ns, f"{each.family}: covered is not a part"
 
 
-def family_roof(family: Family, times_ns: tuple[int, int, int], operators: Iterable[OperatorRoof]) -> FamilyRoof:
-    """The family's kernels (`times_ns`: all, forward, backward) with the sums over its operators."""
-    own = list(operators)
-    covered = [each for each in own if each.work and each.bytes_moved is not None]
-    bounded = [each for each in covered if each.bound_ns is not None]
-    by_verdict: dict[Verdict, int] = {}
-    for each in own:
-        if each.verdict:
-            by_verdict[each.verdict] = by_verdict.get(each.verdict, 0) + each.family_ns
-    verdict = max(by_verdict, key=lambda name: by_verdict[name]) if by_verdict else None
-    return FamilyRoof(
-        family=family,
-        device_ns=times_ns[0],
-        forward_ns=times_ns[1],
-        backward_ns=times_ns[2],
-        covered_ns=sum(each.family_ns for each in covered),
-        flops=sum(each.flops or 0 for each in covered),
-        bytes_moved=sum(each.bytes_moved or 0 for each in covered),
-        bounded_ns=sum(each.family_ns for each in bounded),
-        bound_ns=sum(each.bound_ns or 0.0 for each in bounded),
-        verdict=verdict,
-        verdict_ns=by_verdict[verdict] if verdict else 0,
+def _family_roofs(attribution: Attribution, operators: tuple[OperatorRoof, ...]) -> Iterator[FamilyRoof]:
+    """The families of all device work, the busiest first, with the sums over their operators."""
+    spent = pl.col("duration_ns")
+    times = attribution.work.group_by("family").agg(
+        spent.sum().alias("device_ns"),
+        spent.filter(pl.col("phase") == FORWARD).sum().alias("forward_ns"),
+        spent.filter(pl.col("phase") == BACKWARD).sum().alias("backward_ns"),
     )
+    for row in times.sort("device_ns", "family", descending=[True, False]).iter_rows(named=True):
+        own = [each for each in operators if each.family == row["family"]]
+        covered = [each for each in own if each.work and each.bytes_moved is not None]
+        bounded = [each for each in covered if each.bound_ns is not None]
+        by_verdict: Counter[Verdict] = Counter()
+        for each in own:
+            if each.verdict:
+                by_verdict[each.verdict] += each.family_ns
+        verdict, verdict_ns = next(iter(by_verdict.most_common(1)), (None, 0))
+        yield FamilyRoof(
+            **row,
+            covered_ns=sum(each.family_ns for each in covered),
+            flops=sum(each.flops or 0 for each in covered),
+            bytes_moved=sum(each.bytes_moved or 0 for each in covered),
+            bounded_ns=sum(each.family_ns for each in bounded),
+            bound_ns=sum(each.bound_ns or 0.0 for each in bounded),
+            verdict=verdict,
+            verdict_ns=verdict_ns,
+        )
 
 
 def _rate(amount: int | None, time_ns: int) -> float | None:
@@ -401,17 +406,24 @@ def roofline(
         _roof(row, peaks, on_cpu=attribution.table.on_cpu, causal=causal)
         for row in _distinct(attribution).iter_rows(named=True)
     )
+    times = dict(attribution.kernels.group_by("phase").agg(pl.col("duration_ns").sum()).iter_rows())
+    flops = {
+        phase: sum(each.flops or 0 for each in operators if each.phase == phase and is_product(each.operator))
+        for phase in (FORWARD, BACKWARD)
+    }
     return Roofline(
         devices=devices,
         peaks=peaks,
         steps=attribution.steps,
         busy_ns=attribution.busy_ns,
         operators=operators,
-        families=tuple(
-            family_roof(family, (every, forward, backward), [each for each in operators if each.family == family])
-            for family, every, forward, backward in _families(attribution).iter_rows()
+        families=tuple(_family_roofs(attribution, operators)),
+        passes=PassRatio(
+            forward_ns=times.get(FORWARD, 0),
+            backward_ns=times.get(BACKWARD, 0),
+            forward_flops=flops[FORWARD],
+            backward_flops=flops[BACKWARD],
         ),
-        passes=_passes(attribution, operators),
         recorded=attribution.table.operators.height,
         shaped=attribution.table.operators["shapes"].count(),
     )
@@ -423,9 +435,9 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
     recorded = attribution.table.operators
     rows = calls["operator_row"]
     calls = calls.with_columns(
-        [recorded[name].gather(rows).alias(name) for name in (*_RECORD, "process", "thread", "start_ns")]
-    ).with_columns(
-        recorded["name"].gather(rows).alias("operator"), recorded["duration_ns"].gather(rows).alias("host_ns")
+        *(recorded[name].gather(rows) for name in (*_RECORD, "process", "thread", "start_ns")),
+        recorded["name"].gather(rows).alias("operator"),
+        recorded["duration_ns"].gather(rows).alias("host_ns"),
     )
     calls = calls.with_columns(
         _leaves_work_to_inner(calls),
@@ -437,16 +449,7 @@ def _distinct(attribution: Attribution) -> pl.DataFrame:
         .then("element_bytes")
         .alias("element_bytes"),
     )
-    keys = [
-        "operator",
-        *_RECORD,
-        "phase",
-        "family",
-        "arithmetic",
-        "element_bytes",
-        "between",
-        "hidden",
-    ]
+    keys = ["operator", *_RECORD, "phase", "family", "arithmetic", "element_bytes", "between", "hidden"]
     return (
         calls.group_by(keys)
         .agg(
@@ -513,21 +516,16 @@ def _kernels_say(work: pl.DataFrame) -> pl.DataFrame:
     """What the names say, each looked at once: `arithmetic`, `second_pass`, `element_bytes`, `between` memories."""
     distinct = work.select("kernel", "family").unique()
     names = distinct["kernel"].cast(pl.String).to_list()
-    products = [family in _PRODUCTS for family in distinct["family"].to_list()]
     says = [product_arithmetic(name) for name in names]
-    sizes = [element_bytes(name) for name in names]
+    # What is no product computes on CUDA cores, in fp32 for 16-bit elements too.
+    arithmetic = [
+        said if family in _PRODUCTS else "fp64" if said == "fp64" else "fp32"
+        for said, family in zip(says, distinct["family"], strict=True)
+    ]
     return distinct.with_columns(
-        # What is no product computes on CUDA cores, in fp32 for 16-bit elements too.
-        pl.Series(
-            "arithmetic",
-            [
-                said if product else "fp64" if said == "fp64" else "fp32"
-                for said, product in zip(says, products, strict=True)
-            ],
-            dtype=_ARITHMETIC,
-        ),
+        pl.Series("arithmetic", arithmetic, dtype=_ARITHMETIC),
         pl.Series("second_pass", [decode(name).second_pass for name in names], dtype=pl.Boolean),
-        pl.Series("element_bytes", sizes, dtype=pl.Int64),
+        pl.Series("element_bytes", [element_bytes(name) for name in names], dtype=pl.Int64),
         pl.Series("between", [_BETWEEN_MEMORIES.search(name) is not None for name in names], dtype=pl.Boolean),
     )
 
@@ -557,7 +555,8 @@ def _roof(row: dict[str, Any], peaks: Peaks, *, on_cpu: bool, causal: CausalConv
     call, arithmetic = None, row["arithmetic"]
     product = is_product(row["operator"])
     if product and (arithmetic is None or row["family"] in _UNTOLD):
-        arithmetic = operand_arithmetic(_first_dtype(row["dtypes"]), on_cpu=on_cpu)
+        first = next((each for each in _listed(row["dtypes"]) if isinstance(each, str)), None)
+        arithmetic = operand_arithmetic(first, on_cpu=on_cpu)
     # A product that launched copies and fills alone had nothing to multiply.
     multiplied = not product or row["family"] in (*_PRODUCTS, *_UNTOLD)
     counts = multiplied and not row["hidden"] and not row["between"]
@@ -565,18 +564,12 @@ def _roof(row: dict[str, Any], peaks: Peaks, *, on_cpu: bool, causal: CausalConv
         record = (row["operator"], row["shapes"], row["dtypes"])
         call = recorded_call(*record, values=row["values"], list_element_bytes=row["element_bytes"])
     work = call_work(call, causal) if call is not None else None
-    compute_ns, memory_ns = _least_ns(work, peaks.flops_per_s.get(arithmetic or ""), peaks.bytes_per_s)
-    same = (
-        "operator",
-        *_RECORD,
-        "phase",
-        "family",
-        "kernel",
-        "calls",
-        "kernels",
-        "device_ns",
-        "family_ns",
-    )
+    compute_ns = memory_ns = None  # the least time of one call; work without FLOPs needs no rate for them
+    if work is not None:
+        compute, memory = peaks.flops_per_s.get(arithmetic or ""), peaks.bytes_per_s
+        compute_ns = 0.0 if not work.flops else work.flops / compute.rate * 1e9 if compute else None
+        memory_ns = work.bytes_moved / memory.rate * 1e9 if memory and work.bytes_moved is not None else None
+    same = ("operator", *_RECORD, "phase", "family", "kernel", "calls", "kernels", "device_ns", "family_ns")
     return OperatorRoof(
         **{name: row[name] for name in (*same, "host_ns", "dry_share")},
         arithmetic=arithmetic,
@@ -589,50 +582,296 @@ def _roof(row: dict[str, Any], peaks: Peaks, *, on_cpu: bool, causal: CausalConv
     )
 
 
-def _first_dtype(dtypes: str | None) -> str | None:
+def _listed(text: str | None) -> list[Any]:
+    """The list that a record's JSON text is; empty where it is none."""
     try:
-        read: Any = json.loads(dtypes or "[]")
+        read: Any = json.loads(text or "[]")
     except (ValueError, RecursionError):
-        return None
-    return (
-        next((each for each in cast("list[Any]", read) if isinstance(each, str)), None)
-        if isinstance(read, list)
-        else None
-    )
+        return []
+    return cast("list[Any]", read) if isinstance(read, list) else []
 
 
-def _least_ns(work: Work | None, compute: Peak | None, memory: Peak | None) -> tuple[float | None, float | None]:
-    """The least time of one call for its FLOPs and for its bytes; work without FLOPs needs no rate for them."""
-    if work is None:
-        return None, None
-    compute_ns = 0.0 if not work.flops else work.flops / compute.rate * 1e9 if compute else None
-    memory_ns = work.bytes_moved / memory.rate * 1e9 if memory and work.bytes_moved is not None else None
-    return compute_ns, memory_ns
+# The roofline as parts of an answer, as a panel, and as plain data.
 
 
-def _families(attribution: Attribution) -> pl.DataFrame:
-    """Time of each family: all, in forward, in backward."""
-    spent = pl.col("duration_ns")
-    return (
-        attribution.work.group_by("family")
-        .agg(
-            spent.sum().alias("every"),
-            spent.filter(pl.col("phase") == FORWARD).sum().alias(FORWARD),
-            spent.filter(pl.col("phase") == BACKWARD).sum().alias(BACKWARD),
+OPERATORS_SHOWN = 12
+_SHAPES_SHOWN = 3
+_NEARLY_ALL, _HARDLY_ANY = 0.995, 0.005
+_SURELY_BELOW = 0.99
+_LINES = 8
+"""Lines that a plot tells apart: the roofs, and the busiest families."""
+_RATES = (("FLOP/B", ".3g"), ("TFLOP/s", "TFLOP/s of FLOP/s"), ("GB/s", "GB/s of B/s"))
+
+
+def roofline_tables(roofline: Roofline, top: int = OPERATORS_SHOWN) -> tuple[Table, ...]:
+    """The families with a sentence each, then the operators that take most of the device's time."""
+    sentences: list[str] = []
+    if any(each.work for each in roofline.operators):
+        sentences = [family_sentence(each, roofline.steps) for each in roofline.families if each.device_ns]
+    passes = roofline.passes
+    if passes.time_ratio:
+        forward, backward = (ms_text(ns / roofline.steps, 2, 3) for ns in (passes.forward_ns, passes.backward_ns))
+        flops = f" for {passes.flops_ratio:.2f} times its matrix FLOPs" if passes.flops_ratio else ""
+        sentences.append(
+            f"Backward takes {passes.time_ratio:.2f} times forward ({backward} against {forward} ms a step of "
+            f"kernels){flops}."
         )
-        .sort(["every", "family"], descending=[True, False])
+    cautions = [Line(words, "aside") for words in _cautions(roofline)]
+    heading, families = text(*_heading(roofline)), _family_table(roofline)
+    if not roofline.operators:
+        return heading, msgspec.structs.replace(families, notes=(*as_lines(*sentences), *cautions))
+    left = roofline.operators[top:]
+    rest_ns = sum(each.device_ns for each in left) / roofline.steps
+    more = [f"{len(left)} more take {ms_text(rest_ns, 2, 3)} ms a step."] if left else []
+    return (
+        heading,
+        msgspec.structs.replace(families, notes=as_lines(*sentences)),
+        msgspec.structs.replace(_operator_table(roofline, top), notes=as_lines(*more, *cautions)),
     )
 
 
-def _passes(attribution: Attribution, operators: tuple[OperatorRoof, ...]) -> PassRatio:
-    times = dict(attribution.kernels.group_by("phase").agg(pl.col("duration_ns").sum()).iter_rows())
-    flops = {
-        phase: sum(each.flops or 0 for each in operators if each.phase == phase and is_product(each.operator))
-        for phase in (FORWARD, BACKWARD)
+def roofline_panel(roofline: Roofline) -> Panel | None:
+    """The families' work against the device's roofs, on logarithmic axes; None where none has a place there."""
+    families = [
+        Point(line=each.family, x=each.intensity, y=each.flops_per_s)
+        for each in roofline.families
+        if each.intensity and each.flops_per_s
+    ]
+    memory = roofline.peaks.bytes_per_s
+    if not families or memory is None:
+        return None
+    used = {each.arithmetic for each in roofline.operators if each.flops}
+    peaks = {name: peak.rate for name, peak in roofline.peaks.flops_per_s.items() if name in used}
+    ridges = [rate / memory.rate for rate in peaks.values()]
+    places = [*(point.x for point in families), *ridges]
+    roofs = [
+        Point(line=f"roof, {name}", x=x, y=min(rate, x * memory.rate))
+        for name, rate in peaks.items()
+        for x in sorted({min(places) / 2, rate / memory.rate, max(places) * 2})
+    ]
+    shown = families[: _LINES - len(peaks)]
+    return Panel(x_title="FLOP/B", y_title="FLOP/s", points=(*roofs, *shown), x_log=True, y_log=True)
+
+
+def family_sentence(family: FamilyRoof, steps: int) -> str:
+    """What the family takes, how dense its work is, and what holds it back."""
+    takes = ms_text(family.device_ns / steps, 2, 3)
+    sentence = f"{family.family[0].upper()}{family.family[1:]} kernels take {takes} ms a step"
+    if max(family.coverage, family.verdict_share or 0.0) < _HARDLY_ANY:
+        return f"{sentence}; {'the work of nearly all of them' if family.covered_ns else 'their work'} is not known."
+    if family.intensity is not None:
+        sentence += f" at {family.intensity:.3g} FLOP/B"
+    if family.covered_ns and family.coverage < _NEARLY_ALL:
+        sentence += f" (work known for {format_share(family.coverage)} of it)"
+    if family.verdict is not None and family.verdict_share is not None:
+        sentence += f": {family.verdict}"
+        if family.verdict_share < _NEARLY_ALL:
+            sentence += f" in {format_share(family.verdict_share)} of it"
+        if family.over_bound is not None:
+            sentence += f", {family.over_bound:.2f} times their bound of {ms_text(family.bound_ns / steps, 2, 3)} ms"
+    else:
+        sentence += "; their bound is not known"
+    return sentence + "."
+
+
+def _heading(roofline: Roofline) -> Iterator[Line | str]:
+    where = ", ".join(roofline.devices) or "a device the trace does not name"
+    yield Line(f"Roofline of {where}: work, and the least time it takes there", "strong")
+    used = {each.arithmetic for each in roofline.operators if each.flops}
+    rates = [
+        f"{name} {format_rate(peak.rate, 'FLOP/s')} ({peak.source})"
+        for name, peak in roofline.peaks.flops_per_s.items()
+        if name in used
+    ]
+    if (memory := roofline.peaks.bytes_per_s) is not None:
+        rates.append(f"device memory {format_rate(memory.rate, 'B/s')} ({memory.source})")
+    yield f"Peaks: {'; '.join(rates or ['none known, so that nothing has a bound'])}."
+    convention = next((each.work.convention for each in roofline.operators if each.work), None)
+    if convention is None:
+        yield f"No work is known: {_why_unknown(roofline)}."
+    else:
+        share = roofline.covered_ns / roofline.busy_ns if roofline.busy_ns else 0.0
+        yield f"Work is known for {format_share(share)} of device time ({convention})."
+        for sight in ("assumed causal", "assumed not causal"):
+            unsure = [each for each in roofline.operators if each.sight == sight and _is_half(each)]
+            if unsure:
+                calls = sum(each.calls for each in unsure) / roofline.steps
+                yield (
+                    f"Attention is {sight} in {calls:g} calls a step, whose record does not say it: torch.profiler "
+                    "with record_shapes says it since PyTorch 2.1."
+                )
+    unsized = [each for each in roofline.operators if each.is_open and is_product(each.operator)]
+    if unsized:
+        calls = sum(each.calls for each in unsized) / roofline.steps
+        share = sum(each.device_ns for each in unsized) / roofline.busy_ns if roofline.busy_ns else 0.0
+        names = ", ".join(sorted({name_shown(each.operator.removeprefix("aten::")) for each in unsized}))
+        yield (
+            f"The record leaves open the sizes of {calls:g} products a step: their FLOPs are missing ({names}; "
+            f"{format_share(share)} of device time)."
+        )
+
+
+def _why_unknown(roofline: Roofline) -> str:
+    if not roofline.recorded:
+        return "the trace holds no operators with shapes (torch.profiler, record_shapes)"
+    if not roofline.shaped:
+        return "the operators in this trace have no shapes (torch.profiler, record_shapes)"
+    if not roofline.operators:
+        return "of no kernel is it known which operator launched it, so the shapes of operators do not tell"
+    return "the operators that launched kernels have no shapes, or no rule counts them"
+
+
+def _is_half(operator: OperatorRoof) -> bool:
+    """Whether its FLOPs depend on whether it is causal."""
+    return operator.work is not None and operator.work.convention.causal == "half"
+
+
+def _cautions(roofline: Roofline) -> Iterator[str]:
+    """How to read a verdict, and why a time may be shorter than its bound."""
+    if any(each.is_launch_bound for each in roofline.operators):
+        yield "Launch-bound: the host takes longer over a call than the device; under a profiler the more so."
+    below = [each for each in roofline.operators if (each.over_bound or 1.0) < _SURELY_BELOW]
+    by_flops = [(each.compute_ns or 0.0) >= (each.memory_ns or 0.0) for each in below]
+    if not all(by_flops):
+        yield "In less time than their bound by bytes: operands stayed in the L2 cache, or were broadcast views."
+    if any(by_flops):
+        yield "In less time than their bound by FLOPs: causal attention counted full, or a peak of other shapes."
+
+
+def _family_table(roofline: Roofline) -> Table:
+    return table_of(
+        "family, a step", ("ms", "ms of ns"), ("of it known", "%"), *_RATES, ("bound ms", "ms of ns"),
+        ("x bound", ".2f"), ("mostly", TEXT), ("bwd/fwd", ".2f"),
+        rows=[
+            (
+                each.family,
+                each.device_ns / roofline.steps,
+                each.coverage if each.covered_ns else None,
+                *_rates(each),
+                each.bound_ns / roofline.steps if each.bound_ns else None,
+                each.over_bound,
+                each.mostly,
+                each.backward_over_forward,
+            )
+            for each in roofline.families
+        ],
+    )  # fmt: skip
+
+
+def _operator_table(roofline: Roofline, top: int) -> Table:
+    labels = _labels(roofline.operators[:top])
+    return table_of(
+        "operator", "phase", ("calls", "g"), ("ms a step", "ms of ns"), ("host us", "us of ns"),
+        ("device us", "us of ns"), *_RATES, ("x bound", ".2f"), ("verdict", TEXT),
+        rows=[
+            (
+                label,
+                each.phase,
+                each.calls / roofline.steps,
+                each.device_ns / roofline.steps,
+                each.host_ns,
+                each.device_ns / each.calls,
+                *_rates(each),
+                each.over_bound,
+                each.verdict,
+            )
+            for each, label in zip(roofline.operators[:top], labels, strict=True)
+        ],
+    )  # fmt: skip
+
+
+def _rates(roof: FamilyRoof | OperatorRoof) -> tuple[float | None, float | None, float | None]:
+    """FLOP/B, FLOP/s and B/s; no FLOP/s where the work is of bytes alone."""
+    return roof.intensity, roof.flops_per_s if roof.flops else None, roof.bytes_per_s
+
+
+def _labels(operators: Sequence[OperatorRoof]) -> list[str]:
+    """A label for each row. Those alike in one phase have their family behind them or, where that is one, a number."""
+    labels: list[str] = []
+    for each in operators:  # what its products are computed in, and the first shapes: `bmm fp32 48x512x64 48x64x512`
+        arithmetic = each.arithmetic if each.family in _PRODUCTS else None
+        sight = each.sight if _is_half(each) and each.sight != "causal" else None
+        parts = (each.operator.removeprefix("aten::"), arithmetic, shapes_label(each.shapes), sight)
+        labels.append(" ".join(name_shown(part) for part in parts if part))
+    alike: defaultdict[tuple[str, str | None], list[int]] = defaultdict(list)
+    for i, each in enumerate(operators):
+        alike[labels[i], each.phase].append(i)
+    for rows in alike.values():
+        by_family = len({operators[i].family for i in rows}) == len(rows)
+        for number, i in enumerate(rows if len(rows) > 1 else (), 1):
+            labels[i] += f" ({operators[i].family if by_family else number})"
+    return labels
+
+
+def shapes_label(shapes: str | None) -> str:
+    """The first shapes of a call, `48x512x64 48x64x512`, from their JSON text."""
+    labels: list[str] = []
+    for shape in _listed(shapes):
+        if isinstance(shape, list) and shape:
+            sizes = cast("list[Any]", shape)
+            labels.append(f"[{len(sizes)} tensors]" if isinstance(sizes[0], list) else "x".join(map(str, sizes)))
+        elif shape:
+            labels.append("?")
+    return " ".join(labels[:_SHAPES_SHOWN]) + (" .." if len(labels) > _SHAPES_SHOWN else "")
+
+
+def roofline_as_json(roofline: Roofline) -> dict[str, Any]:
+    """Plain data. Counts, times (ns), FLOPs and bytes are per step, `host_ns` per call; rates are per second."""
+    steps = roofline.steps
+    passes = roofline.passes
+    memory = roofline.peaks.bytes_per_s
+    return {
+        "devices": list(roofline.devices),
+        "steps": steps,
+        **_per_step(roofline, steps, "busy_ns", "covered_ns"),
+        "peaks": {
+            "flops_per_s": {name: asdict(peak) for name, peak in roofline.peaks.flops_per_s.items()},
+            "bytes_per_s": asdict(memory) if memory else None,
+        },
+        "passes": {
+            **_per_step(passes, steps, "forward_ns", "backward_ns"),
+            "time_ratio": passes.time_ratio,
+            **_per_step(passes, steps, "forward_flops", "backward_flops"),
+            "flops_ratio": passes.flops_ratio,
+        },
+        "families": [
+            {
+                "family": each.family,
+                **_per_step(each, steps, "device_ns", "forward_ns", "backward_ns"),
+                **_values(each, "backward_over_forward", "coverage"),
+                **_per_step(each, steps, "flops", bytes="bytes_moved"),
+                **_values(each, *_AGAINST_THE_ROOF),
+                "bound_ns": each.bound_ns / steps if each.bound_ns else None,
+                **_values(each, "over_bound", "verdict", "verdict_share"),
+            }
+            for each in roofline.families
+        ],
+        "operators": [
+            {
+                **_values(each, "operator", "shapes", "dtypes", "phase", "family", "kernel", "values", "arithmetic"),
+                **_per_step(each, steps, "calls", "kernels", "device_ns"),
+                **_values(each, "host_ns", "dry_share"),
+                **_per_step(each, steps, "flops", bytes="bytes_moved"),
+                "convention": str(each.work.convention) if each.work else None,
+                "attention": each.sight,
+                "work_open": each.is_open,
+                **_values(each, *_AGAINST_THE_ROOF),
+                **_per_step(each, steps, "bound_ns"),
+                **_values(each, "over_bound", "verdict"),
+            }
+            for each in roofline.operators
+        ],
     }
-    return PassRatio(
-        forward_ns=times.get(FORWARD, 0),
-        backward_ns=times.get(BACKWARD, 0),
-        forward_flops=flops[FORWARD],
-        backward_flops=flops[BACKWARD],
-    )
+
+
+_AGAINST_THE_ROOF = ("intensity", "flops_per_s", "bytes_per_s")
+
+
+def _values(record: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in names}
+
+
+def _per_step(record: object, steps: int, *names: str, **others: str) -> dict[str, float | None]:
+    """Fields over the steps, under their own names or, of `others`, under these; None where they are not known."""
+    totals = {name: getattr(record, field) for name, field in (dict(zip(names, names, strict=True)) | others).items()}
+    return {name: None if total is None else total / steps for name, total in totals.items()}

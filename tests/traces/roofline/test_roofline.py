@@ -19,13 +19,11 @@ from stepscope.traces.roofline import (
     OperatorRoof,
     Roofline,
     element_bytes,
+    family_sentence,
     operand_arithmetic,
     peaks_for,
     product_arithmetic,
     roofline,
-)
-from stepscope.traces.roofline_answer import (
-    family_sentence,
     roofline_as_json,
     roofline_panel,
     roofline_tables,

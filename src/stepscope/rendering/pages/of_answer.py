@@ -32,7 +32,7 @@ from stepscope.traces.captures.summary import OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import kernel_labels
 from stepscope.traces.ranks import Job
 from stepscope.traces.ranks_answer import answer_job
-from stepscope.traces.roofline_answer import roofline_tables
+from stepscope.traces.roofline import roofline_tables
 
 PLOTS = "Plots"
 _OF_A_TERMINAL = re.compile(r"(?:More tables with --only: .*|\d[\d,]* more: --only .*)")

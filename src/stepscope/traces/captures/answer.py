@@ -41,7 +41,7 @@ from stepscope.traces.captures.summary import (
     TraceSummary,
 )
 from stepscope.traces.kernels.names import decode, kernel_label, kernel_labels
-from stepscope.traces.roofline_answer import roofline_as_json, roofline_panel, roofline_tables
+from stepscope.traces.roofline import roofline_as_json, roofline_panel, roofline_tables
 
 _MODULES_SHOWN = 12
 _KERNELS_DRAWN = 5

@@ -16,7 +16,7 @@ from stepscope.traces.captures.occupation import waits
 from stepscope.traces.captures.summary import TraceSummary
 from stepscope.traces.kernels.names import kernel_label, kernel_labels
 from stepscope.traces.nesting import Nest, by_thread, lasting, open_rows, union
-from stepscope.traces.roofline_answer import shapes_label
+from stepscope.traces.roofline import shapes_label
 from stepscope.traces.table import COPIES, KIND, TraceTable, fits, launches, named
 
 # Trees of operators and of ranges: each path of names with its calls, its time on the host and on the device.
