@@ -131,7 +131,7 @@ def drifts_before(samples: Samples) -> bool:
 
 def drifts(run: Run, samples: Samples) -> bool:
     """Whether the drift of `not-steady` is found."""
-    finding = not_steady(msgspec.structs.replace(run, samples={"step": samples}))
+    finding = next(not_steady(msgspec.structs.replace(run, samples={"step": samples})), None)
     return finding is not None and "p_value" in finding.evidence
 
 

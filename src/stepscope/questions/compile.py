@@ -154,7 +154,7 @@ class CompileCell(ComparedRun):
 
         Judged anew from the evidence. The third: a GPU's compiled step has kernels that the compiler generated.
         """
-        fault = compile_not_used(self.run) or compile_fallback(self.run)
+        fault = next(chain(compile_not_used(self.run), compile_fallback(self.run)), None)
         if fault is not None or self.is_base or self.run.status != "done":
             return fault
         if self.on_gpu and self.generated == 0:

@@ -342,13 +342,13 @@ def mfu_measured(run: Run) -> float | None:
 
 def devices(run: Run) -> int:
     """How many devices like this one share the step: ranks on a CPU share that CPU."""
-    return run.workload.ranks if _on_gpu(run) else 1
+    return run.workload.ranks if on_gpu(run) else 1
 
 
 def host_share(run: Run) -> float | None:
     """Time the host needs to issue a step's work, over the step. Near 1, the host never gets ahead of the device."""
     host_s, step_s = median_s(run, "host"), median_s(run, STEP)
-    return host_s / step_s if host_s and step_s and _on_gpu(run) else None
+    return host_s / step_s if host_s and step_s and on_gpu(run) else None
 
 
 def launch_bound_share(run: Run) -> float | None:
@@ -358,7 +358,7 @@ def launch_bound_share(run: Run) -> float | None:
     the step is the unprofiled median.
     """
     step_s = median_s(run, STEP)
-    if not step_s or run.evidence.profile is None or not _on_gpu(run):
+    if not step_s or run.evidence.profile is None or not on_gpu(run):
         return None
     return max(0.0, 1 - run.evidence.profile.busy_s / step_s)
 
@@ -427,5 +427,6 @@ def summarise(run: Run) -> dict[str, float | None]:
     return {**summary, **figures}
 
 
-def _on_gpu(run: Run) -> bool:
+def on_gpu(run: Run) -> bool:
+    """Whether the run's device is a GPU; false where it did not come to look for one."""
     return run.environment is not None and run.environment.device_type != "cpu"

@@ -1,74 +1,49 @@
-"""The mistakes that published measurements carry, looked for in a run's evidence. One check a function.
+"""The mistakes that published measurements carry, looked for in a run's evidence.
 
-A check reads a Run and returns a Finding or None. It judges stored evidence only, so a run can be judged again from
-disk, by later checks too.
+A check reads a Run and yields its findings on one subject. It judges stored evidence only, so a run can be judged again
+from disk, by later checks too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from stepscope.core.answer import SEVERITIES, Finding
 from stepscope.core.run import Run
 from stepscope.runs.checks import computation, loops, measurement
 
-Check = Callable[[Run], Finding | None]
+Check = Callable[[Run], Iterable[Finding]]
 
 CHECKS: tuple[Check, ...] = (
-    measurement.timer_stopped_early,
-    measurement.impossible_rate,
+    measurement.impossible_times,
     measurement.compiled_while_measured,
-    computation.precision_mismatch,
-    computation.attention_in_fp32,
+    computation.precision,
     computation.compile_not_used,
     computation.compile_mode_mismatch,
     computation.compile_fallback,
     computation.attention_mismatch,
-    computation.part_mismatch,
-    computation.part_left,
+    computation.parts_mismatch,
     computation.optimizer_mismatch,
-    computation.clip_mismatch,
-    computation.optimizer_skipped,
-    computation.parameters_not_finite,
-    computation.accumulation_mismatch,
-    computation.checkpointing_mismatch,
-    computation.phase_includes_forward,
-    computation.autocast_scope,
-    computation.graph_kept_alive,
-    loops.graphs_pile_up,
-    loops.memory_grows,
-    loops.no_gradient,
-    loops.parameters_unchanged,
-    loops.eval_while_training,
-    loops.waiting_for_data,
-    loops.rest_is_large,
-    loops.host_reads,
-    loops.fp32_beside_half,
-    loops.synchronises_micro_batches,
+    computation.updates_made,
+    computation.micro_batches_mismatch,
+    computation.step_held_together,
+    loops.memory_kept,
+    loops.left_untrained,
+    loops.time_beside_training,
+    loops.more_than_needed,
     measurement.unvaried_input,
     measurement.beyond_the_ceiling,
     measurement.not_steady,
-    measurement.few_samples,
-    measurement.correlated_samples,
-    measurement.warm_up_unsettled,
-    measurement.wide_spread,
+    measurement.sample_of_steps,
     measurement.cache_given_back,
-    measurement.clocks_held_down,
-    measurement.gpu_shared,
-    measurement.host_busy,
-    measurement.preset_changed,
-    measurement.config_not_followed,
+    measurement.machine,
+    measurement.model_changed,
     computation.update_after_backward,
-    measurement.launch_bound,
-    measurement.profiler_overhead,
-    loops.unpinned_batch,
-    loops.gradients_zeroed,
-    loops.optimizer_loops,
-    loops.shapes_change,
-    measurement.cache_resident,
-    measurement.peak_unknown,
+    measurement.profiled_step,
+    loops.small_habits,
+    measurement.device_limits,
 )
 
 
 def check_run(run: Run) -> tuple[Finding, ...]:
     """Every finding on this run, the gravest first."""
-    found = [finding for check in CHECKS if (finding := check(run)) is not None]
+    found = [finding for check in CHECKS for finding in check(run)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
