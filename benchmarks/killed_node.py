@@ -24,7 +24,6 @@ from rich.console import Console
 
 from stepscope.core.run_directory import load_runs
 from stepscope.core.units import counted
-from stepscope.runs.answer import node_of
 from stored import measure_or_show
 
 CELL_S = 2
@@ -96,7 +95,7 @@ def measure(arguments: argparse.Namespace) -> Result:
     return Result(
         command=" ".join(command), cells=arguments.cells, nodes=arguments.nodes, killed_after=killed_after, told=heard,
         code=code, statuses=dict(Counter(run.status for run in runs)),
-        by_node=dict(Counter(str(node_of(run)) for run in runs)),
+        by_node=dict(Counter(str(run.environment and run.environment.node) for run in runs)),
         run_twice=sum(times > 1 for times in workloads.values()), found_again=again.stderr.count("(already measured)"),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from stepscope.core.run import Repeat, Run
 from stepscope.rendering.renderers import render
 from stepscope.runs.answer import answer_run
 from stepscope.runs.metrics import summarise
-from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
+from stepscope.runs.run_sets import answer_set, sets_of
 from stepscope.runs.tables import TableQuery, build_table
 from tests.conftest import make_run, workload
 
@@ -125,6 +125,6 @@ def test_a_set_says_what_a_step_costs_and_a_table_shows_its_process_in_the_middl
     (found,) = sets_of(runs)
     (line,) = [line.text for line in answer_set(found).tables[0].notes if " J a step" in line.text]
     assert line == "80 J a step, the mean of 3 processes (50 J to 100 J)."
-    assert set_as_json(found)["joules_per_step"] == [50.0, 100.0, 90.0]
+    assert found.document.joules_per_step == [50.0, 100.0, 90.0]
     table = build_table(runs, TableQuery(rows=("model",), values=("step",)))
     assert table.rows[0][1] == "20.00" and "Every cell is of several processes" in table.notes[0].text

@@ -9,7 +9,7 @@ import pytest
 from stepscope.core.answer import warning
 from stepscope.core.run import Failure, Repeat, Run
 from stepscope.questions.speed import TimedCell, pair_up
-from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
+from stepscope.runs.run_sets import answer_set, sets_of
 from tests.conftest import make_run, workload
 from tests.shown import check_golden, shown
 
@@ -53,7 +53,7 @@ def test_what_was_not_measured_is_left_out_and_said():
     text = shown(answer_set(found))
     assert "killed (measure): the process was killed" in text and "2 processes of 5 asked for" in text
     assert "do not tell how much processes differ" in text
-    assert set_as_json(found)["parts"]["step"]["low_s"] is None
+    assert found.document.parts["step"].low_s is None
 
 
 def test_the_answer_as_it_is_shown():
@@ -62,9 +62,9 @@ def test_the_answer_as_it_is_shown():
     runs[1] = msgspec.structs.replace(runs[1], findings=(doubt,))
     (found,) = sets_of(runs)
     check_golden(shown(answer_set(found, "runs"), width=120), GOLDEN / "run-set.txt")
-    step = set_as_json(found)["parts"]["step"]
-    assert step["low_s"] < step["typical_s"] < step["high_s"]
-    assert step["deviation"] == pytest.approx(math.sqrt(2.5) / 100, rel=0.01)
+    step = found.document.parts["step"]
+    assert step.low_s and step.typical_s and step.high_s and step.low_s < step.typical_s < step.high_s
+    assert step.deviation == pytest.approx(math.sqrt(2.5) / 100, rel=0.01)
 
 
 def test_a_study_compares_what_all_processes_say():

@@ -6,6 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -28,14 +29,13 @@ from stepscope.core.answer import (
 )
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
-from stepscope.core.evidence import Capture, Correctness, Evaluated, RankFigures, RanksEvidence, WatchedLoop
+from stepscope.core.evidence import RankFigures, RanksEvidence, WatchedLoop
 from stepscope.core.figures import MARKS, doubt_mark, doubting_kinds, figure, marked
 from stepscope.core.formulas.spelled import cell_name, describe_model, describe_workload
 from stepscope.core.formulas.transformer import recomputed_flops
-from stepscope.core.parts import PartFound
 from stepscope.core.range_names import FORWARD_BACKWARD, PHASES, STEP
 from stepscope.core.run import Run
-from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Samples
+from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PROCESS, Interval, Samples
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_rate, format_seconds, format_share
 from stepscope.core.workloads import by_sizes
 from stepscope.runs import metrics
@@ -56,51 +56,43 @@ class UnlikeNode(msgspec.Struct, frozen=True, kw_only=True):
     differences: dict[str, tuple[object, object]]
     """By field, what most have and what this one has."""
 
-
-def node_of(run: Run) -> str | None:
-    """The name of the node that measured the run; None where no cluster did."""
-    return run.environment.node if run.environment is not None else None
+    @property
+    def finding(self) -> Finding:
+        """What it differs in, and from how many cells."""
+        words = [
+            f"{field} {'none' if here is None else here}, not {'none' if most is None else most}"
+            for field, (most, here) in self.differences.items()
+        ]
+        more = f" and {len(words) - _NODES_NAMED} more" if len(words) > _NODES_NAMED else ""
+        return warning(
+            "unlike-node",
+            f"Node {self.name}, which measured {counted(self.cells, 'cell')}, is unlike the others: "
+            f"{'; '.join(words[:_NODES_NAMED])}{more}.",
+            {"node": self.name, "cells": self.cells},
+            "Compare its cells with one another, or measure all cells on nodes of one kind.",
+        )
 
 
 def unlike_nodes(runs: Sequence[Run]) -> list[UnlikeNode]:
     """The nodes of these runs that are unlike those which measured most of them."""
     environments: dict[str, Environment] = {}
-    cells: dict[str, int] = {}
+    cells: Counter[str] = Counter()
     for run in runs:
         if run.environment is not None and run.environment.node is not None:
-            name = run.environment.node
-            environments.setdefault(name, run.environment)
-            cells[name] = cells.get(name, 0) + 1
+            environments.setdefault(run.environment.node, run.environment)
+            cells[run.environment.node] += 1
     if not environments:
         return []
-    alike = {
-        name: sum(cells[other] for other, found in environments.items() if not environment.differences(found))
-        for name, environment in environments.items()
-    }
-    most = environments[max(environments, key=lambda name: alike[name])]
+
+    def cells_alike(environment: Environment) -> int:
+        return sum(cells[name] for name, other in environments.items() if not environment.differences(other))
+
+    most = max(environments.values(), key=cells_alike)
     return [
         UnlikeNode(name=name, cells=cells[name], differences=differences)
         for name, environment in environments.items()
         if (differences := most.differences(environment))
     ]
-
-
-def nodes_findings(runs: Sequence[Run]) -> Iterable[Finding]:
-    """A finding for each node that is unlike the others."""
-    for node in unlike_nodes(runs):
-        told = [f"{field} {_said(here)}, not {_said(most)}" for field, (most, here) in node.differences.items()]
-        more = f" and {len(told) - _NODES_NAMED} more" if len(told) > _NODES_NAMED else ""
-        yield warning(
-            "unlike-node",
-            f"Node {node.name}, which measured {counted(node.cells, 'cell')}, is unlike the others: "
-            f"{'; '.join(told[:_NODES_NAMED])}{more}.",
-            {"node": node.name, "cells": node.cells},
-            "Compare its cells with one another, or measure all cells on nodes of one kind.",
-        )
-
-
-def _said(value: object) -> str:
-    return "none" if value is None else str(value)
 
 
 # A sweep while it runs.
@@ -173,34 +165,24 @@ def ranks_table(run: Run) -> Table:
     shared = run.shared
     if shared is None:
         return Table(title="", columns=("rank",), rows=())
-    parts = [name for name in run.samples if name not in (STEP, "host")]
-    has_peaks = any(_peak(figures) is not None for figures in shared.ranks)
-    rows: list[tuple[Cell, ...]] = []
-    for figures in shared.ranks:
-        medians = [figures.samples[name].median_s if name in figures.samples else None for name in parts]
-        peak = (_peak(figures),) if has_peaks else ()
-        rows.append((
-            figures.rank, figures.host, _median_s(figures, STEP), *medians, figures.parameter_bytes,
-            figures.optimizer_bytes, *peak,
-        ))  # fmt: skip
+    times = [STEP, *(name for name in run.samples if name not in (STEP, "host"))]
+    peaks = [figures.memory.allocated_peak if figures.memory else None for figures in shared.ranks]
+    has_peaks = any(peak is not None for peak in peaks)
+    rows: list[tuple[Cell, ...]] = [
+        (
+            figures.rank, figures.host, *(_rank_median_s(figures, name) for name in times), figures.parameter_bytes,
+            figures.optimizer_bytes, *((peak,) if has_peaks else ()),
+        )
+        for figures, peak in zip(shared.ranks, peaks, strict=True)
+    ]  # fmt: skip
     return table_of(
-        "rank", ("host", TEXT), ("step", "s"), *((name, "s") for name in parts), ("parameters", "B"),
-        ("optimizer state", "B"), *((("peak", "B"),) if has_peaks else ()), rows=rows, title="ranks",
-        notes=as_lines(*_about(run, shared)),
+        "rank", ("host", TEXT), *((name, "s") for name in times), ("parameters", "B"), ("optimizer state", "B"),
+        *((("peak", "B"),) if has_peaks else ()), rows=rows, title="ranks", notes=as_lines(*_about_ranks(run, shared)),
     )  # fmt: skip
 
 
-def _cut_for_the_check(right: Correctness) -> list[str]:
-    """What of the step was made smaller before it was held against one process, in words."""
-    return [
-        *([counted(right.layers, "layer")] if right.layers is not None else []),
-        *([counted(right.batch_size, "sequence")] if right.batch_size is not None else []),
-        *([f"{right.seq_len:,} tokens a sequence"] if right.seq_len is not None else []),
-        *([f"a vocabulary of {right.vocabulary:,}"] if right.vocabulary is not None else []),
-    ]
-
-
-def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
+def _about_ranks(run: Run, shared: RanksEvidence) -> Iterator[str]:
+    """How the ranks were taken together, whether they compute what one process does, and which computes slowest."""
     hosts = len({figures.host for figures in shared.ranks})
     threads = f", each on {counted(shared.threads, 'CPU thread')}" if shared.threads else ""
     lasts = "from the earliest start to the latest end" if shared.one_host else "as long as its longest rank"
@@ -209,37 +191,38 @@ def _about(run: Run, shared: RanksEvidence) -> Iterator[str]:
         f"over {shared.backend}{threads}. A step lasts {lasts}; the phases above are those of rank 0."
     )
     if (right := shared.correct) is not None:
-        of = f", of {', '.join(cut)}" if (cut := _cut_for_the_check(right)) else ""
+        cut = [
+            *([counted(right.layers, "layer")] if right.layers is not None else []),
+            *([counted(right.batch_size, "sequence")] if right.batch_size is not None else []),
+            *([f"{right.seq_len:,} tokens a sequence"] if right.seq_len is not None else []),
+            *([f"a vocabulary of {right.vocabulary:,}"] if right.vocabulary is not None else []),
+        ]
+        smaller = f", of {', '.join(cut)}" if cut else ""
         losses = ""
         if right.loss_error is not None and right.loss_spread is not None:
             losses = f", losses under AdamW by {right.loss_error:.2g} ({right.loss_spread:.2g})"
         yield (
-            f"Held against one process on the same batch{of}: gradients differ by {right.gradient_error:.2g} (rounding "
-            f"makes {right.gradient_spread:.2g}), parameters after {right.steps} steps of SGD by "
-            f"{right.update_error:.2g} ({right.update_spread:.2g}){losses}."
+            f"Held against one process on the same batch{smaller}: gradients differ by "
+            f"{right.gradient_error:.2g} (rounding makes {right.gradient_spread:.2g}), parameters after {right.steps} "
+            f"steps of SGD by {right.update_error:.2g} ({right.update_spread:.2g}){losses}."
         )
     if shared.start_s is not None:
         yield f"They had met {format_seconds(shared.start_s)} after the first was started."
     if waits_in_forward(run):
-        alone, what = computation_of(shared), "what it computes in the profiled step, without any wait,"
+        alone = computation_of(shared)
+        what = "what it computes in the profiled step, without any wait,"
     else:
-        alone = [(figures.rank, time) for figures in shared.ranks if (time := _median_s(figures, "forward"))]
+        alone = [(figures.rank, time) for figures in shared.ranks if (time := _rank_median_s(figures, "forward"))]
         what = "its forward, in which it waits for nobody,"
     if len(alone) > 1:
-        times = sorted(time for _, time in alone)
-        middle = times[(len(times) - 1) // 2]
+        middle = sorted(time for _, time in alone)[(len(alone) - 1) // 2]
         slowest, time = max(alone, key=lambda one: one[1])
         if time > middle * _BEHIND:
             yield f"Rank {slowest} computes slowest: {what} takes {format_share(time / middle - 1)} longer."
 
 
-def _median_s(figures: RankFigures, part: str) -> float | None:
-    samples = figures.samples.get(part)
-    return samples.median_s if samples is not None else None
-
-
-def _peak(figures: RankFigures) -> int | None:
-    return figures.memory.allocated_peak if figures.memory is not None else None
+def _rank_median_s(figures: RankFigures, part: str) -> float | None:
+    return figures.samples[part].median_s if part in figures.samples else None
 
 
 # A run in words: its status, its doubts, and which run it is.
@@ -251,18 +234,11 @@ _OF_USER_MODEL = "a smaller batch or model, --checkpointing every-1, or --dtype 
 
 def identify(run: Run) -> str:
     """One line: which run this is, and what lies beside it."""
-    commit = run.environment.git_commit if run.environment else None
-    dirty = ", changed since" if run.environment and run.environment.git_dirty else ""
-    own = run.environment.own_commit if run.environment else None
-    own_dirty = ", changed since" if run.environment and run.environment.own_dirty else ""
-    parts = [
-        f"Run {run.id}",
-        f"tag {run.tag}" if run.tag else "",
-        f"stepscope at {commit[:10]}{dirty}" if commit else "",
-        f"own code at {own[:10]}{own_dirty}" if own else "",
-        *run.artifacts.values(),
-    ]
-    return printable("; ".join(part for part in parts if part))
+    parts = [f"Run {run.id}", f"tag {run.tag}" if run.tag else ""]
+    if (where := run.environment) is not None:
+        codes = (("stepscope", where.git_commit, where.git_dirty), ("own code", where.own_commit, where.own_dirty))
+        parts += [f"{of} at {commit[:10]}{', changed since' if dirty else ''}" for of, commit, dirty in codes if commit]
+    return printable("; ".join(part for part in (*parts, *run.artifacts.values()) if part))
 
 
 def status_sentence(run: Run) -> str:
@@ -315,7 +291,9 @@ def time_table(
         percentiles = [samples.percentile_s(head) for head in shown]
         rate = [] if rates is None else [rates.get(name)]
         share = samples.median_s / step_s if step_s and samples.median_s is not None else None
-        rows.append((name, samples.median_s, _interval(samples), _mean(samples), *percentiles, share, *rate))
+        deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
+        mean = f"{format_milliseconds(samples.mean_s or 0)}{deviation} ms"
+        rows.append((name, samples.median_s, interval_ms(samples.interval()), mean, *percentiles, share, *rate))
     return table_of(
         "phase", ("median", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("mean ± std", TEXT),
         *((head, "s") for head in shown), ("share", "%"), *([] if rates is None else [("model FLOP/s", "FLOP/s")]),
@@ -323,14 +301,9 @@ def time_table(
     )  # fmt: skip
 
 
-def _interval(samples: Samples) -> str:
-    interval = samples.interval()
+def interval_ms(interval: Interval | None) -> str:
+    """An interval of seconds in milliseconds; empty for none."""
     return f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else ""
-
-
-def _mean(samples: Samples) -> str:
-    deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
-    return f"{format_milliseconds(samples.mean_s or 0)}{deviation} ms"
 
 
 def about_steps(samples: Samples, steady: bool | None) -> str:
@@ -388,25 +361,52 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
     tables: list[Table] = []
     if run.status != "done" or run.failure is not None:
         tables.append(text(Line(status_sentence(run), "bad")))
+    parts = (*metrics.parts_of(run), STEP)
+    # Without the samples of a part that there never was.
+    timed = {name: samples for name in parts if (samples := run.samples.get(name)) and any(samples.values_s)}
     if run.samples.get(STEP) and run.samples[STEP].count:
-        tables.append(_phase_table(run))
+        flops = {name: work.flops for name, work in run.work.items()} | {STEP: metrics.model_flops(run)}
+        rates = {name: of / at.median_s for name, at in timed.items() if (of := flops.get(name)) and at.median_s}
+        tables.append(time_table(timed, _about_step(run, timed), rates))
     if run.shared is not None:
         tables += [ranks_table(run), *communication_tables(run)]
-    tables += _memory_table(run)
+    if (memory := run.evidence.memory) is not None:
+        kept = "at most" if FORWARD_BACKWARD in run.samples else "when forward ends"
+        rows = (
+            ("parameters", memory.parameter_bytes),
+            ("before the step: parameters, optimizer state, batches", memory.after_parameters),
+            ("peak during forward", memory.forward_peak),
+            ("peak while forward and backward take turns", memory.turns_peak),
+            (f"saved for backward {kept}", memory.saved_for_backward),
+            ("peak during backward", memory.backward_peak),
+            ("peak during the optimizer step", memory.optimizer_peak),
+            ("reserved by the allocator at most", memory.reserved_peak),
+        )
+        tables.append(table_of("memory", ("allocated", "B"), rows=[row for row in rows if row[1] is not None]))
+    asides = [f"Not observed: {note}." for note in run.evidence.notes]
+    if run.evidence.loop is not None and (ended_by := run.evidence.loop.ended_by) is not None:
+        ended = f"The loop ended with an exception after the measured steps, which are whole: {ended_by}"
+        asides.append(printable(ended))
     return Answer(
         study="run",
         question=f"What does a step of {cell_name(run.workload)} take?",
-        device=run.environment.device_name if run.environment else "",
-        versions=run.environment.versions if run.environment else {},
+        **measured_on(run),
         lead=heading(run),
-        date=run.day,
         tables=tuple(tables),
-        panels=(*_phase_panel(run), *_samples_panel(run)),
+        panels=tuple(_run_panels(run, timed)),
         findings=run.findings,
         checked=bool(run.findings) or (run.status == "done" and run.failure is None),
-        asides=(*(f"Not observed: {note}." for note in run.evidence.notes), *_later(run)),
+        asides=tuple(asides),
         origin=(identify(run), *([f"Saved in {directory}"] if directory else [])),
     )
+
+
+def measured_on(run: Run) -> dict[str, Any]:
+    """What an Answer says of where and when its run was measured."""
+    where = run.environment
+    return {
+        "device": where.device_name if where else "", "versions": where.versions if where else {}, "date": run.day,
+    }  # fmt: skip
 
 
 def heading(run: Run) -> tuple[Line, ...]:
@@ -420,59 +420,38 @@ def heading(run: Run) -> tuple[Line, ...]:
     )
 
 
-def _later(run: Run) -> list[str]:
-    """What ended a watched loop after its steps were measured."""
-    ended_by = run.evidence.loop.ended_by if run.evidence.loop is not None else None
-    if ended_by is None:
-        return []
-    return [printable(f"The loop ended with an exception after the measured steps, which are whole: {ended_by}")]
-
-
 def _watched_step(loop: WatchedLoop) -> str:
     """What was taken for a step of a watched loop, and why."""
-    optimizers = _optimizers(loop)
+    optimizers = list(loop.optimizers)
+    if len(optimizers) > 1 and loop.optimizer_models:
+        steps_of: Counter[str] = Counter()
+        for name, models, steps in zip(loop.optimizers, loop.optimizer_models, loop.optimizer_steps, strict=True):
+            steps_of[f"{name}{f' of {models}' if models else ''}"] += steps
+        optimizers = [f"{name}{f' ({steps} times)' if steps > 1 else ''}" for name, steps in steps_of.items()]
     ends = f"ends with a step of {optimizers[0]}" if optimizers else "ends where the loop says so"
     if loop.in_backward:
         ends = f"ends with a backward, in which {counted(loop.in_backward, 'optimizer')} step"
     also = "also step" if len(optimizers) > 2 else "also steps"
     others = f", in which {' and '.join(optimizers[1:])} {also}" if optimizers[1:] else ""
-    forwards = _forwards(loop)
+    if not loop.modules:
+        forwards = "no module is called that trains"
+    elif not loop.module_forwards:
+        forwards = f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
+    else:
+        calls: Counter[str] = Counter()
+        for name, times in zip(loop.modules, loop.module_forwards, strict=True):
+            calls[name] += times
+        forwards = ", ".join(f"{counted(times, 'forward')} of {name}" for name, times in calls.items())
     autocast = f", autocast to {loop.autocast}" if loop.autocast else ""
+    backwards = counted(loop.backwards, "backward")
     times = counted(loop.evaluations, "time")
     closure = f"; {loop.optimizers[0]} evaluates its closure {times}" if loop.evaluations else ""
-    backwards = counted(loop.backwards, "backward")
-    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}.{_unlike(loop)}"
-
-
-def _optimizers(loop: WatchedLoop) -> list[str]:
-    """The optimizers by their classes; where there are several, with their models and how often each steps."""
-    if len(loop.optimizers) < 2 or not loop.optimizer_models:
-        return list(loop.optimizers)
-    named: Counter[str] = Counter()
-    for name, models, steps in zip(loop.optimizers, loop.optimizer_models, loop.optimizer_steps, strict=True):
-        named[f"{name}{f' of {models}' if models else ''}"] += steps
-    return [f"{name}{f' ({steps} times)' if steps > 1 else ''}" for name, steps in named.items()]
-
-
-def _forwards(loop: WatchedLoop) -> str:
-    """The calls of each module that are forward."""
-    if not loop.modules:
-        return "no module is called that trains"
-    if not loop.module_forwards:
-        return f"{counted(loop.forwards, 'forward')} of {' and '.join(loop.modules)}"
-    calls: Counter[str] = Counter()
-    for name, times in zip(loop.modules, loop.module_forwards, strict=True):
-        calls[name] += times
-    return ", ".join(f"{counted(times, 'forward')} of {name}" for name, times in calls.items())
-
-
-def _unlike(loop: WatchedLoop) -> str:
-    """What the timed steps ran, where they differ from each other."""
     between = {"backwards": loop.backwards_between}
     if loop.forwards_between != loop.backwards_between:
         between = {"forwards": loop.forwards_between, **between}
-    ran = [f"{found[0]} to {found[1]} {name}" for name, found in between.items() if found and found[0] != found[1]]
-    return f" Those timed ran {' and '.join(ran)} each." if ran else ""
+    ran = [f"{ends[0]} to {ends[1]} {name}" for name, ends in between.items() if ends and ends[0] != ends[1]]
+    unlike = f" Those timed ran {' and '.join(ran)} each." if ran else ""
+    return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}.{unlike}"
 
 
 def answer_list(runs: Sequence[Run]) -> Answer:
@@ -490,75 +469,53 @@ def answer_list(runs: Sequence[Run]) -> Answer:
 
 def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
     """The cells of a sweep, in the order they ran; with their nodes, where they are those of a cluster."""
-    unlike = {node.name for node in unlike_nodes(runs)}
-    nodes = [node_of(run) for run in runs]
+    unlike = {node.name: node for node in unlike_nodes(runs)}
+    nodes = [run.environment.node if run.environment is not None else None for run in runs]
     on_nodes = any(nodes)
     rows: list[tuple[Cell, ...]] = []
-    for run in runs:
+    for run, node in zip(runs, nodes, strict=True):
         name = cell_name(run.workload, run.settings)
+        on_node = [f"{node} {MARKS['warning']}" if node in unlike else node] if on_nodes else []
         if run.status != "done":
-            rows.append((name, status_word(run), *[None] * 7))
+            rows.append((name, status_word(run), *[None] * 7, *on_node))
             continue
         times = [metrics.median_s(run, phase) for phase in (*PHASES, STEP)]
         tokens, peak = metrics.tokens_per_s(run), metrics.peak_bytes(run)
         utilisation = metrics.mfu_datasheet(run) or metrics.mfu_measured(run)
-        rows.append((name, *(figure(cell, run) for cell in (*times, tokens, utilisation, peak)), doubts(run)))
+        figures = (figure(cell, run) for cell in (*times, tokens, utilisation, peak))
+        rows.append((name, *figures, doubts(run), *on_node))
+    notes = ""
+    if runs and folder:
+        ends = Counter(status_word(run) for run in runs)
+        measured = ends.pop("done", 0)
+        others = ", ".join(f"{count} {word}" for word, count in ends.items())
+        notes = f"{measured} of {counted(len(runs), 'cell')} measured, {others}; runs in {folder}"
+        if not ends:
+            notes = f"{counted(measured, 'run')} in {folder}"
     table = table_of(
         "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, STEP)), ("tokens/s", ",.0f"),
-        ("MFU", "%"), ("peak", "B"), "findings", *(["node"] if on_nodes else []),
-        rows=[
-            (*row, *([f"{node} {MARKS['warning']}" if node in unlike else node] if on_nodes else []))
-            for row, node in zip(rows, nodes, strict=True)
-        ],
-        tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
-        notes=as_lines(_how_many(runs, folder)) if runs and folder else (),
+        ("MFU", "%"), ("peak", "B"), "findings", *(["node"] if on_nodes else []), rows=rows,
+        tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"}, notes=as_lines(notes) if notes else (),
     )  # fmt: skip
-    return Answer(study="sweep", question="", tables=(table,), findings=tuple(nodes_findings(runs)))
+    return Answer(study="sweep", question="", tables=(table,), findings=tuple(node.finding for node in unlike.values()))
 
 
-def _how_many(runs: Sequence[Run], folder: str) -> str:
-    """How many cells were measured, what became of the others, and where the runs are."""
-    ends = Counter(status_word(run) for run in runs)
-    measured = ends.pop("done", 0)
-    if not ends:
-        return f"{counted(measured, 'run')} in {folder}"
-    others = ", ".join(f"{count} {word}" for word, count in ends.items())
-    return f"{measured} of {counted(len(runs), 'cell')} measured, {others}; runs in {folder}"
-
-
-def _phase_table(run: Run) -> Table:
-    timed = _timed(run)
-    flops = {name: work.flops for name, work in run.work.items()} | {STEP: metrics.model_flops(run)}
-    rates = {name: found / at.median_s for name, at in timed.items() if (found := flops.get(name)) and at.median_s}
-    return time_table(timed, _rates(run), rates)
-
-
-def _phase_panel(run: Run) -> tuple[Panel, ...]:
-    """A bar for each phase and the step, with the interval of its median."""
-    timed = _timed(run).items()
-    points = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed)
-    return (Panel(x_title="", y_title="median, ms", points=points, kind="bars"),) if points else ()
-
-
-def _samples_panel(run: Run) -> tuple[Panel, ...]:
-    """The time of every measured step and of its parts, in the order in which they ran."""
-    timed = {name: samples.values_s for name, samples in _timed(run).items() if samples.count > 1}
-    together = max((math.ceil(len(values) / _DRAWN_STEPS) for values in timed.values()), default=1)
+def _run_panels(run: Run, timed: Mapping[str, Samples]) -> Iterator[Panel]:
+    """A bar for each phase and the step, with the interval of its median; and every measured step in its order."""
+    bars = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed.items())
+    if bars:
+        yield Panel(x_title="", y_title="median, ms", points=bars, kind="bars")
+    curves = {name: samples.values_s for name, samples in timed.items() if samples.count > 1}
+    together = max((math.ceil(len(values) / _DRAWN_STEPS) for values in curves.values()), default=1)
     points = tuple(
         Point(line=name, x=float(place + 1), y=statistics.fmean(values[place : place + together]) * 1e3)
-        for name, values in timed.items()
+        for name, values in curves.items()
         for place in range(0, len(values), together)
     )
-    note = f"a point is the mean of {together} steps in a row" if together > 1 else ""
-    frame = Frame(heading="Every measured step", note=note, line_title="part of the step")
-    panel = Panel(x_title=MEASURED_STEP, y_title="ms", points=points, x_log=False, y_log=False, frame=frame)
-    return (panel,) if points else ()
-
-
-def _timed(run: Run) -> dict[str, Samples]:
-    """The samples of the step and its parts, without those of a part that there never was."""
-    names = (*metrics.parts_of(run), STEP)
-    return {name: found for name in names if (found := run.samples.get(name)) and any(found.values_s)}
+    if points:
+        note = f"a point is the mean of {together} steps in a row" if together > 1 else ""
+        frame = Frame(heading="Every measured step", note=note, line_title="part of the step")
+        yield Panel(x_title=MEASURED_STEP, y_title="ms", points=points, x_log=False, y_log=False, frame=frame)
 
 
 def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", doubted: bool = False) -> Point:
@@ -570,189 +527,128 @@ def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", dou
     return Point(line=line, name=name, y=samples.median_s * 1e3, low=low, high=high, doubted=doubted)
 
 
-def _rates(run: Run) -> list[str]:
-    samples = run.samples[STEP]
-    lines = [
-        f"{about_steps(samples, run.warmup_steady)}; {_clocks(run)}.",
-        *about_intervals(_timed(run), "--steps"),
-    ]
-    flops = metrics.model_flops(run)
-    lines += _throughput(run)
-    loop = run.evidence.loop
-    if loop is not None and loop.evaluated is not None:
-        lines.append(_evaluated(loop.evaluated))
-    if loop is not None and loop.saved is not None:
-        lines.append(printable(f"{loop.saved}."))
-    again = by_sizes(run.workload, recomputed_flops) or 0
-    if again and flops and samples.median_s:
-        lines.append(
-            f"Checkpointing runs another {format_rate(again, 'FLOP')} of products again in backward: "
-            f"{format_rate((flops + again) / samples.median_s, 'FLOP/s')} of hardware FLOPs."
-        )
-    utilisation = []
-    datasheet, measured = metrics.mfu_datasheet(run), metrics.mfu_measured(run)
-    dtype = run.workload.dtype
-    if datasheet and run.device_spec:
-        peak = run.device_spec.peak_for(dtype) or 0
-        utilisation.append(
-            f"{_utilisation(datasheet)} of the peak {format_rate(peak, 'FLOP/s')} ({run.device_spec.source})"
-        )
-    ceiling = run.ceilings.matmul_for(dtype) if run.ceilings else None
-    if measured and ceiling:
-        utilisation.append(
-            f"{_utilisation(measured)} of the measured ceiling {format_rate(ceiling.rate, 'FLOP/s')} "
-            f"({ceiling.operation})"
-        )
-    if utilisation:
-        lines.append(f"MFU {'; '.join(utilisation)}.")
-    lines += _energy_and_clocks(run)
-    if run.evidence.uncounted:
-        lines.append(_uncounted(run.evidence.uncounted))
+def _about_step(run: Run, timed: Mapping[str, Samples]) -> Iterator[str]:
+    """How the step was timed, what it achieves of the device's rates, and which code ran."""
+    samples, profile = run.samples[STEP], run.evidence.profile
+    yield f"{about_steps(samples, run.warmup_steady)}; {_clocks(run)}."
+    yield from about_intervals(timed, "--steps")
+    yield from _about_rates(run, samples)
+    yield from _about_energy(run)
+    if calls := run.evidence.uncounted:
+        most = sorted(calls, key=lambda name: -calls[name])
+        names = [f"{printable(name)} ({counted(calls[name], 'call')})" for name in most[:_NAMED]]
+        others = f" and {len(most) - _NAMED} others" if len(most) > _NAMED else ""
+        yield f"The FLOPs of {', '.join(names)}{others} are not known: there are more than were counted."
     launch_bound, host = metrics.launch_bound_share(run), metrics.host_share(run)
-    if launch_bound is not None and host is not None and run.evidence.profile:
-        lines.append(
-            f"{run.evidence.profile.kernel_launches} kernels a step; the GPU has none to run for "
-            f"{format_share(launch_bound)} of it. The host is done issuing them after {format_share(host)} "
-            "(and waits itself where its queue to a busy GPU is full)."
+    if launch_bound is not None and host is not None and profile:
+        yield (
+            f"{profile.kernel_launches} kernels a step; the GPU has none to run for {format_share(launch_bound)} of "
+            f"it. The host is done issuing them after {format_share(host)} (and waits itself where its queue to a busy "
+            "GPU is full)."
         )
+    step = f"Step {format_seconds(samples.median_s or 0)}"
     slowdown = metrics.profiler_slowdown(run)
-    if slowdown and run.evidence.profile:
-        lines.append(
-            f"Step {format_seconds(samples.median_s or 0)}, under the profiler "
-            f"{format_seconds(run.evidence.profile.step_s)} ({slowdown:.2f}x)."
-        )
-    lines += [line for capture in run.evidence.captures if (line := _capture_line(capture, samples.median_s))]
+    if slowdown and profile:
+        yield f"{step}, under the profiler {format_seconds(profile.step_s)} ({slowdown:.2f}x)."
+    for capture in run.evidence.captures:
+        if capture.failure:
+            yield printable(f"No {capture.tool} trace: {capture.failure}.")
+        elif capture.step_s and samples.median_s:
+            yield printable(
+                f"{step}, in the {capture.tool} trace of {counted(capture.steps, 'step')} "
+                f"{format_seconds(capture.step_s)} ({capture.step_s / samples.median_s:.2f}x)."
+            )
     if run.evidence.attention:
-        lines.append(f"Attention auto picked {run.evidence.attention}.")
-    if run.evidence.parts:
-        lines.append(_by_other_kernels(run.evidence.parts))
-    if run.evidence.profile and run.evidence.profile.attention_operators:
-        lines.append(f"Attention ran as {', '.join(run.evidence.profile.attention_operators)}.")
-    return lines
-
-
-def _throughput(run: Run) -> list[str]:
-    """Tokens a second, or samples where the batch holds no tokens, and model FLOPs a second; each where it is known."""
-    tokens, each = metrics.tokens_per_s(run), metrics.samples_per_s(run)
-    rate, flops = metrics.model_flops_per_s(run), metrics.model_flops(run)
-    said: list[str] = []
-    if tokens:
-        said.append(f"{tokens:,.0f} tokens/s")
-    elif each:
-        said.append(f"{each:,.{0 if each >= 100 else 2}f} samples/s")
-    if rate and flops:
-        convention = next(iter(run.work.values())).convention
-        said.append(f"{format_rate(rate, 'FLOP/s')} of model FLOPs ({format_rate(flops, 'FLOP')} a step, {convention})")
-    return [f"{'; '.join(said)}."] if said else []
-
-
-def _evaluated(evaluated: Evaluated) -> str:
-    """The calls with gradients off, where they are, and whether the times of the table hold them."""
-    what = f"evaluation of {' and '.join(evaluated.modules)} (calls with gradients off)"
-    where = f" at {evaluated.where}" if evaluated.where else ""
-    took, steps = format_seconds(evaluated.median_s), counted(evaluated.steps, "step")
-    if evaluated.is_part_of_a_step:
-        return printable(f"{steps} of {evaluated.of} hold {took} of {what}{where}.")
-    return printable(f"{steps} of {evaluated.of} took {took} more: {what}{where}. The times above are without it.")
-
-
-def _by_other_kernels(found: Sequence[PartFound]) -> str:
-    """Which modules of a user's model other kernels compute, and which parts it has not. Modules that were left are a
-    finding."""
-    taken = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in found if one.replaced]
-    absent = [f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in found if not one.modules]
-    stays = f" Left as the model has it: {'; '.join(absent)}." if absent else ""
-    return printable(f"Computed by other kernels, each held against its own code first: {', '.join(taken)}.{stays}")
-
-
-def _energy_and_clocks(run: Run) -> list[str]:
-    """Joules a step with whose they are, and the GPU's state while the steps ran."""
-    lines: list[str] = []
-    energy, joules, each = run.evidence.energy, metrics.joules_per_step(run), metrics.joules_per_token(run)
-    if energy is not None and joules is not None:
-        whose = "the whole GPU" if energy.of == "gpu" else "the processor's packages, without memory"
-        more = "" if energy.are_samples else " that ran after those"
-        lines.append(
-            f"{format_joules(joules)} a step{f', {format_joules(each)} a token' if each else ''}, by the counter of "
-            f"{whose} over {counted(energy.steps, 'step')}{more} in {format_seconds(energy.duration_s)}: "
-            f"{format_rate(energy.energy_j / energy.duration_s, 'W')}."
-        )
-    during = run.environment.during if run.environment else None
-    if during is not None:
-        named = (
-            ("SM clock", during.sm_clock_mhz, "MHz"),
-            ("power", during.power_w, "W"),
-            ("temperature", during.temperature_c, "°C"),
-        )
-        states = [
-            f"{name} {extent.median:,.0f} {unit} ({extent.lowest:,.0f} to {extent.highest:,.0f})"
-            for name, extent, unit in named
-            if extent is not None
-        ]
-        if states:
-            often = f"{counted(during.count, 'reading')}, one every {format_seconds(during.period_s)}"
-            lines.append(f"While the steps ran: {', '.join(states)}; medians of {often}.")
-    return lines
+        yield f"Attention auto picked {run.evidence.attention}."
+    if parts := run.evidence.parts:  # modules that were left are a finding
+        taken = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in parts if one.replaced]
+        absent = [f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in parts if not one.modules]
+        stays = f" Left as the model has it: {'; '.join(absent)}." if absent else ""
+        yield printable(f"Computed by other kernels, each held against its own code first: {', '.join(taken)}.{stays}")
+    if profile and profile.attention_operators:
+        yield f"Attention ran as {', '.join(profile.attention_operators)}."
 
 
 def _clocks(run: Run) -> str:
     """What timed the step and its phases."""
-    clock, loop = run.samples["step"].clock, run.evidence.loop
+    clock, loop = run.samples[STEP].clock, run.evidence.loop
     if loop is None:
-        return f"step by {clock} round a synchronised region, phases by {_phase_clock(run)}"
+        phases = next((run.samples[name].clock for name in metrics.parts_of(run)), "none")
+        return f"step by {clock} round a synchronised region, phases by {phases}"
     spans, which = loop.timed_steps, ""
     if not spans and loop.first_step is not None:
-        spans = ((loop.first_step, loop.first_step + run.samples["step"].count - 1),)
+        spans = ((loop.first_step, loop.first_step + run.samples[STEP].count - 1),)
     if spans:
-        named = [f"{first} to {last}" if last > first else f"{first}" for first, last in spans]
-        which = f", number{'s' if spans[0][1] > spans[0][0] or len(spans) > 1 else ''} {' and '.join(named)}"
+        numbers = [f"{first} to {last}" if last > first else f"{first}" for first, last in spans]
+        which = f", number{'s' if spans[0][1] > spans[0][0] or len(spans) > 1 else ''} {' and '.join(numbers)}"
     return f"all by {clock}, from the end of a step to the end of the next, with nothing synchronised{which}"
 
 
-def _utilisation(share: float) -> str:
-    """A share of a device's rate, with its doubt where no device does so much."""
-    return (
-        f"{format_share(share)}{' (more than there is: the count of FLOPs or the peak is wrong)' if share > 1 else ''}"
+def _about_rates(run: Run, samples: Samples) -> Iterator[str]:
+    """Tokens a second, or samples where the batch holds no tokens; FLOPs, and how near the device's peaks they come."""
+    tokens, each = metrics.tokens_per_s(run), metrics.samples_per_s(run)
+    rate, flops = metrics.model_flops_per_s(run), metrics.model_flops(run)
+    rates: list[str] = []
+    if tokens:
+        rates.append(f"{tokens:,.0f} tokens/s")
+    elif each:
+        rates.append(f"{each:,.{0 if each >= 100 else 2}f} samples/s")
+    if rate and flops:
+        how = next(iter(run.work.values())).convention
+        rates.append(f"{format_rate(rate, 'FLOP/s')} of model FLOPs ({format_rate(flops, 'FLOP')} a step, {how})")
+    if rates:
+        yield f"{'; '.join(rates)}."
+    loop = run.evidence.loop
+    if loop is not None and (evaluated := loop.evaluated) is not None:
+        what = f"evaluation of {' and '.join(evaluated.modules)} (calls with gradients off)"
+        where = f" at {evaluated.where}" if evaluated.where else ""
+        took, steps = format_seconds(evaluated.median_s), counted(evaluated.steps, "step")
+        outside = f"{steps} of {evaluated.of} took {took} more: {what}{where}. The times above are without it."
+        inside = f"{steps} of {evaluated.of} hold {took} of {what}{where}."
+        yield printable(inside if evaluated.is_part_of_a_step else outside)
+    if loop is not None and loop.saved is not None:
+        yield printable(f"{loop.saved}.")
+    again = by_sizes(run.workload, recomputed_flops) or 0
+    if again and flops and samples.median_s:
+        yield (
+            f"Checkpointing runs another {format_rate(again, 'FLOP')} of products again in backward: "
+            f"{format_rate((flops + again) / samples.median_s, 'FLOP/s')} of hardware FLOPs."
+        )
+    dtype, spec = run.workload.dtype, run.device_spec
+    ceiling = run.ceilings.matmul_for(dtype) if run.ceilings else None
+    of_peak = f"of the peak {format_rate(spec.peak_for(dtype) or 0, 'FLOP/s')} ({spec.source})" if spec else ""
+    of_ceiling = (
+        f"of the measured ceiling {format_rate(ceiling.rate, 'FLOP/s')} ({ceiling.operation})" if ceiling else ""
     )
+    too_much = " (more than there is: the count of FLOPs or the peak is wrong)"
+    shares = ((metrics.mfu_datasheet(run), of_peak), (metrics.mfu_measured(run), of_ceiling))
+    utilisation = [f"{format_share(share)}{too_much if share > 1 else ''} {of}" for share, of in shares if share and of]
+    if utilisation:
+        yield f"MFU {'; '.join(utilisation)}."
 
 
-def _uncounted(calls: dict[str, int]) -> str:
-    """What the count of FLOPs leaves out, the most called first."""
-    most = sorted(calls, key=lambda name: -calls[name])
-    named = [f"{printable(name)} ({counted(calls[name], 'call')})" for name in most[:_NAMED]]
-    others = f" and {len(most) - _NAMED} others" if len(most) > _NAMED else ""
-    return f"The FLOPs of {', '.join(named)}{others} are not known: there are more than were counted."
-
-
-def _capture_line(capture: Capture, unprofiled_s: float | None) -> str:
-    """What watching cost beside what the step takes unwatched; or why there is no trace."""
-    if capture.failure:
-        return printable(f"No {capture.tool} trace: {capture.failure}.")
-    if not capture.step_s or not unprofiled_s:
-        return ""
-    return printable(
-        f"Step {format_seconds(unprofiled_s)}, in the {capture.tool} trace of {counted(capture.steps, 'step')} "
-        f"{format_seconds(capture.step_s)} ({capture.step_s / unprofiled_s:.2f}x)."
-    )
-
-
-def _phase_clock(run: Run) -> str:
-    return next((run.samples[name].clock for name in metrics.parts_of(run)), "none")
-
-
-def _memory_table(run: Run) -> list[Table]:
-    memory = run.evidence.memory
-    if memory is None:
-        return []
-    kept = "at most" if FORWARD_BACKWARD in run.samples else "when forward ends"
-    rows = (
-        ("parameters", memory.parameter_bytes),
-        ("before the step: parameters, optimizer state, batches", memory.after_parameters),
-        ("peak during forward", memory.forward_peak),
-        ("peak while forward and backward take turns", memory.turns_peak),
-        (f"saved for backward {kept}", memory.saved_for_backward),
-        ("peak during backward", memory.backward_peak),
-        ("peak during the optimizer step", memory.optimizer_peak),
-        ("reserved by the allocator at most", memory.reserved_peak),
-    )
-    return [table_of("memory", ("allocated", "B"), rows=[row for row in rows if row[1] is not None])]
+def _about_energy(run: Run) -> Iterator[str]:
+    """Joules a step with whose they are, and the GPU's state while the steps ran."""
+    energy, joules, each = run.evidence.energy, metrics.joules_per_step(run), metrics.joules_per_token(run)
+    if energy is not None and joules is not None:
+        whose = "the whole GPU" if energy.of == "gpu" else "the processor's packages, without memory"
+        more = "" if energy.are_samples else " that ran after those"
+        yield (
+            f"{format_joules(joules)} a step{f', {format_joules(each)} a token' if each else ''}, by the counter of "
+            f"{whose} over {counted(energy.steps, 'step')}{more} in {format_seconds(energy.duration_s)}: "
+            f"{format_rate(energy.energy_j / energy.duration_s, 'W')}."
+        )
+    if run.environment is None or (during := run.environment.during) is None:
+        return
+    quantities = (
+        ("SM clock", during.sm_clock_mhz, "MHz"), ("power", during.power_w, "W"),
+        ("temperature", during.temperature_c, "°C"),
+    )  # fmt: skip
+    states = [
+        f"{name} {extent.median:,.0f} {unit} ({extent.lowest:,.0f} to {extent.highest:,.0f})"
+        for name, extent, unit in quantities
+        if extent is not None
+    ]
+    if states:
+        often = f"{counted(during.count, 'reading')}, one every {format_seconds(during.period_s)}"
+        yield f"While the steps ran: {', '.join(states)}; medians of {often}."

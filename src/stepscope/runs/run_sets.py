@@ -3,9 +3,8 @@
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -16,8 +15,8 @@ from stepscope.core.processes import FEWEST_PROCESSES, SEEN_IN, Change, Processe
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE, Interval, Ratio, Samples
-from stepscope.core.units import counted, format_joules, format_milliseconds, format_seconds, format_share
-from stepscope.runs.answer import doubts, heading, status_sentence, status_word
+from stepscope.core.units import counted, format_joules, format_seconds, format_share
+from stepscope.runs.answer import doubts, heading, interval_ms, measured_on, status_sentence, status_word
 from stepscope.runs.metrics import joules_per_step, median_s, parts_of, samples_of, while_measured
 
 
@@ -42,12 +41,12 @@ class RunSet:
     @property
     def measured(self) -> tuple[Run, ...]:
         """Those whose step was measured to the end."""
-        return tuple(run for run in self.runs if run.status == "done" and _median_s(run, STEP))
+        return tuple(run for run in self.runs if run.status == "done" and median_s(run, STEP))
 
     @property
     def representative(self) -> Run:
         """The run whose step is in the middle of all; the first, where none was measured."""
-        ordered = sorted(self.measured, key=lambda run: (_median_s(run, STEP), run.id))
+        ordered = sorted(self.measured, key=lambda run: (median_s(run, STEP), run.id))
         return ordered[(len(ordered) - 1) // 2] if ordered else self.runs[0]
 
     @property
@@ -57,7 +56,7 @@ class RunSet:
 
     def processes(self, part: str) -> Processes:
         """The medians of this part of the step, a process each, of those that measured it."""
-        found = [(median, run.instant) for run in self.measured if (median := _median_s(run, part))]
+        found = [(median, run.instant) for run in self.measured if (median := median_s(run, part))]
         known = [instant for _, instant in found if instant]
         usual = statistics.median(known) if known else 0.0  # one that does not say when it began stands amid the others
         begun = tuple(instant or usual for _, instant in found) if known else ()
@@ -66,12 +65,60 @@ class RunSet:
     @property
     def findings(self) -> list[tuple[Finding, int]]:
         """What the runs' own checks found, each kind once as the first run says it, with the number of runs."""
-        counts = Counter(kind for run in self.runs for kind in {finding.kind for finding in run.findings})
-        first: dict[str, Finding] = {}
-        for run in self.runs:
-            for finding in run.findings:
-                first.setdefault(finding.kind, finding)
-        return [(finding, counts[kind]) for kind, finding in first.items()]
+        return findings_by_kind(self.runs)
+
+    @property
+    def document(self) -> "SetDocument":
+        """What `--json` shows of the set."""
+        return SetDocument(
+            set=self.name,
+            asked=self.asked,
+            measured=len(self.measured),
+            parts={name: PartFigures.of(self.processes(name)) for name in (*self.parts, STEP)},
+            joules_per_step=[joules_per_step(run) for run in self.measured],
+            runs=self.runs,
+        )
+
+
+class PartFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """The time of a part of the step over the processes of a set."""
+
+    typical_s: float | None
+    low_s: float | None
+    high_s: float | None
+    deviation: float | None
+    medians_s: tuple[float, ...]
+
+    @classmethod
+    def of(cls, part: Processes) -> "PartFigures":
+        """The figures of these processes."""
+        interval = part.interval()
+        low, high = (interval.low, interval.high) if interval else (None, None)
+        return cls(
+            typical_s=part.typical_s, low_s=low, high_s=high, deviation=part.deviation, medians_s=part.medians_s
+        )  # fmt: skip
+
+
+class SetDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A set of runs as `--json` shows it: the statistics over the processes in seconds, and the runs as stored."""
+
+    set: str
+    asked: int
+    measured: int
+    parts: dict[str, PartFigures]
+    joules_per_step: list[float | None]
+    runs: tuple[Run, ...]
+
+
+def findings_by_kind(runs: Iterable[Run]) -> list[tuple[Finding, int]]:
+    """Each kind of finding once, as the first run says it, with the number of runs that have it."""
+    counts: Counter[str] = Counter()
+    first: dict[str, Finding] = {}
+    for run in runs:
+        counts.update({finding.kind for finding in run.findings})
+        for finding in run.findings:
+            first.setdefault(finding.kind, finding)
+    return [(finding, counts[kind]) for kind, finding in first.items()]
 
 
 def sets_of(runs: Iterable[Run]) -> list[RunSet]:
@@ -79,23 +126,13 @@ def sets_of(runs: Iterable[Run]) -> list[RunSet]:
 
     Where a process of a set was measured again, the newest counts.
     """
-    found: dict[object, dict[object, Run]] = {}
+    sets: dict[object, dict[int, Run]] = {}
     for run in sorted(runs, key=lambda run: (run.instant, run.id)):
         if run.repeat is None:
-            found[run.id, run.created] = {0: run}
+            sets[run.id, run.created] = {0: run}
         else:
-            found.setdefault(run.repeat.set, {})[run.repeat.number] = run
-    return [RunSet(runs=tuple(run for _, run in sorted(members.items(), key=_number))) for members in found.values()]
-
-
-def _number(member: tuple[object, Run]) -> int:
-    repeat = member[1].repeat
-    return repeat.number if repeat else 0
-
-
-def _median_s(run: Run, part: str) -> float | None:
-    samples = samples_of(run, part)
-    return samples.median_s if samples is not None else None
+            sets.setdefault(run.repeat.set, {})[run.repeat.number] = run
+    return [RunSet(runs=tuple(members[number] for number in sorted(members))) for members in sets.values()]
 
 
 def paired_ratios(before: Run, after: Run, part: str) -> Samples | None:
@@ -126,30 +163,31 @@ def change_of(before: RunSet, after: RunSet, part: str = STEP, confidence: float
     return after.processes(part).change_from(before.processes(part), confidence)
 
 
-def in_sets(runs: Sequence[Run]) -> bool:
-    """Whether any of these runs is one of several processes."""
-    return any(run.repeat is not None for run in runs)
-
-
 # A step that was measured in several processes, as an answer: its typical time, and how far processes differ.
 
 
 def answer_set(found: RunSet, folder: str | None = None) -> Answer:
     """The step by its parts over all processes, and the processes themselves."""
     shown = found.representative
-    lost = [Line(f"{run.id}: {status_sentence(run)}", "bad") for run in found.runs if run.status != "done"]
-    tables = (_parts_table(found, lost), _process_table(found)) if found.measured else (_process_table(found),)
+    figures = {name: PartFigures.of(found.processes(name)) for name in (*found.parts, STEP)}
+    timed = {name: part for name, part in figures.items() if part.typical_s is not None}
+    points = tuple(
+        Point(line="typical", name=name, y=(part.typical_s or 0.0) * 1e3, low=_ms(part.low_s), high=_ms(part.high_s))
+        for name, part in timed.items()
+    )
     return Answer(
         study="run",
         question=f"What does a step of {cell_name(shown.workload)} take?",
-        device=shown.environment.device_name if shown.environment else "",
-        versions=shown.environment.versions if shown.environment else {},
+        **measured_on(shown),
         lead=heading(shown),
-        date=shown.day,
-        tables=tables,
-        panels=_panel(found),
+        tables=(*([_parts_table(found, timed)] if found.measured else []), _process_table(found)),
+        panels=(Panel(x_title="", y_title="typical, ms", points=points, kind="bars"),) if points else (),
         findings=tuple(
-            msgspec.structs.replace(finding, sentence=_in_how_many(finding.sentence, count, found))
+            finding
+            if count == len(found.runs)
+            else msgspec.structs.replace(
+                finding, sentence=f"{finding.sentence} (In {count} of {len(found.runs)} processes.)"
+            )
             for finding, count in found.findings
         ),
         checked=bool(found.measured),
@@ -157,64 +195,52 @@ def answer_set(found: RunSet, folder: str | None = None) -> Answer:
     )
 
 
-def _in_how_many(sentence: str, count: int, found: RunSet) -> str:
-    return sentence if count == len(found.runs) else f"{sentence} (In {count} of {len(found.runs)} processes.)"
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else seconds * 1e3
 
 
-def _parts_table(found: RunSet, lost: list[Line]) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    whole = found.processes(STEP).typical_s
-    for name in (*found.parts, STEP):
-        part = found.processes(name)
-        if part.typical_s is None:
-            continue
-        interval = part.interval()
-        rows.append((
-            name, part.typical_s,
-            f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else "",
-            part.deviation, min(part.medians_s), max(part.medians_s), part.typical_s / whole if whole else None,
-        ))  # fmt: skip
-    return table_of(
-        "phase", ("typical", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("between processes ±", "%"),
-        ("fastest", "s"), ("slowest", "s"), ("share", "%"), rows=rows, tones={len(rows) - 1: "strong"},
-        notes=(*lost, *as_lines(*_about(found))),
-    )  # fmt: skip
-
-
-def _about(found: RunSet) -> list[str]:
-    """How many processes there are, and what their intervals say."""
+def _parts_table(found: RunSet, timed: Mapping[str, PartFigures]) -> Table:
+    """A row a part of the step, with how far processes differ; how many there are, and what their intervals say."""
+    whole = timed[STEP].typical_s if STEP in timed else None
+    rows: list[tuple[Cell, ...]] = [
+        (
+            name, part.typical_s, interval_ms(found.processes(name).interval()), part.deviation, min(part.medians_s),
+            max(part.medians_s), part.typical_s / whole if whole and part.typical_s else None,
+        )
+        for name, part in timed.items()
+    ]  # fmt: skip
+    lost = [Line(f"{run.id}: {status_sentence(run)}", "bad") for run in found.runs if run.status != "done"]
     count, step = len(found.measured), found.processes(STEP)
     steps = [run.samples[STEP].count for run in found.measured]
     each = f"{steps[0]}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     missing = f" of {found.asked} asked for" if count < found.asked else ""
-    lines = [f"{counted(count, 'process')}{missing}, each started afresh and measured over {each} steps."]
-    lines += _energy(found)
+    notes = [f"{counted(count, 'process')}{missing}, each started afresh and measured over {each} steps."]
+    joules = [one for run in found.measured if (one := joules_per_step(run)) is not None]
+    if joules:
+        spread = f" ({format_joules(min(joules))} to {format_joules(max(joules))})" if len(joules) > 1 else ""
+        mean = format_joules(statistics.fmean(joules))
+        notes.append(f"{mean} a step, the mean of {counted(len(joules), 'process')}{spread}.")
     if step.interval() is None:
-        lines.append(
+        notes.append(
             f"No interval: {counted(count, 'process')} {'does' if count == 1 else 'do'} not tell how much processes "
             f"differ. Repeat at least {FEWEST_PROCESSES} times: --repeat {FEWEST_PROCESSES}."
         )
-        return lines
-    within = [
-        interval.half_width / (run.samples[STEP].median_s or 1.0)
-        for run in found.measured
-        if (interval := run.samples[STEP].interval())
-    ]
-    beside = f"; the steps of one process tell its median to ± {format_share(max(within))}" if within else ""
-    lines.append(
-        f"The typical time is the geometric mean of the processes' medians, and its interval carries what differs "
-        f"between processes: ± {format_share(step.deviation or 0.0)} in the step{beside}."
-    )
-    return lines
-
-
-def _energy(found: RunSet) -> list[str]:
-    """What a step costs, the mean over the processes whose energy was read."""
-    joules = [one for run in found.measured if (one := joules_per_step(run)) is not None]
-    if not joules:
-        return []
-    spread = f" ({format_joules(min(joules))} to {format_joules(max(joules))})" if len(joules) > 1 else ""
-    return [f"{format_joules(statistics.fmean(joules))} a step, the mean of {counted(len(joules), 'process')}{spread}."]
+    else:
+        within = [
+            interval.half_width / (run.samples[STEP].median_s or 1.0)
+            for run in found.measured
+            if (interval := run.samples[STEP].interval())
+        ]
+        beside = f"; the steps of one process tell its median to ± {format_share(max(within))}" if within else ""
+        notes.append(
+            "The typical time is the geometric mean of the processes' medians, and its interval carries what differs "
+            f"between processes: ± {format_share(step.deviation or 0.0)} in the step{beside}."
+        )
+    return table_of(
+        "phase", ("typical", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("between processes ±", "%"),
+        ("fastest", "s"), ("slowest", "s"), ("share", "%"), rows=rows, tones={len(rows) - 1: "strong"},
+        notes=(*lost, *as_lines(*notes)),
+    )  # fmt: skip
 
 
 def _process_table(found: RunSet) -> Table:
@@ -230,35 +256,6 @@ def _process_table(found: RunSet) -> Table:
         "process", "run", "status", ("step", "s"), ("from typical", "+%"), "findings", rows=rows, title="processes",
         tones={i: "bad" for i, run in enumerate(found.runs) if run.status != "done"},
     )  # fmt: skip
-
-
-def _panel(found: RunSet) -> tuple[Panel, ...]:
-    """A bar for each part, with the interval over the processes."""
-    points: list[Point] = []
-    for name in (*found.parts, STEP):
-        part = found.processes(name)
-        if part.typical_s is not None:
-            interval = part.interval()
-            low, high = (interval.low * 1e3, interval.high * 1e3) if interval else (None, None)
-            points.append(Point(line="typical", name=name, y=part.typical_s * 1e3, low=low, high=high))
-    return (Panel(x_title="", y_title="typical, ms", points=tuple(points), kind="bars"),) if points else ()
-
-
-def set_as_json(found: RunSet) -> Mapping[str, Any]:
-    """Plain data: the statistics over the processes in seconds, and the runs as they are stored."""
-    parts: dict[str, Any] = {}
-    for name in (*found.parts, STEP):
-        part = found.processes(name)
-        interval = part.interval()
-        parts[name] = {
-            "typical_s": part.typical_s,
-            "low_s": interval.low if interval else None,
-            "high_s": interval.high if interval else None,
-            "deviation": part.deviation,
-            "medians_s": part.medians_s,
-        }
-    return {"set": found.name, "asked": found.asked, "measured": len(found.measured), "parts": parts,
-            "joules_per_step": [joules_per_step(run) for run in found.measured], "runs": found.runs}  # fmt: skip
 
 
 # Runs of one experiment that do not agree: by how much, and in which conditions they were measured.
@@ -295,7 +292,7 @@ class Disagreement:
     @property
     def sentence(self) -> str:
         """Both figures, the names of both runs, and what else differs between them."""
-        shown_s, other_s = (_median_of(run, self.part) for run in (self.shown, self.other))
+        shown_s, other_s = (median_s(run, self.part) or 0.0 for run in (self.shown, self.other))
         apart = [*conditions_apart(self.shown, self.other)]
         what = f"They differ in {'; '.join(apart)}." if apart else "Nothing else that they hold differs."
         return (
@@ -337,12 +334,22 @@ def conditions_apart(one: Run, other: Run) -> Iterator[str]:
     """What two runs of one experiment differ in that may move its time, the first run's before the other's."""
     if one.workload.phase != other.workload.phase:
         yield f"what a step is ({one.workload.phase} and {other.workload.phase})"
-    yield from _environments_apart(one, other)
+    if (where := one.environment) is not None and (there := other.environment) is not None:
+        for field, values in where.differences(there).items():
+            texts = ["unknown" if value is None else str(value) for value in values]
+            first, second = (text[:10] if len(text) == 40 else text for text in texts)  # of a commit ten letters
+            yield f"{_NAMES.get(field, field.replace('_', ' '))} ({first} and {second})"
+        busy = [reading.host.other_cores if reading.host else None for reading in (where, there)]
+        if busy[0] is not None and busy[1] is not None and abs(busy[0] - busy[1]) >= 1:
+            yield f"cores that others kept busy ({busy[0]:.1f} and {busy[1]:.1f})"
+        limits = [reading.before.power_limit_w if reading.before else None for reading in (where, there)]
+        if limits[0] != limits[1] and None not in limits:
+            yield f"the power limit ({limits[0]:.0f} W and {limits[1]:.0f} W)"
     for quantity, name, unit, share in _READINGS:
-        first, second = while_measured(one, quantity), while_measured(other, quantity)
-        if first and second and abs(second / first - 1) > share:
-            yield f"{name} ({first:.0f} {unit} and {second:.0f} {unit})"
-    issued = [_median_of(run, "host") for run in (one, other)]
+        was, now = while_measured(one, quantity), while_measured(other, quantity)
+        if was and now and abs(now / was - 1) > share:
+            yield f"{name} ({was:.0f} {unit} and {now:.0f} {unit})"
+    issued = [median_s(run, "host") or 0.0 for run in (one, other)]
     if all(issued) and abs(issued[1] / issued[0] - 1) > _ISSUED:
         yield f"the time in which the host issues the step ({' and '.join(map(format_seconds, issued))})"
     settings = [
@@ -362,64 +369,68 @@ def conditions_apart(one: Run, other: Run) -> Iterator[str]:
             yield f"{what} ({first}, and {second})"
 
 
-def _environments_apart(one: Run, other: Run) -> Iterator[str]:
-    """What the two machines differ in, and their loads."""
-    where, there = one.environment, other.environment
-    if where is None or there is None:
-        return
-    for field, (was, now) in where.differences(there).items():
-        yield f"{_NAMES.get(field, field.replace('_', ' '))} ({_value(was)} and {_value(now)})"
-    busy = [reading.host.other_cores if reading.host else None for reading in (where, there)]
-    if busy[0] is not None and busy[1] is not None and abs(busy[0] - busy[1]) >= 1:
-        yield f"cores that others kept busy ({busy[0]:.1f} and {busy[1]:.1f})"
-    limits = [reading.before.power_limit_w if reading.before else None for reading in (where, there)]
-    if limits[0] != limits[1] and None not in limits:
-        yield f"the power limit ({limits[0]:.0f} W and {limits[1]:.0f} W)"
-
-
-def _value(value: object) -> str:
-    """A condition as it is shown: of a commit its first ten letters."""
-    text = "unknown" if value is None else str(value)
-    return text[:10] if len(text) == 40 else text
-
-
-def _median_of(run: Run, part: str) -> float:
-    samples = samples_of(run, part)
-    return (samples.median_s if samples is not None else None) or 0.0
-
-
 # Two steps beside one another, as an answer: how many times as long the second takes, by the parts of the step.
+
+
+class Against(msgspec.Struct, frozen=True, kw_only=True):
+    """Two steps beside one another: the change of each part, and the runs of both sides as they are stored."""
+
+    sets: tuple[str, str]
+    changes: dict[str, Change | None]
+    runs: tuple[tuple[Run, ...], tuple[Run, ...]]
+
+
+def compare_sets(before: RunSet, after: RunSet) -> Against:
+    """How many times as long each part of the step takes after as before."""
+    parts = (*dict.fromkeys((*before.parts, *after.parts)), STEP)
+    changes = {part: change_of(before, after, part) for part in parts}
+    return Against(sets=(before.name, after.name), changes=changes, runs=(before.runs, after.runs))
 
 
 def answer_against(before: RunSet, after: RunSet, folder: str | None = None) -> Answer:
     """The second step against the first: the verdict, and the ratio of each part with its interval."""
     first, second = before.representative, after.representative
-    rows: list[tuple[Cell, ...]] = []
-    for part in (*dict.fromkeys((*before.parts, *after.parts)), STEP):
-        change = change_of(before, after, part)
-        rows.append((
-            part, before.processes(part).typical_s, after.processes(part).typical_s,
-            change.ratio if change else None, interval_text(change.interval) if change else "",
-        ))  # fmt: skip
-    change = change_of(before, after)
+    changes = compare_sets(before, after).changes
+    change = changes[STEP]
+    rows: list[tuple[Cell, ...]] = [
+        (
+            part, before.processes(part).typical_s, after.processes(part).typical_s, of.ratio if of else None,
+            interval_text(of.interval) if of else "",
+        )
+        for part, of in changes.items()
+    ]  # fmt: skip
+    notes: list[str] = []
+    if change is not None:
+        count = counted(change.processes[1], "process")
+        if not change.paired:
+            notes.append(
+                f"{counted(change.processes[0], 'process')} against {count}, by turns: settings that hold for a whole "
+                "process differ, so each step had processes of its own."
+            )
+        else:
+            notes.append(
+                f"{count}, in each of which the two steps took turns; the ratio is that of neighbouring steps."
+            )
+        if change.paired and change.interval is None:
+            pairs = ((b, a) for b in before.measured for a in after.measured if a.beside == b.id)
+            within = [ratios.interval() for b, a in pairs if (ratios := paired_ratios(b, a, STEP)) is not None]
+            notes += [f"Within the process: {interval_text(one)}." for one in within[:1] if one is not None]
     table = table_of(
         "phase", ("first", "s"), ("second", "s"), ("second over first", "{:.3f} x"),
         (f"{CONFIDENCE * 100:.0f} % interval", TEXT), rows=rows, tones={len(rows) - 1: "strong"},
-        notes=as_lines(*_about_both(before, after, change)),
+        notes=as_lines(*notes),
     )  # fmt: skip
     findings = [finding for side in (before, after) for finding, _ in side.findings if finding.severity != "note"]
     return Answer(
         study="run",
         question=f"How does {cell_name(second.workload)} compare with {cell_name(first.workload)}?",
-        device=first.environment.device_name if first.environment else "",
-        versions=first.environment.versions if first.environment else {},
+        **measured_on(first),
         lead=(
             *(Line(f"First: {line.text}", line.tone) for line in heading(first)[:2]),
             *(Line(f"Second: {line.text}", line.tone) for line in heading(second)[:2]),
             *heading(first)[2:],
             Line(verdict(change), "strong"),
         ),
-        date=first.day,
         tables=(table,),
         findings=tuple({finding.kind: finding for finding in findings}.values()),
         checked=bool(before.measured and after.measured),
@@ -449,31 +460,3 @@ def verdict(change: Change | None) -> str:
 def interval_text(interval: Interval | None) -> str:
     """An interval of a ratio in words; empty for none."""
     return f"{interval.low:.3f} to {interval.high:.3f}" if interval else ""
-
-
-def _about_both(before: RunSet, after: RunSet, change: Change | None) -> list[str]:
-    if change is None:
-        return []
-    count = counted(change.processes[1], "process")
-    if not change.paired:
-        return [
-            f"{counted(change.processes[0], 'process')} against {count}, by turns: settings that hold for a whole "
-            "process differ, so each step had processes of its own."
-        ]
-    lines = [f"{count}, in each of which the two steps took turns; the ratio is that of neighbouring steps."]
-    if change.interval is None:
-        pairs = ((b, a) for b in before.measured for a in after.measured if a.beside == b.id)
-        within = [found.interval() for b, a in pairs if (found := paired_ratios(b, a, STEP)) is not None]
-        lines += [f"Within the process: {interval_text(one)}." for one in within[:1] if one is not None]
-    return lines
-
-
-def against_as_json(before: RunSet, after: RunSet) -> Mapping[str, Any]:
-    """Plain data: the change of each part, and the runs of both sides as they are stored."""
-    parts = (*dict.fromkeys((*before.parts, *after.parts)), STEP)
-    changes = {part: change_of(before, after, part) for part in parts}
-    return {
-        "sets": [before.name, after.name],
-        "changes": {part: msgspec.to_builtins(change) for part, change in changes.items()},
-        "runs": [before.runs, after.runs],
-    }

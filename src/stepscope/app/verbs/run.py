@@ -416,7 +416,7 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
     from stepscope.engine.request import Policy
 
     def report(runs: list[Run]) -> None:
-        from stepscope.runs.run_sets import against_as_json, answer_against, answer_set, set_as_json, sets_of
+        from stepscope.runs.run_sets import answer_against, answer_set, compare_sets, sets_of
 
         if len(runs) == 1 and plan.cells[0].repeat is None and plan.cells[0].against is None:
             _show(runs[0], Path(plan.out) / runs[0].id, shown, save)
@@ -429,7 +429,7 @@ def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | N
             raise InputError("too few of the processes ended with a result to compare two steps")
         first, second = sets[0], sets[-1]
         answer = answer_set(first, plan.out) if alone else answer_against(first, second, plan.out)
-        document = set_as_json(first) if alone else against_as_json(first, second)
+        document = first.document if alone else compare_sets(first, second)
         shown.show(answer, document=lambda: json_document(document), save=save)
         if alone:
             shown.name_the_page(f"{first.name} --runs {plan.out}")

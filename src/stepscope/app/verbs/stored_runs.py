@@ -119,14 +119,14 @@ def show_command(
     try:
         found = find_run(run, runs)
     except InputError:
-        from stepscope.runs.run_sets import answer_set, set_as_json, sets_of
+        from stepscope.runs.run_sets import answer_set, sets_of
 
         sets = sets_of(load_runs([runs])[0]) if runs.is_dir() else []
         named = [one for one in sets if one.runs[0].repeat is not None and run in one.name]
         if len(named) != 1:
             raise
         answer = answer_set(named[0], str(runs))
-        shown.show(answer, document=lambda: json_document(set_as_json(named[0])), save=save)
+        shown.show(answer, document=lambda: json_document(named[0].document), save=save)
     else:
         from stepscope.runs.answer import answer_run
 

@@ -14,6 +14,7 @@ from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.snapshot import read_snapshot
 from stepscope.core.answer import (
+    PROSE,
     SEVERITIES,
     Answer,
     Cell,
@@ -42,13 +43,13 @@ from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
-from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
+from stepscope.core.units import counted, format_bytes, format_seconds, format_share
 from stepscope.questions.compare import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.rendering.pages.of_answer import (
+    PREDICTION_KEYS,
     gravest,
     heading_of,
-    is_prediction,
     page_of_answer,
     page_of_capture,
     page_of_job,
@@ -59,9 +60,17 @@ from stepscope.rendering.pages.of_answer import (
     sections_of_digest,
 )
 from stepscope.runs import metrics
-from stepscope.runs.answer import answer_cells, answer_run, identify, status_in_short, status_sentence, status_word
+from stepscope.runs.answer import (
+    answer_cells,
+    answer_run,
+    identify,
+    interval_ms,
+    status_in_short,
+    status_sentence,
+    status_word,
+)
 from stepscope.runs.fields import FIELDS, VALUES, Scalar
-from stepscope.runs.run_sets import RunSet, answer_set, sets_of
+from stepscope.runs.run_sets import RunSet, answer_set, findings_by_kind, sets_of
 from stepscope.runs.tables import TableQuery, select_runs, table_panels
 from stepscope.traces.captures.answer import answer_trace
 from stepscope.traces.captures.checks import check_trace
@@ -92,50 +101,56 @@ def page_of_runs(runs: Sequence[Run], name: str, places: Sequence[str]) -> Page:
         raise InputError(f"no runs at {name}: `stepscope sweep` leaves some")
     done = [run for run in runs if run.status == "done" and metrics.median_s(run, STEP)]
     devices = list(dict.fromkeys(run.environment.limited_device for run in runs if run.environment))
+    ended = Counter(status_word(run) for run in runs if run.status != "done")
     findings = _findings(runs)
-    cells = _with_legend(answer_cells(runs), runs)
+    cells = answer_cells(runs)
+    if (doubts := doubts_sentence(runs)) is not None:
+        table = msgspec.structs.replace(cells.tables[0], notes=(*cells.tables[0].notes, Line(doubts, "aside")))
+        cells = msgspec.structs.replace(cells, tables=(table, *cells.tables[1:]))
     sections = [Section(title="Cells", answer=cells)]
-    plots = (*_curves(done), *_heats(runs))
-    if plots:
-        drawn = Answer(study="sweep", question="", panels=plots)
-        sections.insert(0, Section(title="Over the axes", answer=drawn))
+    if plots := (*_curves(done), *_heats(runs)):
+        sections.insert(0, Section(title="Over the axes", answer=Answer(study="sweep", question="", panels=plots)))
     if missing := [run for run in runs if run not in done]:
-        sections.append(Section(title="What is missing, and why", answer=_missing(missing)))
+        why = [(cell_name(run.workload, run.settings), status_word(run), status_sentence(run)) for run in missing]
+        sections.append(
+            _sweep_section("What is missing, and why", table_of("cell", "status", ("why", PROSE), rows=why))
+        )
+    machines = Counter(run.environment.described for run in runs if run.environment)
+    table = table_of("device and versions", ("runs", ","), rows=list(machines.items()))
+    not_measured = warning(
+        "not-measured",
+        f"{_in_short(ended)} of {counted(len(runs), 'run')}: what is missing stands below, with why.",
+        dict(ended),
+    )
     return Page(
         title=f"{counted(len(runs), 'run')} of {name}",
         kind="sweep",
         sentence=_sentence(runs, done, devices),
-        figures=_figures(runs, done, findings),
-        findings=(*_not_measured(runs), *findings),
+        figures=_figures(runs, done, gravest(findings, ended=_in_short(ended))),
+        findings=(*((not_measured,) if ended else ()), *findings),
         checked=bool(done),
-        sections=(*sections, _where(runs)),
+        sections=(*sections, _sweep_section("Environment", table)),
         shown_by=(f"stepscope table {shlex.join(places)}",),
     )
 
 
-def _with_legend(cells: Answer, runs: Sequence[Run]) -> Answer:
-    """The cells, with what the marks beside their figures mean."""
-    found = cells.tables[0]
-    said = doubts_sentence(runs)
-    if said is None:
-        return cells
-    legend = Line(said, "aside")
-    return msgspec.structs.replace(
-        cells, tables=(msgspec.structs.replace(found, notes=(*found.notes, legend)), *cells.tables[1:])
-    )
+def _sweep_section(title: str, table: Table) -> Section:
+    return Section(title=title, answer=Answer(study="sweep", question="", tables=(table,)))
 
 
 def _sentence(runs: Sequence[Run], done: Sequence[Run], devices: Sequence[str]) -> str:
+    """How many runs measured a step, on which devices, and what the fastest and the slowest take."""
     where = f" on {' and '.join(devices[:3])}" if devices else ""
     if not done:
         return f"None of {counted(len(runs), 'run')}{where} measured a step."
     by_time = sorted(done, key=lambda run: metrics.median_s(run, STEP) or 0.0)
-    first, last = by_time[0], by_time[-1]
+    first, last = (
+        f"{format_seconds(metrics.median_s(run, STEP) or 0.0)} ({cell_name(run.workload)})"
+        for run in (by_time[0], by_time[-1])
+    )
     lost = Counter(status_word(run) for run in runs if run not in done)
     others = f"; {_in_short(lost)}" if lost else ""
-    span = f"from {_step(first)} ({cell_name(first.workload)}) to {_step(last)} ({cell_name(last.workload)})"
-    if len(done) == 1:
-        span = f"{_step(first)} ({cell_name(first.workload)})"
+    span = f"from {first} to {last}" if len(done) > 1 else first
     return f"{counted(len(done), 'run')} measured{where}, {span}{others}."
 
 
@@ -143,68 +158,44 @@ def _in_short(lost: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {word}" for word, count in lost.items())
 
 
-def _step(run: Run) -> str:
-    return format_seconds(metrics.median_s(run, STEP) or 0.0)
-
-
-def _figures(runs: Sequence[Run], done: Sequence[Run], findings: tuple[Finding, ...]) -> tuple[Figure, ...]:
+def _figures(runs: Sequence[Run], done: Sequence[Run], worst: Figure) -> tuple[Figure, ...]:
+    """The runs with the largest of each figure, and the gravest finding."""
     # A forward alone has more tokens per second than a training step of the same: they are no rivals.
     phases = {FIELDS["phase"].read(run) for run in done}
     whole = [run for run in done if FIELDS["phase"].read(run) == "train"] if len(phases) > 1 else done
     of_train = ", training" if len(phases) > 1 and whole else ""
-    whole = whole or done
+
+    def most(
+        rivals: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]
+    ) -> Figure:
+        best = max(rivals, key=lambda run: read(run) or 0.0, default=None)
+        value = read(best) if best is not None else None
+        if best is None or not value:
+            return Figure(name=name, value=_UNKNOWN)
+        return Figure(name=name, value=shown(value), note=cell_name(best.workload))
+
     return (
         Figure(name="measured", value=f"{len(done)} of {len(runs)}"),
-        _most(whole, f"most tokens per second{of_train}", metrics.tokens_per_s, lambda value: f"{value:,.0f}"),
-        _most(done, "best MFU", lambda run: metrics.mfu_datasheet(run) or metrics.mfu_measured(run), format_share),
-        _most(done, "most memory", metrics.peak_bytes, format_bytes),
-        _gravest(runs, findings),
+        most(whole or done, f"most tokens per second{of_train}", metrics.tokens_per_s, "{:,.0f}".format),
+        most(done, "best MFU", lambda run: metrics.mfu_datasheet(run) or metrics.mfu_measured(run), format_share),
+        most(done, "most memory", metrics.peak_bytes, format_bytes),
+        worst,
     )
-
-
-def _gravest(runs: Sequence[Run], findings: tuple[Finding, ...]) -> Figure:
-    """The gravest finding; where there is no error, how many runs ended before they were measured comes first."""
-    lost = Counter(status_word(run) for run in runs if run.status != "done")
-    if not lost or any(finding.severity == "error" for finding in findings):
-        return gravest(findings)
-    return Figure(name="gravest finding", value=_in_short(lost), note="not measured to the end")
-
-
-def _not_measured(runs: Sequence[Run]) -> Iterator[Finding]:
-    """What became of the runs that did not end, which no check sees."""
-    if lost := Counter(status_word(run) for run in runs if run.status != "done"):
-        sentence = f"{_in_short(lost)} of {counted(len(runs), 'run')}: what is missing stands below, with why."
-        yield warning("not-measured", sentence, dict(lost))
-
-
-def _most(done: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]) -> Figure:
-    """The run with the largest of a figure."""
-    best = max(done, key=lambda run: read(run) or 0.0, default=None)
-    value = read(best) if best is not None else None
-    if best is None or not value:
-        return Figure(name=name, value="not measured")
-    return Figure(name=name, value=shown(value), note=cell_name(best.workload))
 
 
 def _findings(runs: Sequence[Run]) -> tuple[Finding, ...]:
     """Each kind of finding once, with the number of runs that have it, the gravest and most frequent first."""
-    counts = Counter(kind for run in runs for kind in {finding.kind for finding in run.findings})
-    first: dict[str, Finding] = {}
-    for run in runs:
-        for finding in run.findings:
-            first.setdefault(finding.kind, finding)
-    ordered = sorted(first.values(), key=lambda one: (SEVERITIES.index(one.severity), -counts[one.kind], one.kind))
-    return tuple(
-        msgspec.structs.replace(one, sentence=_in_how_many(one.sentence, counts[one.kind], len(runs)))
-        for one in ordered
+
+    def sentence(finding: Finding, count: int) -> str:
+        if count == 1:
+            return f"{finding.sentence} (In one of {len(runs)} runs.)" if len(runs) > 1 else finding.sentence
+        others = f"One of {count} such findings in {len(runs)} runs; the others have figures of their own."
+        return f"{finding.sentence} ({others})"
+
+    ordered = sorted(
+        findings_by_kind(runs), key=lambda pair: (SEVERITIES.index(pair[0].severity), -pair[1], pair[0].kind)
     )
-
-
-def _in_how_many(sentence: str, count: int, runs: int) -> str:
-    """The sentence of one run's finding, and how many others have a finding of its kind, with figures of their own."""
-    if count == 1:
-        return f"{sentence} (In one of {runs} runs.)" if runs > 1 else sentence
-    return f"{sentence} (One of {count} such findings in {runs} runs; the others have figures of their own.)"
+    return tuple(msgspec.structs.replace(one, sentence=sentence(one, count)) for one, count in ordered)
 
 
 def _axes(runs: Sequence[Run]) -> list[str]:
@@ -295,22 +286,6 @@ def _heat(runs: Sequence[Run], across: str, down: str, title: str, figure: str) 
         )
 
 
-def _missing(runs: Sequence[Run]) -> Answer:
-    rows: list[tuple[Cell, ...]] = [
-        (cell_name(run.workload, run.settings), status_word(run), status_sentence(run)) for run in runs
-    ]
-    table = Table(title="", columns=("cell", "status", "why"), rows=tuple(rows), units=("", "", "prose"))
-    return Answer(study="sweep", question="", tables=(table,))
-
-
-def _where(runs: Sequence[Run]) -> Section:
-    """The environments, a line for each that differs."""
-    counts = Counter(run.environment.described for run in runs if run.environment)
-    rows: list[tuple[Cell, ...]] = [(described, count) for described, count in counts.items()]
-    table = table_of("device and versions", ("runs", ","), rows=rows)
-    return Section(title="Environment", answer=Answer(study="sweep", question="", tables=(table,)))
-
-
 # The page of one run, or of one step measured in several processes.
 
 
@@ -376,7 +351,7 @@ def page_of_set(found: RunSet) -> Page:
     interval = times.interval()
     step_s = times.typical_s
     enough = len(found.measured) >= FEWEST_PROCESSES
-    between = f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms" if interval else ""
+    between = interval_ms(interval)
     sure = f", with 95 % confidence {between}" if between and enough else ""
     figures = (
         Figure(
@@ -428,7 +403,7 @@ def _run_figures(run: Run) -> tuple[Figure, ...]:
         held, of_peak = metrics.mfu_measured(run), "of the measured ceiling"
     capacity = run.environment.memory_bytes if run.environment else None
     between = (
-        f"{format_milliseconds(interval.low)} to {format_milliseconds(interval.high)} ms, one process"
+        f"{interval_ms(interval)}, one process"
         if interval
         else f"{counted(samples.count, 'step')}, no interval"
         if samples is not None and samples.count
@@ -443,15 +418,8 @@ def _run_figures(run: Run) -> tuple[Figure, ...]:
             value=format_bytes(peak) if peak is not None else _UNKNOWN,
             note=f"of {format_bytes(capacity)}" if capacity and peak is not None else "",
         ),
-        _gravest_of_run(run),
+        gravest(run.findings, ended=status_word(run) if run.status != "done" else ""),
     )
-
-
-def _gravest_of_run(run: Run) -> Figure:
-    """The gravest finding; of a run that ended before it was measured, how it ended."""
-    if run.status != "done" and not any(finding.severity == "error" for finding in run.findings):
-        return Figure(name="gravest finding", value=status_word(run), note="not measured to the end")
-    return gravest(run.findings)
 
 
 def _numerics(run: Run) -> Iterator[Section]:
@@ -565,7 +533,10 @@ def page_named(names: Sequence[str], runs: Path, say: Say, begun: Begun | None =
     name = names[0]
     place = _place(name, runs)
     if place is None:
-        return _of_set(name, runs)
+        sets = _sets_named(name, runs)
+        if len(sets) > 1:
+            raise InputError(f"{len(sets)} sets in {runs} match {name!r}: write more of the name")
+        return page_of_set(sets[0])
     if place.is_file() and place.name != RUN_FILE:
         return _of_file(place, say)
     return _of_directory(place, say, begun)
@@ -645,44 +616,33 @@ def _sets_named(name: str, runs: Path) -> list[RunSet]:
     return [one for one in sets_of(load_runs([runs])[0]) if one.runs[0].repeat is not None and name in one.name]
 
 
-def _of_set(name: str, runs: Path) -> Page:
-    found = _sets_named(name, runs)
-    if len(found) > 1:
-        raise InputError(f"{len(found)} sets in {runs} match {name!r}: write more of the name")
-    return page_of_set(found[0])
-
-
 def _of_file(place: Path, say: Say) -> Page:
+    """The page of a snapshot, a stored answer, a prediction or a capture, by the file's name and what it holds."""
     name = place.name.casefold()
     if name.endswith(_SNAPSHOTS):
         return _of_snapshot(place)
-    if not name.endswith(_DATABASES):
-        if (answer := _stored_answer(place)) is not None:
-            return page_of_answer(answer, "answer")
-        document = _small_document(place)
-        if is_prediction(document):
-            return page_of_prediction(document, str(place))
-        _refuse_other_documents(place, document)
-    return _of_capture(place, say)
-
-
-def _stored_answer(place: Path) -> Answer | None:
-    """The answer that a file holds; None where it holds something else."""
+    if name.endswith(_DATABASES):
+        return _of_capture(place, say)
     try:
         with (gzip.open if place.name.endswith(".gz") else open)(place, "rb") as file:  # type: ignore[operator]
             head = file.read(_LOOKED_AT)
-    except (OSError, EOFError):
-        return None
-    if b'"study"' not in head or b'"traceEvents"' in head:
-        return None
-    data = read_document(place)
-    try:
+        may_be_answer = b'"study"' in head and b'"traceEvents"' not in head
+        is_small = not place.name.endswith(".gz") and place.stat().st_size <= _LARGEST_DOCUMENT
+        data = read_document(place) if may_be_answer else place.read_bytes() if is_small else b""
         document = json.loads(data)
-    except ValueError:
-        return None
-    if not isinstance(document, dict) or not {"study", "tables"} <= document.keys():
-        return None
-    return decode_answer(data, str(place))
+    except (OSError, EOFError, ValueError, RecursionError):
+        return _of_capture(place, say)
+    if may_be_answer and isinstance(document, dict) and {"study", "tables"} <= document.keys():
+        return page_of_answer(decode_answer(data, str(place)), "answer")
+    first = document[0] if isinstance(document, list) and document else document
+    if is_small and isinstance(first, dict):
+        if first.keys() >= PREDICTION_KEYS:
+            return page_of_prediction(document, str(place))
+        other = next((other for other in _OTHERS if other[0] <= first.keys() and "traceEvents" not in first), None)
+        if other is not None:
+            _, what, remedy = other
+            raise InputError(f"{place} is {what} as --json wrote it, which has no page of its own: {remedy}")
+    return _of_capture(place, say)
 
 
 _OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
@@ -692,26 +652,6 @@ _OTHERS: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"kernel_times"}), "a trace's figures", "name the trace itself: stepscope report TRACE"),
 )
 """What other verbs write by --json, by keys that it has: its name, and what to do instead."""
-
-
-def _small_document(place: Path) -> object:
-    """The JSON of a file, if it is no trace by its size; None where it is something else."""
-    try:
-        if place.name.endswith(".gz") or place.stat().st_size > _LARGEST_DOCUMENT:
-            return None
-        return json.loads(place.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None
-
-
-def _refuse_other_documents(place: Path, document: object) -> None:
-    """Raise InputError where a file holds what another verb wrote by --json, which has no page."""
-    first = document[0] if isinstance(document, list) and document else document
-    if not isinstance(first, dict) or "traceEvents" in first:
-        return
-    for keys, what, remedy in _OTHERS:
-        if keys <= first.keys():
-            raise InputError(f"{place} is {what} as --json wrote it, which has no page of its own: {remedy}")
 
 
 def _of_snapshot(place: Path) -> Page:

@@ -113,9 +113,12 @@ def _for_a_page(table: Table) -> Table:
     return msgspec.structs.replace(table, notes=tuple(said))
 
 
-def gravest(findings: tuple[Finding, ...], note: str = "") -> Figure:
-    """The figure that says what is to be doubted or mended first."""
+def gravest(findings: tuple[Finding, ...], note: str = "", *, ended: str = "") -> Figure:
+    """The figure that says what is to be doubted or mended first. ended: how runs ended that were not measured, which
+    an error alone outweighs."""
     first = min(findings, key=lambda one: SEVERITIES.index(one.severity), default=None)
+    if ended and (first is None or first.severity != "error"):
+        return Figure(name="gravest finding", value=ended, note="not measured to the end")
     if first is None:
         return Figure(name="gravest finding", value="none", note=note or "every check passed")
     return Figure(name="gravest finding", value=first.kind, note=first.severity)
@@ -124,13 +127,8 @@ def gravest(findings: tuple[Finding, ...], note: str = "") -> Figure:
 # The page of a prediction of memory, from what `stepscope fit --json` wrote.
 
 
-_KEYS = frozenset({"peak_bytes", "estimate", "answer"})
-
-
-def is_prediction(document: object) -> bool:
-    """Whether a JSON document is a prediction, or several."""
-    first = document[0] if isinstance(document, list) and document else document
-    return isinstance(first, dict) and first.keys() >= _KEYS
+PREDICTION_KEYS = frozenset({"peak_bytes", "estimate", "answer"})
+"""Keys by which the JSON of a prediction is known."""
 
 
 def page_of_prediction(document: Any, source: str) -> Page:
