@@ -838,26 +838,26 @@ def roofline_as_json(roofline: Roofline) -> dict[str, Any]:
             {
                 "family": each.family,
                 **_per_step(each, steps, "device_ns", "forward_ns", "backward_ns"),
-                **_values(each, "backward_over_forward", "coverage"),
+                **values_of(each, "backward_over_forward", "coverage"),
                 **_per_step(each, steps, "flops", bytes="bytes_moved"),
-                **_values(each, *_AGAINST_THE_ROOF),
+                **values_of(each, *_AGAINST_THE_ROOF),
                 "bound_ns": each.bound_ns / steps if each.bound_ns else None,
-                **_values(each, "over_bound", "verdict", "verdict_share"),
+                **values_of(each, "over_bound", "verdict", "verdict_share"),
             }
             for each in roofline.families
         ],
         "operators": [
             {
-                **_values(each, "operator", "shapes", "dtypes", "phase", "family", "kernel", "values", "arithmetic"),
+                **values_of(each, "operator", "shapes", "dtypes", "phase", "family", "kernel", "values", "arithmetic"),
                 **_per_step(each, steps, "calls", "kernels", "device_ns"),
-                **_values(each, "host_ns", "dry_share"),
+                **values_of(each, "host_ns", "dry_share"),
                 **_per_step(each, steps, "flops", bytes="bytes_moved"),
                 "convention": str(each.work.convention) if each.work else None,
                 "attention": each.sight,
                 "work_open": each.is_open,
-                **_values(each, *_AGAINST_THE_ROOF),
+                **values_of(each, *_AGAINST_THE_ROOF),
                 **_per_step(each, steps, "bound_ns"),
-                **_values(each, "over_bound", "verdict"),
+                **values_of(each, "over_bound", "verdict"),
             }
             for each in roofline.operators
         ],
@@ -867,7 +867,8 @@ def roofline_as_json(roofline: Roofline) -> dict[str, Any]:
 _AGAINST_THE_ROOF = ("intensity", "flops_per_s", "bytes_per_s")
 
 
-def _values(record: object, *names: str) -> dict[str, Any]:
+def values_of(record: object, *names: str) -> dict[str, Any]:
+    """The named fields of a record, in this order."""
     return {name: getattr(record, name) for name in names}
 
 

@@ -28,7 +28,7 @@ from stepscope.core.units import counted, format_count, format_share, ms_text
 from stepscope.traces.captures.attribution import RANGES, ROOT, Attribution
 from stepscope.traces.captures.details import View, detail_tables, details_as_json, more_tables
 from stepscope.traces.captures.digest import TraceDigest
-from stepscope.traces.captures.occupation import Occupation, Overlap, device_names, used_devices
+from stepscope.traces.captures.occupation import Occupation, device_names, used_devices
 from stepscope.traces.captures.part import range_totals
 from stepscope.traces.captures.summary import (
     GEMM,
@@ -41,7 +41,7 @@ from stepscope.traces.captures.summary import (
     TraceSummary,
 )
 from stepscope.traces.kernels.names import decode, kernel_label, kernel_labels
-from stepscope.traces.roofline import roofline_as_json, roofline_panel, roofline_tables
+from stepscope.traces.roofline import roofline_as_json, roofline_panel, roofline_tables, values_of
 
 _MODULES_SHOWN = 12
 _KERNELS_DRAWN = 5
@@ -114,7 +114,15 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
     if summary.run:
         yield from as_lines(describe_model(summary.run.workload), describe_workload(summary.run.workload))
     if summary.part is not None:
-        yield Line(f"Only {summary.part.words}{_of_instances(summary)}.", "strong")
+        part, instances = summary.part.words, summary.part.instances
+        if instances is not None:
+            part = f"{part}: {counted(instances, 'instance')}"
+        if instances:
+            each_ns = summary.busy_ns / instances
+            part = (
+                f"{part} of {summary.kernel_count / instances:.4g} {_noun(summary)}s and {each_ns * 1e-3:.1f} us each"
+            )
+        yield Line(f"Only {part}.", "strong")
     what = "operators (by their own time)" if table.on_cpu else "kernels"
     running = f", {ms_text(summary.union_ns)} ms with at least one running" if not table.on_cpu else ""
     covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
@@ -125,7 +133,10 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
     )
     copies, copies_ns = summary.copies
     if copies:
-        yield Line(f"Beside them {format_count(copies)} copies and fills: {ms_text(copies_ns)} ms{_of_span(summary)}.")
+        span_ns = summary.occupation.span_ns if summary.occupation is not None else 0
+        share = copies_ns / span_ns if span_ns else 0.0
+        of_span = f", {format_share(share)} of the span" if share >= _MUCH else ""
+        yield Line(f"Beside them {format_count(copies)} copies and fills: {ms_text(copies_ns)} ms{of_span}.")
     if attribution.links_checked:
         yield Line(
             f"{format_count(attribution.links_agree)} of {format_count(attribution.links_checked)} backward operators "
@@ -133,53 +144,29 @@ def _heading(summary: TraceSummary, source: str) -> Iterator[Line]:
         )
 
 
-def _of_span(summary: TraceSummary) -> str:
-    """The share of copies and fills in the devices' spans, where it is much."""
-    span_ns = summary.occupation.span_ns if summary.occupation is not None else 0
-    share = summary.copies[1] / span_ns if span_ns else 0.0
-    return f", {format_share(share)} of the span" if share >= _MUCH else ""
-
-
-def _of_instances(summary: TraceSummary) -> str:
-    """The number of ranges in which the part was launched, and the mean content of one range."""
-    assert summary.part is not None
-    if summary.part.instances is None:
-        return ""
-    instances = summary.part.instances
-    each = f" of {summary.kernel_count / instances:.4g} {_noun(summary)}s and" if instances else ""
-    mean = f"{each} {summary.busy_ns / instances * 1e-3:.1f} us each" if instances else ""
-    return f": {counted(instances, 'instance')}{mean}"
-
-
 def _phase_table(summary: TraceSummary) -> Table:
     """The table of phases, for questions (a) and (d)."""
-    noun = _noun(summary)
-    known = {
-        "range open ms": any(phase.range_ns is not None for phase in summary.phases),
-        "unprofiled ms": any(phase.unprofiled_s is not None for phase in summary.phases),
-        "matrix products": any(phase.product_kernels is not None for phase in summary.phases),
-        "expected": any(phase.expected_products is not None for phase in summary.phases),
+    noun, phases = _noun(summary), summary.phases
+    unprofiled_ns = [None if phase.unprofiled_s is None else phase.unprofiled_s * 1e9 for phase in phases]
+    run = (summary.run,) if summary.run else ()
+    columns: dict[str, tuple[str, list[Cell]]] = {
+        "range open ms": ("ms of ns", [phase.range_ns for phase in phases]),
+        "unprofiled ms": ("ms of ns", [figure(time_ns, *run) for time_ns in unprofiled_ns]),
+        "matrix products": ("g", [phase.product_kernels for phase in phases]),
+        "expected": ("g", [phase.expected_products for phase in phases]),
     }
-    units = {"range open ms": "ms of ns", "unprofiled ms": "ms of ns", "matrix products": "g", "expected": "g"}
-    rows: list[tuple[Cell, ...]] = []
-    for phase in summary.phases:
-        unprofiled_ns = phase.unprofiled_s * 1e9 if phase.unprofiled_s is not None else None
-        more: dict[str, Cell] = {
-            "range open ms": phase.range_ns,
-            "unprofiled ms": figure(unprofiled_ns, summary.run) if summary.run else unprofiled_ns,
-            "matrix products": phase.product_kernels,
-            "expected": phase.expected_products,
-        }
-        chosen = (more[name] for name, is_known in known.items() if is_known)
-        rows.append((phase.phase, phase.kernels, phase.busy_ns, *chosen, phase.gemm_fraction))
-    kernels = sum(phase.kernels for phase in summary.phases)
-    busy_ns = sum(phase.busy_ns for phase in summary.phases)
-    rows.append(("all", kernels, busy_ns, *[None] * sum(known.values()), summary.gemm_fraction))
+    known = {name: column for name, column in columns.items() if any(value is not None for value in column[1])}
+    rows: list[tuple[Cell, ...]] = [
+        (phase.phase, phase.kernels, phase.busy_ns, *(values[i] for _, values in known.values()), phase.gemm_fraction)
+        for i, phase in enumerate(phases)
+    ]
+    kernels, busy_ns = (sum(getattr(phase, name) for phase in phases) for name in ("kernels", "busy_ns"))
+    rows.append(("all", kernels, busy_ns, *[None] * len(known), summary.gemm_fraction))
     return table_of(
         "phase, a step",
         (f"{noun}s", "g"),
         (f"{noun} time ms", "ms of ns"),
-        *((name, units[name]) for name, is_known in known.items() if is_known),
+        *((name, unit) for name, (unit, _) in known.items()),
         ("matrix share", "%"),
         rows=rows,
         rules=(len(rows) - 1,),
@@ -219,6 +206,12 @@ def _family_table(summary: TraceSummary) -> Table:
     phases = summary.phase_names
     whole = summary.busy_ns / summary.steps
     cells = {(row["family"], row["phase"]): row["busy_ns"] for row in summary.families.iter_rows(named=True)}
+    others = summary.other_kernels(_OTHERS_NAMED + 1)
+    named = [
+        f"{middle_cut(name_shown(kernel_label(row.name)), _IN_A_SENTENCE)} ({format_share(row.share)})"
+        for row in others[:_OTHERS_NAMED]
+    ]
+    more = ", and more" if len(others) > _OTHERS_NAMED else ""
     return table_of(
         "family, ms a step",
         *((phase, "ms of ns") for phase in phases),
@@ -228,20 +221,8 @@ def _family_table(summary: TraceSummary) -> Table:
             (family, *(cells.get((family, phase)) for phase in phases), busy_ns, busy_ns / whole if whole else None)
             for family, busy_ns in _family_totals(summary)
         ],
-        notes=as_lines(*_other_words(summary)),
+        notes=as_lines(f"Of no known family are {', '.join(named)}{more}.") if named else (),
     )
-
-
-def _other_words(summary: TraceSummary) -> Iterator[str]:
-    """The kernels of no known family, by name: what the family other hides."""
-    rows = summary.other_kernels(_OTHERS_NAMED + 1)
-    named = [
-        f"{middle_cut(name_shown(kernel_label(row.name)), _IN_A_SENTENCE)} ({format_share(row.share)})"
-        for row in rows[:_OTHERS_NAMED]
-    ]
-    if named:
-        more = ", and more" if len(rows) > _OTHERS_NAMED else ""
-        yield f"Of no known family are {', '.join(named)}{more}."
 
 
 def _share_of(summary: TraceSummary, family: str, phase: str | None = None) -> float:
@@ -293,41 +274,28 @@ def _kernels(summary: TraceSummary, head: str, rows: list[KernelRow], **more: An
 
 def _attention_table(summary: TraceSummary) -> Table:
     """The table of attention's parts, for question (e)."""
-    rows = summary.attention
-    known = any(row.flops for row in rows)
-    heads = (("FLOPs, full square", "FLOP"), ("rate", "FLOP/s")) if known else ()
-    return table_of(
-        "attention in forward",
-        ("ms a step", "ms of ns"),
-        *heads,
-        rows=[
-            (
-                row.part,
-                row.busy_ns,
-                *((row.flops, row.flops / row.busy_ns * 1e9 if row.flops and row.busy_ns else None) if known else ()),
+    parts = summary.attention
+    known = any(row.flops for row in parts)
+    rows: list[tuple[Cell, ...]] = []
+    for row in parts:
+        rate = row.flops / row.busy_ns * 1e9 if row.flops and row.busy_ns else None
+        rows.append((row.part, row.busy_ns, *((row.flops, rate) if known else ())))
+    softmax = next(row for row in parts if row.part == "softmax")
+    products = [row for row in parts if "product" in row.part]
+    product_ns, words = sum(row.busy_ns for row in products), ""
+    if softmax.busy_ns and product_ns:
+        time_ratio = product_ns / softmax.busy_ns
+        words = f"The two products take {time_ratio:.2f} times as long as softmax"
+        flops = [row.flops for row in products if row.flops]
+        if softmax.flops and len(flops) == len(products):
+            flops_ratio = sum(flops) / softmax.flops
+            words += (
+                f" and do {flops_ratio:.1f} times its FLOPs: a FLOP of softmax costs "
+                f"{flops_ratio / time_ratio:.1f} times as much as one of a product"
             )
-            for row in rows
-        ],
-        notes=as_lines(*_attention_words(summary)),
-    )
-
-
-def _attention_words(summary: TraceSummary) -> Iterator[str]:
-    softmax = next(row for row in summary.attention if row.part == "softmax")
-    products = [row for row in summary.attention if "product" in row.part]
-    product_ns = sum(row.busy_ns for row in products)
-    if not softmax.busy_ns or not product_ns:
-        return
-    time_ratio = product_ns / softmax.busy_ns
-    words = f"The two products take {time_ratio:.2f} times as long as softmax"
-    flops = [row.flops for row in products if row.flops]
-    if softmax.flops and len(flops) == len(products):
-        flops_ratio = sum(flops) / softmax.flops
-        words += (
-            f" and do {flops_ratio:.1f} times its FLOPs: a FLOP of softmax costs "
-            f"{flops_ratio / time_ratio:.1f} times as much as one of a product"
-        )
-    yield f"{words}."
+    heads = (("FLOPs, full square", "FLOP"), ("rate", "FLOP/s")) if known else ()
+    notes = as_lines(f"{words}.") if words else ()
+    return table_of("attention in forward", ("ms a step", "ms of ns"), *heads, rows=rows, notes=notes)
 
 
 def _module_table(summary: TraceSummary) -> Table:
@@ -376,7 +344,13 @@ def _idle_table(summary: TraceSummary) -> Table:
         f"{ms_text(device.span_ns / steps)} ms a step under the profiler: idle {format_share(device.idle_share)}."
         for device in occupied.devices
     ]
-    words += [_overlap_words(one, steps) for one in summary.overlaps if one.communication_ns]
+    words += [
+        f"Device {one.device} communicates {ms_text(one.communication_ns / steps)} ms a step; "
+        f"{format_share(one.hidden_share or 0.0)} of it hides behind computation, "
+        f"{ms_text(one.exposed_ns / steps)} ms is exposed."
+        for one in summary.overlaps
+        if one.communication_ns
+    ]
     if (path := summary.critical_path) is not None and path.duration_ns:
         words.append(_path_words(path))
     heads = ("idle, a step", ("gaps", ".0f"), ("ms", "ms of ns"), ("largest us", "us of ns"), ("of the span", "%"))
@@ -385,14 +359,6 @@ def _idle_table(summary: TraceSummary) -> Table:
         for cause, gaps, idle_ns, largest_ns in totals.iter_rows()
     ]
     return table_of(*(heads if rows else ()), rows=rows, notes=as_lines(*words))
-
-
-def _overlap_words(one: Overlap, steps: int) -> str:
-    return (
-        f"Device {one.device} communicates {ms_text(one.communication_ns / steps)} ms a step; "
-        f"{format_share(one.hidden_share or 0.0)} of it hides behind computation, "
-        f"{ms_text(one.exposed_ns / steps)} ms is exposed."
-    )
 
 
 def _path_words(path: CriticalPath) -> str:
@@ -465,7 +431,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: Vi
     names the part. Its `ranges` are the ranges that launched some of it.
     """
     copies, copies_ns = summary.copies
-    attribution = summary.attribution
+    attribution, occupied, path = summary.attribution, summary.occupation, summary.critical_path
     return {
         "kernels": summary.kernel_count,
         "busy_ns": summary.busy_ns,
@@ -473,14 +439,14 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: Vi
         "unattributed_ns": summary.unattributed_ns,
         "ranges": {
             totals.name: {
-                **_fields(totals, "instances", "kernels", "busy_ns", "gemm_fraction"),
+                **values_of(totals, "instances", "kernels", "busy_ns", "gemm_fraction"),
                 "top_kernels": [
-                    _fields(kernel, "name", "calls", "busy_ns", "family") for kernel in totals.top_kernels or ()
+                    values_of(kernel, "name", "calls", "busy_ns", "family") for kernel in totals.top_kernels or ()
                 ],
             }
             for totals in range_totals(attribution, of_a_part=summary.part is not None)
         },
-        "findings": [_fields(finding, "kind", "severity", "sentence", "remedy", "evidence") for finding in findings],
+        "findings": [values_of(finding, "kind", "severity", "sentence", "remedy", "evidence") for finding in findings],
         "profiler": attribution.table.profiler,
         "recorder": attribution.table.recorder,
         "devices": {str(index): name for index, name in attribution.table.devices.items()},
@@ -491,24 +457,36 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: Vi
         "copies_ns": copies_ns,
         "phases": [
             {
-                **_fields(phase, "phase", "kernels", "busy_ns", "gemm_fraction", "range_ns", "found_by"),
+                **values_of(phase, "phase", "kernels", "busy_ns", "gemm_fraction", "range_ns", "found_by"),
                 "products": phase.product_kernels,
                 "expected_products": phase.expected_products,
                 "unprofiled_s": phase.unprofiled_s,
                 "top_kernels": [
-                    _fields(row, "name", "family", "calls", "busy_ns") for row in summary.top_kernels(phase.phase, 10)
+                    values_of(row, "name", "family", "calls", "busy_ns") for row in summary.top_kernels(phase.phase, 10)
                 ],
             }
             for phase in summary.phases
         ],
         "families": summary.families.to_dicts(),
-        "other_kernels": [_fields(row, "name", "calls", "busy_ns", "share") for row in summary.other_kernels(20)],
+        "other_kernels": [values_of(row, "name", "calls", "busy_ns", "share") for row in summary.other_kernels(20)],
         "modules": summary.modules.to_dicts() if summary.has_modules else [],
-        "attention": [_fields(row, "part", "busy_ns", "flops") for row in summary.attention],
+        "attention": [values_of(row, "part", "busy_ns", "flops") for row in summary.attention],
         "roles": summary.roles,
-        "idle": _idle_json(summary.occupation) if summary.occupation else None,
-        "overlap": [_fields(one, "device", "communication_ns", "hidden_ns", "exposed_ns") for one in summary.overlaps],
-        "critical_path": _path(summary.critical_path) if summary.critical_path else None,
+        "idle": {
+            "devices": [values_of(one, "device", "span_ns", "union_ns", "idle_ns") for one in occupied.devices],
+            "causes": occupied.by_cause.to_dicts(),
+        }
+        if occupied
+        else None,
+        "overlap": [
+            values_of(one, "device", "communication_ns", "hidden_ns", "exposed_ns") for one in summary.overlaps
+        ],
+        "critical_path": {
+            **values_of(path, "device", "step", "duration_ns", "beside_host_ns"),
+            "parts": path.by_category.to_dicts(),
+        }
+        if path
+        else None,
         "other_events": attribution.table.other,
         "roofline": roofline_as_json(summary.roofline) if summary.roofline else None,
         **details_as_json(summary, view or View()),
@@ -518,24 +496,7 @@ def trace_as_json(summary: TraceSummary, findings: tuple[Finding, ...], view: Vi
 
 def part_as_json(part: Part) -> dict[str, Any]:
     """The part of the capture that the other keys describe. `instances` are the ranges that launched some of it."""
-    return {"part": {**_fields(part, "step", "phase", "range", "instances"), **part.places}}
-
-
-def _idle_json(occupied: Occupation) -> dict[str, Any]:
-    """Each device's span and its idle time by cause, over the whole capture."""
-    return {
-        "devices": [_fields(device, "device", "span_ns", "union_ns", "idle_ns") for device in occupied.devices],
-        "causes": occupied.by_cause.to_dicts(),
-    }
-
-
-def _path(path: CriticalPath) -> dict[str, Any]:
-    return {**_fields(path, "device", "step", "duration_ns", "beside_host_ns"), "parts": path.by_category.to_dicts()}
-
-
-def _fields(record: object, *names: str) -> dict[str, Any]:
-    """The named fields of a record, in this order."""
-    return {name: getattr(record, name) for name in names}
+    return {"part": {**values_of(part, "step", "phase", "range", "instances"), **part.places}}
 
 
 # A capture as an icicle of where its time went, and as a timeline of what ran when.
@@ -589,13 +550,18 @@ def _icicle(ways: Iterable[tuple[tuple[str, ...], float]], noun: str, heading: s
         for depth in range(1, len(way) + 1):
             part = way[:depth]
             times[part] = times.get(part, 0.0) + time_ms
-            levels.setdefault(part, _level(depth, len(way), phases))
+            levels.setdefault(part, {phases: "phase", 1: "all", len(way): "family"}.get(depth, "module"))
     if not times:
         return None
     least = times["a step",] * _SMALLEST_SHARE
     nodes: list[Node] = []
     places: dict[tuple[str, ...], int] = {}
-    for part in sorted((part for part, time in times.items() if time >= least), key=lambda part: _order(part, times)):
+
+    def order(part: tuple[str, ...]) -> list[tuple[float, str]]:
+        """Parents before children, and of those on one level the longest first."""
+        return [(-times[part[:depth]], part[depth - 1]) for depth in range(1, len(part) + 1)]
+
+    for part in sorted((part for part, time in times.items() if time >= least), key=order):
         places[part] = len(nodes)
         parent = places.get(part[:-1], -1)
         nodes.append(Node(name_shown(str(part[-1])), times[part], parent, levels[part]))
@@ -621,15 +587,6 @@ def _modules(path: str) -> list[str]:
         else:
             parts.append(part)
     return parts
-
-
-def _level(depth: int, length: int, phases: int) -> str:
-    return {phases: "phase", 1: "all", length: "family"}.get(depth, "module")
-
-
-def _order(part: tuple[str, ...], times: dict[tuple[str, ...], float]) -> list[tuple[float, str]]:
-    """Parents before children, and of those on one level the longest first."""
-    return [(-times[part[:depth]], part[depth - 1]) for depth in range(1, len(part) + 1)]
 
 
 def timeline_panel(ranks: Iterable[tuple[str, Attribution, Occupation | None, int]]) -> Panel | None:

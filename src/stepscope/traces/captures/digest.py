@@ -168,28 +168,22 @@ def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDige
         ),
         attention=summary.attention,
         findings=findings,
-        roofs=_roofs(summary),
+        roofs=tuple(
+            RoofRow(
+                family=roof.family,
+                device_ns=roof.device_ns / summary.steps,
+                intensity=roof.intensity,
+                bound_ns=roof.bound_ns / summary.steps if roof.bounded_ns else None,
+                over_bound=roof.over_bound,
+                verdict=roof.mostly,
+            )
+            for roof in (summary.roofline.families if summary.roofline else ())
+            if roof.device_ns
+        ),
         places=tuple(PlaceRow(**row) for row in summary.places.iter_rows(named=True)) if summary.has_modules else (),
         top_together=tuple(summary.top_together(KEPT_ROWS)),
         softmax_kernels=tuple(summary.softmax_kernels(KEPT_ROWS)),
         generated=tuple(FamilyRow(**row) for row in summary.generated.iter_rows(named=True)),
-    )
-
-
-def _roofs(summary: TraceSummary) -> tuple[RoofRow, ...]:
-    if summary.roofline is None:
-        return ()
-    return tuple(
-        RoofRow(
-            family=roof.family,
-            device_ns=roof.device_ns / summary.steps,
-            intensity=roof.intensity,
-            bound_ns=roof.bound_ns / summary.steps if roof.bounded_ns else None,
-            over_bound=roof.over_bound,
-            verdict=roof.mostly,
-        )
-        for roof in summary.roofline.families
-        if roof.device_ns
     )
 
 
@@ -223,17 +217,13 @@ def load_capture(path: Path, *, say: Callable[[str], None]) -> TraceSummary:
     """
     attribution = attribute(read_trace(path))
     attribution.self_check()
-    return TraceSummary(attribution=attribution, run=_run_beside(find_capture(path), say))
-
-
-def _run_beside(capture: Path, say: Callable[[str], None]) -> Run | None:
-    if not (capture.parent / RUN_FILE).is_file():
-        return None
-    try:
-        return load_run(capture.parent)
-    except InputError as error:
-        say(f"the run beside the capture is left out: {error}")
-        return None
+    run, folder = None, find_capture(path).parent
+    if (folder / RUN_FILE).is_file():
+        try:
+            run = load_run(folder)
+        except InputError as error:
+            say(f"the run beside the capture is left out: {error}")
+    return TraceSummary(attribution=attribution, run=run)
 
 
 # What the capture of a stored run says, from the capture itself or from the digest that was kept of it.

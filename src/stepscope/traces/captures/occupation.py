@@ -26,7 +26,7 @@ from typing import cast
 import polars as pl
 
 from stepscope.traces.captures.attribution import Attribution
-from stepscope.traces.nesting import Nest, union
+from stepscope.traces.nesting import open_rows, union
 from stepscope.traces.table import TraceTable, fits, named
 
 # Exact arithmetic on sets of disjoint intervals: their length, and the time that they cover in each window.
@@ -95,39 +95,37 @@ class Overlap:
 
 def overlap(attribution: Attribution) -> tuple[Overlap, ...]:
     """The overlap on each device; empty for a CPU trace, since its operators' times are nested."""
-    kernels = attribution.kernels
     if attribution.table.on_cpu:
         return ()
-    return tuple(
-        _overlap_on(kernels.filter(pl.col("device") == device), device, attribution.table.devices.get(device))
-        for device in kernels["device"].unique().sort().to_list()
-    )
-
-
-def _overlap_on(kernels: pl.DataFrame, device: int, name: str | None) -> Overlap:
+    overlaps: list[Overlap] = []
     communicates = pl.col("family") == "communication"
-    collectives = kernels.filter(communicates)
-    computation = pieces(kernels.filter(~communicates))
-    communication = pieces(collectives)
-    ends = collectives["start_ns"] + collectives["duration_ns"]
-    by_kernel = (
-        collectives.select("name", "duration_ns", covered_ns(computation, collectives["start_ns"], ends))
-        .group_by(pl.col("name").cast(pl.String))
-        .agg(
-            pl.len().alias("calls"),
-            pl.col("duration_ns").sum().alias("busy_ns"),
-            pl.col("covered_ns").sum().alias("hidden_ns"),
+    for device in attribution.kernels["device"].unique().sort().to_list():
+        kernels = attribution.kernels.filter(pl.col("device") == device)
+        collectives = kernels.filter(communicates)
+        computation, communication = pieces(kernels.filter(~communicates)), pieces(collectives)
+        ends = collectives["start_ns"] + collectives["duration_ns"]
+        hidden = covered_ns(computation, communication["start_ns"], communication["end_ns"])
+        by_kernel = (
+            collectives.select("name", "duration_ns", covered_ns(computation, collectives["start_ns"], ends))
+            .group_by(pl.col("name").cast(pl.String))
+            .agg(
+                pl.len().alias("calls"),
+                pl.col("duration_ns").sum().alias("busy_ns"),
+                pl.col("covered_ns").sum().alias("hidden_ns"),
+            )
+            .sort(pl.col("busy_ns") - pl.col("hidden_ns"), "name", descending=[True, False])
         )
-        .sort(pl.col("busy_ns") - pl.col("hidden_ns"), "name", descending=[True, False])
-    )
-    return Overlap(
-        device=device,
-        name=name,
-        communication_ns=length_ns(communication),
-        computation_ns=length_ns(computation),
-        hidden_ns=int(covered_ns(computation, communication["start_ns"], communication["end_ns"]).sum()),
-        by_kernel=by_kernel,
-    )
+        overlaps.append(
+            Overlap(
+                device=device,
+                name=attribution.table.devices.get(device),
+                communication_ns=length_ns(communication),
+                computation_ns=length_ns(computation),
+                hidden_ns=int(hidden.sum()),
+                by_kernel=by_kernel,
+            )
+        )
+    return tuple(overlaps)
 
 
 # The devices that a capture is of. A trace lists all of a host's, though only some of them ran anything.
@@ -188,16 +186,9 @@ def waiting_call(gaps: pl.DataFrame, waiting: pl.DataFrame) -> pl.Series:
     """
     if not waiting.height:
         return pl.Series("wait", [None], dtype=pl.Categorical()).new_from_index(0, gaps.height)
-    threads = waiting.select("process", "thread").unique(maintain_order=True)
-    threads = threads.with_columns(pl.int_range(pl.len(), dtype=pl.Int64).alias("track"))
-    waiting = waiting.join(threads, on=["process", "thread"], how="left", maintain_order="left")
-    nest = Nest(waiting, "track")
     answers = []
     for thread in ("launch_thread", "thread_before"):
-        asked = gaps.join(
-            threads, left_on=["process", thread], right_on=["process", "thread"], how="left", maintain_order="left"
-        )
-        rows = nest.innermost(asked["track"], gaps["start_ns"])
+        rows = open_rows(waiting, gaps.select("process", pl.col(thread).alias("thread")), gaps["start_ns"])
         over = (waiting["start_ns"] + waiting["duration_ns"]).gather(rows) <= gaps["launch_ns"]
         answers.append(pl.select(pl.when(over).then(waiting["name"].gather(rows))).to_series())
     return pl.select(pl.coalesce(*answers).alias("wait")).to_series()
@@ -355,20 +346,15 @@ def _gaps(work: pl.DataFrame) -> pl.DataFrame:
 
 def _place(before: pl.DataFrame, after: pl.DataFrame) -> pl.Series:
     """The phase of the work on both sides of a gap, or whether the gap is between steps or phases."""
-    sides = after.select(
-        pl.col("phase").cast(pl.String),
-        "step",
-        before["phase"].cast(pl.String).alias("phase_before"),
-        before["step"].alias("step_before"),
-    )
-    return sides.select(
-        pl.when(pl.col("step").ne_missing(pl.col("step_before")))
+    phase, phase_before = after["phase"].cast(pl.String), before["phase"].cast(pl.String)
+    place = (
+        pl.when(after["step"].ne_missing(before["step"]))
         .then(pl.lit(BETWEEN_STEPS))
-        .when(pl.col("phase").ne_missing(pl.col("phase_before")))
+        .when(phase.ne_missing(phase_before))
         .then(pl.lit(BETWEEN_PHASES))
-        .otherwise("phase")
-        .alias("phase")
-    ).to_series()
+        .otherwise(phase)
+    )
+    return pl.select(place.alias("phase")).to_series()
 
 
 def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
@@ -409,12 +395,8 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
 def _loading_ns(gaps: pl.DataFrame, table: TraceTable) -> pl.Series:
     """The time that the launching threads spent loading data from each gap's start to its launch."""
     columns = ["process", "thread", "start_ns", "duration_ns"]
-    loading = pl.concat(
-        [
-            named(table.ranges, _LOADS_DATA).select(columns),
-            named(table.operators, _LOADS_DATA).select(columns),
-        ]
-    ).join(gaps, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi")
+    loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
+    loading = loading.join(gaps, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi")
     spent = pl.Series("loading_ns", [0], dtype=pl.Int64).new_from_index(0, gaps.height)
     for process in loading["process"].unique().to_list():
         covered = covered_ns(pieces(loading.filter(pl.col("process") == process)), gaps["start_ns"], gaps["launch_ns"])

@@ -187,17 +187,15 @@ def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[
     codes = kernels.select("name", "family").unique().with_row_index("code")
     of_kernel = kernels.select("name", "family").join(codes, on=["name", "family"], how="left", maintain_order="left")
     # A few ranges (the step, its phases) hold every kernel. Working slice by slice keeps few pairs in memory.
-    parts = []
-    held = 0
-    batch: list[pl.DataFrame] = []
+    batches, held = [[]], 0
     for piece in slices.iter_slices(50_000):
-        batch.append(piece)
+        batches[-1].append(piece)
         held += int((piece["high"].cast(pl.Int64) - piece["low"].cast(pl.Int64)).sum())
         if held > 1_000_000:
-            parts.append(_counted(pl.concat(batch), of_kernel["code"], kernels["duration_ns"]))
-            batch, held = [], 0
-    if batch:
-        parts.append(_counted(pl.concat(batch), of_kernel["code"], kernels["duration_ns"]))
+            batches.append([])
+            held = 0
+    codes_of, durations = of_kernel["code"], kernels["duration_ns"]
+    parts = [_counted(pl.concat(batch), codes_of, durations) for batch in batches if batch]
     if not parts:
         return {}
     totals = (
@@ -210,12 +208,13 @@ def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[
         .group_by("name", maintain_order=True)
         .head(top)
     )
-    best: dict[str, list[KernelTotals]] = {}
-    for row in totals.with_columns(pl.col("name").cast(pl.String)).iter_rows(named=True):
-        best.setdefault(row["name"], []).append(
-            KernelTotals(name=row["kernel"], family=row["family"], calls=row["calls"], busy_ns=row["busy_ns"])
-        )
-    return {name: tuple(found) for name, found in best.items()}
+    best: dict[str, tuple[KernelTotals, ...]] = {}
+    for name, kernel, family, calls, busy_ns in totals.select(
+        pl.col("name").cast(pl.String), "kernel", "family", "calls", "busy_ns"
+    ).iter_rows():
+        row = KernelTotals(name=kernel, family=family, calls=calls, busy_ns=busy_ns)
+        best[name] = (*best.get(name, ()), row)
+    return best
 
 
 def _counted(slices: pl.DataFrame, codes: pl.Series, durations: pl.Series) -> pl.DataFrame:
@@ -254,8 +253,7 @@ def part_of(
     work, instances, opened = whole.with_free_ns, whole.instances, None
     forwards = whole.forwards
     if step is not None:
-        work = _of_step(work, step, source)
-        instances = _inside_step(instances, step)
+        work, instances = _of_step(work, instances, step, source)
     if phase is not None:
         work = _of_phase(work, phase, source)
     if name is not None:
@@ -292,21 +290,16 @@ def part_of(
     return dataclasses.replace(summary, attribution=attribution, part=part)
 
 
-def _of_step(work: pl.DataFrame, step: int, source: str) -> pl.DataFrame:
+def _of_step(work: pl.DataFrame, instances: pl.DataFrame, step: int, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:
+    """The work of a step; the instance of this step, and the instances of phases that begin in it."""
     steps = work["step"].drop_nulls().unique().sort().to_list()
-    if step in steps:
-        return work.filter(pl.col("step") == step)
-    last = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} alone" if steps else ""
-    there = f"it has {last}" if steps else "no step is marked in it"
-    raise InputError(f"--step {step}: no such step in {source}: {there}")
-
-
-def _inside_step(instances: pl.DataFrame, step: int) -> pl.DataFrame:
-    """The instance of this step, and the instances of phases that begin in it."""
-    own = instances.filter(pl.col("what") == STEP).sort("start_ns")[step : step + 1]
-    begins = pl.col("start_ns")
-    bounds = own.select(begins.min().alias("first"), pl.col("end_ns").max().alias("last")).row(0)
-    return instances.filter((begins >= bounds[0]) & (begins < bounds[1]))
+    if step not in steps:
+        last = f"steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]} alone" if steps else ""
+        there = f"it has {last}" if steps else "no step is marked in it"
+        raise InputError(f"--step {step}: no such step in {source}: {there}")
+    own, begins = instances.filter(pl.col("what") == STEP).sort("start_ns")[step : step + 1], pl.col("start_ns")
+    first, last = own.select(begins.min(), pl.col("end_ns").max()).row(0)
+    return work.filter(pl.col("step") == step), instances.filter((begins >= first) & (begins < last))
 
 
 def _of_phase(work: pl.DataFrame, phase: str, source: str) -> pl.DataFrame:
