@@ -14,13 +14,13 @@ from stepscope.core.errors import InputError, StepscopeError, named_line, one_li
 from stepscope.core.evidence import Capture, CollectiveCalls, Correctness, Evidence
 from stepscope.core.run import Failure, Run, Status
 from stepscope.core.run_directory import FAILURE_FILE, save_run
-from stepscope.engine.nsys_trace import Nsys
 from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.step import Step
 from stepscope.training.training_step import Ranks
 
 if TYPE_CHECKING:
+    from stepscope.engine.nsys_trace import Nsys
     from stepscope.training.user_module.loading import Loaded
 
 
@@ -119,7 +119,7 @@ class Draft(RunDraft):
         device: torch.device,
         directory: Path,
         tell: Tell,
-        nsys: Nsys | None,
+        nsys: "Nsys | None",
         *,
         load: "Callable[[], Loaded] | None" = None,
         ranks: Ranks | None = None,

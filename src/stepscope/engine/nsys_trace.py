@@ -120,7 +120,6 @@ END_GRACE_S = 30.0
 """Seconds that nsys may take to end once the process that it watched has ended."""
 INTERRUPT_GRACE_S = 2.0
 """Seconds that nsys may take to end when the user has stopped it; nothing of its trace is kept then."""
-NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 ARTIFACTS = {"nsys": EXPORT_FILE, "nsys-rep": REPORT_FILE, "qdstrm": STREAM_FILE}
 """Files of a trace by nsys in a run directory, by kind; `nsys` is the one that is read."""
 
@@ -140,17 +139,15 @@ class WatchedAnswer(msgspec.Struct, frozen=True, kw_only=True):
     error: str | None = None
 
 
-def nsys_for(request: StepRequest, device_type: str) -> Nsys | None:
-    """The Nsight Systems that a trace was asked of, or an InputError before anything is measured."""
-    if "nsys" not in request.trace.tools:
-        return None
+def nsys_for(device_type: str) -> Nsys:
+    """The Nsight Systems that can trace a step on this device, or an InputError before anything is measured."""
     from stepscope.recording import ranges  # noqa: PLC0415  (torch, which the rest of this file does without)
 
     if ranges.watched():
         raise InputError("a tool that records NVTX ranges watches this process already: leave out --record nsys")
     nsys = require_nsys()
     if device_type != "cuda" and not ranges.nvtx_available():
-        raise InputError(NO_NVTX)
+        raise InputError(ranges.NO_NVTX)
     return nsys
 
 

@@ -37,7 +37,6 @@ from stepscope.core.units import format_seconds
 from stepscope.core.user_model import unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, by_sizes
 from stepscope.engine.draft import Draft
-from stepscope.engine.nsys_trace import NO_NVTX, trace_under_nsys
 from stepscope.engine.request import Stage
 from stepscope.recording import ranges
 from stepscope.recording.capture import capture_range
@@ -616,7 +615,7 @@ def trace_for_the_watching_tool(draft: Draft) -> None:
     if ranges.watched():
         with _captured(draft, "nvtx", ""):
             if not ranges.current_emitters():
-                raise InputError(NO_NVTX)
+                raise InputError(ranges.NO_NVTX)
             with capture_range(draft.device):
                 samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
             draft.keep_capture(Capture(tool="nvtx", tool_version="", samples=samples))
@@ -625,6 +624,8 @@ def trace_for_the_watching_tool(draft: Draft) -> None:
 def trace_by_nsys(draft: Draft) -> None:
     """Run the cell again under Nsight Systems, where it was asked for. The step is released by then."""
     if draft.nsys is not None:
+        from stepscope.engine.nsys_trace import trace_under_nsys  # noqa: PLC0415  (other runs do without)
+
         draft.begin("trace nsys")
         cuda = draft.device.type == "cuda"
         capture, files = trace_under_nsys(draft.request, draft.nsys, draft.directory, cuda=cuda)

@@ -15,7 +15,6 @@ from stepscope.core.errors import DeviceError, InputError, StepscopeError, named
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import RANK_FOLDER, create_run_directory
 from stepscope.engine.draft import Draft
-from stepscope.engine.nsys_trace import nsys_for
 from stepscope.engine.request import StepRequest, Tell
 from stepscope.engine.stages import (
     bring_the_ranks_together,
@@ -86,7 +85,11 @@ def measure_step(
     device = resolve_device(request.device, request.place)
     check_supported(request.workload, device)
     limit_memory(device, request.memory_limit_bytes)
-    nsys = nsys_for(request, device.type)
+    nsys = None
+    if "nsys" in request.trace.tools:
+        from stepscope.engine.nsys_trace import nsys_for  # noqa: PLC0415  (other runs do without)
+
+        nsys = nsys_for(device.type)
     ranks = join(request.place, device)
     with interrupts.held():
         directory = directory_of(request, ranks)

@@ -59,6 +59,11 @@ class Launch:
     options: tuple[str, ...]
     program: Program
 
+    def command(self, watch_options: list[str]) -> list[str]:
+        """The torchrun command that runs `stepscope watch` with these options in each worker."""
+        worker = [sys.executable, "-m", "stepscope", "watch", *watch_options, "--", *self.program.words]
+        return [sys.executable, "-m", "torch.distributed.run", *self.options, "--no-python", *worker]
+
 
 def program_of(words: list[str]) -> Program | Launch:
     """The program that these words run. Raises InputError where it cannot be watched."""
@@ -112,12 +117,6 @@ def _launch(words: list[str]) -> Launch:
         options = [word for word in options if word not in ("-m", "--module")]
         return Launch(tuple(options), Program(script, tuple(arguments), is_module=True))
     return Launch(tuple(options), Program(_script(script), tuple(arguments)))
-
-
-def launch_command(launch: Launch, options: list[str]) -> list[str]:
-    """The torchrun command that runs `stepscope watch` with these options in each worker."""
-    worker = [sys.executable, "-m", "stepscope", "watch", *options, "--", *launch.program.words]
-    return [sys.executable, "-m", "torch.distributed.run", *launch.options, "--no-python", *worker]
 
 
 _OURS = str(Path(__file__).parents[2])

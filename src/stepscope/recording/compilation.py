@@ -60,7 +60,12 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
     # A compile id reads frame/attempt: attempt 1 and later of a frame are recompilations.
     forward_ids = {m.compile_id for m in metrics if m.compile_id and not m.compile_id.startswith("!")}
     recompiles = {i for i in forward_ids if "/" in i and i.rpartition("/")[2].split("_")[0] not in ("0", "")}
-    reasons = [_recompile_reason(m) for m in metrics if getattr(m, "recompile_reason", None)]
+    reasons: list[str] = []
+    for metric in metrics:
+        if getattr(metric, "recompile_reason", None):
+            file, line = getattr(metric, "co_filename", None), getattr(metric, "co_firstlineno", None)
+            function = f"{metric.co_name} at {portable_path(file)}:{line}: " if file and line else ""
+            reasons.append(f"{function}{_first_line(metric.recompile_reason)}")
     # A hit in autograd's cache brings its inductor graphs along, which may be counted by themselves too.
     cached = max(counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"])
     seconds = [m.entire_frame_compile_time_s for m in metrics if m.entire_frame_compile_time_s]
@@ -171,13 +176,6 @@ def _places_of_breaks() -> dict[str, str]:
     return {reason: f" at {', '.join(dict.fromkeys(lines))}" for reason, lines in places.items()}
 
 
-def _recompile_reason(metrics: Any) -> str:
-    """The guard that failed, and the function that was compiled again."""
-    file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
-    function = f"{metrics.co_name} at {portable_path(file)}:{line}: " if file and line else ""
-    return f"{function}{_first_line(metrics.recompile_reason)}"
-
-
 def _first_line(reason: object) -> str:
     return (str(reason).splitlines() or ["(no reason given)"])[0][:200]
 
@@ -238,7 +236,9 @@ class Pricing:
             settings = {name: value for each in clean.breaks for name, value in _avoiding(each).items()}
             if settings.keys() <= avoided.keys():
                 break
-            avoided = _merged(avoided, settings)
+            for name, value in settings.items():
+                unites = isinstance(value, set) and name in avoided
+                avoided[name] = avoided[name] | value if unites else value
             clean = self._once("with breaks avoided", avoided)
         by_setting: dict[str, list[GraphBreak]] = {}
         for each in found.values():
@@ -299,9 +299,13 @@ class Pricing:
         step: Any = self._make()
         watch = CompilationWatch(self._device)
         watch.start()
-        # The answer says how long inductor took to compile the step as given, so that step finds no cache.
-        as_for_the_first_time = not config and self._backend == "inductor"
-        with torch._dynamo.config.patch(**config), _without_caches(as_for_the_first_time):
+        caches: AbstractContextManager[object] = contextlib.nullcontext()
+        if not config and self._backend == "inductor":
+            # The answer says how long inductor took to compile the step as given, so that step finds no cache.
+            import torch._inductor.utils as inductor  # noqa: PLC0415  (seconds, which other backends do not need)
+
+            caches = inductor.fresh_cache()
+        with torch._dynamo.config.patch(**config), caches:
             step.forward_module = torch.compile(step.forward_module, backend=backend, dynamic=dynamic)
             step.compiled = True
             batches = max(1, len(step.batches))
@@ -318,7 +322,7 @@ class Pricing:
                 known = len(metrics)
             pieces = calls[0] / counted
             compiled = watch.read()
-            breaks = tuple(_breaks())
+            breaks = _breaks()
             saved = _SavedBytes(step)
             step.prepare()
             drive(step, saved)
@@ -363,15 +367,6 @@ class _SavedBytes(Recorder):
 _LOGGED = "reorderable_logging_functions"
 
 
-def _without_caches(wanted: bool) -> AbstractContextManager[object]:
-    """A context in which inductor finds no code that it generated before."""
-    if not wanted:
-        return contextlib.nullcontext()
-    import torch._inductor.utils as inductor  # noqa: PLC0415  (seconds, which other backends do not need)
-
-    return inductor.fresh_cache()
-
-
 def _avoiding(one: GraphBreak) -> dict[str, Any]:
     """The setting of dynamo that avoids such a break, as its own hint names it; empty where there is none."""
     function = next((name for name in _LOGGING if f"`{name}`" in one.reason), None)
@@ -381,24 +376,15 @@ def _avoiding(one: GraphBreak) -> dict[str, Any]:
     return {named[1]: True} if named and hasattr(torch._dynamo.config, named[1]) else {}
 
 
-def _merged(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """The settings of both; sets of functions are united."""
-    return {
-        name: one[name] | value if isinstance(value, set) and name in one else value
-        for name, value in {**one, **other}.items()
-    }
-
-
-def _breaks() -> Iterator[GraphBreak]:
-    seen: set[tuple[str, str]] = set()
+def _breaks() -> tuple[GraphBreak, ...]:
+    """The breaks of the graphs that dynamo has made, each once."""
+    breaks: dict[tuple[str, str], GraphBreak] = {}
     for broken in dynamo_utils.graph_break_reasons:
-        if not broken.user_stack or not broken.graph_break:
-            continue
-        frame, reason = broken.user_stack[-1], " ".join(str(broken.reason).split())
-        place = f"{portable_path(frame.filename)}:{frame.lineno}"
-        if (place, reason) not in seen:
-            seen.add((place, reason))
-            yield GraphBreak(place, frame.name, reason)
+        if broken.user_stack and broken.graph_break:
+            frame, reason = broken.user_stack[-1], " ".join(str(broken.reason).split())
+            place = f"{portable_path(frame.filename)}:{frame.lineno}"
+            breaks.setdefault((place, reason), GraphBreak(place, frame.name, reason))
+    return tuple(breaks.values())
 
 
 def _guard(metric: Any) -> str:

@@ -29,9 +29,6 @@ from stepscope.recording.capture import (
     profiler_for,
 )
 from stepscope.recording.device import Device
-from stepscope.recording.flops import FlopCounts
-from stepscope.recording.habits import STEPS, HabitsRecorder
-from stepscope.recording.memory_history import MemoryRecorder
 from stepscope.recording.observe import (
     Observer,
     OperatorCounts,
@@ -88,6 +85,8 @@ def step_habits(step: Step, device: torch.device) -> Habits | None:
     """Run a few steps and look at what each does beside what was asked for; None for steps of CUDA graphs."""
     if step.cuda_graphs:
         return None
+    from stepscope.recording.habits import STEPS, HabitsRecorder  # noqa: PLC0415  (for models of a user's own alone)
+
     compiled = step.compiled or step.compiles_parts
     recorder = HabitsRecorder(
         step.model,
@@ -111,6 +110,8 @@ def step_habits(step: Step, device: torch.device) -> Habits | None:
 
 def step_flops(step: Driven, timing: Device) -> tuple[dict[str, Work], dict[str, int]]:
     """Run a step and count its FLOPs by phase, and the calls of what no formula covers."""
+    from stepscope.recording.flops import FlopCounts  # noqa: PLC0415  (for steps that no formula counts)
+
     step.prepare()
     with ranges.silenced(), FlopCounts().running() as counts:
         drive(step, counts)
@@ -183,6 +184,8 @@ def capture_memory(
 
     `is_out_of_memory` tells the exceptions of a step that ran out of memory; that step is kept as far as it went.
     """
+    from stepscope.recording.memory_history import MemoryRecorder  # noqa: PLC0415  (where it was asked for)
+
     step.prepare()
     failure = None
     recorder = MemoryRecorder(step, device, stacks=stacks, held_before_bytes=held_before_bytes, several=steps > 1)

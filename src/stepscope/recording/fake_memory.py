@@ -14,12 +14,13 @@ import contextvars
 import functools
 import logging
 import sys
+import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +35,6 @@ from torch._subclasses.fake_tensor import (
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import MemoryCategory
@@ -167,8 +167,11 @@ class FakeMemory(TorchDispatchMode):
                     self._recomputed.append(index)
                 else:
                     self._end_recomputation()
-        if func._schema.name in _PRODUCTS:
-            self._workspace()
+        thread = "backward" if self._phase == BACKWARD else "main"
+        needs_workspace = self._workspace_bytes and func._schema.name in _PRODUCTS
+        if needs_workspace and thread not in self._threads_with_workspace:
+            self._threads_with_workspace.add(thread)
+            self.allocations[self._allocate(self._workspace_bytes, "cuBLAS")].category = "workspaces"
         if func is _UNSCALES:
             self._overflow_flags.add(args[1].untyped_storage()._cdata)
         return outputs
@@ -212,12 +215,6 @@ class FakeMemory(TorchDispatchMode):
         del self._references[key]
         self.allocations[index].live = False
         self.events.append(~index)
-
-    def _workspace(self) -> None:
-        thread = "backward" if self._phase == BACKWARD else "main"
-        if self._workspace_bytes and thread not in self._threads_with_workspace:
-            self._threads_with_workspace.add(thread)
-            self.allocations[self._allocate(self._workspace_bytes, "cuBLAS")].category = "workspaces"
 
     def _end_recomputation(self) -> None:
         """Count what a recomputed part of forward leaves alive as saved: without checkpointing it would have been."""
@@ -365,11 +362,7 @@ class FakeMemoryOfOwn(FakeMemory):
 
 
 def _grouped(
-    rows: Tensor,
-    matrices: Tensor,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """The output of a grouped product, in any dtype: PyTorch's own fake implementation takes bf16 alone. Its rows are
     padded to 16 bytes (aten/src/ATen/native/GroupedMMUtils.h)."""
@@ -393,12 +386,10 @@ def _whole(indices: list[Tensor | None]) -> Iterator[Tensor | None]:
 
 def _where() -> str:
     """The line of the user's code that is running, in brackets; empty if none is found."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe(1)):
         file = frame.f_code.co_filename
         if Path(file).is_file() and not file.startswith(_HOUSES):
-            return f" ({Path(file).name}:{frame.f_lineno})"
-        frame = frame.f_back
+            return f" ({Path(file).name}:{line})"
     return ""
 
 
@@ -441,7 +432,6 @@ class AsOnCuda(TorchFunctionMode):
         """Enter the mode in each forward of these modules, in backward too: a checkpoint runs its module again there,
         and autograd's engine leaves every mode of this kind.
         """
-        handles: list[RemovableHandle] = []
         entered: list[bool] = []
 
         def enter(*_: object) -> None:
@@ -453,14 +443,11 @@ class AsOnCuda(TorchFunctionMode):
             if entered.pop():
                 self.__exit__(None, None, None)
 
-        for module in modules:
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
+        with contextlib.ExitStack() as undo:
+            for module in modules:
+                undo.callback(module.register_forward_pre_hook(enter).remove)
+                undo.callback(module.register_forward_hook(leave, always_call=True).remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -474,8 +461,8 @@ class AsOnCuda(TorchFunctionMode):
                 return func(*args, **kwargs)
         if torch.is_autocast_enabled("cpu"):
             if name in _IN_FP32:
-                args = tuple(_in_fp32(value) for value in args)
-                kwargs = {key: _in_fp32(value) for key, value in kwargs.items()}
+                args = tuple(value.float() if _is_half(value) else value for value in args)
+                kwargs = {key: value.float() if _is_half(value) else value for key, value in kwargs.items()}
             elif name in _SUMS_INTO_FP32 and kwargs.get("dtype") is None and _is_half(args[0]):
                 kwargs["dtype"] = torch.float32
         return func(*args, **kwargs)
@@ -486,10 +473,7 @@ class AsOnCuda(TorchFunctionMode):
         function, so the operators that the function calls would be the CPU's."""
         softmax, attend, dropout = F.softmax, F.scaled_dot_product_attention, F.dropout
 
-        def softmax_as_on_cuda(*args: Any, **kwargs: Any) -> Tensor:
-            return self.__torch_function__(softmax, (), args, kwargs)
-
-        F.softmax = softmax_as_on_cuda
+        F.softmax = lambda *args, **kwargs: self.__torch_function__(softmax, (), args, kwargs)
         F.dropout = functools.partial(_dropout, dropout)
         if self._attention is not None:
             F.scaled_dot_product_attention = self._attend
@@ -534,9 +518,8 @@ class AsOnCuda(TorchFunctionMode):
             padding = -head_dim % 8
             if padding:
                 query, key, value = (F.pad(tensor, (0, padding)) for tensor in (query, key, value))
-            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[
-                0
-            ]
+            attend = aten._scaled_dot_product_flash_attention
+            out = attend(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
             return out[..., :head_dim] if padding else out
         return aten._scaled_dot_product_attention_math(
             query, key, value, bias, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
@@ -564,9 +547,5 @@ def _dropout(
     return otherwise(input, p, training, inplace)
 
 
-def _is_half(value: object) -> bool:
+def _is_half(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-
-
-def _in_fp32(value: Any) -> Any:
-    return value.float() if _is_half(value) else value

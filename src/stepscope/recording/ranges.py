@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from stepscope.core.range_names import GRADIENT_ACCUMULATION
 
 _NVTX_TOOLS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
+NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
 _SILENT: AbstractContextManager[None] = contextlib.nullcontext()
 
 

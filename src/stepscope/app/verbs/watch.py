@@ -15,7 +15,6 @@ from stepscope.engine.watched_script import (
     Launch,
     Program,
     WatchRequest,
-    launch_command,
     prepare,
     program_of,
     report,
@@ -85,7 +84,7 @@ def command(
     program = program_of(script or [])
     if isinstance(program, Launch):
         options = _options(steps, step_of, recording, tag, runs)
-        command = launch_command(program, options)
+        command = program.command(options)
         raise HandedOver(lambda: _become(command))
     request = WatchRequest(
         runs=runs.absolute(), settings=settings_between(between), between=between, trace=recording.trace,

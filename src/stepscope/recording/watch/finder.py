@@ -6,7 +6,7 @@ runs, the class's own `__call__` is back in place, so nothing inside the call is
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from threading import get_ident
 from typing import Any
 
@@ -176,9 +176,12 @@ class Finder(Recorder):
             whole = optimizer is found.optimizer and sum(each() is optimizer for each in turns) > 1
             return decide(self._since_its_last(seen, optimizer), **known) if whole else None
         updates = whole_round(turns, at_once=len(seen.updates) > len(turns))
-        if updates is None or (alone and patient and others_to_come(seen)):
-            return None if patient else Unclear(_in_no_order(turns))
-        return decide(seen.last(updates), **known)
+        if updates is not None and not (alone and patient and others_to_come(seen)):
+            return decide(seen.last(updates), **known)
+        each = [reference() for reference in {id(reference): reference for reference in turns}.values()]
+        names = dict.fromkeys(type(one).__name__ for one in each if one is not None)
+        reason = f"{len(each)} optimizers step ({', '.join(names)}), in no order that comes again"
+        return None if patient else Unclear(reason)
 
     def _since_its_last(self, seen: LoopSeen, optimizer: torch.optim.Optimizer) -> LoopSeen:
         """What was called since this optimizer's step before its last one."""
@@ -269,9 +272,6 @@ class Finder(Recorder):
 def _follow(call: CallSeen, result: Any) -> None:
     """Let the call know when a backward comes to what it returned."""
 
-    def reached(*_: Any) -> None:
-        call.reached = True
-
     for leaf in tree_leaves(result):
         # What a module returns may also be an object that has tensors as attributes.
         values = (leaf,) if isinstance(leaf, torch.Tensor) else getattr(leaf, "__dict__", {}).values()
@@ -279,7 +279,7 @@ def _follow(call: CallSeen, result: Any) -> None:
             if isinstance(tensor, torch.Tensor) and tensor.dim():
                 call.sizes.add(tensor.shape[0])
             if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None:
-                tensor.grad_fn.register_hook(reached)
+                tensor.grad_fn.register_hook(lambda *_: setattr(call, "reached", True))
 
 
 def _leaves(roots: Any) -> Iterator[torch.Tensor]:
@@ -304,12 +304,6 @@ def backward_has_run() -> bool:
         probe.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
         probe.backward()
     return any(numbers)
-
-
-def _in_no_order(turns: Sequence[weakref.ref[torch.optim.Optimizer]]) -> str:
-    each = [reference() for reference in {id(reference): reference for reference in turns}.values()]
-    names = dict.fromkeys(type(optimizer).__name__ for optimizer in each if optimizer is not None)
-    return f"{len(each)} optimizers step ({', '.join(names)}), in no order that comes again"
 
 
 def _let_modules_call(call: Callable[..., Any]) -> None:

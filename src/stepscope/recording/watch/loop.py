@@ -135,21 +135,15 @@ class UpdateSeen:
 
     def begins_backward(self, backward: BackwardSeen) -> None:
         """Note a backward that begins."""
-        if any(each.adds for each in self.backwards if not each.in_closure) and self._gradients_are_gone():
-            for call in self.calls:
-                call.dropped = call.dropped or (call.reached and not call.in_closure)
+        modules = {id(call.module): call.module for call in self.calls if call.reached and call.module is not None}
+        if modules and any(each.adds for each in self.backwards if not each.in_closure):
+            gradients = [p.grad for module in modules.values() for p in module.parameters() if p.grad is not None]
+            # A graph that is being captured cannot be asked for numbers.
+            asks = not (any(each.is_cuda for each in gradients) and torch.cuda.is_current_stream_capturing())
+            if asks and not any(each.is_sparse or bool(local_part(each).any()) for each in gradients):
+                for call in self.calls:
+                    call.dropped = call.dropped or (call.reached and not call.in_closure)
         self.backwards.append(backward)
-
-    def _gradients_are_gone(self) -> bool:
-        """Whether none of the parameters that backward came to in this update has a gradient now, or all hold zeros. A
-        graph that is being captured cannot be asked for numbers."""
-        reached = [call.module for call in self.calls if call.reached]
-        modules = {id(module): module for module in reached if module is not None}
-        gradients = [p.grad for module in modules.values() for p in module.parameters() if p.grad is not None]
-        on_gpu = any(gradient.is_cuda for gradient in gradients)
-        if not modules or (on_gpu and torch.cuda.is_current_stream_capturing()):
-            return False
-        return not any(gradient.is_sparse or bool(local_part(gradient).any()) for gradient in gradients)
 
     def _sums(self, *, in_closure: bool) -> int:
         """Backwards that add to gradients. What `torch.autograd.grad` returns is usually a part of the loss, as a
@@ -172,11 +166,6 @@ class LoopSeen:
     """Modules that the loop itself called with gradients off, by their ids."""
     leaves: WeakValueDictionary[int, torch.Tensor] = field(default_factory=WeakValueDictionary[int, torch.Tensor])
     """Tensors that got a gradient from a loss that no module had a part in, by their ids."""
-
-    @property
-    def quiet(self) -> list[nn.Module]:
-        """The modules that the loop itself called with gradients off."""
-        return list(self.called_quietly.values())
 
     @property
     def backwards(self) -> int:
@@ -414,7 +403,7 @@ def others_to_come(seen: LoopSeen) -> bool:
     """Whether an optimizer that has not stepped so far holds what the loop calls and what no other updates, as that of
     a generator does while its critic takes the first steps."""
     held = held_by(seen.optimizers)
-    called = [*(each.module for each in seen.modules), *seen.quiet]
+    called = [*(each.module for each in seen.modules), *seen.called_quietly.values()]
     left = {id(p) for module in called for p in module.parameters() if p.requires_grad} - held
     if not left:
         return False
@@ -445,7 +434,10 @@ def decide(
     if model is None:
         return _decide(seen, seen.modules, step_of, optimizer, marked=marked, apart=False)
     whole = [each for each in seen.modules if any(part is model for part in each.module.modules())]
-    modules = whole or _inside(seen.modules, model)
+    parts = {id(part) for part in model.modules()}
+    modules = whole or [
+        each for each in seen.modules if id(each.module) in parts and next(each.module.parameters(), None) is not None
+    ]
     if not modules and not marked and optimizer is None and not seen.optimizers:
         return Unclear(f"the loop never called {class_name(model)}, which was given, with gradients on")
     if not modules:
@@ -465,7 +457,10 @@ def _decide(
 ) -> LoopStep | Unclear:
     """Decide what a step is from the modules that count. apart: whether several of them may be parts of one model."""
     if marked:
-        return _as_marked(seen, modules)
+        why, roots = "the loop says where", _outermost(modules)
+        given, quiet = _together(roots) if len(roots) > 1 else None, _quiet(seen, roots)
+        found = LoopStep(roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=given, quiet=quiet)
+        return found if roots else _without_forward(seen, [], why)
     if optimizer is not None:
         return _of_optimizer(optimizer, seen, modules, "the one that was given")
     if step_of is not None:
@@ -479,17 +474,6 @@ def _decide(
     if isinstance(found, LoopStep) and len(found.roots) > 1:
         found = replace(found, given=_together(found.roots))
     return found
-
-
-def _as_marked(seen: LoopSeen, modules: Sequence[ModuleSeen]) -> LoopStep | Unclear:
-    """The step of a loop that says itself where one ends."""
-    why, roots = "the loop says where", _outermost(modules)
-    if not roots:
-        return _without_forward(seen, [], why)
-    model = _together(roots) if len(roots) > 1 else None
-    return LoopStep(
-        roots=tuple(roots), optimizers=(), backwards=seen.backwards, why=why, given=model, quiet=_quiet(seen, roots)
-    )
 
 
 def _named(name: str, seen: LoopSeen, modules: Sequence[ModuleSeen]) -> LoopStep | Unclear:
@@ -523,7 +507,9 @@ def _of_optimizer(
     """The step that this optimizer ends. `first` are its models, where they are known; those of other optimizers that
     step in it count as forward too. alone: whether its models must be one, or parts of one."""
     others = [each for each in seen.optimizers if each is not optimizer]
-    mine = _outermost(first or _owned(modules, [optimizer]) or _trained(modules))
+    # An optimizer may hold copies of the parameters: then modules count that a backward came to.
+    trained = [each for each in modules if each.made[0].reached and next(each.module.parameters(), None) is not None]
+    mine = _outermost(first or _owned(modules, [optimizer]) or trained)
     if not mine:
         return _without_forward(seen, [optimizer, *others], why)
     whole = _smallest_that_holds([root.module for root in mine]) if alone and len(mine) > 1 else None
@@ -570,12 +556,7 @@ def _without_forward(
 def _quiet(seen: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]:
     """The modules that are called with gradients off, except for these and what they hold."""
     inside = {id(part) for root in roots for part in root.module.modules()}
-    return tuple(module for module in seen.quiet if id(module) not in inside)
-
-
-def _trained(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
-    """The modules that a backward came to and that have parameters, of which an optimizer may hold copies."""
-    return [each for each in modules if each.made[0].reached and next(each.module.parameters(), None) is not None]
+    return tuple(module for module in seen.called_quietly.values() if id(module) not in inside)
 
 
 def models_of(optimizer: torch.optim.Optimizer, step: LoopStep) -> list[str]:
@@ -593,12 +574,6 @@ def _outermost(modules: Sequence[ModuleSeen]) -> list[ModuleSeen]:
     """The modules that are not inside another one of these modules."""
     inside = {id(part) for each in modules for part in each.module.modules() if part is not each.module}
     return [each for each in modules if id(each.module) not in inside]
-
-
-def _inside(modules: Sequence[ModuleSeen], model: nn.Module) -> list[ModuleSeen]:
-    """The modules that are parts of the model and have parameters."""
-    parts = {id(part) for part in model.modules()}
-    return [each for each in modules if id(each.module) in parts and next(each.module.parameters(), None) is not None]
 
 
 def _together(roots: Sequence[ModuleSeen]) -> nn.Module:

@@ -248,11 +248,6 @@ class TimedSteps:
         """The numbers of the steps that count: the first and the last of each part that is over."""
 
     @property
-    def measuring(self) -> bool:
-        """Whether the steps that count have begun."""
-        return self._ready
-
-    @property
     def measured(self) -> int:
         """Steps that count, so far."""
         return self._stopwatch.count - self._warm if self._ready else 0
