@@ -2,12 +2,23 @@
 
 import json
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from stepscope.core.formulas import CausalConvention, Work
+from stepscope.core.formulas.operator_rules import call_work, recorded_call
 
 DTYPES = {
     "fp32": "float", "bf16": "c10::BFloat16", "fp16": "c10::Half", "fp8": "c10::Float8_e4m3fn", "int8": "signed char",
     "int16": "short", "int32": "int", "int64": "long int", "bool": "bool",
 }  # fmt: skip
+
+
+def operator_work(
+    operator: str, shapes: str, dtypes: str, causal: CausalConvention = "half", **more: Any
+) -> Work | None:
+    """The work of one call as `recorded_call` takes it and `call_work` counts it."""
+    call = recorded_call(operator, shapes, dtypes, **more)
+    return call_work(call, causal) if call is not None else None
 
 
 class Recorded(NamedTuple):

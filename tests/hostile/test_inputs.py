@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 from stepscope.core import files as caches
-from stepscope.core.errors import LONGEST_MESSAGE, message_line, middle_cut, printable, visible
+from stepscope.core.errors import LONGEST_MESSAGE, middle_cut, printable, visible, warn
 from stepscope.core.profilers import find_nsys
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, encode_run
@@ -152,7 +152,9 @@ def test_what_cannot_be_seen_is_shown_as_json_escapes_it():
         assert printable(f"a{character}b").isprintable()
     for text in ("plain\ttext\n", "größe µs ± 3 × │ ━ …", "thin\u2009and\u00a0fixed"):
         assert visible(text) == text
-    assert message_line("two\nlines\x1b") == "two lines\\u001b"
+    stream = io.StringIO()
+    warn("two\nlines\x1b", stream)
+    assert stream.getvalue() == "stepscope: two lines\\u001b\n"
 
 
 def hostile_run(folder: Path) -> Path:

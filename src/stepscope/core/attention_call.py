@@ -9,7 +9,7 @@ import msgspec
 from stepscope.core.environment import Environment
 from stepscope.core.errors import EXIT_CHECK_FAILED, StepscopeError
 from stepscope.core.files import decode_document, json_document
-from stepscope.core.formulas import SOFTMAX_FLOPS, AttentionSizes, attention_backward_flops, attention_flops
+from stepscope.core.formulas import SOFTMAX_FLOPS, AttentionSizes, attention_flops
 from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, TensorDtype, check_attention
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import Dtype, TextbookWorkload
@@ -92,11 +92,6 @@ class AttentionShape(msgspec.Struct, frozen=True, kw_only=True):
         elif self.layout != "contiguous":
             words.append(self.layout)
         return ", ".join(words)
-
-    def _layout_words(self) -> list[str]:
-        if isinstance(self.layout, tuple):
-            return [f"{what} {layout}" for what, layout in zip(("q", "k", "v", "dO"), self.layout, strict=True)]
-        return [self.layout] if self.layout != "contiguous" else []
 
 
 class TensorError(msgspec.Struct, frozen=True, kw_only=True):
@@ -346,7 +341,7 @@ def forward_flops(shape: AttentionShape) -> int:
 
 def backward_flops(shape: AttentionShape) -> int:
     """FLOPs of the five matrix products of fused backward; half as many where causal."""
-    return attention_backward_flops(_sizes(shape), "half" if shape.causal else "full")
+    return attention_flops(_sizes(shape), "half" if shape.causal else "full", backward=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -363,7 +358,7 @@ _EIGHT = 8
 """PyTorch's FlashAttention pads head_dim to a multiple of this."""
 
 
-def saved_by_formula(cell: AttentionCell, device_type: str) -> SavedByFormula | None:  # noqa: PLR0911  (one for each)
+def saved_by_formula(cell: AttentionCell, device_type: str) -> SavedByFormula | None:
     """Saved bytes by the formula that the attention's record names (`memory`). None where there is no formula, where
     the call is compiled (the compiler chooses), and where PyTorch chooses the backend on a GPU.
 
@@ -379,45 +374,35 @@ def saved_by_formula(cell: AttentionCell, device_type: str) -> SavedByFormula | 
     shape, e = cell.shape, BYTES[cell.dtype]
     if cell.compile != "none" or shape.window is not None:
         return None
-    heads = shape.batch * shape.heads
+    heads, wide = shape.batch * shape.heads, max(e, 4)
     rows, grouped = heads * shape.queries, shape.key_heads != shape.heads
-    repeated, repeats = (2 * heads * shape.keys * shape.head_dim * e, " + 2 B H T D e") if grouped else (0, "")
-    fused, logsumexp = rows * shape.head_dim * e, 4 * rows
+    keys = heads * shape.keys * shape.head_dim
+    repeated, repeats = (2 * keys * e, " + 2 B H T D e") if grouped else (0, "")
+    output = rows * shape.head_dim * e
     match ATTENTIONS[cell.implementation].memory:
         case None:
             return None
         case "scores":
             mask = shape.queries * shape.keys if shape.causal else 0
+            size = 2 * rows * shape.keys * e + rows * e + mask + repeated
             terms = "2 B H S T e + B H S e" + (" + S T" if mask else "") + repeats
-            return SavedByFormula(bytes=2 * rows * shape.keys * e + rows * e + mask + repeated, terms=terms)
         case "nothing":
-            return SavedByFormula(bytes=0, terms="0")
+            size, terms = 0, "0"
         case "math":
-            return _math(cell, rows, grouped)
+            own_values = grouped or wide != e
+            size = (rows * shape.head_dim + keys + rows * shape.keys + (keys if own_values else 0)) * wide
+            terms = f"{wide} B H (S T + S D + {'2 ' if own_values else ''}T D)"
         case "tiled":
-            wide = rows * (max(e, 4) - 4)
-            terms = f"B H S D e + {max(e, 4)} B H S" + repeats
-            return SavedByFormula(bytes=fused + logsumexp + wide + repeated, terms=terms)
+            size, terms = output + rows * wide + repeated, f"B H S D e + {wide} B H S" + repeats
         case "efficient":
             filled = 4 * heads * -(-shape.queries // _BLOCK_OF_ROWS) * _BLOCK_OF_ROWS
-            terms = "B H S D e + 4 B H S, S filled to 32" + repeats
-            return SavedByFormula(bytes=fused + filled + repeated, terms=terms)
+            size, terms = output + filled + repeated, "B H S D e + 4 B H S, S filled to 32" + repeats
         case "chosen" if device_type != "cpu":
             return None
         case "flash" | "cudnn" if device_type != "cpu" and (grouped or shape.head_dim % _EIGHT):
             return None  # copies of q, k and v, filled or repeated, as the release has it
         case _:
-            wide = rows * (max(e, 4) - 4)
-            return SavedByFormula(bytes=fused + logsumexp + wide, terms=f"B H S D e + {max(e, 4)} B H S")
-
-
-def _math(cell: AttentionCell, rows: int, grouped: bool) -> SavedByFormula:
-    shape, e = cell.shape, BYTES[cell.dtype]
-    wide = max(e, 4)
-    keys = shape.batch * shape.heads * shape.keys * shape.head_dim
-    own_values = grouped or wide != e
-    size = (rows * shape.head_dim + keys + rows * shape.keys + (keys if own_values else 0)) * wide
-    terms = f"{wide} B H (S T + S D + {'2 ' if own_values else ''}T D)"
+            size, terms = output + rows * wide, f"B H S D e + {wide} B H S"
     return SavedByFormula(bytes=size, terms=terms)
 
 

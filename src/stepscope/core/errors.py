@@ -44,17 +44,13 @@ def name_shown(text: str) -> str:
     return middle_cut(printable(text), LONGEST_NAME)
 
 
-def message_line(text: str) -> str:
-    """The text as one line of stderr, what is too long left out in its middle: the remedy stands at the end."""
-    return middle_cut(printable(text), LONGEST_MESSAGE)
-
-
 def warn(line: str, stream: TextIO | None = None) -> None:
-    """Print one line on stderr, or another stream; one that is gone, closed or full stops nothing."""
+    """Print one line on stderr, or another stream; one that is gone, closed or full stops nothing. What is too long is
+    left out in the middle: the remedy stands at the end."""
     out = stream or sys.stderr
     if out is not None:  # print() would take stdout for it
         with contextlib.suppress(OSError, ValueError):
-            print(f"stepscope: {message_line(line)}", file=out, flush=True)
+            print(f"stepscope: {middle_cut(printable(line), LONGEST_MESSAGE)}", file=out, flush=True)
 
 
 def middle_cut(text: str, width: int) -> str:

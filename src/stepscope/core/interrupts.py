@@ -16,17 +16,15 @@ code.
 
 import _signal
 import atexit
-import ctypes
 import os
-import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-# `_signal` is built in. `signal` takes ten milliseconds to import, and Ctrl-C would print a traceback meanwhile.
+# `_signal` is built in. `signal`, `threading` and `ctypes` take ten milliseconds to import, and Ctrl-C would print a
+# traceback meanwhile.
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
 SIGNALS = tuple(getattr(_signal, name) for name in _NAMES)
@@ -298,6 +296,8 @@ def die_of_interrupt() -> NoReturn:
     What Python makes of the exception where it is raised again depends on its version, and on what started the program.
     """
     _ended_as_python_ends()
+    import signal  # noqa: PLC0415
+
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.kill(os.getpid(), signal.SIGINT)
     os._exit(128 + signal.SIGINT)  # where the signal is blocked
@@ -305,6 +305,9 @@ def die_of_interrupt() -> NoReturn:
 
 def _ended_as_python_ends() -> bool:
     """Wait for threads, run exit functions, write streams; returns whether everything could be written."""
+    import ctypes  # noqa: PLC0415
+    import threading  # noqa: PLC0415
+
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]
     atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
     try:
@@ -321,6 +324,9 @@ def _ended_as_python_ends() -> bool:
 
 def end_with_stdin(before: Callable[[], object] | None = None) -> None:
     """End this process when stdin closes, and its group, if it leads one; `before` is called first."""
+
+    import signal  # noqa: PLC0415
+    import threading  # noqa: PLC0415
 
     def wait_for_the_end() -> None:
         while os.read(0, 4096):

@@ -47,7 +47,7 @@ SEEN_IN = 0.9
 _MOST = 700.0
 """The largest logarithm of a ratio: no float holds exp(710)."""
 _OF_SPACING = 5.6
-"""exp(Euler's constant) * pi: with it, `_variogram` has the logarithm of the integral that it stands for."""
+"""exp(Euler's constant) * pi: with it, the variogram has the logarithm of the integral that it stands for."""
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
@@ -229,9 +229,12 @@ def _drift(first: tuple[float, ...], second: tuple[float, ...]) -> _Drift | None
     unit = statistics.median(b - a for a, b in itertools.pairwise(moments))
 
     def apart(one: Sequence[float], other: Sequence[float]) -> list[list[float]]:
-        return [[_variogram(abs(a - b) / unit) for b in other] for a in one]
+        """Half the mean square of the difference of 1 / f noise at the distance of two moments, but for a factor. The
+        integral of (1 - cos t) / t up to pi * distance is within a tenth of it."""
+        return [[0.5 * math.log1p((_OF_SPACING * abs(a - b) / unit) ** 2) for b in other] for a in one]
 
-    means, parts, freedoms = [_mean(apart(first, second))], list[float](), list[float]()
+    between = statistics.fmean(itertools.chain.from_iterable(apart(first, second)))
+    means, parts, freedoms = list[float](), list[float](), list[float]()
     for times in (first, second):
         within, count = apart(times, times), len(times)
         rows = [statistics.fmean(row) for row in within]
@@ -245,19 +248,8 @@ def _drift(first: tuple[float, ...], second: tuple[float, ...]) -> _Drift | None
         parts.append(mean / (count - 1))
         squares = math.fsum(value * value for value in centred)
         freedoms.append((mean * count) ** 2 / squares if squares else count - 1.0)
-    between, within_first, within_second = means
-    factor = math.sqrt(max(0.0, 2 * between - within_first - within_second) / sum(parts))
+    factor = math.sqrt(max(0.0, 2 * between - sum(means)) / sum(parts))
     return _Drift(factor=factor, freedoms=(freedoms[0], freedoms[1]))
-
-
-def _mean(rows: Sequence[Sequence[float]]) -> float:
-    return statistics.fmean(value for row in rows for value in row)
-
-
-def _variogram(distance: float) -> float:
-    """Half the mean square of the difference of 1 / f noise at this distance, in units of its usual spacing, but for a
-    factor. The integral of (1 - cos t) / t up to pi * distance is within a tenth of it."""
-    return 0.5 * math.log1p((_OF_SPACING * distance) ** 2)
 
 
 def student_tail(t: float, freedom: float) -> float:

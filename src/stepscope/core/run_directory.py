@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
@@ -137,16 +137,12 @@ def load_run(path: Path) -> Run:
             f"{'upgrade stepscope' if version > SCHEMA_VERSION else 'measure it again'}"
         )
     try:
-        return _decode_run(data)
+        fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        if "workload" in fields:
+            fields["workload"] = msgspec.Raw(with_kind(bytes(fields["workload"])))
+        return msgspec.json.decode(msgspec.json.encode(fields), type=Run)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InputError) as error:
         raise InputError(f"{file} does not hold a run: {one_line(error)}") from error
-
-
-def _decode_run(data: bytes) -> Run:
-    fields = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-    if "workload" in fields:
-        fields["workload"] = msgspec.Raw(with_kind(bytes(fields["workload"])))
-    return msgspec.json.decode(msgspec.json.encode(fields), type=Run)
 
 
 def find_run_files(place: Path) -> Iterator[Path]:
@@ -221,14 +217,19 @@ def find_run(name: str, out: Path) -> Run:
     if exists(path) and (path.is_file() or not files or any(find_run_files(path))):
         inside = list(find_run_files(path))
         return load_run(inside[0] if len(inside) == 1 else path)
+    none = f"no run named {name!r} in {out}: `stepscope ls --runs {out}` lists those there are"
+    return load_run(_only_run(name, out, files, none))
+
+
+def _only_run(name: str, out: Path, files: Iterable[Path], none: str) -> Path:
+    """The one of these run.json files whose directory's name holds `name`; for `last`, that of the run that began
+    latest. Raises InputError where it is not one; `none` says so where there is none."""
     if name == LAST and (latest := last_run(out)) is not None:
-        return load_run(latest)
+        return latest
     matches = [file for file in files if name in file.parent.name]
-    if len(matches) == 1:
-        return load_run(matches[0])
-    if not matches:
-        raise InputError(f"no run named {name!r} in {out}: `stepscope ls --runs {out}` lists those there are")
-    raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
+    if len(matches) != 1:
+        raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name" if matches else none)
+    return matches[0]
 
 
 def find_place(name: str, out: Path) -> Path:
@@ -244,16 +245,10 @@ def find_place(name: str, out: Path) -> Path:
     else:
         return path
     try:
-        if name == LAST and (latest := last_run(out)) is not None:
-            return latest.parent
-        matches = [found.parent for found in find_run_files(out) if name in found.parent.name]
+        none = f"{name}: no such file, nor a run of that name in {out}"
+        return _only_run(name, out, find_run_files(out), none).parent
     except OSError as error:
         raise InputError(f"{out}: cannot be read: {error.strerror or error}") from None
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
-        raise InputError(f"{len(matches)} runs in {out} match {name!r}: write more of the name")
-    raise InputError(f"{name}: no such file, nor a run of that name in {out}")
 
 
 def exists(path: Path) -> bool:

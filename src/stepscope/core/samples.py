@@ -252,8 +252,7 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         # If two samples differ tenfold, this power has no bound. So the limit is at most twice as far as the largest.
         farthest = 2 * ordered[-1] - median
         return Interval(
-            low=median * min(1, low / median) ** apart,
-            high=min(farthest, median * max(1, high / median) ** apart),
+            low=median * min(1, low / median) ** apart, high=min(farthest, median * max(1, high / median) ** apart)
         )
 
     @property

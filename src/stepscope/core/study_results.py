@@ -9,7 +9,7 @@ import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, choose
-from stepscope.core.files import cache_directory, decode_document, read_document, replace_file
+from stepscope.core.files import cache_directory, read_document, replace_file
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
@@ -121,11 +121,6 @@ class Tuned(msgspec.Struct, frozen=True, kw_only=True):
     versions: dict[str, str] = {}
     folder: str = ""
     """Where the runs are."""
-
-
-def decode_tuned(data: bytes, source: str) -> Tuned:
-    """What `stepscope tune --json` wrote. Raises InputError that names the source."""
-    return decode_document(data, Tuned, source, holds="search of `stepscope tune --json`")
 
 
 # What graph breaks and recompilations of a user's module cost, as it was measured: plain data that travels.

@@ -284,11 +284,6 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
         return "-".join([*self.words(), _digest(self.identity)])
 
     @property
-    def key_without_code(self) -> str:
-        """The key, without digests of code: another commit's has the same."""
-        return self.key
-
-    @property
     def alike(self) -> object:
         """Equal of workloads that are the same experiment."""
         return self
@@ -312,11 +307,6 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
     def origin(self) -> str:
         """What the model is, in words: its sizes."""
         return ", ".join(f"{field} {format_count(size)}" for field, size in self.model.sizes.items())
-
-    @property
-    def batch_words(self) -> str:
-        """The batch in words."""
-        return f"batch {self.batch_size} x sequence {self.seq_len} = {format_count(self.tokens)} tokens"
 
     @property
     def named(self) -> dict[str, str | int]:
@@ -616,12 +606,6 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
         return size // self.accumulation if size and size % self.accumulation == 0 else None
 
     @property
-    def batch_words(self) -> str:
-        """The batch in words."""
-        inputs = ", ".join(f"{name} {tensor}" for name, tensor in self.model.inputs.items())
-        return f"batch {inputs}" if inputs else "batch unknown"
-
-    @property
     def identity(self) -> dict[str, object]:
         """What digests of an experiment are made of: all that can be known before anything runs, without what came
         later and says nothing."""
@@ -714,11 +698,6 @@ class FactoryWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return msgspec.structs.replace(self, model=UserModel(name=""), optimizer=optimizer, by_factory=())
 
     @property
-    def key_without_code(self) -> str:
-        """The key, without digests of code: another commit's has the same."""
-        return msgspec.structs.replace(self, code="").key
-
-    @property
     def origin(self) -> str:
         """Where the model comes from, in words."""
         if not self._has_place:
@@ -783,11 +762,6 @@ class WatchedWorkload(_UserStep, frozen=True, kw_only=True, tag_field="kind", ta
         return {}
 
     @property
-    def key_without_code(self) -> str:
-        """The key, without digests of code: another commit's has the same."""
-        return msgspec.structs.replace(self, model=msgspec.structs.replace(self.model, source="")).key
-
-    @property
     def origin(self) -> str:
         """Where the model comes from, in words."""
         rank = f", rank {self.rank} of {self.world_size}" if self.rank is not None else ""
@@ -808,6 +782,17 @@ Workload = TextbookWorkload | FactoryWorkload | WatchedWorkload
 whether `sizes` is None."""
 
 T = TypeVar("T")
+
+
+def key_without_code(workload: Workload) -> str:
+    """The key, without digests of code: another commit's has the same."""
+    match workload:
+        case FactoryWorkload():
+            return msgspec.structs.replace(workload, code="").key
+        case WatchedWorkload():
+            return msgspec.structs.replace(workload, model=msgspec.structs.replace(workload.model, source="")).key
+        case _:
+            return workload.key
 
 
 def by_sizes(workload: Workload, formula: Callable[[TextbookWorkload], T]) -> T | None:

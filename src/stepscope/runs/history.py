@@ -34,7 +34,7 @@ from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import Forecast, load_run, read_forecasts
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import Workload, key_without_code
 from stepscope.runs.metrics import peak_bytes
 from stepscope.runs.run_sets import RunSet, sets_of
 
@@ -249,7 +249,7 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
     for run in runs:
         known = keys.get(id(run.workload))
         if known is None:
-            known = keys[id(run.workload)] = (run.workload, run.workload.key_without_code)
+            known = keys[id(run.workload)] = (run.workload, key_without_code(run.workload))
         where = run.environment
         if where is None and run.status != "done":
             continue

@@ -124,7 +124,7 @@ def element_bytes(kernel: str) -> int | None:
 
 # How near each operator comes to what the device can do: the roofline (Williams, Waterman and Patterson 2009).
 #
-# Work is counted on the call that launched the kernels, from its recorded shapes and dtypes (`operator_work`), and time
+# Work is counted on the call that launched the kernels, from its recorded shapes and dtypes (`call_work`), and time
 # is that of the kernels launched inside the call. An operator's bound is the larger of FLOPs over the peak rate of the
 # arithmetic it used and bytes over the bandwidth of device memory. It is a bound on traffic with device memory:
 # operands that stay in the L2 cache, or are broadcast views, can take an operator below it.

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from stepscope.core.formulas import Work
 from stepscope.core.formulas.operator_formulas import FusedAttention, OperatorCall, _in_band, read_call
-from stepscope.core.formulas.operator_rules import OPERATOR_WORK_RULES, call_sight, call_work, operator_work
+from stepscope.core.formulas.operator_rules import OPERATOR_WORK_RULES, call_sight, call_work
+from tests.operator_examples import operator_work
 
 PLACES = [
     (name, rule.attention)

@@ -11,9 +11,8 @@ from stepscope.core.formulas.operator_rules import (
     OperatorRule,
     is_product,
     operator_rule,
-    operator_work,
 )
-from tests.operator_examples import recorded
+from tests.operator_examples import operator_work, recorded
 
 SQUARE = 2 * 12 * 512 * 512
 """Scores of the attention examples: batch 2, 12 heads, 512 queries and keys, head_dim 64."""

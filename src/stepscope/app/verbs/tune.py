@@ -10,10 +10,10 @@ from stepscope.app.cli.output import Presentation, stdout_kept_clean, sweep_prog
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import worst
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, warn
-from stepscope.core.files import json_document, read_named
+from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.options import MEASURING, STORED, Alone, Option, verb
 from stepscope.core.strategies import shared_somehow
-from stepscope.core.study_results import TUNED_FIELDS, Tuned, decode_tuned, fields_kept
+from stepscope.core.study_results import TUNED_FIELDS, Tuned, fields_kept
 from stepscope.core.units import parse_bytes, parse_seconds
 from stepscope.core.workloads import Workload
 from stepscope.engine.workload_options import OneWorkload, check_one_model, of_factory, usual_sizes
@@ -130,7 +130,7 @@ def command(
     processes of its own.
     """
     if from_ is not None:
-        tuned = decode_tuned(read_named(from_), str(from_))
+        tuned = decode_document(read_named(from_), Tuned, str(from_), holds="search of `stepscope tune --json`")
     else:
         kept = fields_kept(keep)
         workload = OneWorkload(shared_somehow(workload.options))

@@ -97,25 +97,17 @@ class AttentionSizes:
     value_dim: int
 
 
-def attention_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
-    """FLOPs of the two products of softmax(q k^T) v; the softmax is not counted.
+def attention_flops(sizes: AttentionSizes, causal: CausalConvention, *, backward: bool = False) -> int:
+    """FLOPs of the two products of softmax(q k^T) v, or of fused attention's backward; the softmax is not counted.
 
     4 batch heads queries keys head_dim where both dims are one, half of it counted causal (Dao 2023, FlashAttention-2,
-    section 4.1).
+    section 4.1). Backward: q k^T once more, dv = p^T do, dp = do v^T, dq = ds k, dk = ds^T q. These are five products
+    where forward has two, 2.5 times its FLOPs where both dims are one; model FLOPs, which leave the recomputed one out,
+    would be twice forward's.
     """
-    return _of_square(sizes, sizes.head_dim + sizes.value_dim, causal)
-
-
-def attention_backward_flops(sizes: AttentionSizes, causal: CausalConvention) -> int:
-    """FLOPs of fused attention's backward: q k^T once more, dv = p^T do, dp = do v^T, dq = ds k, dk = ds^T q.
-
-    Five products where forward has two, 2.5 times its FLOPs where both dims are one (Dao 2023, section 4.1); model
-    FLOPs, which leave the recomputed one out, would be twice forward's.
-    """
-    return _of_square(sizes, 3 * sizes.head_dim + 2 * sizes.value_dim, causal)
-
-
-def _of_square(sizes: AttentionSizes, depth: int, causal: CausalConvention) -> int:
+    depth = sizes.head_dim + sizes.value_dim
+    if backward:
+        depth = 3 * sizes.head_dim + 2 * sizes.value_dim
     flops = 2 * sizes.batch * sizes.heads * sizes.queries * sizes.keys * depth
     return flops // 2 if causal == "half" else flops
 

@@ -16,7 +16,6 @@ from stepscope.core.formulas import (
     CausalConvention,
     Work,
     adamw_work,
-    attention_backward_flops,
     attention_flops,
     elementwise_work,
 )
@@ -144,11 +143,7 @@ class OperatorCall:
 
 
 def read_call(
-    operator: str,
-    shapes: str,
-    dtypes: str | None,
-    values: str | None = None,
-    list_element_bytes: int | None = None,
+    operator: str, shapes: str, dtypes: str | None, values: str | None = None, list_element_bytes: int | None = None
 ) -> OperatorCall | None:
     """The call, or None where the record cannot be read. `list_element_bytes`: of tensors in lists, if known.
 
@@ -761,9 +756,7 @@ class FusedAttention:
         """
         q, k, v = (call.tensor(self.query + i) for i in range(3))
         sizes = self._sizes(call, q, k, v)
-        backward = self.out is not None
-        count = attention_backward_flops if backward else attention_flops
-        flops = count(sizes, "full")
+        flops = attention_flops(sizes, "full", backward=self.out is not None)
         if causal == "half":
             flops = flops * self._seen_twice(call, sizes) // (2 * sizes.queries * sizes.keys)
         mask = self._optional(call, self.bias)

@@ -367,17 +367,3 @@ def call_sight(call: OperatorCall) -> Sight | None:
         return rule.attention.sight(call) if rule is not None and rule.attention is not None else None
     except _NOT_FORESEEN:
         return None
-
-
-def operator_work(
-    operator: str,
-    shapes: str | None,
-    dtypes: str | None,
-    *,
-    values: str | None = None,
-    list_element_bytes: int | None = None,
-    causal: CausalConvention = "half",
-) -> Work | None:
-    """The work of one call as `recorded_call` takes it and `call_work` counts it."""
-    call = recorded_call(operator, shapes, dtypes, values=values, list_element_bytes=list_element_bytes)
-    return call_work(call, causal) if call is not None else None

@@ -3,19 +3,11 @@
 import shlex
 
 from stepscope.core.formulas.transformer import parameter_count
-from stepscope.core.model_config import ModelConfig
 from stepscope.core.parts import PARTS, REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import counted, format_count
-from stepscope.core.workloads import (
-    FactoryWorkload,
-    TextbookWorkload,
-    Workload,
-    by_sizes,
-)
-
-_Sized = TextbookWorkload | FactoryWorkload | ModelConfig
+from stepscope.core.workloads import Workload, by_sizes
 
 
 def run_command(workload: Workload, settings: Settings | None = None) -> str | None:
@@ -74,19 +66,16 @@ def describe_workload(workload: Workload) -> str:
         memory += f", {workload.accumulation} micro-batches{f' of {size}' if size else ''}"
     if workload.may_run and workload.parallel != NOT_PARALLEL:
         memory += f", {workload.parallel} over {counted(workload.ranks, 'rank')}"
+    if workload.sizes is not None:
+        batch = f"{workload.batch_size} x sequence {workload.seq_len} = {format_count(workload.tokens)} tokens"
+    else:
+        batch = ", ".join(f"{name} {tensor}" for name, tensor in workload.model.inputs.items()) or "unknown"
     attention = f" {workload.attention} attention," if workload.attention is not None else ""
-    return (
-        f"{workload.batch_words}, {workload.dtype}, {workload.phase},{attention}{_of_blocks(workload)} "
-        f"{compiled}{optimizer}{memory}"
-    )
-
-
-def _of_blocks(workload: Workload) -> str:
-    """How the parts of a block are computed, where that is not the model's own code."""
     others = [f" {name} {part}," for part, name in workload.parts.items() if name != REFERENCE]
     names = set(workload.parts.values())
-    words = f" {names.pop()} parts," if len(names) == 1 and others else "".join(others)
-    return words if workload.projections == "apart" else f"{words} projections {workload.projections},"
+    parts = f" {names.pop()} parts," if len(names) == 1 and others else "".join(others)
+    parts += f" projections {workload.projections}," if workload.projections != "apart" else ""
+    return f"batch {batch}, {workload.dtype}, {workload.phase},{attention}{parts} {compiled}{optimizer}{memory}"
 
 
 def describe_model(workload: Workload, trainable: int | None = None) -> str:
