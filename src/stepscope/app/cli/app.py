@@ -39,74 +39,57 @@ _FIRST = (
 class _Command(Verbs):
     """The command itself. In its verbs, and only there, a signal is a KeyboardInterrupt, which goes no further."""
 
+    home = "stepscope.app.verbs."
     verbs: ClassVar = {
-        "run": (
-            "stepscope.app.verbs.run:command",
-            "Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory.",
-        ),
+        "run": ("run", "Measure one step: time by phase, rates, memory, and what to doubt. Saves a run directory."),
         "watch": (
-            "stepscope.app.verbs.watch:command",
+            "watch",
             "Run a training script unchanged, and measure some of its steps: data, forward, backward, optimizer, the "
             "rest.",
         ),
-        "sweep": (
-            "stepscope.app.verbs.sweep:command",
-            "Measure a grid of workloads. The same command resumes a sweep that was interrupted.",
-        ),
+        "sweep": ("sweep", "Measure a grid of workloads. The same command resumes a sweep that was interrupted."),
         "compare": (
-            "stepscope.app.verbs.compare:command",
+            "compare",
             "Compare runs, sets, sweeps, tags or commits: what changed, by how much, and how sure that is.",
         ),
-        "table": (
-            "stepscope.app.verbs.stored_runs:table",
-            "Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot.",
-        ),
+        "table": ("stored_runs:table", "Tables of runs: terminal, Markdown, CSV or JSON lines; and as a plot."),
         "trace": (
-            "stepscope.app.verbs.trace:command",
+            "trace",
             "Where the time of a captured step went: by phase, family, kernel and module, every nanosecond accounted "
             "for.",
         ),
         "memory": (
-            "stepscope.app.verbs.memory:command",
+            "memory",
             "Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for.",
         ),
-        "report": (
-            "stepscope.app.verbs.report:command",
-            "Write one HTML page that needs nothing else: look at it, print it, send it.",
-        ),
+        "report": ("report", "Write one HTML page that needs nothing else: look at it, print it, send it."),
         "fit": (
-            "stepscope.app.verbs.fit:command",
+            "fit",
             "Predict the peak memory of a step, say whether it fits, and what would make it fit. Needs no GPU.",
         ),
         "plan": (
-            "stepscope.app.verbs.plan:command",
+            "plan",
             "Plan a step on paper, over one GPU to 100,000: every layout, which fit, which is fastest, and what "
             "bounds it.",
         ),
         "tune": (
-            "stepscope.app.verbs.tune:command",
+            "tune",
             "Find the fastest step that fits and trains as this one does, at the same batch. The same command goes on.",
         ),
-        "show": (
-            "stepscope.app.verbs.stored_runs:show_command",
-            "Show a run read back from disk, or the runs of one set together.",
-        ),
-        "ls": ("stepscope.app.verbs.stored_runs:ls", "List runs, oldest first."),
-        "history": (
-            "stepscope.app.verbs.stored_runs:history",
-            "Trends of stored runs by workload, with changes of level dated by commit.",
-        ),
+        "show": ("stored_runs:show_command", "Show a run read back from disk, or the runs of one set together."),
+        "ls": ("stored_runs:ls", "List runs, oldest first."),
+        "history": ("stored_runs:history", "Trends of stored runs by workload, with changes of level dated by commit."),
         "writeup": (
-            "stepscope.app.verbs.writeup:command",
+            "writeup",
             "Answer the questions of an assignment from stored runs; a question without data names its command.",
         ),
-        "models": ("stepscope.app.verbs.lookups:models", "List the presets: name, parameters and every size."),
+        "models": ("lookups:models", "List the presets: name, parameters and every size."),
         "device": (
-            "stepscope.app.verbs.lookups:device",
+            "lookups:device",
             "Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs).",
         ),
         "kernel": (
-            "stepscope.app.verbs.lookups:kernel",
+            "lookups:kernel",
             "Explain a kernel by its name: library, types, layout, tile, and which product of a step it is.",
         ),
     }

@@ -6,8 +6,7 @@ has those of a workload.
 
 from functools import partial
 from pathlib import Path
-
-import typer
+from typing import Any
 
 from stepscope.core.errors import InputError
 from stepscope.core.options import (
@@ -29,7 +28,7 @@ from stepscope.rendering.renderers import STYLES
 # What a shell offers after an option: names of runs and devices.
 
 
-def run_names(ctx: typer.Context, incomplete: str) -> list[str]:
+def run_names(ctx: Any, incomplete: str) -> list[str]:
     """The runs under --runs, the newest first, and `last`. A part of a name is enough, from wherever it begins."""
     from stepscope.core.run_directory import find_run_files
 

@@ -101,7 +101,9 @@ def _options_of(
                 option = _shared_option(plain, verb.name)
             assert option is not None, f"{verb.name}: no option {name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
-            makers[name] = add(option, _is_several(annotation), default, verb.defaults)
+            kinds: tuple[Any, ...] = (annotation, *get_args(annotation))
+            is_several = any(get_origin(kind) is tuple for kind in kinds)
+            makers[name] = add(option, is_several, default, verb.defaults)
     return parameters, options, lambda values: takes(**{name: maker(values) for name, maker in makers.items()})
 
 
@@ -123,10 +125,6 @@ def _shared_option(name: str, verb: str) -> Option | None:
 
 def _is_path(option: Option) -> bool:
     return option.takes is Path or option.metavar == "FILE"
-
-
-def _is_several(annotation: Any) -> bool:
-    return any(get_origin(part) is tuple for part in (annotation, *get_args(annotation)))
 
 
 def _one_value(annotation: Any) -> type:
@@ -321,16 +319,18 @@ class Verbs(TyperGroup):
     """A command of verbs. A verb is built when it is asked for, since typer takes some milliseconds for each."""
 
     verbs: ClassVar[dict[str, tuple[str, str]]] = {}
-    """Each verb's record, as module:name, and what it does. The module is imported when the verb is asked for."""
+    """Each verb's module, or module:record, and what it does. The module is imported when the verb is asked for."""
+    home: ClassVar = ""
+    """What the names of the modules begin with."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _BuiltWhenAsked(self.verbs, self.commands, self.verb_of)
+        self.commands = _BuiltWhenAsked(self.verbs, self.commands, self.verb_at)
 
-    @staticmethod
-    def verb_of(registered: Any) -> Verb:
+    def verb_at(self, place: str) -> Verb:
         """The verb that a line of the table names."""
-        return registered
+        module, _, record = place.partition(":")
+        return getattr(importlib.import_module(f"{self.home}{module}"), record or "command")
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}
@@ -343,14 +343,13 @@ class _BuiltWhenAsked(MutableMapping[str, Any]):
     """Commands by name, made of verbs when they are first looked up."""
 
     def __init__(
-        self, lines: Mapping[str, tuple[str, str]], built: Mapping[str, Any], verb_of: Callable[[Any], Verb]
+        self, lines: Mapping[str, tuple[str, str]], built: Mapping[str, Any], verb_at: Callable[[str], Verb]
     ) -> None:
-        self.lines, self.built, self.verb_of = lines, dict(built), verb_of
+        self.lines, self.built, self.verb_at = lines, dict(built), verb_at
 
     def __getitem__(self, name: str) -> Any:
         if name not in self.built:
-            module, _, record = self.lines[name][0].partition(":")
-            self.built[name] = command_of(self.verb_of(getattr(importlib.import_module(module), record)))
+            self.built[name] = command_of(self.verb_at(self.lines[name][0]))
         return self.built[name]
 
     def __setitem__(self, name: str, command: Any) -> None:

@@ -281,18 +281,18 @@ def _those_that_can_be(names: Iterable[str], workload: OneWorkload) -> list[Text
 
     Raises InputError where it is none.
     """
-    found: list[TextbookWorkload] = []
+    workloads: list[TextbookWorkload] = []
     faults: list[str] = []
     for name in names:
         try:
-            found.append(OneWorkload({**workload.options, "model": name}).workload(seq_len=512))
+            workloads.append(OneWorkload({**workload.options, "model": name}).workload(seq_len=512))
         except InputError as error:
             faults.append(f"{name}: {error}")
-    if not found:
+    if not workloads:
         raise InputError(f"no model is left: {'; '.join(faults)}")
     for fault in faults:
         warn(f"left out, {fault}")
-    return found
+    return workloads
 
 
 def _show(

@@ -77,15 +77,15 @@ def measure(
     chosen = resolve_device(device)
     subject = _Callables(phases, prepare)
     try:
-        found = measure_steps(
+        timed = measure_steps(
             {"step": subject}, device=timing_device(chosen), settings=settings_from(warmup, steps, seconds)
         )["step"]
     except StepFailed as failure:
         raise failure.__cause__ or failure from None
-    if found.interrupted:
+    if timed.interrupted:
         raise KeyboardInterrupt
-    answer = answer_times(found.samples, found.warmup_steady, read_environment(chosen))
-    return Timed(found.samples, found.warmup_steady, shown_answer(answer))
+    answer = answer_times(timed.samples, timed.warmup_steady, read_environment(chosen))
+    return Timed(timed.samples, timed.warmup_steady, shown_answer(answer))
 
 
 def _phases(callables: object) -> tuple[Phase, ...]:

@@ -92,7 +92,7 @@ def command(
     shown: Presentation,
 ) -> None:
     """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
-    found = memory(file, at=at, device=device, stacks=stacks or 0, runs=runs)
+    remembered = memory(file, at=at, device=device, stacks=stacks or 0, runs=runs)
     from stepscope.allocations.answer import memory_as_json
 
-    shown.show(found.answer, document=lambda: memory_as_json(found.explained, found.moment), save=save)
+    shown.show(remembered.answer, document=lambda: memory_as_json(remembered.explained, remembered.moment), save=save)

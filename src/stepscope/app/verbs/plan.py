@@ -163,17 +163,17 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
         rates=rates_of(spec, question.workload, shares["efficiency"]),
         network=joined,
     )
-    found = search(msgspec.structs.replace(question, node=joined.node), machine)
-    if not found.layouts:
-        raise InputError(_no_layout(found))
+    plan = search(msgspec.structs.replace(question, node=joined.node), machine)
+    if not plan.layouts:
+        raise InputError(_no_layout(plan))
     even = uneven = None
-    if found.best:
-        best = found.best[0]
+    if plan.best:
+        best = plan.best[0]
         even = simulate(best.layout, best.time)
         uneven = simulate(best.layout, best.time, spread) if spread and question.ranks > 1 else None
     return Planning(
-        plan=found, machine=machine, spec=spec, scaled=scaling(found, machine),
-        sensitive=sensitivity(found, machine), even=even, uneven=uneven, spread=spread,
+        plan=plan, machine=machine, spec=spec, scaled=scaling(plan, machine),
+        sensitive=sensitivity(plan, machine), even=even, uneven=uneven, spread=spread,
     )  # fmt: skip
 
 
@@ -188,19 +188,19 @@ def _network(text: str, usual: "Network") -> "Network":
     from stepscope.core.files import read_named
     from stepscope.questions.collectives import fits_in
 
-    found = decode_answer(read_named(Path(file)), file)
+    answer = decode_answer(read_named(Path(file)), file)
     joined = parse_network(figures, usual) if figures else usual
-    return measured_network(joined, fits_in(found, file), f"{file}, {found.device}, {found.date}")
+    return measured_network(joined, fits_in(answer, file), f"{file}, {answer.device}, {answer.date}")
 
 
-def _no_layout(found: "Plan") -> str:
+def _no_layout(plan: "Plan") -> str:
     """Why a question has no layout, whatever would fit."""
-    question = found.question
+    question = plan.question
     settled = ",".join(f"{name}={value}" for name, value in question.fixed.items())
     fault = f"{question.ranks} ranks{f' with --layout {settled}' if settled else ''} have no layout"
-    if not found.grids:
+    if not plan.grids:
         return f"{fault}: these dimensions do not divide the ranks; choose divisors, or leave some out"
-    reasons = sorted(found.refused, key=lambda reason: -found.refused[reason])
+    reasons = sorted(plan.refused, key=lambda reason: -plan.refused[reason])
     sizes = question.model.config
     figures = (
         f"heads {sizes.heads}, of keys {sizes.key_heads}, d_ff {sizes.d_ff}, {sizes.layers} blocks, sequences "

@@ -37,8 +37,8 @@ def replace_parts(
     Raises InputError where the kernels do not run on the model's device, and where the model has no module of what was
     asked for.
     """
-    said = {part: name for part, name in (("norm", norm), ("mlp", mlp), ("loss", loss)) if name is not None}
-    chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(said)
+    by_part = {part: name for part, name in (("norm", norm), ("mlp", mlp), ("loss", loss)) if name is not None}
+    chosen = (named_kernels(kernels) if kernels is not None else {}) | named_kernels(by_part)
     if not chosen:
         raise InputError("replace_parts needs a part: say norm='fused', mlp='fused', loss='fused' or kernels='fused'")
     from stepscope.training.parts.replaced import replace_in

@@ -100,9 +100,9 @@ def show(name: str | Path = "last", *, runs: str | Path = "runs") -> Measured:
 
     Raises InputError where there is no such run, or it cannot be read. Needs no PyTorch.
     """
-    found, folder = find_run(str(name), Path(runs)), find_place(str(name), Path(runs))
+    run, folder = find_run(str(name), Path(runs)), find_place(str(name), Path(runs))
     inside = folder if (folder / RUN_FILE).is_file() else next(iter(find_run_files(folder)), folder / RUN_FILE).parent
-    return measured(found, inside)
+    return measured(run, inside)
 
 
 @verb("show", "stepscope show last", "stepscope show xl-b4-s1024 --runs results/h200/limit-80GiB")
@@ -146,12 +146,12 @@ def listed_runs(places: list[Path] | None, runs: Path) -> list[Run]:
     runs: the folder that is read where no place is named, and in which `last` is the run that began latest.
     """
     places = [find_place(LAST, runs) if str(place) == LAST else place for place in places or [runs]]
-    said = time.monotonic()
+    last_s = time.monotonic()
 
     def tell(done: int, of: int) -> None:
-        nonlocal said
-        if time.monotonic() - said > _QUIET_S:
-            said = time.monotonic()
+        nonlocal last_s
+        if time.monotonic() - last_s > _QUIET_S:
+            last_s = time.monotonic()
             warn(f"reading runs: {done:,} of {of:,}")
 
     # Runs stay until the command ends: Python's collector would walk through thousands of them again and again.
@@ -261,12 +261,12 @@ def table(
         speedup=speedup,
         where=tuple(conditions),
     )
-    found = listed_runs(places, runs)
-    answer = answer_table(found, query, bare=style in BARE)
+    listed = listed_runs(places, runs)
+    answer = answer_table(listed, query, bare=style in BARE)
     if save is not None:
         from stepscope.runs.tables import table_panels
 
-        answer = msgspec.structs.replace(answer, panels=table_panels(found, query))
+        answer = msgspec.structs.replace(answer, panels=table_panels(listed, query))
     if brief:
         Presentation(style=style, brief=True).show(answer)
     else:
@@ -283,8 +283,8 @@ def conditions_of(where: Iterable[str], tag: str | None = None) -> "list[Conditi
     """The conditions of every --where, and of --tag."""
     from stepscope.runs.fields import conditions_in
 
-    found = [condition for text in where for condition in conditions_in(text)]
-    return [*found, *([("tag", (tag,))] if tag is not None else [])]
+    conditions = [condition for text in where for condition in conditions_in(text)]
+    return [*conditions, *([("tag", (tag,))] if tag is not None else [])]
 
 
 # `stepscope history`: how the time of a step changed over stored runs, and whether forecasts came true.
@@ -327,11 +327,11 @@ def history(
     from stepscope.runs.history import answer_history, answer_trend, history_as_json, trends_of
 
     conditions = conditions_of(where, tag)
-    found = listed_runs(places, runs)
-    kept, nowhere = meeting(found, conditions)
+    listed = listed_runs(places, runs)
+    kept, nowhere = meeting(listed, conditions)
     if not kept:
-        asked = f" with {in_words(conditions)}" if found and conditions else ""
-        raise InputError(f"no runs in {', '.join(map(str, folders))}{asked}")
+        where_words = f" with {in_words(conditions)}" if listed and conditions else ""
+        raise InputError(f"no runs in {', '.join(map(str, folders))}{where_words}")
     for sentence in nowhere:
         warn(sentence)
     trends = trends_of(kept)

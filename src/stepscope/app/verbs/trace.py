@@ -311,15 +311,15 @@ def _captures_named(names: Sequence[str], runs: Path) -> list[Path]:
     give_pages_back()  # before polars is imported
     from stepscope.traces.ranks import captures_in
 
-    found: list[Path] = []
+    captures: list[Path] = []
     for name in names:
         place = find_place(name, runs)
-        found += captures_in(place) or [place]
-    files = [path.resolve() for path in found]
-    twice = next((path for place, path in enumerate(found) if files[place] in files[:place]), None)
+        captures += captures_in(place) or [place]
+    files = [path.resolve() for path in captures]
+    twice = next((path for place, path in enumerate(captures) if files[place] in files[:place]), None)
     if twice is not None:
         raise InputError(f"{twice} is named twice: name each capture once")
-    return found
+    return captures
 
 
 def _folder_of(captures: list[Path]) -> str:
@@ -364,8 +364,8 @@ def _capture_of_rank(captures: list[Path], rank: int) -> Path:
     from stepscope.traces.ranks import load_job
 
     job = load_job(captures, say=warn)
-    found = next((one.source for one in job.ranks if one.number == rank), None)
-    if found is None:
+    source = next((one.source for one in job.ranks if one.number == rank), None)
+    if source is None:
         numbers = ", ".join(str(one.number) for one in job.ranks)
         raise InputError(f"none of these captures is of rank {rank}: choose one of {numbers}")
-    return Path(found)
+    return Path(source)

@@ -50,7 +50,7 @@ def command(
     """Answer the questions of an assignment from stored runs; a question without data names its command."""
     from stepscope.rendering.writeup import SCALES, Material, Target, assignment_named, gather, write_up
 
-    asked = assignment_named(assignment)
+    questions = assignment_named(assignment)
     choose(scale, SCALES, "scale")
     size, target = cast("Scale", scale), Target(file=output)
 
@@ -65,27 +65,27 @@ def command(
             ):
                 raise
             material = Material()  # everything is still to be measured, and the document says how
-        found = write_up(asked, material)
-        target.write(found, size)
-        return found
+        document = write_up(questions, material)
+        target.write(document, size)
+        return document
 
-    found = written()
-    for fault in found.faults:
+    document = written()
+    for fault in document.faults:
         warn(f"left out: {fault}")
     failed: list[str] = []
-    todo = found.missing(target.store) if run else ()
+    todo = document.missing(target.store) if run else ()
     for place, one in enumerate(todo, 1):
         warn(f"measuring {place} of {len(todo)}: {one.command(size, target.store)}")
         code = _measure(one, size, target)
         if code in (EXIT_INTERRUPTED, -signal.SIGINT):
-            found = written()
-            _say(found, target, run=run, failed=failed)
+            document = written()
+            _say(document, target, run=run, failed=failed)
             return EXIT_INTERRUPTED
         if code not in (EXIT_DONE, EXIT_CHECK_FAILED):
             failed.append(one.name)
             warn(f"{one.name} could not be measured (exit code {code}): the other questions go on")
-        found = written()
-    _say(found, target, run=run, failed=failed)
+        document = written()
+    _say(document, target, run=run, failed=failed)
     return EXIT_DONE
 
 
@@ -125,9 +125,9 @@ def _waited(process: "subprocess.Popen[bytes]") -> int:
         return EXIT_INTERRUPTED
 
 
-def _say(found: "WriteUp", target: "Target", *, run: bool, failed: list[str]) -> None:
-    emit(f"{target.file}: {found.count} of {counted(len(found.answered), 'question')} answered\n")
+def _say(document: "WriteUp", target: "Target", *, run: bool, failed: list[str]) -> None:
+    emit(f"{target.file}: {document.count} of {counted(len(document.answered), 'question')} answered\n")
     if failed:
         warn(f"not measured: {', '.join(failed)}")
-    elif found.missing(target.store) and not run:
+    elif document.missing(target.store) and not run:
         warn("the document names a command for each question without data; --run measures them all")
