@@ -51,7 +51,7 @@ def test_steps_use_the_hosts_memory_again(offloaded: int, monkeypatch: pytest.Mo
     piece = HostCopies.piece
 
     def counted(self: HostCopies, device: torch.device) -> Tensor:
-        made.append(device) if not self._pieces else None
+        made.append(device) if not self.pieces else None
         return piece(self, device)
 
     monkeypatch.setattr(HostCopies, "piece", counted)

@@ -40,7 +40,7 @@ from stepscope.recording.fake_memory import AsOnCuda
 from stepscope.training.training_step import build_model
 from stepscope.training.user_module.loading import load_module
 from stepscope.training.user_module.module_step import UserModule, check_gradient
-from stepscope.training.user_module.user_code import said_of
+from stepscope.training.user_module.user_code import user_errors
 
 # The model that an experiment looks at, with a batch and a loss: the toy network, a transformer, or a user's own.
 #
@@ -79,9 +79,9 @@ class ModelWithLoss:
         """The module's output, and the loss. Raises InputError where either fails, or the loss is none."""
         batch = self.own.batches[0]
         args, kwargs = self.own.call.arguments(batch)
-        with said_of(f"{self.name} fails in forward"):
+        with user_errors(f"{self.name} fails in forward"):
             output = self.module(*args, **kwargs)
-        with said_of(f"the loss of {self.name} fails"):
+        with user_errors(f"the loss of {self.name} fails"):
             loss = self.own.loss_of(output, batch)
         check_gradient(loss, self.name)
         return output, loss
@@ -89,7 +89,7 @@ class ModelWithLoss:
     def backward(self, loss: Tensor) -> None:
         """Compute the gradients anew. Raises InputError where backward fails."""
         self.module.zero_grad(set_to_none=True)
-        with said_of(f"{self.name} fails in backward"):
+        with user_errors(f"{self.name} fails in backward"):
             loss.backward()
 
 

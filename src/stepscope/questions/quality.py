@@ -52,7 +52,7 @@ from stepscope.recording.precision import matmul_precision
 from stepscope.training.scaled_products import plain_products
 from stepscope.training.training_step import check_choices, check_supported
 from stepscope.training.user_module.module_step import ModuleStep
-from stepscope.training.user_module.user_code import moved, said_of
+from stepscope.training.user_module.user_code import moved, user_errors
 
 SIZES: dict[str, TrainingSize] = {
     # fp16 products are slow on a CPU without instructions for them (five times fp32's step): two runs of ten have them.
@@ -250,7 +250,7 @@ class _Subject:
         self.optimizer = None if step.user_module.optimizer is None else type(step.user_module.optimizer).__name__
         self.batches: Sequence[Any] = [_copied(batch) for batch in step.batches]
         self.elements = elements_of(step)
-        with said_of(f"{self.name} has parameters that cannot be copied"):
+        with user_errors(f"{self.name} has parameters that cannot be copied"):
             self._start = [tensor.detach().clone() for tensor in _state(step.model)]
         self.untrained_loss = self.judged(step)
 
@@ -268,7 +268,7 @@ class _Subject:
         the start of another seed."""
         step = self._made(variant, start_seed)
         if start_seed == self.workload.seed:
-            with said_of(f"{self.name} makes another module each time that it is called"), torch.no_grad():
+            with user_errors(f"{self.name} makes another module each time that it is called"), torch.no_grad():
                 for tensor, start in zip(_state(step.model), self._start, strict=True):
                     tensor.copy_(start)
         dtype = torch.float32 if variant.keeping is None else torch.bfloat16
@@ -285,7 +285,7 @@ class _Subject:
         step.model.float().eval()
         plain_products(step.model)
         losses: list[Tensor] = []
-        with torch.no_grad(), matmul_precision("fp32"), said_of(f"{self.name} fails in eval mode, which judges it"):
+        with torch.no_grad(), matmul_precision("fp32"), user_errors(f"{self.name} fails in eval mode, which judges it"):
             for batch in self.batches:
                 try:
                     losses.append(step.forward_module(*_copied(batch)).double().reshape(()))
@@ -328,7 +328,7 @@ class _Training:
         subject = self._subject
         # So that dropout, and rounding at random, are the same whatever ran before.
         torch.manual_seed(subject.workload.seed)
-        with matmul_precision(variant.dtype), said_of(f"{subject.name} fails in training"):
+        with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
             trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, told)
         trained.final_loss = subject.judged(step)
         return trained

@@ -38,7 +38,7 @@ from stepscope.questions.steps import folded, one_step_of
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import Recorder
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
-from stepscope.training.user_module.user_code import said_of
+from stepscope.training.user_module.user_code import user_errors
 
 # The parts of a step whose precision can be changed: modules by what they compute themselves, and the loss.
 #
@@ -592,7 +592,7 @@ class Replay:
                 buffer.copy_(kept)
         weights = (2.0**self.scale,) if self.scale else ()
         # What fails is the user's code in a precision that it was not written for.
-        with said_of(self.subject.name), computing_in(self._low, self._step.user_module, changed, self._found):
+        with user_errors(self.subject.name), computing_in(self._low, self._step.user_module, changed, self._found):
             return run_step(self._step, self.subject.seed if seed is None else seed, weights=weights)
 
     def _choose_scale(self, parts: Sequence[Part]) -> None:

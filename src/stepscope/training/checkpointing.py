@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from stepscope.core.checkpointing import BLOCKS_ON_THE_WAY, Span, grouped
@@ -53,7 +53,8 @@ class HostCopies:
 
     def __init__(self, operators: Iterable[Any]) -> None:
         self.operators = frozenset(operators)
-        self._pieces: list[Tensor] = []
+        self.pieces: list[Tensor] = []
+        """Pieces that nobody holds."""
         self._made = 0
         self._device_type: str | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -87,8 +88,8 @@ class HostCopies:
     def piece(self, device: torch.device) -> Tensor:
         """A piece to which the device copies by itself. One that came back before is written again: copies run one
         after another, so that what it held has been read."""
-        if self._pieces:
-            return self._pieces.pop()
+        if self.pieces:
+            return self.pieces.pop()
         with of_host():
             try:
                 piece = torch.empty(_PIECE, dtype=torch.uint8, device="cpu", pin_memory=_copies_by_itself(device))
@@ -100,35 +101,28 @@ class HostCopies:
         self._made += 1
         return piece
 
-    def give_back(self, pieces: Iterable[Tensor]) -> None:
-        self._pieces.extend(pieces)
-
     def ran(self, block: "KeptByBlock | None") -> None:
         """A block has run, which is given if it offloads: let go of what an earlier one holds of the device. Blocks are
         referred to weakly: a forward whose loss is dropped holds nothing."""
         self._leaving.append(None if block is None else weakref.ref(block))
-        if len(self._leaving) > BLOCKS_ON_THE_WAY:
-            self._let_go()
+        self.let_go(BLOCKS_ON_THE_WAY)
 
-    def let_all_go(self) -> None:
-        while self._leaving:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        found = self._leaving.popleft()
-        block = None if found is None else found()
-        if block is not None:
-            block.let_go()
+    def let_go(self, kept: int = 0) -> None:
+        """Let go of what all but the last so many blocks hold of the device."""
+        while len(self._leaving) > kept:
+            reference = self._leaving.popleft()
+            if reference is not None and (block := reference()) is not None:
+                block.let_go()
 
 
 class KeptByBlock:
     """What one block keeps, from its forward to its backward."""
 
     def __init__(self, copies: HostCopies) -> None:
-        self._copies = copies
+        self.copies = copies
         self._newest: tuple[Any, Any] | None = None
         self._outputs: defaultdict[Any, deque[Any]] = defaultdict(deque)
-        self._away: list[_Away | _Wrapped] = []
+        self._away: list[_Away] = []
         self._pieces: list[Tensor] = []
         self._rest: Tensor | None = None
         """What is free of the last piece."""
@@ -140,29 +134,24 @@ class KeptByBlock:
         """The contexts of the block's forward, and of its second run in backward."""
         return _Keeping(self), _Giving(self)
 
-    @property
-    def copies(self) -> HostCopies:
-        return self._copies
-
     def keep(self, operator: Any, output: Any) -> None:
         """Send what the operator before returned. Backward asks for no output of a block's last product, since the
         product itself keeps its inputs alone; so the newest waits for another. One that is missing is computed."""
         if self._newest is not None:
             before, sent = self._newest
-            self._outputs[before].append(tree_map_only((_Away, _Wrapped), self._sent, sent))
+            leaves = [leaf for away in tree_leaves(sent) if isinstance(away, (_Away, _Wrapped)) for leaf in away.leaves]
+            for leaf in leaves:
+                leaf.send(self)
+            self._away += leaves
+            self._outputs[before].append(sent)
         self._newest = operator, tree_map_only(Tensor, _away, output)
-
-    def _sent(self, away: "_Away | _Wrapped") -> "_Away | _Wrapped":
-        away.send(self)
-        self._away.append(away)
-        return away
 
     def places(self, count: int, device: torch.device) -> list[Tensor]:
         """Room for so many bytes of the device, behind what the block has sent before."""
         found: list[Tensor] = []
         while count:
             if self._rest is None or not len(self._rest):
-                self._rest = self._copies.piece(device)
+                self._rest = self.copies.piece(device)
                 self._pieces.append(self._rest)
             place = self._rest[:count]
             found.append(place)
@@ -172,7 +161,7 @@ class KeptByBlock:
 
     def end_forward(self) -> None:
         self._newest = None
-        self._left = self._copies.mark()
+        self._left = self.copies.mark()
 
     def let_go(self) -> None:
         """Give the device the memory of what was copied, once it is."""
@@ -182,14 +171,14 @@ class KeptByBlock:
 
     def fetch(self) -> None:
         """Begin to copy back what was kept."""
-        self._copies.let_all_go()
+        self.copies.let_go()
         if not self._fetched:
             self._fetched = True
             for away in self._away:
                 away.fetch()
-            self._copies.give_back(self._pieces)
+            self.copies.pieces += self._pieces
             self._pieces, self._rest = [], None
-            self._back = self._copies.mark()
+            self._back = self.copies.mark()
 
     def begin_again(self) -> None:
         self.fetch()
@@ -204,15 +193,11 @@ class KeptByBlock:
     def given(self, operator: Any) -> Any:
         """What the operator returned at this place in forward; None where it was not kept."""
         outputs = self._outputs[operator]
-        return tree_map_only((_Away, _Wrapped), _taken, outputs.popleft()) if outputs else None
+        return tree_map_only((_Away, _Wrapped), lambda away: away.taken(), outputs.popleft()) if outputs else None
 
 
 def _away(tensor: Tensor) -> "_Away | _Wrapped":
     return _Wrapped(tensor) if is_traceable_wrapper_subclass(tensor) else _Away(tensor)
-
-
-def _taken(away: "_Away | _Wrapped") -> Tensor:
-    return away.taken()
 
 
 class _Wrapped:
@@ -223,23 +208,14 @@ class _Wrapped:
         # Some name beside their tensors what these lie on.
         parts = {name: getattr(tensor, name) for name in names}
         self._parts = {name: _away(part) if isinstance(part, Tensor) else part for name, part in parts.items()}
-        self._away = [part for part in self._parts.values() if isinstance(part, (_Away, _Wrapped))]
+        away = [part for part in self._parts.values() if isinstance(part, (_Away, _Wrapped))]
+        self.leaves: list[_Away] = [leaf for part in away for leaf in part.leaves]
         self._type, self._size, self._stride = type(tensor), tensor.size(), tensor.stride()
 
-    def send(self, block: KeptByBlock) -> None:
-        for away in self._away:
-            away.send(block)
-
-    def let_go(self) -> None:
-        for away in self._away:
-            away.let_go()
-
-    def fetch(self) -> None:
-        for away in self._away:
-            away.fetch()
-
     def taken(self) -> Tensor:
-        parts = {name: part.taken() if part in self._away else part for name, part in self._parts.items()}
+        parts = {
+            name: part.taken() if isinstance(part, (_Away, _Wrapped)) else part for name, part in self._parts.items()
+        }
         return self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
 
 
@@ -254,6 +230,11 @@ class _Away:
         self._block: KeptByBlock | None = None
         self._places: list[Tensor] = []
 
+    @property
+    def leaves(self) -> "list[_Away]":
+        """This one alone, as of a tensor that is made of others there are several."""
+        return [self]
+
     def send(self, block: KeptByBlock) -> None:
         """Begin to copy the tensor to the host."""
         tensor = self._unchanged()
@@ -264,8 +245,7 @@ class _Away:
             self._version = tensor._version
         self._size, self._stride, self._dtype = tensor.size(), tensor.stride(), tensor.dtype
         self._block, self._places = block, block.places(tensor.nbytes, self._device)
-        with block.copies.copying(self._device):
-            _copy(self._places, self._parts(tensor))
+        self._copy(self._places, self._parts(tensor))
 
     def let_go(self) -> None:
         self._unchanged()
@@ -284,15 +264,19 @@ class _Away:
         if self._block is None:
             return
         self._tensor = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=self._device)
-        with self._block.copies.copying(self._device):
-            _copy(self._parts(self._tensor), self._places)
+        self._copy(self._parts(self._tensor), self._places)
         self._places = []
+
+    def _copy(self, to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+        assert self._block is not None
+        with self._block.copies.copying(self._device):
+            for place, part in zip(to, parts, strict=True):
+                place.copy_(part, non_blocking=True)
 
     def _parts(self, tensor: Tensor) -> Sequence[Tensor]:
         """The bytes of a dense tensor in the order of its memory, cut as its places are."""
-        return (
-            tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).split([len(place) for place in self._places])
-        )
+        in_order = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+        return in_order.split([len(place) for place in self._places])
 
     def taken(self) -> Tensor:
         """The tensor, which belongs to the caller alone from now on."""
@@ -339,32 +323,15 @@ class _Giving(TorchDispatchMode):
         return func(*args, **(kwargs or {})) if given is None else given
 
 
-def when_gradient_is_there(x: Tensor, act: Callable[[], None]) -> None:
-    """Act in backward as soon as the gradient of x is there."""
-
-    def hook(_gradient: Tensor) -> None:
-        act()
-
-    if x.requires_grad:
-        x.register_hook(hook)
-
-
 def _copies_by_itself(device: torch.device) -> bool:
     """Whether the device copies while it computes. Where sizes alone are counted, there may be none."""
     return device.type == "cuda" and torch.cuda.is_available()
-
-
-def _copy(to: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    for place, part in zip(to, parts, strict=True):
-        place.copy_(part, non_blocking=True)
 
 
 def _await(event: torch.cuda.Event | None) -> None:
     if event is not None:
         torch.cuda.current_stream().wait_event(event)
 
-
-"""The name of the range that encloses what backward runs again, as readers of traces know it."""
 
 _PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", OPERATOR, *SCALED_PRODUCTS)
 
@@ -444,7 +411,8 @@ def one_after_another(spans: Sequence[Span]) -> BlockRunner:
         # What a block keeps returns when backward reaches the next block that offloads; the last one's, at the end.
         outputs = [output for _, output in offloaded[1:]] + [x_BSM]
         for (kept, _), output in reversed(list(zip(offloaded, outputs, strict=False))):
-            when_gradient_is_there(output, kept.fetch)
+            if output.requires_grad:
+                output.register_hook(lambda _gradient, kept=kept: kept.fetch())
         return x_BSM
 
     return run
@@ -471,7 +439,12 @@ def checkpointed(
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": random}
     if not torch.compiler.is_compiling():
-        options["context_fn"] = lambda: _named((contexts or noop_context_fn)())
+
+        def named() -> Contexts:
+            forward, again = (contexts or noop_context_fn)()
+            return forward, _Recomputation(again)
+
+        options["context_fn"] = named
     elif contexts is not None:
         options["context_fn"] = contexts  # torch.compile takes these two and no others; it emits no ranges either
     return checkpoint(function, *args, **options, **kwargs)
@@ -507,11 +480,6 @@ class KeptCalls(TorchDispatchMode):
     ) -> Any:
         self.count += func in self._operators
         return func(*args, **(kwargs or {}))
-
-
-def _named(contexts: Contexts) -> Contexts:
-    forward, again = contexts
-    return forward, _Recomputation(again)
 
 
 class _Recomputation:

@@ -40,7 +40,7 @@ from stepscope.training.user_module.user_code import (
     input_names,
     named_tensors,
     printed_to_stderr,
-    said_of,
+    user_errors,
 )
 
 # Makes a Hugging Face model from its configuration alone, with random weights and a random batch. Nothing is
@@ -77,9 +77,7 @@ def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.devi
     """
     name = f"--model {file}"
     fields = _fields(Path(file), name)
-    sizes = {"batch_size": BATCH_SIZE, "seq_len": SEQ_LEN}
-    sizes |= {key: arguments[key] for key in sizes if key in arguments}
-    length_is_asked = "seq_len" in arguments
+    sizes = {key: arguments.get(key, usual) for key, usual in (("batch_size", BATCH_SIZE), ("seq_len", SEQ_LEN))}
     for key, value in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise InputError(f"{name}: {key} is {value!r}: give a whole number from 1 on")
@@ -88,7 +86,7 @@ def make_from_config(file: str, arguments: Mapping[str, Any], device: torch.devi
         config = _config(fields, changes, name)
         with device or contextlib.nullcontext():
             model = _model(config, {**fields, **changes}.get("architectures"), name)
-        length = sizes["seq_len"] if length_is_asked else min(sizes["seq_len"], _positions(config) or SEQ_LEN)
+        length = sizes["seq_len"] if "seq_len" in arguments else min(SEQ_LEN, _positions(config) or SEQ_LEN)
         batches = [_batch(model, config, sizes["batch_size"], length, name) for _ in range(_BATCHES)]
     return UserModule(name=name, module=model, batches=batches)
 
@@ -123,25 +121,20 @@ def _config(fields: dict[str, Any], changes: Mapping[str, Any], name: str) -> An
     kind = fields["model_type"]
     if kind not in transformers.CONFIG_MAPPING:
         raise InputError(f"{name}: transformers {transformers.__version__} knows no model_type {kind!r}")
-    _check_changes(changes, name)
+    for key in changes:
+        if key in _SAID_ELSEWHERE:
+            raise InputError(f"{name} does not take --arg {key}: {_SAID_ELSEWHERE[key]}")
     config_class = transformers.CONFIG_MAPPING[kind]
-    with said_of(f"{name} is no configuration of {kind}"):
+    with user_errors(f"{name} is no configuration of {kind}"):
         usual = config_class()
     changes = {_ATTENTION if key == _ATTENTION[1:] else key: value for key, value in changes.items()}
     for key in changes:
         if not hasattr(usual, key):
             raise InputError(f"{name} has no field {key!r}: --arg gives batch_size, seq_len or a field of the file")
-    with said_of(f"{name} is no configuration of {kind}"):
+    with user_errors(f"{name} is no configuration of {kind}"):
         config = config_class.from_dict(without_options({**fields, **changes}))
     config.use_cache = False
     return config
-
-
-def _check_changes(changes: Mapping[str, Any], name: str) -> None:
-    """Raise InputError for fields that options say."""
-    for key in changes:
-        if key in _SAID_ELSEWHERE:
-            raise InputError(f"{name} does not take --arg {key}: {_SAID_ELSEWHERE[key]}")
 
 
 def _model(config: Any, architectures: Any, name: str) -> Any:
@@ -156,7 +149,7 @@ def _model(config: Any, architectures: Any, name: str) -> Any:
         raise InputError(f"{name}: transformers {transformers.__version__} has no class {named!r}")
     attention = getattr(config, _ATTENTION, None)
     instead = f" with attn_implementation {attention} (--arg attn_implementation=sdpa is another)" if attention else ""
-    with said_of(f"{name} cannot be made{instead}"):
+    with user_errors(f"{name} cannot be made{instead}"):
         return model_class(config)
 
 
@@ -165,7 +158,7 @@ def _batch(model: Any, config: Any, samples: int, length: int, name: str) -> dic
     inputs = _INPUTS.get(model.main_input_name)
     if inputs is None:
         raise InputError(f"{name} reads {model.main_input_name}, for which no batch is known: write a factory")
-    with said_of(f"{name} has no size that its batch needs"):
+    with user_errors(f"{name} has no size that its batch needs"):
         batch = {model.main_input_name: inputs(config, samples, length)}
         labels = next((make for suffix, make in _LABELS.items() if type(model).__name__.endswith(suffix)), None)
         if labels is None:
@@ -185,10 +178,6 @@ def _positions(config: Any) -> int | None:
     return getattr(text, "max_position_embeddings", None) or getattr(text, "max_target_positions", None)
 
 
-def _tokens(config: Any, samples: int, length: int) -> Tensor:
-    return torch.randint(config.get_text_config(decoder=True).vocab_size, (samples, length))
-
-
 def _pixels(config: Any, samples: int, _length: int) -> Tensor:
     size = getattr(config, "image_size", 224)
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
@@ -205,7 +194,9 @@ def _classes(config: Any, samples: int, _length: int) -> dict[str, Tensor]:
 
 
 _INPUTS: dict[str, Callable[[Any, int, int], Tensor]] = {
-    "input_ids": _tokens,
+    "input_ids": lambda config, samples, length: torch.randint(
+        config.get_text_config(decoder=True).vocab_size, (samples, length)
+    ),
     "pixel_values": _pixels,
     "input_features": lambda config, samples, _length: torch.randn(
         samples, config.num_mel_bins, 2 * config.max_source_positions
@@ -215,10 +206,10 @@ _INPUTS: dict[str, Callable[[Any, int, int], Tensor]] = {
 """What makes the input of a model, by the name of its main input."""
 
 _LABELS: dict[str, Callable[[Any, int, int], dict[str, Tensor]]] = {
-    "ForCausalLM": lambda c, n, s: {"labels": _tokens(c, n, s)},
-    "LMHeadModel": lambda c, n, s: {"labels": _tokens(c, n, s)},
-    "ForMaskedLM": lambda c, n, s: {"labels": _tokens(c, n, s)},
-    "ForConditionalGeneration": lambda c, n, s: {"labels": _tokens(c, n, s)},
+    **dict.fromkeys(
+        ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration"),
+        lambda c, n, s: {"labels": _INPUTS["input_ids"](c, n, s)},
+    ),
     "ForTokenClassification": lambda c, n, s: {"labels": torch.randint(c.num_labels, (n, s))},
     "ForQuestionAnswering": lambda _c, n, s: {
         which: torch.randint(s, (n,)) for which in ("start_positions", "end_positions")
@@ -268,11 +259,23 @@ def find_factory(spelled: str) -> Factory:
     if not (place and name):
         raise InputError(f"--module {spelled!r}: {HOW_TO_NAME}")
     with printed_to_stderr():
-        home = _from_file(Path(place), spelled) if place.endswith(".py") else _imported(place, spelled)
+        if place.endswith(".py"):
+            home = _from_file(Path(place), spelled)
+        else:
+            _import_also_from(Path.cwd())
+            with user_errors(f"--module {spelled} cannot be imported"):
+                home = importlib.import_module(place)
     target: Any = home
     for part in name.split("."):
         if not hasattr(target, part):
-            raise InputError(f"--module {spelled}: {place} has no {name!r}{_nearest(part, target, place)}")
+            home_name = getattr(target, "__name__", "")
+            factories = [  # that the file itself defines
+                key
+                for key, value in getattr(target, "__dict__", {}).items()
+                if not key.startswith("_") and callable(value) and getattr(value, "__module__", None) == home_name
+            ]
+            near = difflib.get_close_matches(part, factories, n=3) or factories[:6]
+            raise InputError(f"--module {spelled}: {place} has no {name!r}{_there_is(near)}")
         target = getattr(target, part)
     return Factory(spelled=spelled, target=target)
 
@@ -287,14 +290,8 @@ def call_factory(factory: Factory, arguments: Mapping[str, Any]) -> Any:
             )
         return factory.target
     _check_arguments(factory, arguments)
-    with printed_to_stderr(), said_of(f"--module {factory.spelled} fails"):
+    with printed_to_stderr(), user_errors(f"--module {factory.spelled} fails"):
         return factory.target(**arguments)
-
-
-def _imported(place: str, spelled: str) -> ModuleType:
-    _import_also_from(Path.cwd())
-    with said_of(f"--module {spelled} cannot be imported"):
-        return importlib.import_module(place)
 
 
 def _from_file(file: Path, spelled: str) -> ModuleType:
@@ -312,7 +309,7 @@ def _from_file(file: Path, spelled: str) -> ModuleType:
     home = importlib.util.module_from_spec(specification)
     sys.modules[name] = home
     try:
-        with said_of(f"--module {spelled} cannot be loaded"):
+        with user_errors(f"--module {spelled} cannot be loaded"):
             specification.loader.exec_module(home)
     except BaseException:
         sys.modules.pop(name, None)
@@ -340,8 +337,10 @@ def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
         signature = inspect.signature(factory.target)
     except (TypeError, ValueError):  # A class or a function written in C may not say.
         return
-    takes = _parameters(signature)
-    takes_words = f"its parameters are {', '.join(_shown(takes))}" if takes else "it takes no arguments"
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    takes = {name: p for name, p in signature.parameters.items() if p.kind in named}
+    shown = [name if p.default is p.empty else f"{name}={p.default!r}"[:60] for name, p in takes.items()]
+    takes_words = f"its parameters are {', '.join(shown)}" if takes else "it takes no arguments"
     anything = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in arguments:
         if name not in takes and not anything:
@@ -353,28 +352,6 @@ def _check_arguments(factory: Factory, arguments: Mapping[str, Any]) -> None:
     unnamed = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if unnamed:
         raise InputError(f"--module {factory.spelled} takes {unnamed[0]} by its place only: give it a name")
-
-
-def _parameters(signature: inspect.Signature) -> dict[str, inspect.Parameter]:
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return {name: p for name, p in signature.parameters.items() if p.kind in named}
-
-
-def _shown(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [name if p.default is p.empty else f"{name}={p.default!r}"[:60] for name, p in parameters.items()]
-
-
-def _nearest(name: str, home: Any, place: str) -> str:
-    """The names that the user may have meant: similar ones, or else those that the file itself defines."""
-    own = (
-        [key for key, value in vars(home).items() if _is_factory(key, value, home)] if hasattr(home, "__dict__") else []
-    )
-    return _there_is(difflib.get_close_matches(name, own, n=3) or own[:6])
-
-
-def _is_factory(name: str, value: Any, home: Any) -> bool:
-    defined_here = getattr(value, "__module__", None) == getattr(home, "__name__", "")
-    return not name.startswith("_") and callable(value) and defined_here
 
 
 def _there_is(names: Sequence[str]) -> str:
@@ -407,10 +384,8 @@ def load_factory(
         user_module = make_from_config(spelled, arguments or {}, device)
         return Loaded(name=user_module.name, user_module=user_module, file=Path(spelled))
     factory = find_factory(spelled)
-    returned, name = call_factory(factory, arguments or {}), f"--module {spelled}"
-    if isinstance(returned, torch.nn.Module) or not hasattr(returned, "phases"):
-        return Loaded(name=name, user_module=understand(returned, name), file=factory.file)
-    return Loaded(name=name, user_module=None, step=returned, file=factory.file)
+    returned = call_factory(factory, arguments or {})
+    return dataclasses.replace(take_object(returned, f"--module {spelled}"), file=factory.file)
 
 
 def load_module(spelled: str, arguments: Mapping[str, Any] | None = None, *, seed: int = 0) -> UserModule:
@@ -434,7 +409,7 @@ def copy_of(loaded: Loaded) -> Loaded:
     user_module = loaded.user_module
     if user_module is None:
         return loaded
-    with said_of(
+    with user_errors(
         f"{loaded.name} cannot be copied, and measuring would train it: give a factory, module='FILE:FACTORY'"
     ):
         module, optimizer, loss = copy.deepcopy((user_module.module, user_module.optimizer, user_module.loss))
@@ -466,10 +441,9 @@ def make_user_step(
     over several processes. Raises InputError for a step of the user's own that others should share.
     """
     loaded = load() if load else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
-    if loaded.user_module is None:
-        if share is not None:
-            raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
+    if loaded.user_module is None and share is None:
         return _driven(loaded, workload, device)
+    user_module = _shared_module(loaded)
     whole: list[Batch] = []  # of all ranks together, of which the step has a part
 
     def share_and_note(parts: StepParts, choices: Workload) -> Shared:
@@ -477,9 +451,9 @@ def make_user_step(
         whole.append(parts.batches[0])
         return share(parts, choices)
 
-    step = ModuleStep(loaded.user_module, workload, device, share_and_note if share is not None else None)
+    step = ModuleStep(user_module, workload, device, share_and_note if share is not None else None)
     optimizer, by_factory = workload.optimizer, ()
-    if loaded.user_module.optimizer is not None and step.optimizer is not None:
+    if user_module.optimizer is not None and step.optimizer is not None:
         optimizer, by_factory = type(step.optimizer).__name__, ("optimizer",)
     batch = whole[0] if whole else step.batches[0]
     model = describe_module(step.model, step.named_tensors(batch), [loaded.file])
@@ -489,10 +463,15 @@ def make_user_step(
 def user_parts(workload: Workload, device: torch.device, load: Callable[[], Loaded] | None = None) -> StepParts:
     """What the step of a user's module is assembled of, made anew. Raises InputError for a step of the user's own."""
     loaded = load() if load else load_factory(workload.factory, workload.arguments, seed=workload.seed, device=device)
+    user_module = _shared_module(loaded)
+    check_trained(user_module, workload)
+    return parts_of(placed(user_module, workload, device), workload)
+
+
+def _shared_module(loaded: Loaded) -> UserModule:
     if loaded.user_module is None:
         raise InputError(f"{loaded.name} gave a step of its own, which ranks cannot share: give a module, a batch")
-    check_trained(loaded.user_module, workload)
-    return parts_of(placed(loaded.user_module, workload, device), workload)
+    return loaded.user_module
 
 
 def _driven(loaded: Loaded, workload: Workload, device: torch.device) -> tuple[UserStep, Workload]:

@@ -22,9 +22,18 @@ from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER
 from stepscope.core.workloads import Workload
 from stepscope.recording.step import Phase
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
+from stepscope.training.optimizer import updated_by
 from stepscope.training.parts.replaced import replace_in
 from stepscope.training.training_step import AssembledStep, Batch, Share, StepParts, check_choices, in_16_bits
-from stepscope.training.user_module.user_code import Call, batches_of, input_names, moved, named_tensors, said_of, split
+from stepscope.training.user_module.user_code import (
+    Call,
+    batches_of,
+    input_names,
+    moved,
+    named_tensors,
+    split,
+    user_errors,
+)
 
 # Checkpoints a user's module: finds its blocks, and makes each of them run again in backward.
 #
@@ -37,8 +46,11 @@ def find_blocks(module: nn.Module) -> dict[str, Sequence[nn.Module]]:
     blocks_by_path: dict[str, Sequence[nn.Module]] = {}
     for path, part in module.named_modules():
         inside = any(path.startswith(f"{outer}." if outer else "") for outer in blocks_by_path)
-        if isinstance(part, (nn.ModuleList, nn.Sequential)) and not inside and _are_blocks(part):
-            blocks_by_path[path] = tuple(part.children())
+        if inside or not isinstance(part, (nn.ModuleList, nn.Sequential)):
+            continue
+        items = tuple(part.children())
+        if len(items) > 1 and len({type(item) for item in items}) == 1 and [*items[0].children()]:
+            blocks_by_path[path] = items
     return blocks_by_path
 
 
@@ -54,7 +66,11 @@ def checkpoint_blocks(module: nn.Module, checkpointing: str, name: str) -> tuple
             f"{name} cannot run with checkpointing {checkpointing}: it has no blocks, no ModuleList or Sequential of "
             "modules of one class"
         )
-    _turn_caches_off(module)
+    # A block of transformers writes its keys and values to a cache. If it runs again in backward, it writes them twice.
+    for part in module.modules():
+        config: Any = getattr(part, "config", None)
+        if getattr(config, "use_cache", None):
+            config.use_cache = False
     size = _group_size(checkpointing, max(map(len, blocks_by_path.values())), name)
     if size in (None, 1):
         for block in blocks:
@@ -69,11 +85,6 @@ def checkpoint_blocks(module: nn.Module, checkpointing: str, name: str) -> tuple
             )
         home.forward = functools.partial(_run_groups, several, size)  # type: ignore[method-assign]
     return blocks
-
-
-def _are_blocks(home: nn.Module) -> bool:
-    items = list(home.children())
-    return len(items) > 1 and len({type(item) for item in items}) == 1 and any(True for _ in items[0].children())
 
 
 def _group_size(checkpointing: str, most: int, name: str) -> int | None:
@@ -96,14 +107,6 @@ def _group_size(checkpointing: str, most: int, name: str) -> int | None:
     return group
 
 
-def _turn_caches_off(module: nn.Module) -> None:
-    # A block of transformers writes its keys and values to a cache. If it runs again in backward, it writes them twice.
-    for part in module.modules():
-        config: Any = getattr(part, "config", None)
-        if getattr(config, "use_cache", None):
-            config.use_cache = False
-
-
 def _run_again(block: nn.Module, checkpointing: str) -> None:
     """Checkpoint a block in place. Backward runs the module again, and not only its forward, so that hooks on it see
     it."""
@@ -122,32 +125,26 @@ def _run_again(block: nn.Module, checkpointing: str) -> None:
             return forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # Compiled code calls no hooks either.
             return checkpointed(forward, *args, contexts=contexts, random=True, **kwargs)
-        return checkpointed(_first_then(forward, again), *args, contexts=contexts, random=True, **kwargs)
+        first = iter((forward,))
+
+        def first_then_again(*args: Any, **kwargs: Any) -> Any:
+            return next(first, again)(*args, **kwargs)
+
+        return checkpointed(first_then_again, *args, contexts=contexts, random=True, **kwargs)
 
     block.forward = run  # type: ignore[method-assign]
 
 
-def _first_then(first: Callable[..., Any], later: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls `first` when it is called for the first time, and `later` afterwards."""
-    functions = iter((first,))
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return next(functions, later)(*args, **kwargs)
-
-    return call
-
-
 def _run_groups(blocks: Sequence[nn.Module], size: int, *args: Any) -> Any:
     """Sequential's forward, by groups of blocks that run again whole."""
+
+    def through(group: Sequence[nn.Module], *args: Any) -> Any:
+        for block in group:
+            args = (block(*args),)
+        return args[0]
+
     for start in range(0, len(blocks), size):
-        group = blocks[start : start + size]
-        args = (checkpointed(functools.partial(_through, group), *args, random=True),)
-    return args[0]
-
-
-def _through(blocks: Sequence[nn.Module], *args: Any) -> Any:
-    for block in blocks:
-        args = (block(*args),)
+        args = (checkpointed(functools.partial(through, blocks[start : start + size]), *args, random=True),)
     return args[0]
 
 
@@ -195,7 +192,17 @@ class UserModule:
 
     @functools.cached_property
     def _loss_takes(self) -> _LossTakes:
-        return _taken_by(self.loss)
+        """The arguments that the loss function takes beside the output, as its parameters say."""
+        if self.loss is None:
+            return "output"
+        try:
+            signature = inspect.signature(self.loss.forward if isinstance(self.loss, nn.Module) else self.loss)
+        except (TypeError, ValueError):
+            return "output"
+        by_place = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        if len(by_place) < 2 or by_place[1].default is not inspect.Parameter.empty:
+            return "output"
+        return "rest" if by_place[1].name in _TARGETS else "batch"
 
     @property
     def loss_name(self) -> str:
@@ -213,9 +220,10 @@ class UserModule:
 
     def on(self, device: torch.device, dtype: torch.dtype | None = None) -> "UserModule":
         """The module and its batches on a device. With a dtype, parameters, buffers and inputs are converted to it."""
-        with said_of(f"{self.name} cannot be moved to {device}"):
+        with user_errors(f"{self.name} cannot be moved to {device}"):
             # Fake parameters cannot be moved at all, not even to the device that they are on.
-            there = dtype is None and _devices(self.module) <= {device}
+            tensors = (*self.module.parameters(), *self.module.buffers())
+            there = dtype is None and all(tensor.device == device for tensor in tensors)
             module = self.module if there else self.module.to(device, dtype)
         batches = [moved(batch, device, dtype, self.name) for batch in self.batches]
         return dataclasses.replace(self, module=module, batches=batches)
@@ -246,8 +254,10 @@ def understand(returned: Any, name: str) -> UserModule:
         raise InputError(f"{name} has parameters without a shape yet, as {lazy[0]}: call it with a batch before")
     if loss is not None and not callable(loss):
         raise InputError(f"{name}: the loss is {type(loss).__name__}, which cannot be called; {FORMS}")
-    if optimizer is not None:
-        _check_optimizer(optimizer, module, name)
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        raise InputError(f"{name}: the optimizer is {type(optimizer).__name__}, and no torch.optim.Optimizer")
+    if optimizer is not None and not {*map(id, updated_by(optimizer))} & {*map(id, module.parameters())}:
+        raise InputError(f"{name}: its optimizer holds none of the module's parameters")
     return UserModule(name=name, module=module, batches=batches_of(batch, name), loss=loss, optimizer=optimizer)
 
 
@@ -255,10 +265,6 @@ def check_gradient(loss: Tensor, name: str) -> None:
     """Raise InputError where no gradient can flow from the loss to a parameter."""
     if not loss.requires_grad:
         raise InputError(f"{name} has a loss without gradients: no parameter that requires one is part of it")
-
-
-def _devices(module: nn.Module) -> set[torch.device]:
-    return {tensor.device for tensor in (*module.parameters(), *module.buffers())}
 
 
 def _parts(returned: Any, name: str) -> SimpleNamespace:
@@ -278,28 +284,6 @@ def _parts(returned: Any, name: str) -> SimpleNamespace:
         kinds = f"({', '.join(type(part).__name__ for part in returned)})" if isinstance(returned, tuple) else ""
         raise InputError(f"{name} gave {kinds or type(returned).__name__}, and no nn.Module: {FORMS}")
     return SimpleNamespace(**parts)
-
-
-def _check_optimizer(optimizer: object, module: nn.Module, name: str) -> None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InputError(f"{name}: the optimizer is {type(optimizer).__name__}, and no torch.optim.Optimizer")
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    if held.isdisjoint(id(parameter) for parameter in module.parameters()):
-        raise InputError(f"{name}: its optimizer holds none of the module's parameters")
-
-
-def _taken_by(loss: Callable[..., Any] | None) -> _LossTakes:
-    """The arguments that a loss function takes beside the output, as its parameters say."""
-    if loss is None:
-        return "output"
-    try:
-        signature = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss)
-    except (TypeError, ValueError):
-        return "output"
-    by_place = [p for p in signature.parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(by_place) < 2 or by_place[1].default is not inspect.Parameter.empty:
-        return "output"
-    return "rest" if by_place[1].name in _TARGETS else "batch"
 
 
 def _number(value: Any, name: str, whose: str) -> Tensor:
@@ -325,30 +309,25 @@ def _is_number(value: object) -> TypeGuard[Tensor]:
     return isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
-class ModuleWithLoss(nn.Module):
-    """A user's module and its loss: all that `forward` means in a training step."""
-
-    def __init__(self, user_module: UserModule) -> None:
-        super().__init__()
-        self.module = user_module.module
-        self._arguments, self._loss_of = user_module.call.arguments, user_module.loss_of
-
-    def forward(self, batch: Any) -> Tensor:
-        args, kwargs = self._arguments(batch)
-        return self._loss_of(self.module(*args, **kwargs), batch)
-
-
 class ModuleAlone(nn.Module):
     """A user's module without its loss, as inference runs it."""
 
     def __init__(self, user_module: UserModule) -> None:
         super().__init__()
         self.module = user_module.module
-        self._arguments = user_module.call.arguments
+        self._arguments, self._loss_of = user_module.call.arguments, user_module.loss_of
 
     def forward(self, batch: Any) -> Any:
         args, kwargs = self._arguments(batch)
         return self.module(*args, **kwargs)
+
+
+class ModuleWithLoss(ModuleAlone):
+    """A user's module and its loss: all that `forward` means in a training step."""
+
+    def forward(self, batch: Any) -> Tensor:
+        args, kwargs = self._arguments(batch)
+        return self._loss_of(self.module(*args, **kwargs), batch)
 
 
 class ModuleStep(AssembledStep):
@@ -432,10 +411,6 @@ class _FirstRuns:
             raise InputError(f"{self._name} fails in {where}: {named_line(error)}") from error
         self.done.add(phase)
 
-    def of(self, user_phase: Phase) -> Phase:
-        """The phase, to be run by this where a step runs it."""
-        return Phase(name=user_phase.name, run=lambda: self.run(user_phase.name, user_phase.run))
-
 
 class UserStep:
     """A step that a user made: an object with `phases`, and perhaps with other attributes of a Step."""
@@ -443,8 +418,11 @@ class UserStep:
     def __init__(self, user_step: Any, name: str, device: torch.device) -> None:
         self.user_step, self.device = user_step, device
         self._first = _FirstRuns(name)
-        self.phases = tuple(self._first.of(_phase(phase, name)) for phase in _list_of(user_step.phases, name))
-        self.model: nn.Module = _module_of(user_step, name)
+        self.phases = self._phases(user_step.phases, name)
+        model = getattr(user_step, "model", getattr(user_step, "module", None))
+        if not isinstance(model, nn.Module | None):
+            raise InputError(f"{name} gave a step whose model is {type(model).__name__}, and no nn.Module")
+        self.model: nn.Module = nn.Module() if model is None else model
         self.forward_module: nn.Module = getattr(user_step, "forward_module", self.model)
         self.blocks: Sequence[nn.Module] = tuple(getattr(user_step, "blocks", ()))
         self.optimizer: torch.optim.Optimizer | None = getattr(user_step, "optimizer", None)
@@ -454,6 +432,22 @@ class UserStep:
         self.compiles_parts = bool(getattr(user_step, "compiles_parts", False))
         self.cuda_graphs = bool(getattr(user_step, "cuda_graphs", False))
         self._names = input_names(self.model)
+
+    def _phases(self, phases: Any, name: str) -> tuple[Phase, ...]:
+        """The phases of the user's step, each to be run by `_first`."""
+        if not isinstance(phases, (list, tuple)) or not phases:
+            raise InputError(
+                f"{name} gave a step whose phases are {type(phases).__name__}: give a list of (name, function)"
+            )
+        checked: list[Phase] = []
+        for phase in phases:
+            pair = (phase.name, phase.run) if hasattr(phase, "run") and hasattr(phase, "name") else phase
+            match pair:
+                case (str(phase_name), run) if isinstance(pair, tuple) and phase_name and callable(run):
+                    checked.append(Phase(name=phase_name, run=functools.partial(self._first.run, phase_name, run)))
+                case _:
+                    raise InputError(f"{name} gave a step with the phase {phase!r:.60}: each is a name and a function")
+        return tuple(checked)
 
     @property
     def batch(self) -> Any:
@@ -518,28 +512,3 @@ def parts_of(user_module: UserModule, choices: Workload, blocks: Sequence[nn.Mod
         optimizer=user_module.optimizer,
         compiles_parts=compiles(choices.parts),
     )
-
-
-def _list_of(phases: Any, name: str) -> list[Any]:
-    if not isinstance(phases, (list, tuple)) or not phases:
-        raise InputError(
-            f"{name} gave a step whose phases are {type(phases).__name__}: give a list of (name, function)"
-        )
-    return list(phases)
-
-
-def _phase(user_phase: Any, name: str) -> Phase:
-    named = hasattr(user_phase, "run") and hasattr(user_phase, "name")
-    pair = (user_phase.name, user_phase.run) if named else user_phase
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and pair[0] and callable(pair[1])):
-        raise InputError(f"{name} gave a step with the phase {user_phase!r:.60}: each is a name and a function")
-    return Phase(name=pair[0], run=pair[1])
-
-
-def _module_of(user_step: Any, name: str) -> nn.Module:
-    model = getattr(user_step, "model", getattr(user_step, "module", None))
-    if model is None:
-        return nn.Module()
-    if not isinstance(model, nn.Module):
-        raise InputError(f"{name} gave a step whose model is {type(model).__name__}, and no nn.Module")
-    return model

@@ -5,6 +5,7 @@ tensors nested in tuples, lists and dicts.
 """
 
 import contextlib
+import functools
 import hashlib
 import inspect
 import itertools
@@ -25,7 +26,7 @@ from stepscope.recording.device import is_out_of_memory
 
 
 @contextlib.contextmanager
-def said_of(what: str) -> Iterator[None]:
+def user_errors(what: str) -> Iterator[None]:
     """While open, whatever a user's own code raises becomes an error of one line that begins with `what`."""
     try:
         yield
@@ -49,16 +50,15 @@ MOST_BATCHES = 4
 """Batches that are taken from a loader or another iterator, as many as the textbook's steps rotate through."""
 
 
-def batches_of(given: Any, name: str) -> list[Any]:
+def batches_of(value: Any, name: str) -> list[Any]:
     """The batches that a user gave: one batch, or the batches of a list, an iterator or a DataLoader."""
-    if not isinstance(given, (list, Iterator, DataLoader)):
-        return [_plain(given)]
-    with said_of(f"the batches of {name} fail"):
-        batches = [
-            _plain(batch) for batch in (given if isinstance(given, list) else itertools.islice(given, MOST_BATCHES))
-        ]
+    if not isinstance(value, (list, Iterator, DataLoader)):
+        return [_plain(value)]
+    with user_errors(f"the batches of {name} fail"):
+        several = value if isinstance(value, list) else itertools.islice(value, MOST_BATCHES)
+        batches = [_plain(batch) for batch in several]
     if not batches:
-        what = "an empty list" if isinstance(given, list) else f"{type(given).__name__} that gives none"
+        what = "an empty list" if isinstance(value, list) else f"{type(value).__name__} that gives none"
         raise InputError(f"{name} has no batch: it gave {what}; give one batch, or a list of batches")
     return [tuple(batch) if isinstance(batch, list) else batch for batch in batches]
 
@@ -71,7 +71,7 @@ def moved(batch: Any, device: torch.device, dtype: torch.dtype | None, name: str
             return leaf.to(device, dtype if leaf.is_floating_point() else None)
         return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
 
-    with said_of(f"the batch of {name} cannot be moved to {device}"):
+    with user_errors(f"the batch of {name} cannot be moved to {device}"):
         return tree_map(move, batch)
 
 
@@ -97,7 +97,13 @@ def split(batch: Any, parts: int, name: str) -> list[Any]:
             f"the batch of {name} has {size} samples, which cannot be split into {parts} equal micro-batches: "
             f"choose accumulation {near or 1}"
         )
-    return [tree_map(lambda leaf, i=i: _part(leaf, i, parts, size), batch) for i in range(parts)]
+
+    def part(leaf: Any, index: int) -> Any:
+        if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
+            return leaf.narrow(0, index * (size // parts), size // parts)
+        return leaf
+
+    return [tree_map(functools.partial(part, index=index), batch) for index in range(parts)]
 
 
 class Call:
@@ -108,8 +114,14 @@ class Call:
     """
 
     def __init__(self, module: nn.Module, *, for_loss_too: bool) -> None:
-        self._keywords = _keywords(module) if for_loss_too else None
-        self._needed = _needed(module) if for_loss_too else None
+        parameters = _signature(module)
+        by_place = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._keywords = frozenset(p.name for p in parameters) if for_loss_too and not takes_any else None
+        """The names that forward takes; None for all."""
+        needed = max(sum(p.default is p.empty for p in by_place), 1)
+        self._needed = needed if for_loss_too and by_place else None
+        """The number of positional arguments without a default that forward takes; None for all."""
 
     def arguments(self, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Forward's positional and keyword arguments."""
@@ -141,12 +153,6 @@ def _plain(batch: Any) -> Any:
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def _part(leaf: Any, index: int, parts: int, size: int) -> Any:
-    if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == size:
-        return leaf.narrow(0, index * (size // parts), size // parts)
-    return leaf
-
-
 def _named(value: Any, names: Sequence[str], path: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield path, value
@@ -157,19 +163,6 @@ def _named(value: Any, names: Sequence[str], path: str) -> Iterator[tuple[str, T
         for i, item in enumerate(value):
             own = names[i] if i < len(names) else str(i)
             yield from _named(item, (), f"{path}.{own}" if path else own)
-
-
-def _keywords(module: nn.Module) -> frozenset[str] | None:
-    """The names that forward takes; None where it takes any."""
-    parameters = _signature(module)
-    return None if any(p.kind is p.VAR_KEYWORD for p in parameters) else frozenset(p.name for p in parameters)
-
-
-def _needed(module: nn.Module) -> int | None:
-    """The number of positional arguments without a default that forward takes, at least one; None where it does not
-    say."""
-    parameters = [p for p in _signature(module) if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return max(sum(p.default is p.empty for p in parameters), 1) if parameters else None
 
 
 def _signature(module: nn.Module) -> list[inspect.Parameter]:
