@@ -90,7 +90,9 @@ def check_ranks(
     """
     record = strategy_named(name)
     compute = torch.bfloat16 if record.settings.get("compute") == "bf16" else None
-    least = _least(choices, cuts_sums=record.cuts_sums or _scales_what_it_holds(choices))
+    product_dtype = AUTOCAST_DTYPE.get(choices.dtype, torch.bfloat16 if choices.dtype == "bf16-pure" else torch.float32)
+    cuts_sums = record.cuts_sums or PRECISIONS[choices.dtype].scaled
+    least = _FEWEST[product_dtype] if cuts_sums else _ROUNDINGS * torch.finfo(torch.float32).eps
     verdicts: list[_Distance] = []
     sgd, adamw = partial(torch.optim.SGD, lr=_LEARNING_RATE), partial(torch.optim.AdamW, lr=1e-4)
     # AdamW is judged by its losses alone, so nothing else is copied for it.
@@ -107,10 +109,11 @@ def check_ranks(
         if expected is not None:
             # What the parameters became has the roundings of every step in it.
             # A bound from few losses can be so wide that it checks nothing: it is held to what ranks that cut sums get.
-            allowed = (least, STEPS * least, max(least, min(expected.losses_apart, _FEWEST[_product_dtype(choices)])))
-            verdicts += [_distance(found[i], expected.whole[i], [away[i] for away in expected.apart], allowed[i],
-                                   expected.slack if i == 1 else {})
-                         for i in parts_of_found]  # fmt: skip
+            allowed = (least, STEPS * least, max(least, min(expected.losses_apart, _FEWEST[product_dtype])))
+            for i in parts_of_found:
+                error, worst = furthest(found[i], expected.whole[i], expected.slack if i == 1 else None)
+                spread = max((away[i] for away in expected.apart), default=0.0)
+                verdicts.append(_Distance(error, worst, spread, max(_ALLOWED * spread, allowed[i])))
     verdict: Correctness | None = None
     if verdicts:
         gradient, update, loss = verdicts
@@ -153,69 +156,39 @@ class _Distance(NamedTuple):
     allowed: float
 
 
-def _distance(
-    found: Mapping[str, Tensor],
-    wanted: Mapping[str, Tensor],
-    others: Sequence[float],
-    least: float,
-    slack: _Slack,
-) -> _Distance:
-    error, worst = furthest(found, wanted, slack)
-    spread = max(others, default=0.0)
-    return _Distance(error, worst, spread, max(_ALLOWED * spread, least))
-
-
-def _least(choices: Workload, *, cuts_sums: bool) -> float:
-    """The least distance that is allowed."""
-    return _FEWEST[_product_dtype(choices)] if cuts_sums else _ROUNDINGS * torch.finfo(torch.float32).eps
-
-
-def _scales_what_it_holds(choices: Workload) -> bool:
-    """Whether products take one scale for the rows that a process holds: then ways to split the batch differ by more
-    than rounding, and one process must split it as the ranks do."""
-    return bool(PRECISIONS[choices.dtype].scaled)
-
-
 def _expected(
     make_parts: MakeParts, choices: Workload, device: torch.device, ranks: Ranks, make_optimizer: MakeOptimizer, *,
     copies: "_Copies", compute: torch.dtype | None,
 ) -> _Expected:  # fmt: skip
     parts = make_parts()
-    independent, slack = len(parts.batches), _roundings(parts.model) if copies.wanted else {}
+    independent, slack = len(parts.batches), {}
+    if copies.wanted:
+        slack = {
+            name: _ROUNDINGS * torch.finfo(p.dtype).eps * float(p.detach().abs().max())
+            for name, p in parts.model.named_parameters()
+            if p.is_floating_point() and p.numel()
+        }
     as_ranks = choices.accumulation * ranks.ranks
     ways = dict.fromkeys((1, ranks.ranks, 2, 2 * ranks.ranks, 4, as_ranks))
-    first, *other_ways = (as_ranks, as_ranks) if _scales_what_it_holds(choices) else ways
+    # With one scale for the rows that a process holds, ways to split the batch differ by more than rounding, and one
+    # process must split it as the ranks do.
+    first, *other_ways = (as_ranks, as_ranks) if PRECISIONS[choices.dtype].scaled else ways
     whole = _alone(parts, choices, device, first, make_optimizer, copies=copies, compute=compute)
     others: list[_Apart] = []
     del parts  # there is room for one model at a time
-    losses = [_after_a_step(whole[2])]
+    losses = [whole[2]]
     for pieces in other_ways:
         with contextlib.suppress(_NoSplit):
             other = _alone(make_parts(), choices, device, pieces, make_optimizer, copies=copies, compute=compute)
             # Only the distance is kept: a model of billions of parameters has no room for every way.
-            others.append(
-                (
-                    furthest(other[0], whole[0])[0],
-                    furthest(other[1], whole[1], slack)[0],
-                    furthest(other[2], whole[2])[0],
-                )
+            gradients, changes, its_losses = (
+                furthest(*each)[0] for each in zip(other, whole, (None, slack, None), strict=True)
             )
-            losses.append(_after_a_step(other[2]))
-    return _Expected(whole, others, difference_bound(losses, independent), slack)
-
-
-def _after_a_step(losses: Mapping[str, Tensor]) -> list[float]:
-    """The losses that an update had a part in; the first one's error is of another size."""
-    return [float(loss) for loss in losses.values()][1:]
-
-
-@torch.no_grad()
-def _roundings(model: torch.nn.Module) -> _Slack:
-    return {
-        name: _ROUNDINGS * torch.finfo(p.dtype).eps * float(p.abs().max())
-        for name, p in model.named_parameters()
-        if p.is_floating_point() and p.numel()
-    }
+            others.append((gradients, changes, its_losses))
+            losses.append(other[2])
+    # An update had a part in all losses but the first, whose error is of another size.
+    draws = [[float(loss) for loss in each.values()][1:] for each in losses]
+    return _Expected(whole, others, difference_bound(draws, independent), slack)
 
 
 class _NoSplit(Exception):
@@ -241,8 +214,13 @@ def _alone(
             raise _NoSplit
         for micro_batch in micro_batches:
             with _computing_in(compute, parts.forward):
+                inputs = tuple(micro_batch[: parts.forward_inputs])
+                if compute is not None:
+                    inputs = tree_map_only(
+                        Tensor, lambda one: one.to(compute) if one.is_floating_point() else one, inputs
+                    )
                 with autocast_of(choices, device.type):
-                    loss = parts.forward(*_inputs_in(compute, micro_batch[: parts.forward_inputs]))
+                    loss = parts.forward(*inputs)
                 (loss * _scale(choices)).backward()
             _add_loss(losses, step, float(loss.detach()), pieces)
         # As ranks do it: in 16 bits a third of the loss would round otherwise than the loss itself.
@@ -273,12 +251,6 @@ def _computing_in(dtype: torch.dtype | None, module: torch.nn.Module) -> Iterato
     finally:
         for parameters, name, parameter in places:
             parameters[name] = parameter
-
-
-def _inputs_in(dtype: torch.dtype | None, inputs: Batch) -> Batch:
-    if dtype is None:
-        return inputs
-    return tree_map_only(Tensor, lambda one: one.to(dtype) if one.is_floating_point() else one, tuple(inputs))
 
 
 def _by_ranks(
@@ -375,15 +347,13 @@ class _Copies:
     def of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self.wanted:
             return {}
-        place = self._place(sum(tensor.nbytes for tensor in tensors.values()))
+        place = torch.device("cpu")
+        if self._device.type == "cuda":
+            free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
+            free -= torch.cuda.memory_allocated(self._device)
+            if _ROOM * sum(tensor.nbytes for tensor in tensors.values()) <= free:
+                place = self._device
         return {name: tensor.detach().to(place, copy=True) for name, tensor in tensors.items()}
-
-    def _place(self, size: int) -> torch.device:
-        if self._device.type != "cuda":
-            return torch.device("cpu")
-        free = torch.cuda.mem_get_info(self._device)[0] + torch.cuda.memory_reserved(self._device)
-        free -= torch.cuda.memory_allocated(self._device)
-        return self._device if _ROOM * size <= free else torch.device("cpu")
 
 
 _ROOM = 12
@@ -395,7 +365,3 @@ copies of the first way and of another, and activations."""
 def _changes(now: Mapping[str, Tensor], began: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What became of each, in fp64 before it is rounded to fp32: a change is small beside what it changes."""
     return {name: (tensor.double() - began[name].to(tensor.device).double()).float() for name, tensor in now.items()}
-
-
-def _product_dtype(choices: Workload) -> torch.dtype:
-    return AUTOCAST_DTYPE.get(choices.dtype, torch.bfloat16 if choices.dtype == "bf16-pure" else torch.float32)

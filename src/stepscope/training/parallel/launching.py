@@ -136,15 +136,11 @@ def launch(
     job = _Job(folder, tell or (lambda _rank, _stage: None), keep or (lambda _rank, _part: None), silent_s)
     try:
         for rank in range(ranks):
-            own = RankPlace(
-                rank=rank,
-                ranks=ranks,
-                local_rank=rank,
-                local_ranks=ranks,
-                meeting=f"file://{folder}/meeting",
+            place = RankPlace(
+                rank=rank, ranks=ranks, local_rank=rank, local_ranks=ranks, meeting=f"file://{folder}/meeting",
                 began_s=time.time(),
-            )
-            job.start(Call(function=function, argument=encoded, device=device, place=own))
+            )  # fmt: skip
+            job.start(Call(function=function, argument=encoded, device=device, place=place))
         return job.finished()
     finally:
         job.close()
@@ -214,8 +210,11 @@ class _Rank:
         code = self.process.returncode
         if code is not None and code < 0:
             return f"was killed by {signal.Signals(-code).name} during {self.stage}"
-        last_line = _last_line(self.log)
-        return f"ended with code {code} during {self.stage}{f': {last_line}' if last_line else ''}"
+        lines: list[str] = []
+        with contextlib.suppress(OSError):
+            lines = self.log.read_bytes()[-_LOG_KEPT:].decode(errors="replace").strip().splitlines()
+        last_line = f": {middle_cut(printable(lines[-1].strip()), 300)}" if lines else ""
+        return f"ended with code {code} during {self.stage}{last_line}"
 
 
 class _Job:
@@ -241,7 +240,7 @@ class _Job:
                     stdout=printed,
                     stderr=printed,
                     pass_fds=(told,),
-                    env=_environment(),
+                    env={"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ},
                     start_new_session=True,  # Ctrl-C reaches this process alone, which ends the ranks
                 )
         except OSError as error:
@@ -283,8 +282,12 @@ class _Job:
             data = os.read(rank.words, 1 << 16)
             if not data:
                 self._selector.unregister(rank.words)
-                if rank.last is None:
-                    _await_death(rank.process)
+                if rank.last is None:  # it can say nothing any more, and is ended where it goes on
+                    try:
+                        rank.process.wait(_LAST_WORDS_S)
+                    except subprocess.TimeoutExpired:
+                        os.killpg(rank.process.pid, signal.SIGKILL)
+                        rank.process.wait()
                 continue
             rank.rest += data
             *lines, rest = bytes(rank.rest).split(b"\n")
@@ -343,29 +346,6 @@ class _Job:
                     rank.process.stdin.close()
             os.close(rank.words)
         self._selector.close()
-
-
-def _environment() -> dict[str, str]:
-    """The environment of a rank."""
-    return {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR", **os.environ}
-
-
-def _await_death(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that can say nothing any more, and end it where it goes on."""
-    try:
-        process.wait(_LAST_WORDS_S)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _last_line(log: Path) -> str:
-    """The last line that a rank printed."""
-    try:
-        lines = log.read_bytes()[-_LOG_KEPT:].decode(errors="replace").strip().splitlines()
-    except OSError:
-        return ""
-    return middle_cut(printable(lines[-1].strip()), 300) if lines else ""
 
 
 # A rank's process, as `launching.py` starts it: it reads a Call on stdin, and tells its stages on a pipe.

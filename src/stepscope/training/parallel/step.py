@@ -5,7 +5,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.strategies import GRADIENTS, SEQUENCE, StrategyRecord, batch_parts, strategy_named
 from stepscope.core.workloads import Workload
 from stepscope.training.optimizer import NormOf, global_norm
-from stepscope.training.training_step import Ranks, Share, Shared, StepParts, autocast_of, optimizer_for
+from stepscope.training.training_step import Batch, Ranks, Share, Shared, StepParts, autocast_of, optimizer_for
 from stepscope.training.transformer import Transformer
 
 # The sequence in chunks, and which of them a rank takes.
@@ -45,7 +45,6 @@ def by_rank(whole: Tensor, dim: int, ranks: int) -> Tensor:
 # A step's module before and after a strategy has spread it over the ranks.
 
 
-Batch = tuple[Any, ...]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 """Makes an optimizer of parameters, or of groups of them as torch.optim takes them."""
 
@@ -103,10 +102,8 @@ class Spread:
     """The global norm of the gradients of these parameters, as one process would find it. All ranks must call it."""
 
 
-class Strategy(Protocol):
-    """What a file of training/parallel/strategies/ has under the name of a strategy."""
-
-    def __call__(self, whole: Whole, ranks: Ranks) -> Spread: ...
+Strategy = Callable[[Whole, Ranks], Spread]
+"""What a file of training/parallel/strategies/ has under the name of a strategy."""
 
 
 def replicated(
@@ -176,11 +173,9 @@ def spread_parts(
             "whole parameters: let the factory give the module without it"
         )
 
-    given = parts.optimizer
     if make_optimizer is None and choices.phase == "train":
-        make_optimizer = lambda trained: given or optimizer_for(trained, choices)  # noqa: E731
+        make_optimizer = lambda trained: parts.optimizer or optimizer_for(trained, choices)  # noqa: E731
     device_type = next(parts.model.parameters()).device.type
-    split, inputs = parts.split, parts.forward_inputs
     count = record.micro_batches(ranks.ranks, choices.accumulation)
     whole = Whole(
         model=parts.model,
@@ -188,7 +183,7 @@ def spread_parts(
         blocks=parts.blocks,
         make_optimizer=make_optimizer,
         record=record,
-        micro_batches=lambda batch: [one[:inputs] for one in split(batch, count)],
+        micro_batches=lambda batch: [one[: parts.forward_inputs] for one in parts.split(batch, count)],
         autocast=lambda: autocast_of(choices, device_type),
     )
     if strategy is None:

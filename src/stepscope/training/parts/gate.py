@@ -136,7 +136,9 @@ def _judge(
     inputs = _Inputs(case, TORCH_DTYPES[dtype], device)
     exact = inputs.run(_WRITTEN_OUT[case.part], torch.float64)
     plain = inputs.run(_WRITTEN_OUT[case.part])
-    inputs.poison(plain)
+    # Memory of the results' sizes is filled with NaN and freed, so that the next allocations may get it.
+    blocks = [torch.full_like(tensor, math.nan) for tensor in plain.values() for _ in range(2)]
+    del blocks
     overwrites = PARTS[case.part][name].overwrites
     found = inputs.run(called, copied=overwrites)
     again = inputs.run(called, copied=overwrites)
@@ -211,11 +213,19 @@ class _Inputs:
         generator = torch.Generator(device=device).manual_seed(sum(case.sizes))
 
         def normal(*shape: int, strided: bool = case.strided) -> Tensor:
-            values = torch.randn(shape, generator=generator, device=device).to(dtype)
-            return _placed(values, strided)
+            """Numbers in memory that is NaN before and behind them; strided: between rows, too."""
+            if strided and len(shape) > 1:
+                base = torch.full((*shape[:-1], shape[-1] + 5), math.nan, dtype=dtype, device=device)
+                view = base[..., 2:-3]
+            else:
+                base = torch.full((math.prod(shape) + 32,), math.nan, dtype=dtype, device=device)
+                view = base[16:-16].view(shape)
+            return view.copy_(torch.randn(shape, generator=generator, device=device))
 
+        self._part = case.part
         self.rest: tuple[object, ...] = ()
         if case.part == "norm":
+            self.rest = (EPSILON,) if case.sizes[2] else ()
             rows, width, branch = case.sizes
             self.tensors = [normal(rows, width), *([normal(rows, width)] if branch else []), normal(width)]
             gradients = [(rows, width)] * (2 if branch else 1)
@@ -255,45 +265,21 @@ class _Inputs:
         leaves = [t.to(dtype or t.dtype, copy=copied).detach() for t in self.tensors]
         trained = {f"gradient {i}": leaf.requires_grad_() for i, leaf in enumerate(leaves) if i not in frozen}
         rest = [t.to(dtype) if dtype and isinstance(t, Tensor) and t.is_floating_point() else t for t in self.rest]
-        made = self._call(function, leaves, rest)
+        if self._part == "norm" and len(leaves) == 2:
+            made = (function(leaves[0], None, leaves[1], EPSILON)[1],)
+        else:
+            out = function(*leaves, *rest)
+            made = out if isinstance(out, tuple) else (out,)
         upstream = [(out, g.to(out.dtype)) for out, g in zip(made, self.gradients, strict=True) if out.requires_grad]
         outs, of_outs = zip(*upstream, strict=True) if upstream else ((), ())
         gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
         found = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
         return {f"result {i}": out.detach() for i, out in enumerate(made)} | found
 
-    def _call(self, function: Function, leaves: list[Tensor], rest: list[object]) -> tuple[Tensor, ...]:
-        if len(self.gradients) == 1 and len(leaves) == 2 and not rest and leaves[1].dim() == 1:
-            made = function(leaves[0], None, leaves[1], EPSILON)
-            return (made[1],)
-        if len(leaves) == 3:
-            return tuple(function(*leaves, EPSILON))
-        out = function(*leaves, *rest)
-        return out if isinstance(out, tuple) else (out,)
-
-    def poison(self, results: dict[str, Tensor]) -> None:
-        """Fill memory of the results' sizes with NaN and free it, so that the next allocations may get it."""
-        blocks = [torch.full_like(tensor, math.nan) for tensor in results.values() for _ in range(2)]
-        del blocks
-
     def changed(self) -> str:
         """A sentence if an input was written to, or "" where none was."""
         same = all(torch.equal(now, before) for now, before in zip(self.tensors, self._before, strict=True))
         return "" if same else "it writes to its inputs"
-
-
-def _placed(values: Tensor, strided: bool) -> Tensor:
-    """The values in memory that is NaN before and behind them; strided: between rows, too."""
-    if strided and values.dim() > 1:
-        base = torch.full(
-            (*values.shape[:-1], values.shape[-1] + 5), math.nan, dtype=values.dtype, device=values.device
-        )
-        view = base[..., 2:-3]
-    else:
-        base = torch.full((values.numel() + 32,), math.nan, dtype=values.dtype, device=values.device)
-        view = base[16 : 16 + values.numel()].view(values.shape)
-    view.copy_(values)
-    return view
 
 
 def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
