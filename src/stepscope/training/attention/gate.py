@@ -193,21 +193,17 @@ def _pairings(*, plain: bool) -> list[AttentionShape]:
     scales = (None, None, None, 0.3, None, None, None, -0.2)
     numbers: tuple[Numbers, ...] = ("normal",) * 8 + ("rising", "falling", "offset")
     differentiated: tuple[Differentiated, ...] = ("qkv",) * 11 + ("q", "kv")
-    for queries in _LENGTHS:
-        for head_dim in _HEAD_DIMS:
-            i = len(shapes)
-            keys = (queries, queries + 39, queries, max(1, queries // 2), queries)[i % 5]
-            heads, key_heads = ((2, 2), (4, 2), (3, 1), (2, 2))[i % 4]
-            shapes.append(
-                AttentionShape(
-                    batch=1 + (i % 3 == 0), heads=heads, key_heads=key_heads, queries=queries, keys=keys,
-                    head_dim=head_dim, causal=i % 2 == 0 if i % 7 else True,
-                    window=(None, None, None, 33, None, 1, None, None, 70)[i % 9], layout=layouts[i % 3],
-                    scale=None if plain else scales[i % 8],
-                    numbers="normal" if plain else numbers[i % 11],
-                    differentiated="qkv" if plain else differentiated[i % 13],
-                )
-            )  # fmt: skip
+    for i, (queries, head_dim) in enumerate(itertools.product(_LENGTHS, _HEAD_DIMS)):
+        keys = (queries, queries + 39, queries, max(1, queries // 2), queries)[i % 5]
+        heads, key_heads = ((2, 2), (4, 2), (3, 1), (2, 2))[i % 4]
+        shape = AttentionShape(
+            batch=1 + (i % 3 == 0), heads=heads, key_heads=key_heads, queries=queries, keys=keys, head_dim=head_dim,
+            causal=i % 2 == 0 if i % 7 else True, window=(None, None, None, 33, None, 1, None, None, 70)[i % 9],
+            layout=layouts[i % 3], scale=None if plain else scales[i % 8],
+            numbers="normal" if plain else numbers[i % 11],
+            differentiated="qkv" if plain else differentiated[i % 13],
+        )  # fmt: skip
+        shapes.append(shape)
     return shapes
 
 
@@ -334,10 +330,11 @@ def check_attention_implementation(
     function: AttentionFunction | None = None,
 ) -> GateReport:
     """Run the gate on every shape in every dtype. function: checked in place of the implementation of this name."""
-    functions: dict[Attention, AttentionFunction] = {} if function is None else {name: function}
-    return check_attention_matrix(
+    functions = {} if function is None else {name: function}
+    (report,) = check_attention_matrix(
         (name,), device=device, dtypes=dtypes, shapes=shapes, seed=seed, repeat=repeat, functions=functions
-    )[0]
+    )
+    return report
 
 
 def check_attention_matrix(
@@ -392,9 +389,8 @@ class _Case:
         q, k, v, gradient = (each.tensor for each in given)
         large = shape.batch * shape.heads * shape.queries * shape.keys > _MOST_SCORES
         wide = [tensor.double() for tensor in (q, k, v)]
-        exact = _run(
-            chunked if large and not shape.documents else reference, shape, wide, gradient.double(), backward=True
-        )
+        judge = chunked if large and not shape.documents else reference
+        exact = _run(judge, shape, wide, gradient.double(), backward=True)
         terms = _terms(q, k, v, gradient)
         yardsticks: list[AttentionFunction] = [sdpa]
         if _is_grouped(shape, dtype):
@@ -410,39 +406,36 @@ class _Case:
         worst: dict[_Result, tuple[float, float]] = {
             name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact
         }
+        largest_score = None
+        if not large:
+            scores = wide[0] @ wide[1].repeat_interleave(shape.heads // shape.key_heads, dim=1).mT
+            largest_score = float(scores.abs().amax()) * abs(scale_of(shape))
         return cls(
-            shape=shape,
-            dtype=dtype,
-            given=given,
-            largest_score=None if large else _largest_score(shape, wide[0], wide[1]),
-            exact=exact,
-            terms=terms,
-            sdpa=worst,
+            shape=shape, dtype=dtype, given=given, largest_score=largest_score, exact=exact, terms=terms, sdpa=worst
         )
 
     def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
         """The verdict on this call. function: judged in place of the implementation of this name, where that runs."""
-        verdict = partial(
-            AttentionVerdict,
-            dtype=self.dtype,
-            shape=self.shape,
-            allowance=self._allowance(name),
-            yardsticks=self._yardsticks(),
+        of_call = partial(AttentionVerdict, dtype=self.dtype, shape=self.shape)
+        yardsticks = (
+            *([_GROUPED] if _is_grouped(self.shape, self.dtype) else []),
+            *([_BLURRED] if self._is_blurred else []),
         )
+        verdict = partial(of_call, allowance=self._allowance(name), yardsticks=yardsticks)
         backward = True
-        if function is None:
-            reason = self._fault(name, backward=True)
-            if reason is not None:
-                backward, reason = False, self._fault(name, backward=False)
-            if reason is not None:
-                return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="not supported", reason=reason)
-        elif reason := ATTENTIONS[name].fault_of_scores(self._call(backward=True)):
-            return AttentionVerdict(dtype=self.dtype, shape=self.shape, outcome="not supported", reason=reason)
+        if function is not None:
+            reason = ATTENTIONS[name].fault_of_scores(self._call(backward=True))
+        elif reason := find_fault(name, self._call(backward=True), here=fault_of_device):
+            backward = False
+            reason = find_fault(name, self._call(backward=False), here=fault_of_device)
+        if reason:
+            return of_call(outcome="not supported", reason=reason)
         try:
             called = implementation(name) if function is None else function
             self._poison()
-            found = self._run(called, backward=backward)
-            again = self._run(called, backward=backward) if repeat else None
+            q, k, v, gradient = (each.tensor for each in self.given)
+            run = partial(_run, called, self.shape, (q, k, v), gradient, backward=backward)
+            found, again = run(), run() if repeat else None
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever it raises on what it says it supports is its failure
@@ -458,13 +451,6 @@ class _Case:
             repeats=None if again is None else all(torch.equal(found[each], again[each]) for each in found),
         )
 
-    def _run(self, function: AttentionFunction, *, backward: bool) -> dict[_Result, Tensor]:
-        q, k, v, gradient = (each.tensor for each in self.given)
-        return _run(function, self.shape, (q, k, v), gradient, backward=backward)
-
-    def _fault(self, name: Attention, *, backward: bool) -> str | None:
-        return find_fault(name, self._call(backward=backward), here=fault_of_device)
-
     def _call(self, *, backward: bool) -> AttentionCall:
         return self.shape.call(self._device_type, self.dtype, backward=backward, largest_score=self.largest_score)
 
@@ -478,10 +464,6 @@ class _Case:
             return _ROUNDED
         cuts_off = ATTENTIONS[name].triton and self._device_type != "cuda" and self.dtype == "bf16"
         return _CUT_OFF if cuts_off else ""
-
-    def _yardsticks(self) -> tuple[str, ...]:
-        grouped = _is_grouped(self.shape, self.dtype)
-        return (*([_GROUPED] if grouped else []), *([_BLURRED] if self._is_blurred else []))
 
     @property
     def _is_blurred(self) -> bool:
@@ -523,7 +505,10 @@ class _Case:
         if _is_nothing(exact, terms):
             unit *= ROW_UNITS
         slack = 2.0 if self._allowance(name) else 1.0
-        blur = self._blur(name)
+        blur = 0.0
+        if self.largest_score is not None and self._is_blurred:  # by the rounding of scores
+            made_in = tensor.dtype if self._rounds_scores(name) else torch.float32
+            blur = BLUR * torch.finfo(made_in).eps / 2 * self.largest_score
         return TensorError(
             tensor=result,
             error=error if math.isfinite(error) else None,
@@ -532,13 +517,6 @@ class _Case:
             row_error=row_error if math.isfinite(row_error) else None,
             row_allowed=slack * max(ROW_FACTOR * sdpa_row_error, ROW_UNITS * unit, ROW_FACTOR * blur),
         )
-
-    def _blur(self, name: Attention) -> float:
-        """The relative error that the rounding of scores makes in the weights, where scores are not of the size 1."""
-        if self.largest_score is None or not self._is_blurred:
-            return 0.0
-        made_in = self.given[0].tensor.dtype if self._rounds_scores(name) else torch.float32
-        return BLUR * torch.finfo(made_in).eps / 2 * self.largest_score
 
     def _poison(self) -> None:
         """Fill memory of the results' sizes with NaN and free it. The next allocations get it: always from PyTorch's
@@ -576,11 +554,6 @@ def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
     return dtype == "fp32" and shape.heads != shape.key_heads
 
 
-def _largest_score(shape: AttentionShape, q: Tensor, k: Tensor) -> float:
-    k = k.repeat_interleave(shape.heads // shape.key_heads, dim=1)
-    return float((q @ k.mT).abs().amax()) * abs(scale_of(shape))
-
-
 def _errors(found: Tensor, exact: Tensor, terms: float) -> tuple[float, float]:
     """Relative errors of the whole tensor and of its worst row; not finite if any number is not finite."""
     size = terms if _is_nothing(exact, terms) else float(exact.norm())
@@ -600,8 +573,7 @@ def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[_Result, f
     dq = dS k scale with dS = P (dP - D), where dP and D are each of the size |dO| |v|, as a dot product of random rows.
     """
     size_q, size_k, size_v, size_gradient = (float(t.double().square().mean().sqrt()) for t in (q, k, v, gradient))
-    head_dim = q.shape[-1]
-    for_scores = size_gradient * size_v * math.sqrt(head_dim) / math.sqrt(head_dim)
+    for_scores = size_gradient * size_v
     return {
         "out": size_v * math.sqrt(q.numel()),
         "dq": for_scores * size_k * math.sqrt(q.numel()),

@@ -14,10 +14,11 @@ reads beside its input is seen, and who leaves a number unwritten.
 import itertools
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -319,26 +320,22 @@ class Unlike(Exception):
         self.why, self.error = why, error
 
 
-class Trial(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Trial(ABC):
     """One call of a module."""
 
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def lowest(self) -> torch.dtype:
-        """The dtype of fewest bits that the call computes in."""
-        ...
+    module: nn.Module
+    x: Tensor
+    """The input."""
+    of_input: str = "gradient of input"
+    """The name of the input's gradient."""
+    autocast: bool
 
-    @property
-    def of_input(self) -> str:
-        """The name of the input's gradient."""
-        ...
-
+    @abstractmethod
     def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
         """The result and the gradients by name, those of a frozen tensor and those that the module forgets left out.
         With a dtype, of the same numbers in it, without autocast. Raises Unlike where the module cannot be called
         so."""
-        ...
 
 
 def hold(module: nn.Module, replacement: type[nn.Module], trials: Iterable[Trial]) -> None:
@@ -384,7 +381,7 @@ def _judge_module(
         if found[result].dtype != right.dtype:
             raise Unlike(f"{where}{result} is {found[result].dtype}, not {right.dtype}")
     units = {result: torch.finfo(right.dtype).eps / 2 for result, right in due.items()}
-    slack = interpreter_slack(trial.lowest, trial.device.type)
+    slack = interpreter_slack(torch.bfloat16 if trial.autocast else trial.x.dtype, trial.x.device.type)
     errors, reason = compare({result: exact[result] for result in due}, due, found, units, slack)
     if reason:
         largest = max(error for error, _ in errors.values())
@@ -410,27 +407,12 @@ def ways_of(dtype: torch.dtype) -> tuple[tuple[torch.dtype, bool], ...]:
     return ((dtype, False), (dtype, True), (torch.bfloat16, True)) if dtype == torch.float32 else ((dtype, False),)
 
 
-@dataclass(frozen=True)
-class _OneTensor:
+@dataclass(frozen=True, kw_only=True)
+class _OneTensor(Trial):
     """A call of a module with one tensor and random weights, and the gradient of its result."""
 
-    module: nn.Module
     weights: Mapping[str, Tensor]
-    x: Tensor
     gradient: Tensor
-    autocast: bool
-
-    @property
-    def device(self) -> torch.device:
-        return self.x.device
-
-    @property
-    def lowest(self) -> torch.dtype:
-        return torch.bfloat16 if self.autocast else self.x.dtype
-
-    @property
-    def of_input(self) -> str:
-        return "gradient of input"
 
     def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
         leaves = {
@@ -473,4 +455,4 @@ def trials_of_one_tensor(module: nn.Module, epsilon: float) -> Iterator[Trial]:
         for shape in ((2, 3, width), (5, width)):
             x = normal(*shape[:-1], width + 3)[..., 2:-1] if len(shape) == 2 else normal(*shape)
             x[-1] *= epsilon**0.5 or 1.0
-            yield _OneTensor(module, weights, x.to(dtype), normal(*shape), autocast)
+            yield _OneTensor(module=module, weights=weights, x=x.to(dtype), gradient=normal(*shape), autocast=autocast)

@@ -124,18 +124,14 @@ class _Names:
     any_name: bool
     """Whether it takes arguments of any name."""
 
-    def take(self, name: str) -> bool:
-        return self.any_name or name in self.by_name
-
-    def say(self, given: Mapping[str, Any]) -> bool:
-        """Whether arguments for the base are among its own: of others nothing tells that it passes them on."""
-        return all(name in self.by_name for name in given if name in _PASSED and name != "use_cache")
-
-    def given(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The arguments of a call by name; None for a call that the forward does not take."""
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The arguments of a call by name. None for a call that the forward does not take, and for one with arguments
+        for the base that are not among its own: of these nothing tells that it passes them on."""
         placed = dict(zip(self.places, args, strict=False))
-        fits = len(args) <= len(self.places) and all(name not in placed and self.take(name) for name in kwargs)
-        return {**placed, **kwargs} if fits else None
+        taken = all(name not in placed and (self.any_name or name in self.by_name) for name in kwargs)
+        bound = {**placed, **kwargs}
+        passed = all(name in self.by_name for name in bound if name in _PASSED and name != "use_cache")
+        return bound if taken and passed and len(args) <= len(self.places) else None
 
 
 @functools.cache
@@ -148,27 +144,32 @@ def _names(forward: Callable[..., Any]) -> _Names:
 
 def loss_forward(own: Callable[..., Any], kernel: Callable[..., Tensor], of: LanguageModel) -> Callable[..., Any]:
     """A forward that computes the loss from hidden states, wherever it may."""
-    names, returned = _names(own), _output_type(own)
+    from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: PLC0415  (its models come from it)
+
+    # The class of what the forward returns, as it says itself: code that reads `aux_loss` finds it there.
+    fitting = (each for each in _declared_outputs(own) if {"loss", "logits"} <= _fields(each))
+    names, returned = _names(own), next(fitting, CausalLMOutputWithPast)
     rest = sorted(_fields(returned) - {"loss", "logits"})
 
     # With its own signature: Transformers reads there which columns of a data set a model takes.
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        given = names.given(args, kwargs)
-        if given is None or not names.say(given) or not _trains(self, given):
+        call = names.bound(args, kwargs)
+        trains = self.training and torch.is_grad_enabled() and not transformed_by_func()
+        if call is None or not trains or not isinstance(call.get("labels"), Tensor):
             return own(self, *args, **kwargs)
-        why = _why_not(self, of, given)
+        why = _why_not(self, of, call)
         if why is not None:
             _say_own(self, why)
             return own(self, *args, **kwargs)
-        outputs = getattr(self, of.base)(**{name: value for name, value in given.items() if name in _PASSED})
-        hidden, labels = outputs[0], given["labels"].to(outputs[0].device)
+        outputs = getattr(self, of.base)(**{name: value for name, value in call.items() if name in _PASSED})
+        hidden, labels = outputs[0], call["labels"].to(outputs[0].device)
         if hidden.shape[:-1] != labels.shape:  # a base that puts positions of its own beside those of the input
             _say_own(self, "its base returns other positions than it gets")
             return own(self, *args, **kwargs)
         targets = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
         loss = kernel(hidden, getattr(self, of.head).weight, targets)
-        counted = given.get("num_items_in_batch")
+        counted = call.get("num_items_in_batch")
         if counted is not None:  # micro-batches of one step, whose sums count alike
             own_count = (targets != IGNORED).sum()
             loss = torch.where(own_count > 0, loss * (own_count / counted), 0.0)
@@ -177,21 +178,14 @@ def loss_forward(own: Callable[..., Any], kernel: Callable[..., Tensor], of: Lan
     return forward
 
 
-def _trains(module: nn.Module, given: Mapping[str, Any]) -> bool:
-    """Whether this is a call of training, with labels: any other is the model's own."""
-    return (
-        module.training
-        and torch.is_grad_enabled()
-        and not transformed_by_func()
-        and isinstance(given.get("labels"), Tensor)
-    )
-
-
-def _why_not(module: nn.Module, of: LanguageModel, given: Mapping[str, Any]) -> str | None:
+def _why_not(module: nn.Module, of: LanguageModel, call: Mapping[str, Any]) -> str | None:
     """Why a kernel does not take this call of training: it asks for more than the loss, or head or loss function are
     not those that were held. None where it does."""
-    labels, config = given["labels"], getattr(module, "config", None)
-    if labels.dim() != 2 or labels.dtype != torch.int64 or labels.shape != _positions(given):
+    labels, config = call["labels"], getattr(module, "config", None)
+    tokens, embeddings = call.get("input_ids"), call.get("inputs_embeds")
+    positions = embeddings.shape[:2] if isinstance(embeddings, Tensor) else None
+    positions = tokens.shape if isinstance(tokens, Tensor) else positions
+    if labels.dim() != 2 or labels.dtype != torch.int64 or labels.shape != positions:
         return f"its labels are {str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}, not an int64 a position"
     if not _is_plain(getattr(module, of.head)):
         return f"its head {of.head} is no plain linear layer: it has an adapter, a bias, a hook, or is in shards"
@@ -203,7 +197,7 @@ def _why_not(module: nn.Module, of: LanguageModel, given: Mapping[str, Any]) -> 
         return "it adds the loss of a router (output_router_logits)"
     asked = (
         name
-        for name, value in given.items()
+        for name, value in call.items()
         if name not in _PASSED and name not in _OF_LOSS and value is not None and (name, value) != ("logits_to_keep", 0)
     )
     return next((f"the call asks for {name}" for name in asked), None)
@@ -215,53 +209,28 @@ def _say_own(module: nn.Module, why: str) -> None:
         warnings.warn(f"{type(module).__name__} computes this loss by its own code: {why}", stacklevel=3)
 
 
-def _positions(given: Mapping[str, Any]) -> torch.Size | None:
-    """Samples and positions of a call."""
-    tokens, embeddings = given.get("input_ids"), given.get("inputs_embeds")
-    if isinstance(tokens, Tensor):
-        return tokens.shape
-    return embeddings.shape[:2] if isinstance(embeddings, Tensor) else None
-
-
 def _is_plain(head: object) -> bool:
     """Whether a head is its product and nothing else: an adapter, a hook or a patched forward may come later."""
-    return (
-        type(head) is nn.Linear
-        and head.bias is None
-        and head.weight.dim() == 2
-        and not hasattr(head.weight, "placements")
-        and "forward" not in head.__dict__
-        and all(_watches(hook) for hooks in _hooks(head) for hook in hooks.values())
+    if type(head) is not nn.Linear or head.bias is not None or "forward" in head.__dict__:
+        return False
+    every = head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks
+    # Those that measure a step only look on.
+    looks_on = all(
+        getattr(hook, "__module__", "").startswith("stepscope.") for hooks in every for hook in hooks.values()
     )
+    return looks_on and head.weight.dim() == 2 and not hasattr(head.weight, "placements")
 
 
-def _hooks(module: nn.Module) -> tuple[Mapping[int, Any], ...]:
-    return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-
-
-def _watches(hook: object) -> bool:
-    """Whether a hook only looks on, as those do that measure a step."""
-    return getattr(hook, "__module__", "").startswith("stepscope.")
-
-
-def _output_type(own: Callable[..., Any]) -> Any:
-    """The class of what a forward returns, as it says itself: code that reads `aux_loss` finds it there."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast  # noqa: PLC0415  (its models come from it)
-
-    return next((each for each in _said_outputs(own) if {"loss", "logits"} <= _fields(each)), CausalLMOutputWithPast)
-
-
-def _said_outputs(forward: Callable[..., Any]) -> list[Any]:
+def _declared_outputs(forward: Callable[..., Any]) -> list[Any]:
     """The classes of outputs that a forward names as what it returns."""
     from transformers.utils.generic import ModelOutput  # noqa: PLC0415
 
     try:
-        said = typing.get_type_hints(inspect.unwrap(forward)).get("return")
+        declared = typing.get_type_hints(inspect.unwrap(forward)).get("return")
     except (NameError, TypeError, AttributeError):  # names that only a type checker knows
         return []
-    return [
-        each for each in (typing.get_args(said) or (said,)) if isinstance(each, type) and issubclass(each, ModelOutput)
-    ]
+    kinds = typing.get_args(declared) or (declared,)
+    return [each for each in kinds if isinstance(each, type) and issubclass(each, ModelOutput)]
 
 
 def _fields(kind: Any) -> set[str]:
@@ -274,7 +243,7 @@ def _optional_fields(base: Callable[..., Any]) -> frozenset[str]:
     transformers has them."""
     from transformers import modeling_outputs  # noqa: PLC0415  (its models come from it)
 
-    every = set[str]().union(*map(_fields, (*vars(modeling_outputs).values(), *_said_outputs(base))))
+    every = set[str]().union(*map(_fields, (*vars(modeling_outputs).values(), *_declared_outputs(base))))
     return frozenset(every - {"last_hidden_state", "loss", "logits"})
 
 
@@ -301,59 +270,44 @@ class _GivenStates(nn.Module):
         self.signature = inspect.signature(self.of)
 
     def forward(self, *args: Any, **kwargs: Any) -> _BaseOutputs:
-        bound = self.signature.bind_partial(self, *args, **kwargs).arguments
+        bound, known = self.signature.bind_partial(self, *args, **kwargs).arguments, self.signature.parameters
         for kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL):
-            of_kind = next((each.name for each in self.signature.parameters.values() if each.kind is kind), None)
+            of_kind = next((each.name for each in known.values() if each.kind is kind), None)
             more = bound.pop(of_kind, {}) if of_kind else {}
             bound |= more if isinstance(more, dict) else {}
-        asked = {name: value for name, value in [*bound.items()][1:] if not self._says_nothing(name, value)}
+        asked = {
+            name: value
+            for name, value in [*bound.items()][1:]
+            if value is not None and name not in _NOT_OF_STATES and not (name in known and value is known[name].default)
+        }
         other = next((name for name in {**asked, **self.call} if asked.get(name) is not self.call.get(name)), None)
         if other is not None:
             raise Unlike(f"their forward gives its base another {other} than it gets")
         return _BaseOutputs(self.states, self.of)
 
-    def _says_nothing(self, name: str, value: object) -> bool:
-        known = self.signature.parameters.get(name)
-        return value is None or name in _NOT_OF_STATES or (known is not None and value is known.default)
 
-
-@dataclass(frozen=True)
-class _OfStates:
+@dataclass(frozen=True, kw_only=True)
+class _OfStates(Trial):
     """A call of a language model with hidden states and labels in place of its base's."""
 
-    module: nn.Module
     of: LanguageModel
     weight: Tensor
-    states: Tensor
     labels: Tensor
     more: Mapping[str, Any]
-    autocast: bool
-
-    @property
-    def device(self) -> torch.device:
-        return self.states.device
-
-    @property
-    def lowest(self) -> torch.dtype:
-        return torch.bfloat16 if self.autocast else self.states.dtype
-
-    @property
-    def of_input(self) -> str:
-        return "gradient of hidden states"
 
     def run(self, dtype: torch.dtype | None = None, frozen: Frozen = None) -> dict[str, Tensor]:
         states, weight = (
             (tensor if dtype is None else tensor.to(dtype)).detach().requires_grad_(frozen != kind)
-            for tensor, kind in ((self.states, "input"), (self.weight, "weights"))
+            for tensor, kind in ((self.x, "input"), (self.weight, "weights"))
         )
         base = getattr(self.module, self.of.base)
         call = {"input_ids": self.labels.clamp(min=0), **self.more}
         for_base = {argument: value for argument, value in call.items() if argument in _PASSED}
         setattr(self.module, self.of.base, _GivenStates(states, base, for_base))
         try:
-            with autocast_or_not(self.autocast and dtype is None, self.device):
-                given = {f"{self.of.head}.weight": weight}
-                out = functional_call(self.module, given, (), {**call, "labels": self.labels})
+            with autocast_or_not(self.autocast and dtype is None, self.x.device):
+                weights = {f"{self.of.head}.weight": weight}
+                out = functional_call(self.module, weights, (), {**call, "labels": self.labels})
             found = gradients_of(out.loss, {self.of_input: states, "gradient of the head": weight})
         except torch.OutOfMemoryError as error:
             raise Unlike("there is no memory to hold them against it") from error
@@ -362,15 +316,12 @@ class _OfStates:
         finally:
             setattr(self.module, self.of.base, base)
         if "gradient of the head" in found:
-            # It is as large as the head, and some of its 150,000 rows are enough.
-            found["gradient of the head"] = found["gradient of the head"][_rows(self.labels, self.weight.shape[0])]
+            # It is as large as the head, and some of its 150,000 rows are enough: those of the labels, the first, the
+            # last, and some between.
+            spread = torch.linspace(0, self.weight.shape[0] - 1, 61, device=self.labels.device).long()
+            rows = torch.cat([self.labels[self.labels >= 0], spread]).unique()
+            found["gradient of the head"] = found["gradient of the head"][rows]
         return {"the loss": out.loss.detach(), **found}
-
-
-def _rows(labels: Tensor, vocabulary: int) -> Tensor:
-    """The tokens whose rows of the head are compared: those of the labels, the first, the last, and some between."""
-    spread = torch.linspace(0, vocabulary - 1, 61, device=labels.device).long()
-    return torch.cat([labels[labels >= 0], spread]).unique()
 
 
 def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
@@ -390,25 +341,24 @@ def trials_of_states(module: nn.Module, of: LanguageModel) -> Iterator[Trial]:
             states = _LOGITS_SPREAD / size * torch.randn((*shape, width), generator=generator, device=weight.device)
             labels = torch.randint(vocabulary, shape, generator=generator, device=weight.device)
             labels[0, 1] = IGNORED
-            more = _more_of_a_batch(shape, weight.device) if samples == 1 else {}
-            given = {
-                name: value
-                for name, value in more.items()
-                if name in names.by_name or (name in _OF_LOSS and names.any_name)
+            # What a batch may say beside tokens and labels. Of a position that the mask leaves out the label counts.
+            mask = torch.ones(shape, dtype=torch.int64, device=weight.device)
+            mask[:, 3:4] = 0
+            every = {
+                "attention_mask": mask,
+                "position_ids": torch.arange(length, device=weight.device).expand(shape),
+                "token_type_ids": torch.zeros_like(mask),
+                "num_items_in_batch": 11,
             }
-            yield _OfStates(module, of, weight, states.to(dtype), labels, given, autocast)
-
-
-def _more_of_a_batch(shape: tuple[int, int], device: torch.device) -> dict[str, Any]:
-    """What a batch may say beside its tokens and labels. Of a position that the mask leaves out the label counts."""
-    mask = torch.ones(shape, dtype=torch.int64, device=device)
-    mask[:, 3] = 0
-    return {
-        "attention_mask": mask,
-        "position_ids": torch.arange(shape[1], device=device).expand(shape),
-        "token_type_ids": torch.zeros(shape, dtype=torch.int64, device=device),
-        "num_items_in_batch": 11,
-    }
+            more = {
+                name: value
+                for name, value in every.items()
+                if samples == 1 and (name in names.by_name or (name in _OF_LOSS and names.any_name))
+            }
+            yield _OfStates(
+                module=module, x=states.to(dtype), of_input="gradient of hidden states", autocast=autocast,
+                of=of, weight=weight, labels=labels, more=more,
+            )  # fmt: skip
 
 
 SWIGLU_NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("w1", "w2", "w3"), ("gate", "up", "down"))
@@ -595,7 +545,8 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
         return Unlike("they are replaced already")
     if "forward" in vars(module):
         return Unlike("their forward was patched by somebody else")
-    weights = [*module.parameters()] if part != "loss" else [_weight_of(module, way) for way in ways]
+    model = ways[0].language_model
+    weights = [*module.parameters()] if model is None else [module.get_parameter(f"{model.head}.weight")]
     weight = weights[0]
     if weight.dtype not in _NAMES or any(type(p) is not nn.Parameter or p.is_meta for p in weights):
         return Unlike("their weights are no plain floating tensors")
@@ -606,7 +557,11 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
     for way in ways:
         replacement = _class_of(original, part, name, way)
         try:
-            hold(module, replacement, _trials(module, way, weight))
+            if model is not None:
+                trials = trials_of_states(module, model)
+            else:
+                trials = trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0)
+            hold(module, replacement, trials)
         except Unlike as unlike:
             # Without its traceback, which would hold all numbers of the trial.
             nearest = Unlike(unlike.why, unlike.error) if nearest is None or unlike.error < nearest.error else nearest
@@ -614,18 +569,6 @@ def _replacement(module: nn.Module, part: Part, name: Kernels, ways: list[_Way])
         return replacement
     assert nearest is not None
     return nearest
-
-
-def _weight_of(module: nn.Module, way: _Way) -> nn.Parameter:
-    """The weight of a language model's head."""
-    assert way.language_model is not None
-    return module.get_parameter(f"{way.language_model.head}.weight")
-
-
-def _trials(module: nn.Module, way: _Way, weight: Tensor) -> Iterator[Trial]:
-    if way.language_model is not None:
-        return trials_of_states(module, way.language_model)
-    return trials_of_one_tensor(module, _epsilon_of(module, weight.dtype) or 0.0)
 
 
 @functools.cache
@@ -636,12 +579,18 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     if way.language_model is not None:
         forward = loss_forward(original.forward, kernel, way.language_model)
     else:
-        forward = _forward_of_one_tensor(
-            original.forward, functools.partial(_norm if part == "norm" else _mlp, kernel, way)
-        )
+        compute = functools.partial(_norm if part == "norm" else _mlp, kernel, way)
+
+        @functools.wraps(original.forward)
+        def by_kernel(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if kwargs or len(args) != 1 or not _takes(self, args[0]):
+                return original.forward(self, *args, **kwargs)
+            return compute(self, args[0])
+
+        forward = by_kernel
 
     def reduce(self: nn.Module, _protocol: object) -> tuple[Any, ...]:
-        return _made_again, (original, part, name, way), self.__dict__
+        return _instance_of, (original, part, name, way), self.__dict__
 
     return type(
         original.__name__,
@@ -657,21 +606,7 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     )
 
 
-def _forward_of_one_tensor(
-    own: Callable[..., Any], compute: Callable[[nn.Module, Tensor], Tensor]
-) -> Callable[..., Any]:
-    """A forward by a kernel, for calls with one tensor that the kernel takes."""
-
-    @functools.wraps(own)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1 or not _takes(self, args[0]):
-            return own(self, *args, **kwargs)
-        return compute(self, args[0])
-
-    return forward
-
-
-def _made_again(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -> nn.Module:
+def _instance_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -> nn.Module:
     """A module without its state, as pickle makes it."""
     replacement = _class_of(original, part, name, way)
     return replacement.__new__(replacement)
