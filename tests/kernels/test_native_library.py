@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stepscope.core.environment import NATIVE_LAUNCHER
 from stepscope.core.errors import InputError
-from stepscope.kernels import native, native_library
+from stepscope.kernels import native
 from stepscope.recording import environment
 
 KNOWN = pytest.mark.skipif(not triton.__version__.startswith(("3.6.", "3.7.")), reason="another Triton")
@@ -28,14 +28,14 @@ def _as_it_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "caches"))
     monkeypatch.delenv(NATIVE_LAUNCHER, raising=False)
     monkeypatch.setattr(environment, "_from_python", [])
-    monkeypatch.setattr(native_library, "interpreted", lambda: False)
+    monkeypatch.setattr(native, "interpreted", lambda: False)
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path / "file" / "below"))
     with pytest.raises(InputError, match=r"cannot be kept in .*file/below.*: name another place in STEPSCOPE_CACHE"):
-        native_library.build()
+        native.build()
 
 
 @KNOWN
@@ -44,7 +44,7 @@ def test_without_a_compiler_python_launches_and_the_run_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv("CXX", "/no/compiler -m64")
-    assert native_library.extension.__wrapped__() is None
+    assert native.extension.__wrapped__() is None
     said = (
         "stepscope: kernels are launched from Python: the launcher in C++ cannot be built (/no/compiler is not found)"
     )
@@ -58,21 +58,21 @@ def test_its_variable_is_read_as_it_is_meant(
 ):
     monkeypatch.setenv(NATIVE_LAUNCHER, value)
     monkeypatch.setenv("CXX", "/no/compiler")
-    assert native_library.extension.__wrapped__() is None
+    assert native.extension.__wrapped__() is None
     lines = capsys.readouterr().err.splitlines()
     assert (not lines) if not said else said in lines[0]
 
 
 def test_where_it_is_not_wanted_nothing_is_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setenv(NATIVE_LAUNCHER, "0")
-    assert native_library.extension.__wrapped__() is None
+    assert native.extension.__wrapped__() is None
     assert environment.launcher() == {"launcher": "Python"} and not (tmp_path / "caches").exists()
 
 
 def test_the_interpreter_needs_no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """It launches nothing, so the run says nothing of launches."""
-    monkeypatch.setattr(native_library, "interpreted", lambda: True)
-    assert native_library.extension.__wrapped__() is None
+    monkeypatch.setattr(native, "interpreted", lambda: True)
+    assert native.extension.__wrapped__() is None
     assert environment.launcher() == {} and not (tmp_path / "caches").exists()
 
 
@@ -103,7 +103,7 @@ def test_what_a_compiler_refuses_is_tried_again_only_if_it_is_asked_for(
         before = len(calls.read_text()) if calls.exists() else 0
         said = r"\(native.cpp:1: error: no such header\): install .*, then set STEPSCOPE_NATIVE=1, which tries again$"
         with pytest.raises(InputError, match=said):
-            native_library.build()
+            native.build()
         return len(calls.read_text()) - before
 
     assert tries() > 0
@@ -124,10 +124,10 @@ def test_what_a_compiler_refuses_is_tried_again_only_if_it_is_asked_for(
     ],
 )
 def test_what_passes_is_tried_again(what: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(native_library, "_PATIENCE_S", 3.0 if "sleep" in what else 60.0)
+    monkeypatch.setattr(native, "_PATIENCE_S", 3.0 if "sleep" in what else 60.0)
     monkeypatch.setenv("CXX", str(compiler(tmp_path, what)))
     with pytest.raises(InputError, match=said):
-        native_library.build()
+        native.build()
     (place,) = (tmp_path / "caches").iterdir()
     assert {file.suffix for file in place.iterdir()} == {".lock"}
 
@@ -135,16 +135,16 @@ def test_what_passes_is_tried_again(what: str, said: str, tmp_path: Path, monkey
 def test_half_a_library_is_none(monkeypatch: pytest.MonkeyPatch):
     """It would end the process that loads it."""
     path = library_of(b"whole")
-    assert native_library.build() == path
+    assert native.build() == path
     path.write_bytes(b"who")
     monkeypatch.setenv("CXX", "/no/compiler")
     with pytest.raises(InputError, match="/no/compiler is not found"):
-        native_library.build()
+        native.build()
 
 
 def library_of(content: bytes) -> Path:
     """A library as it was built."""
-    path = native_library.library()
+    path = native.library_path()
     assert path is not None
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(content)
@@ -155,18 +155,18 @@ def library_of(content: bytes) -> Path:
 @KNOWN
 def test_what_cannot_be_loaded_is_named_with_its_remedy(capsys: pytest.CaptureFixture[str]):
     path = library_of(b"no library")
-    assert native_library.extension.__wrapped__() is None
+    assert native.extension.__wrapped__() is None
     assert f"remove {path}, and it is built again" in capsys.readouterr().err
 
 
 def test_who_comes_while_another_process_builds_waits_for_it(capfd: pytest.CaptureFixture[str]):
-    path = native_library.library()
+    path = native.library_path()
     assert path is not None
     path.parent.mkdir(parents=True)
     found: list[Path] = []
     with path.with_suffix(".lock").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
-        waiting = threading.Thread(target=lambda: found.append(native_library.build()), daemon=True)
+        waiting = threading.Thread(target=lambda: found.append(native.build()), daemon=True)
         waiting.start()
         waiting.join(0.2)
         assert waiting.is_alive()

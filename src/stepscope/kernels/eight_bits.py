@@ -31,8 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from stepscope.core.errors import InputError
-from stepscope.kernels.launching import interpreted, launch_at, tiles_of
-from stepscope.kernels.operators import check_kernel_place, define, watched
+from stepscope.kernels.launching import check_place, interpreted, launch_at, tiles_of
+from stepscope.kernels.operators import define, watched
 
 _NAME = "a cast to 8 bits"
 _BLOCK = 4096
@@ -111,7 +111,7 @@ def cast_to_eight_bits(
 
 
 def _scale(x: Tensor, end: float) -> Tensor:
-    check_kernel_place(_NAME, x, interpreted=interpreted())
+    check_place(_NAME, x)
     bits = x.contiguous().view(torch.int16)
     programs = max(1, min(_PROGRAMS, tiles_of(x.numel(), _BLOCK)))
     maxima = torch.empty(programs, dtype=torch.int32, device=x.device)
@@ -126,7 +126,7 @@ def _fake_scale(x: Tensor, end: float) -> Tensor:
 
 
 def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, along: bool, across: bool) -> tuple[Tensor, Tensor]:
-    check_kernel_place(_NAME, x, interpreted=interpreted())
+    check_place(_NAME, x)
     bits = x.contiguous().view(torch.int16)
     by_pytorch = interpreted()
     made = _fake_layouts(x, scale, torch.float32 if by_pytorch else dtype, along, across)
@@ -147,10 +147,8 @@ def _fake_layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, along: bool, acr
     return first, second
 
 
-_library = torch.library.Library("stepscope", "FRAGMENT")
-define(_library, "eight_bit_scale(Tensor x, float end) -> Tensor", _scale, _fake_scale)
+define("eight_bit_scale(Tensor x, float end) -> Tensor", _scale, _fake_scale)
 define(
-    _library,
     "eight_bit_layouts(Tensor x, Tensor scale, ScalarType dtype, bool along, bool across) -> (Tensor, Tensor)",
     _layouts,
     _fake_layouts,

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from stepscope.core.errors import InputError
 from stepscope.kernels.operators import HERE
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -44,6 +45,15 @@ def launches_watched() -> bool:
 def interpreted() -> bool:
     """Whether Triton runs its kernels in Python, on CPU tensors."""
     return bool(knobs.runtime.interpret)
+
+
+def check_place(name: str, tensor: Tensor) -> None:
+    """Raise an InputError, one line, for a tensor where no kernel runs."""
+    if tensor.device.type == "cpu" and not interpreted():
+        raise InputError(
+            f"{name} runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose the reference, or set "
+            "TRITON_INTERPRET=1 before Triton is imported, which runs its kernels in Python"
+        )
 
 
 def tiles_of(length: int, block: int) -> int:

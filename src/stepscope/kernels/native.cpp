@@ -406,7 +406,7 @@ bool learn(const pybind11::bytes& key, const pybind11::dict& of) {
   return full;
 }
 
-// The addresses of the driver's functions, in the order of `DRIVER` in native_library.py.
+// The addresses of the driver's functions, in the order of `DRIVER` in native.py.
 void set_driver(const std::array<uintptr_t, 5>& functions) {
   launch_kernel = reinterpret_cast<decltype(launch_kernel)>(functions[0]);
   replace_address = reinterpret_cast<decltype(replace_address)>(functions[1]);

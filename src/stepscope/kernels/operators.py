@@ -54,28 +54,25 @@ def refuse_second_derivative(name: str) -> None:
         raise NotImplementedError(f"{name} has no second derivative: choose the reference")
 
 
-def check_kernel_place(name: str, tensor: Tensor, *, interpreted: bool) -> None:
-    """Raise an InputError, one line, for tensors where no kernel runs."""
-    if tensor.device.type == "cpu" and not interpreted:
-        raise InputError(
-            f"{name} runs on an NVIDIA GPU, and these tensors lie on cpu: move them, choose the reference, or set "
-            "TRITON_INTERPRET=1 before Triton is imported, which runs its kernels in Python"
-        )
-
-
-def check_kernel_dtype(name: str, *tensors: Tensor) -> None:
-    """Raise an InputError, one line, for tensors of a dtype that the kernels do not compute."""
+def check_part(part: str, *tensors: Tensor) -> None:
+    """Raise an InputError, one line, for tensors of a dtype that the fused part does not compute, and inside a
+    transformation of torch.func."""
+    name = f"{part} fused"
+    refuse_transforms(name, f"{part} reference")
     for tensor in tensors:
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
             raise InputError(f"{name} takes fp32, bf16, fp16 or fp64, not {str(tensor.dtype).removeprefix('torch.')}")
 
 
-def define(library: torch.library.Library, schema: str, function: Any, fake: Any) -> None:
+_library = torch.library.Library("stepscope", "FRAGMENT")
+
+
+def define(schema: str, function: Any, fake: Any) -> None:
     """Define an operator without autograd: an autograd.Function calls it, which a compiler can follow."""
     name = schema.partition("(")[0]
-    library.define(schema)
-    library.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"stepscope::{name}", fake, lib=library)
+    _library.define(schema)
+    _library.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"stepscope::{name}", fake, lib=_library)
 
 
 def transformed_by_func() -> bool:

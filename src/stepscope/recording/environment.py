@@ -149,7 +149,7 @@ _from_python: list[bool] = []
 
 
 def launched_from_python() -> None:
-    """Note that this process launches our kernels from Python, and not C++ (kernels/native_library.py)."""
+    """Note that this process launches our kernels from Python, and not C++ (kernels/native.py)."""
     _from_python.append(True)
 
 

@@ -562,7 +562,7 @@ class SymbolicModel:
         for_all_heads = 2 * n * size if self.sums_shared_keys and of_keys < n else 0
         head_dim = n // self.rows
         # In fp32 the kernels for Hopper split operands of these head dimensions into three parts of bf16, in rows
-        # padded to a power of two (kernels/flash/operands.py). Kernels for other GPUs do not, and need less.
+        # padded to a power of two (kernels/flash/tiles.py). Kernels for other GPUs do not, and need less.
         split = self.attention.memory == "hopper" and size == 4 and 64 < head_dim <= 128
         parts = n // head_dim * 128 * 3 * 2 if split else 0
 

@@ -22,16 +22,20 @@ the next product reads its left operand from registers.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash.operands import as_operand, joined, load_operand, product, transposed
 from stepscope.kernels.flash.tiles import (
+    as_operand,
     document_of,
     head_and_row,
     in_document,
+    joined,
     keys_visited,
+    load_operand,
     load_tile,
     long,
+    product,
     queries_visiting,
     store_tile,
+    transposed,
     turn_of,
     visible,
 )

@@ -76,7 +76,7 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
 
 Way = Literal["apart", "joint", "fused"]
 Precision = Literal["ieee", "tf32", "tf32x3", "bf16x6"]
-"""How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`operands.py`)."""
+"""How fp32 is multiplied: exactly, in TF32, as three products of TF32, or as six of bf16 (`tiles.py`)."""
 
 LARGEST_TILE = 256
 """The most rows of a tile. Row statistics are padded to a multiple of this."""

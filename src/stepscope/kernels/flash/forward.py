@@ -15,8 +15,20 @@ instruction of the special-function unit.
 import triton
 import triton.language as tl
 
-from stepscope.kernels.flash.operands import as_operand, load_operand, negated, product, transposed
-from stepscope.kernels.flash.tiles import document_of, in_document, keys_visited, long, store_tile, turn_of, visible
+from stepscope.kernels.flash.tiles import (
+    as_operand,
+    document_of,
+    in_document,
+    keys_visited,
+    load_operand,
+    long,
+    negated,
+    product,
+    store_tile,
+    transposed,
+    turn_of,
+    visible,
+)
 
 LN2 = tl.constexpr(0.6931471805599453)
 

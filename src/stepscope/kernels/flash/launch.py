@@ -30,7 +30,7 @@ from stepscope.kernels.flash.configuration import (
     Tiles,
 )
 from stepscope.kernels.flash.forward import flash_forward
-from stepscope.kernels.flash.operands import PARTS, flash_split_operands, splits
+from stepscope.kernels.flash.tiles import PARTS, flash_split_operands, splits
 from stepscope.kernels.launching import (
     LOG2E,
     SMALLEST_SCALE,

@@ -31,15 +31,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from stepscope.core.errors import InputError
 from stepscope.core.parts import loss_chunk_rows
-from stepscope.kernels.launching import interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
+from stepscope.kernels.launching import check_place, interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
 from stepscope.kernels.operators import (
     autocast_dtype,
-    check_kernel_dtype,
-    check_kernel_place,
+    check_part,
     check_targets,
     define,
     refuse_second_derivative,
-    refuse_transforms,
     watched,
 )
 
@@ -107,7 +105,7 @@ def _forward(
     x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, z_loss: float, of_x: bool, of_weight: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The mean loss, the number of rows in it, and the sums' gradients of x and of the weight, where they are asked."""
-    check_kernel_place(_NAME, x, interpreted=interpreted())
+    check_place(_NAME, x)
     rows, vocabulary = x.shape[0], weight.shape[0]
     summed = torch.promote_types(x.dtype, torch.float32)
     if not targets.is_cuda:
@@ -179,16 +177,13 @@ def _fake_backward(gradient: Tensor, count: Tensor, summed: Tensor, divisor: flo
     return torch.empty(summed.shape, dtype=dtype, device=summed.device)
 
 
-_library = torch.library.Library("stepscope", "FRAGMENT")
 define(
-    _library,
     "linear_cross_entropy_forward(Tensor x, Tensor weight, Tensor targets, int ignore_index, float z_loss, bool of_x,"
     " bool of_weight) -> (Tensor, Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 define(
-    _library,
     "linear_cross_entropy_backward(Tensor gradient, Tensor count, Tensor summed, float divisor, ScalarType dtype)"
     " -> Tensor",
     _backward,
@@ -236,8 +231,7 @@ def linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
 ) -> Tensor:
     """The mean cross-entropy of softmax(x weight^T) with the targets, those of `ignore_index` left out."""
-    refuse_transforms(_NAME, "loss reference")
-    check_kernel_dtype(_NAME, x, weight)
+    check_part("loss", x, weight)
     if x.dim() < 1 or weight.dim() != 2 or x.shape[-1] != weight.shape[1] or targets.shape != x.shape[:-1]:
         raise InputError(
             f"{_NAME} takes x (..., M), a weight (V, M) and targets (...), not {tuple(x.shape)}, "

@@ -24,15 +24,8 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.kernels import native
-from stepscope.kernels.launching import interpreted, launch_at, tiles_of, wide
-from stepscope.kernels.operators import (
-    check_kernel_dtype,
-    check_kernel_place,
-    define,
-    refuse_second_derivative,
-    refuse_transforms,
-    watched,
-)
+from stepscope.kernels.launching import check_place, launch_at, tiles_of, wide
+from stepscope.kernels.operators import check_part, define, refuse_second_derivative, watched
 
 _NAME = "mlp fused"
 _BLOCK = 2048
@@ -77,7 +70,7 @@ def _rows(*tensors: Tensor, flat: bool = True) -> list[Tensor]:
 
 
 def _forward(gate: Tensor, up: Tensor) -> Tensor:
-    check_kernel_place(_NAME, gate, interpreted=interpreted())
+    check_place(_NAME, gate)
     out = _fake_forward(gate, up)
     if gate.numel():
         gates, ups = _rows(gate, up)
@@ -127,10 +120,8 @@ def _halves(gate: Tensor, up: Tensor) -> bool:
     return gate.dim() > 1 and not gate.is_contiguous() and gate.stride() == up.stride() and gate.stride()[-2:] == lying
 
 
-_library = torch.library.Library("stepscope", "FRAGMENT")
-define(_library, "silu_product_forward(Tensor gate, Tensor up) -> Tensor", _forward, _fake_forward)
+define("silu_product_forward(Tensor gate, Tensor up) -> Tensor", _forward, _fake_forward)
 define(
-    _library,
     "silu_product_backward(Tensor dout, Tensor gate, Tensor up, bool halves) -> (Tensor, Tensor)",
     _backward,
     _fake_backward,
@@ -165,8 +156,7 @@ class _Product(torch.autograd.Function):
 
 def silu_product(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up."""
-    refuse_transforms(_NAME, "mlp reference")
-    check_kernel_dtype(_NAME, gate, up)
+    check_part("mlp", gate, up)
     if gate.shape != up.shape or gate.dtype != up.dtype or gate.dim() < 1:
         raise InputError(
             f"{_NAME} takes gate and up (..., F) of one shape and dtype, not {tuple(gate.shape)} in {gate.dtype} and "

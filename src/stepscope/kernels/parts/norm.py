@@ -28,16 +28,8 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS, norm_programs
 from stepscope.kernels import native
-from stepscope.kernels.launching import interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
-from stepscope.kernels.operators import (
-    autocast_dtype,
-    check_kernel_dtype,
-    check_kernel_place,
-    define,
-    refuse_second_derivative,
-    refuse_transforms,
-    watched,
-)
+from stepscope.kernels.launching import check_place, interpreted, launch_at, power_of_two, tiles_of, warps_for, wide
+from stepscope.kernels.operators import autocast_dtype, check_part, define, refuse_second_derivative, watched
 
 _NAME = "norm fused"
 
@@ -112,7 +104,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def _forward(
     x: Tensor, branch: Tensor | None, weight: Tensor, epsilon: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    check_kernel_place(_NAME, x, interpreted=interpreted())
+    check_place(_NAME, x)
     y, total, roots = _fake_forward(x, branch, weight, epsilon, dtype)
     if x.numel():
         rows = _rows(x)
@@ -199,16 +191,13 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-_library = torch.library.Library("stepscope", "FRAGMENT")
 define(
-    _library,
     "rms_norm_forward(Tensor x, Tensor? branch, Tensor weight, float epsilon, ScalarType dtype)"
     " -> (Tensor, Tensor, Tensor)",
     _forward,
     _fake_forward,
 )
 define(
-    _library,
     "rms_norm_backward(Tensor dy, Tensor? dtotal, Tensor x, Tensor weight, Tensor roots, ScalarType dtype,"
     " ScalarType? branch_dtype) -> (Tensor, Tensor, Tensor)",
     _backward,
@@ -285,8 +274,7 @@ def rms_norm(
 
     dtype: that of the norm; autocast's, or that of x, where it is left out.
     """
-    refuse_transforms(_NAME, "norm reference")
-    check_kernel_dtype(_NAME, x, weight, *([] if branch is None else [branch]))
+    check_part("norm", x, weight, *([] if branch is None else [branch]))
     width, largest = x.shape[-1] if x.dim() else 0, PARTS["norm"]["fused"].largest_width
     assert largest is not None
     if weight.shape != (width,) or not 1 <= width <= largest or (branch is not None and branch.shape != x.shape):

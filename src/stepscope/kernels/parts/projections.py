@@ -46,8 +46,7 @@ def _joined(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         if weight.data_ptr() != place or weight.untyped_storage().data_ptr() != memory or not weight.is_contiguous():
             return torch.cat([weight.to(dtype) for weight in weights])
         place += weight.nbytes
-    rows = sum(weight.shape[0] for weight in weights)
-    return first.as_strided((rows, first.shape[1]), (first.shape[1], 1)).to(dtype)
+    return first.as_strided((_rows_of(weights), first.shape[1]), (first.shape[1], 1)).to(dtype)
 
 
 def _beside(gradients: Sequence[Tensor]) -> Tensor:
@@ -67,28 +66,25 @@ def _product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return F.linear(x, _joined(weights, x.dtype))
 
 
-def _fake_product(x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
-
-
 def _gradients(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """The gradients of x and of W, from rows."""
     dy = _beside(dys)
     return dy @ _joined(weights, dy.dtype), dy.t() @ x
 
 
-def _fake_gradients(dys: Sequence[Tensor], x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    rows = sum(weight.shape[0] for weight in weights)
-    return x.new_empty(x.shape), x.new_empty(rows, x.shape[1])
+def _rows_of(weights: Sequence[Tensor]) -> int:
+    return sum(weight.shape[0] for weight in weights)
 
 
-_library = torch.library.Library("stepscope", "FRAGMENT")
-define(_library, "joint_projections(Tensor x, Tensor[] weights) -> Tensor", _product, _fake_product)
 define(
-    _library,
+    "joint_projections(Tensor x, Tensor[] weights) -> Tensor",
+    _product,
+    lambda x, weights: x.new_empty(*x.shape[:-1], _rows_of(weights)),
+)
+define(
     "joint_projections_backward(Tensor[] dys, Tensor x, Tensor[] weights) -> (Tensor, Tensor)",
     _gradients,
-    _fake_gradients,
+    lambda _dys, x, weights: (x.new_empty(x.shape), x.new_empty(_rows_of(weights), x.shape[1])),
 )
 
 

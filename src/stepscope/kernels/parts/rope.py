@@ -23,15 +23,8 @@ from torch import Tensor
 from stepscope.core.errors import InputError
 from stepscope.core.parts import PARTS
 from stepscope.kernels import native
-from stepscope.kernels.launching import interpreted, launch_at, power_of_two, tiles_of, wide
-from stepscope.kernels.operators import (
-    check_kernel_dtype,
-    check_kernel_place,
-    define,
-    refuse_second_derivative,
-    refuse_transforms,
-    watched,
-)
+from stepscope.kernels.launching import check_place, launch_at, power_of_two, tiles_of, wide
+from stepscope.kernels.operators import check_part, define, refuse_second_derivative, watched
 
 _NAME = "rope fused"
 _NUMBERS = 2048
@@ -82,7 +75,8 @@ def rotate_halves(
 
 
 def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    check_kernel_place(_NAME, q, interpreted=interpreted())
+    check_place(_NAME, q)
+    assert cos.stride(1) == sin.stride(1) == 1
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     batches, q_heads, positions, head_dim = q.shape
     if not q.numel() + k.numel():
@@ -93,28 +87,17 @@ def _rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tu
     q_tiles, k_tiles = tiles_of(q_heads, heads), tiles_of(k.shape[1], heads)
     launch_at(
         q, rotate_halves, (batches * positions, q_tiles + k_tiles),
-        q, k, q_out, k_out, _table(cos), _table(sin), positions, q_heads, k.shape[1], q_tiles, half, cos.stride(0),
+        q, k, q_out, k_out, cos, sin, positions, q_heads, k.shape[1], q_tiles, half, cos.stride(0),
         sin.stride(0), *q.stride(), *k.stride(), *q_out.stride(), *k_out.stride(),
         INVERSE=inverse, WIDE=wide(q.dtype), HEADS=heads, HALF=block, num_warps=4,
     )  # fmt: skip
     return q_out, k_out
 
 
-def _table(table: Tensor) -> Tensor:
-    assert table.stride(1) == 1
-    return table
-
-
-def _fake(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k)
-
-
-_library = torch.library.Library("stepscope", "FRAGMENT")
 define(
-    _library,
     "rotate_halves(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)",
     _rotate,
-    _fake,
+    lambda q, k, *_: (torch.empty_like(q), torch.empty_like(k)),
 )
 
 
@@ -147,8 +130,7 @@ class _Rotation(torch.autograd.Function):
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys with each pair of halves turned by its position's angle."""
-    refuse_transforms(_NAME, "rope reference")
-    check_kernel_dtype(_NAME, q, k, cos, sin)
+    check_part("rope", q, k, cos, sin)
     largest = PARTS["rope"]["fused"].largest_width
     assert largest is not None
     same = q.dim() == k.dim() == 4 and (q.shape[0], *q.shape[2:]) == (k.shape[0], *k.shape[2:]) and q.dtype == k.dtype
