@@ -54,10 +54,6 @@ class AdamWOneLaunch(Updating):
             if parameter.dtype not in (torch.float32, torch.bfloat16):
                 raise InputError(f"AdamW in one launch takes parameters in fp32 or bf16, and one is {parameter.dtype}")
 
-    @property
-    def gradient_norm(self) -> Tensor | None:
-        return self._clipping.values[0] if self._clipping is not None else None
-
     def _update_all(self) -> None:
         ready: dict[int, list[Tensor]] = {}
         for number, group in enumerate(self.param_groups):
@@ -70,6 +66,7 @@ class AdamWOneLaunch(Updating):
         ]
         if self.max_norm is not None and updates:
             self._clipping = self._clipping or Clipping(self.max_norm, updates[0][2][0].device)
+            self.gradient_norm = self._clipping.values[0]
             self._clipping.measure([(update, gradients) for _, update, gradients in updates])
         clip = None if self._clipping is None else self._clipping.values
         for number, update, gradients in updates:

@@ -18,10 +18,8 @@ class Updating(torch.optim.Optimizer, ABC):
     max_norm: float | None = None
     """The bound to which it clips the gradients' global norm, in its own pass over them; None where it does not."""
 
-    @property
-    def gradient_norm(self) -> Tensor | None:
-        """The norm of the last gradients before it clipped them, on the device; None where it measured none."""
-        return None
+    gradient_norm: Tensor | None = None
+    """The norm of the last gradients before it clipped them, on the device; None where it measured none."""
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -287,13 +285,8 @@ class OnMasters(Updating):
         self._held = [masters.get(parameter, parameter) for parameter in self._parameters]
         self.inner = make(self._held)
         self.max_norm = max_norm
-        self._gradient_norm: Tensor | None = None
         super().__init__(self._parameters, {"lr": self.inner.defaults["lr"]})
         self._show()
-
-    @property
-    def gradient_norm(self) -> Tensor | None:
-        return self._gradient_norm
 
     def _show(self) -> None:
         """Let the state of this optimizer be that of the inner one, and the masters."""
@@ -312,7 +305,7 @@ class OnMasters(Updating):
             assert parameter.grad is not None
             held.grad = parameter.grad.float()
         if self.max_norm is not None:
-            self._gradient_norm = clip_gradients(self._held, self.max_norm)
+            self.gradient_norm = clip_gradients(self._held, self.max_norm)
         for group in self.inner.param_groups:
             group["lr"] = self.param_groups[0]["lr"]  # a scheduler sets it there
         self.inner.step()

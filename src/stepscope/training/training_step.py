@@ -273,8 +273,8 @@ class AssembledStep:
         for micro in range(choices.accumulation if not self.phases else 0):
             self.phases += (Phase(name=FORWARD, run=functools.partial(forward, micro)),)
             if not self.inference:
-                alone = micro < choices.accumulation - 1
-                self.phases += (Phase(name=BACKWARD, run=self._backward_alone if alone else self._last_backward),)
+                last = micro == choices.accumulation - 1
+                self.phases += (Phase(name=BACKWARD, run=functools.partial(self._backward_of, last=last)),)
         if finish is not None and choices.graph == "none":
             self.phases += (Phase(name=GRADIENT_SYNC, run=finish),)
         if choices.phase == "train":
@@ -331,15 +331,13 @@ class AssembledStep:
             # A graph ends with all that it began, so updates under backward end with it.
             getattr(self.optimizer, "join", lambda: None)()
 
-    def _last_backward(self) -> None:
-        self._backward()
-        # A graph waits for what it began, so what ranks do after backward ends with it.
-        self._finish()
-
-    def _backward_alone(self) -> None:
-        """The backward of a micro-batch after which others come: what ranks share waits for the last."""
-        with self._local():
+    def _backward_of(self, *, last: bool) -> None:
+        """The backward of a micro-batch. What ranks share waits for the last."""
+        with contextlib.nullcontext() if last else self._local():
             self._backward()
+        if last:
+            # A graph waits for what it began, so what ranks do after backward ends with it.
+            self._finish()
 
     def _optimize(self) -> None:
         assert self.optimizer is not None

@@ -5,7 +5,7 @@ that what the barrier leaves between the ranks counts little in short ones.
 """
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -107,7 +107,8 @@ def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, sec
     )
     timing = timing_device(device)
     try:
-        found = measure({kind: _Repeated(several)}, device=timing, settings=settings, peers=ranks)[kind]
+        repeated = _Repeated((Phase(name=CALL, run=several),))
+        found = measure({kind: repeated}, device=timing, settings=settings, peers=ranks)[kind]
     except StepFailed as failed:
         raise failed.__cause__ or failed from None
     if found.interrupted:
@@ -122,15 +123,11 @@ def _time(kind: str, message_bytes: int, ranks: Ranks, device: torch.device, sec
     )
 
 
+@dataclass(frozen=True)
 class _Repeated:
     """Calls in a row as something to measure."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._phases = (Phase(name=CALL, run=run),)
-
-    @property
-    def phases(self) -> Sequence[Phase]:
-        return self._phases
+    phases: tuple[Phase, ...]
 
     def prepare(self) -> None: ...
 

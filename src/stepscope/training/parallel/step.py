@@ -106,6 +106,11 @@ Strategy = Callable[[Whole, Ranks], Spread]
 """What a file of training/parallel/strategies/ has under the name of a strategy."""
 
 
+def named_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a model's parameters by name, of those that have one."""
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
 def replicated(
     whole: Whole,
     module: nn.Module | None = None,
@@ -117,12 +122,9 @@ def replicated(
     """A spread whose every rank keeps all parameters and gradients. `module`: what forward calls, if not the whole."""
     model = whole.model
 
-    def gradients() -> dict[str, Tensor]:
-        return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
     return Spread(
         model=model, forward=module or whole.forward, optimizer=optimizer or whole.optimizer_of(model.parameters()),
-        full_parameters=lambda: dict(model.named_parameters()), full_gradients=gradients,
+        full_parameters=lambda: dict(model.named_parameters()), full_gradients=lambda: named_gradients(model),
         finish=finish or _nothing, finishes=finish is not None, local=local,
     )  # fmt: skip
 

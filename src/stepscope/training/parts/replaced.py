@@ -579,13 +579,15 @@ def _class_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way) -
     if way.language_model is not None:
         forward = loss_forward(original.forward, kernel, way.language_model)
     else:
-        compute = functools.partial(_norm if part == "norm" else _mlp, kernel, way)
 
         @functools.wraps(original.forward)
         def by_kernel(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if kwargs or len(args) != 1 or not _takes(self, args[0]):
                 return original.forward(self, *args, **kwargs)
-            return compute(self, args[0])
+            if part == "norm":
+                return _norm(kernel, way, self, args[0])
+            gate, up, down = (getattr(self, name) for name in way.names)
+            return down(kernel(gate(args[0]), up(args[0])))
 
         forward = by_kernel
 
@@ -631,8 +633,3 @@ def _norm(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -
     dtype = torch.promote_types(x.dtype, weight.dtype) if way.promoted else x.dtype
     by = weight if not way.offset else way.offset + weight.float()
     return kernel(x, None, by, _epsilon_of(module, x.dtype), dtype=dtype)[1]
-
-
-def _mlp(kernel: Callable[..., Any], way: _Way, module: nn.Module, x: Tensor) -> Tensor:
-    gate, up, down = (getattr(module, name) for name in way.names)
-    return down(kernel(gate(x), up(x)))

@@ -24,7 +24,7 @@ from stepscope.recording.step import Phase
 from stepscope.training.checkpointing import OUTPUTS_KEPT_OF_ANY, KeptCalls, checkpointed
 from stepscope.training.optimizer import updated_by
 from stepscope.training.parts.replaced import replace_in
-from stepscope.training.training_step import AssembledStep, Batch, Share, StepParts, check_choices, in_16_bits
+from stepscope.training.training_step import AssembledStep, Share, StepParts, check_choices, in_16_bits
 from stepscope.training.user_module.user_code import (
     Call,
     batches_of,
@@ -346,13 +346,10 @@ class ModuleStep(AssembledStep):
             )
         blocks = checkpoint_blocks(user_module.module, choices.checkpointing, user_module.name)
         self.user_module, self._checkpointing = user_module, choices.checkpointing
+        self.found = user_module.found
+        """Which modules other kernels compute, and which were left, where any were asked for."""
         self._first = _FirstRuns(user_module.name)
         super().__init__(parts_of(user_module, choices, blocks), choices, device, share)
-
-    @property
-    def found(self) -> tuple[PartFound, ...]:
-        """Which modules other kernels compute, and which were left, where any were asked for."""
-        return self.user_module.found
 
     def _forward(self, micro: int) -> None:
         if FORWARD in self._first.done:
@@ -497,17 +494,13 @@ def placed(user_module: UserModule, choices: Workload, device: torch.device) -> 
 def parts_of(user_module: UserModule, choices: Workload, blocks: Sequence[nn.Module] = ()) -> StepParts:
     """What the step of a user's module is assembled of; its blocks, where they are known."""
     names = input_names(user_module.module)
-
-    def cut(batch: Batch, parts: int) -> list[Batch]:
-        return [(micro_batch,) for micro_batch in split(batch[0], parts, user_module.name)]
-
     return StepParts(
         model=user_module.module,
         masters=in_16_bits(user_module.module, choices, blocks),
         forward=ModuleAlone(user_module) if choices.phase == "forward" else ModuleWithLoss(user_module),
         batches=[(batch,) for batch in user_module.batches],
         named_tensors=lambda batch: named_tensors(batch[0], names),
-        split=cut,
+        split=lambda batch, parts: [(each,) for each in split(batch[0], parts, user_module.name)],
         blocks=blocks,
         optimizer=user_module.optimizer,
         compiles_parts=compiles(choices.parts),

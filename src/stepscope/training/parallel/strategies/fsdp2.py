@@ -4,6 +4,8 @@ Each block is a unit, whose parameters are gathered before its forward and its b
 after each; the last unit, of what is in no block, is the root, which keeps its own from forward to backward.
 """
 
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from stepscope.training.parallel.collective import broadcast_from_first
-from stepscope.training.parallel.step import Spread, Whole
+from stepscope.training.parallel.step import Spread, Whole, named_gradients
 from stepscope.training.training_step import Ranks
 
 
@@ -32,38 +34,28 @@ def fsdp2(whole: Whole, ranks: Ranks) -> Spread:
         fully_shard(block, **options)
     # The root's parameters are needed again at once, so they are never let go between.
     fully_shard(whole.forward, **{**options, "reshard_after_forward": False})
-    model, forward = whole.model, whole.forward
-
-    def full_parameters() -> dict[str, Tensor]:
-        return {name: _full(parameter) for name, parameter in model.named_parameters()}
-
-    def full_gradients() -> dict[str, Tensor]:
-        return {name: _full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
     return Spread(
-        model=model,
-        forward=forward,
-        optimizer=whole.optimizer_of(model.parameters()),
-        full_parameters=full_parameters,
-        full_gradients=full_gradients,
-        local=lambda: Local(forward),
+        model=whole.model,
+        forward=whole.forward,
+        optimizer=whole.optimizer_of(whole.model.parameters()),
+        full_parameters=lambda: full(dict(whole.model.named_parameters())),
+        full_gradients=lambda: full(named_gradients(whole.model)),
+        local=lambda: unreduced(whole.forward),
     )
 
 
-class Local:
-    """Within it, gradients are added up whole on each rank, and not yet reduced."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        assert isinstance(module, FSDPModule)
-        self._module: FSDPModule = module
-
-    def __enter__(self) -> None:
-        self._module.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self._module.set_requires_gradient_sync(True)
+@contextlib.contextmanager
+def unreduced(module: torch.nn.Module) -> Iterator[None]:
+    """While open, gradients are added up whole on each rank, and not yet reduced."""
+    assert isinstance(module, FSDPModule)
+    module.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        module.set_requires_gradient_sync(True)
 
 
 @torch.no_grad()
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def full(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors, each whole that is a DTensor. All ranks must call it."""
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}

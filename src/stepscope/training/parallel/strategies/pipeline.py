@@ -14,6 +14,7 @@ Every rank runs the model's own forward. A block that is elsewhere is not here: 
 in place of the embedding's output, and the forward is left after the stage's last.
 """
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
@@ -118,16 +119,13 @@ def pipeline(whole: Whole, ranks: Ranks) -> Spread:
     here = {names[parameter]: parameter for parameter in model.parameters()}
     # A tied weight that two ranks have is the first one's.
     theirs = model.head.weight if finish is not None and stages - 1 in own else None
-
-    def norm_of(parameters: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> Tensor:
-        return norm_over_ranks(parameters, dtype, but_for=theirs)
-
     return Spread(
         model=model, forward=whole.forward, optimizer=whole.optimizer_of(here.values()),
         full_parameters=lambda: _of_all(ranks, here),
         full_gradients=lambda: _of_all(ranks, {n: p.grad for n, p in here.items() if p.grad is not None}),
         finish=finish or (lambda: None), finishes=finish is not None, run=run,
-        blocks=[block for block in model.blocks if not isinstance(block, nn.Identity)], norm_of=norm_of,
+        blocks=[block for block in model.blocks if not isinstance(block, nn.Identity)],
+        norm_of=functools.partial(norm_over_ranks, but_for=theirs),
     )  # fmt: skip
 
 

@@ -26,8 +26,6 @@ import contextlib
 from collections.abc import Callable
 from typing import cast
 
-import torch
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -43,8 +41,8 @@ from torch.distributed.tensor.parallel import (
 from stepscope.core.errors import InputError
 from stepscope.core.strategies import STRATEGIES
 from stepscope.training.parallel.collective import broadcast_from_first
-from stepscope.training.parallel.step import Spread, Whole
-from stepscope.training.parallel.strategies.fsdp2 import Local
+from stepscope.training.parallel.step import Spread, Whole, named_gradients
+from stepscope.training.parallel.strategies.fsdp2 import full, unreduced
 from stepscope.training.training_step import Ranks
 from stepscope.training.transformer import CausalSelfAttention, SwiGLU, Transformer
 
@@ -87,7 +85,7 @@ def fsdp2_tensor(whole: Whole, ranks: Ranks) -> Spread:
     for block in whole.blocks:
         fully_shard(block, mesh=mesh["across"])
     fully_shard(whole.forward, mesh=mesh["across"])
-    return _of_split(whole, local=lambda: Local(whole.forward))
+    return _of_split(whole, local=lambda: unreduced(whole.forward))
 
 
 def _split_all(model: Transformer, mesh: DeviceMesh) -> None:
@@ -117,11 +115,6 @@ def _of_split(
 ) -> Spread:
     """The spread of a model some of whose parameters are DTensors by now."""
     model = whole.model
-
-    def full(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
-
     # Fused updates take tensors of one kind: what is split, and what every rank has whole, are groups of their own.
     split = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     kept = [parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)]
@@ -131,7 +124,7 @@ def _of_split(
         forward=whole.forward,
         optimizer=make([{"params": alike} for alike in (split, kept) if alike]) if make is not None else None,
         full_parameters=lambda: full(dict(model.named_parameters())),
-        full_gradients=lambda: full({n: p.grad for n, p in model.named_parameters() if p.grad is not None}),
+        full_gradients=lambda: full(named_gradients(model)),
         local=local,
     )
 
