@@ -61,7 +61,7 @@ class Fake:
         there.interpreted = lambda: True
         attention._launching = lambda: (there, recorded_launches, tuning_cache)  # pyright: ignore[reportAttributeAccessIssue]
         for part in (norm, mlp, rope):
-            vars(part)["check_kernel_place"] = lambda *_, **__: None
+            vars(part)["check_place"] = lambda *_, **__: None
         learn = native.launch_of
 
         def noted(compiled: Any, *rest: Any) -> dict[str, Any] | None:
