@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -469,12 +469,8 @@ def _aligned(tensors: Sequence[Tensor]) -> bool:
     return not any(each.data_ptr() % ALIGNMENT_BYTES for each in tensors if each.numel())
 
 
-_DTYPES: dict[torch.dtype, int] = {}
-
-
-def number_of(dtype: torch.dtype) -> int:
-    """A dtype as an option of a key."""
-    return _DTYPES.setdefault(dtype, len(_DTYPES))
+DTYPE_NUMBERS: defaultdict[torch.dtype, int] = defaultdict(itertools.count().__next__)
+"""Dtypes as options of a key, each numbered when it is first looked up."""
 
 
 def bits(value: float) -> int:

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import register_flop_formula
 from stepscope.core.errors import InputError
 from stepscope.kernels.documents import check_bounds, document_bounds
 from stepscope.kernels.flash.tiled import FlashAttentionTiled
-from stepscope.kernels.operators import as_autocast, refuse_transforms, transformed_by_func, watched
+from stepscope.kernels.operators import as_autocast, define, refuse_transforms, transformed_by_func, watched
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -38,16 +38,6 @@ __all__ = ["FlashAttention", "FlashAttentionTiled", "check_inputs", "flash_atten
 
 MAX_HEAD_DIM = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-_library = torch.library.Library("stepscope", "FRAGMENT")
-_library.define(
-    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window,"
-    " Tensor? bounds=None) -> (Tensor, Tensor)"
-)
-_library.define(
-    "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
-    " Tensor logsumexp, bool causal, float scale, int? window, Tensor? bounds=None) -> (Tensor, Tensor, Tensor)"
-)
 
 
 @functools.cache
@@ -185,20 +175,18 @@ def _backward(
     return dq, dk, dv
 
 
-_library.impl("flash_attention_forward", _forward, "CompositeExplicitAutograd")
-_library.impl("flash_attention_backward", _backward, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("stepscope::flash_attention_forward", lib=_library)
-def _fake_forward(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-
-
-@torch.library.register_fake("stepscope::flash_attention_backward", lib=_library)
-def _fake_backward(
-    _gradient: Tensor, _logsumexp_gradient: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+define(
+    "flash_attention_forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, int? window,"
+    " Tensor? bounds=None) -> (Tensor, Tensor)",
+    _forward,
+    lambda q, *_: (torch.empty_like(q), torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)),
+)
+define(
+    "flash_attention_backward(Tensor gradient, Tensor? logsumexp_gradient, Tensor q, Tensor k, Tensor v, Tensor out,"
+    " Tensor logsumexp, bool causal, float scale, int? window, Tensor? bounds=None) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    lambda _gradient, _logsumexp_gradient, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))),
+)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -219,16 +207,14 @@ def _autograd(ctx: Any, gradient: Tensor | None, logsumexp_gradient: Tensor | No
     return *gradients, None, None, None, None
 
 
-torch.library.register_autograd(
-    "stepscope::flash_attention_forward", _autograd, setup_context=_setup_context, lib=_library
-)
+torch.library.register_autograd("stepscope::flash_attention_forward", _autograd, setup_context=_setup_context)
 
 
 def _refuse(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
     raise NotImplementedError("attention flash has no second derivative: choose another attention")
 
 
-torch.library.register_autograd("stepscope::flash_attention_backward", _refuse, lib=_library)
+torch.library.register_autograd("stepscope::flash_attention_backward", _refuse)
 
 
 @register_flop_formula(torch.ops.stepscope.flash_attention_forward)
@@ -481,5 +467,5 @@ def _backward_of_many(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
     return _unfolded(info.batch_size, torch.ops.stepscope.flash_attention_backward(*tensors, *inputs[7:10], bounds))
 
 
-torch.library.register_vmap("stepscope::flash_attention_forward", _forward_of_many, lib=_library)
-torch.library.register_vmap("stepscope::flash_attention_backward", _backward_of_many, lib=_library)
+torch.library.register_vmap("stepscope::flash_attention_forward", _forward_of_many)
+torch.library.register_vmap("stepscope::flash_attention_backward", _backward_of_many)

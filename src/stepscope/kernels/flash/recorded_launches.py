@@ -195,11 +195,6 @@ def forget() -> None:
     _recordings.clear()
 
 
-def recorded(key: Hashable) -> Recording | None:
-    """What was recorded under the key."""
-    return _recordings.get(key)
-
-
 def run(key: Hashable, tensors: tuple[Tensor, ...], call: _Call) -> None:
     """Repeat the launches recorded under the key, or make `call(tensors, launcher)` if there is no recording.
 
@@ -304,7 +299,7 @@ def teach_native(
 
 def _pass(key: Hashable, made: list[native.Layout], results: list[tuple[int, native.Layout]]) -> Pass | None:
     """A recorded pass; None where there is no recording, or its launches are of a kind that is not known."""
-    recording = recorded(key)
+    recording = _recordings.get(key)
     if recording is None:
         return None
     launches = [

@@ -12,7 +12,7 @@ the kernel does not take.
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import torch
@@ -76,10 +76,8 @@ class Trial(msgspec.Struct, frozen=True, kw_only=True):
     """The candidate's largest error as a share of the allowed error. The candidate is wrong above 1, or if NaN."""
 
 
-class Measure(Protocol):
-    """A function that runs a candidate. If that fails, it raises a TritonError, RuntimeError or ValueError."""
-
-    def __call__(self, candidate: Candidate) -> Trial: ...
+Measure = Callable[[Candidate], Trial]
+"""A function that runs a candidate. If that fails, it raises a TritonError, RuntimeError or ValueError."""
 
 
 _SHAPES: dict[str, dict[int, tuple[tuple[int, int, int, int, bool], ...]]] = {

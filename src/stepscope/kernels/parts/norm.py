@@ -209,7 +209,7 @@ _NORM, _ADD_NORM = native.Operation("RmsNormBackward0"), native.Operation("AddRm
 
 
 def _options(epsilon: float, dtype: torch.dtype) -> tuple[int, int]:
-    return native.bits(epsilon), native.number_of(dtype)
+    return native.bits(epsilon), native.DTYPE_NUMBERS[dtype]
 
 
 def _norm_gradients(dy: Tensor, x: Tensor, weight: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:

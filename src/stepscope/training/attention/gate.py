@@ -452,17 +452,14 @@ class _Case:
         )
 
     def _call(self, *, backward: bool) -> AttentionCall:
-        return self.shape.call(self._device_type, self.dtype, backward=backward, largest_score=self.largest_score)
-
-    @property
-    def _device_type(self) -> str:
-        return self.given[0].tensor.device.type
+        device_type = self.given[0].tensor.device.type
+        return self.shape.call(device_type, self.dtype, backward=backward, largest_score=self.largest_score)
 
     def _allowance(self, name: Attention) -> str:
         """Why this implementation may be off twice as far as others; empty where it may not."""
         if self._rounds_scores(name):
             return _ROUNDED
-        cuts_off = ATTENTIONS[name].triton and self._device_type != "cuda" and self.dtype == "bf16"
+        cuts_off = ATTENTIONS[name].triton and not self.given[0].tensor.is_cuda and self.dtype == "bf16"
         return _CUT_OFF if cuts_off else ""
 
     @property

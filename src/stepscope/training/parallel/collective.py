@@ -46,11 +46,6 @@ def broadcast(tensor: Tensor, rank: int) -> Callable[[], None]:
     return wait
 
 
-def average(tensor: Tensor) -> None:
-    """Replace a tensor by its mean over the ranks."""
-    begin_average(tensor)()
-
-
 def begin_average(tensor: Tensor) -> Callable[[], None]:
     """Begin to replace a tensor by its mean over the ranks. Returns what waits for it, to be called once.
 

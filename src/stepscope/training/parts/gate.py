@@ -143,7 +143,9 @@ def _judge(
     overwrites = PARTS[case.part][name].overwrites
     found = inputs.run(called, copied=overwrites)
     again = inputs.run(called, copied=overwrites)
-    reason = inputs.changed() or next(
+    same = all(torch.equal(now, before) for now, before in zip(inputs.tensors, inputs.before, strict=True))
+    reason = "" if same else "it writes to its inputs"
+    reason = reason or next(
         (
             f"{result} is {tuple(found[result].shape)} in {found[result].dtype}, not {tuple(right.shape)} in "
             f"{right.dtype}"
@@ -159,7 +161,10 @@ def _judge(
     unit = torch.finfo(TORCH_DTYPES[dtype]).eps / 2
     slack = interpreter_slack(TORCH_DTYPES[dtype], device.type)
     errors, reason = compare(exact, plain, found, dict.fromkeys(exact, unit), slack)
-    for frozen in () if reason else inputs.subsets():
+    # The inputs to freeze together, by number: each proper subset but the empty one.
+    numbers = range(len(inputs.tensors))
+    subsets = [each for size in numbers[1:] for each in itertools.combinations(numbers, size)]
+    for frozen in () if reason else subsets:
         of_rest = inputs.run(called, copied=overwrites, frozen=frozen)
         due = {result: right for result, right in exact.items() if result not in {f"gradient {i}" for i in frozen}}
         why = next((f"{result} is missing" for result in due if result not in of_rest), "")
@@ -251,12 +256,7 @@ class _Inputs:
             self.rest = (targets,)
             gradients = [()]
         self.gradients = [torch.randn(shape, generator=generator, device=device) for shape in gradients]
-        self._before = [tensor.clone() for tensor in self.tensors]
-
-    def subsets(self) -> Iterator[tuple[int, ...]]:
-        """The inputs to freeze together, by number: each proper subset but the empty one."""
-        numbers = range(len(self.tensors))
-        return itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in numbers[1:])
+        self.before = [tensor.clone() for tensor in self.tensors]
 
     def run(
         self, function: Function, dtype: torch.dtype | None = None, *, copied: bool = False, frozen: Sequence[int] = ()
@@ -276,11 +276,6 @@ class _Inputs:
         gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
         found = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
         return {f"result {i}": out.detach() for i, out in enumerate(made)} | found
-
-    def changed(self) -> str:
-        """A sentence if an input was written to, or "" where none was."""
-        same = all(torch.equal(now, before) for now, before in zip(self.tensors, self._before, strict=True))
-        return "" if same else "it writes to its inputs"
 
 
 def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from stepscope.training.optimizer import before_more, same_kind, when_ready
 from stepscope.training.parallel.collective import (
-    average,
     begin_average,
     broadcast_from_first,
     flat,
@@ -43,7 +42,7 @@ def ddp_naive(whole: Whole, ranks: Ranks) -> Spread:
     @torch.no_grad()
     def finish() -> None:
         for gradient in with_gradient(parameters):
-            average(gradient)
+            begin_average(gradient)()
 
     return replicated(whole, finish=finish)
 
@@ -66,7 +65,7 @@ def average_flat(parameters: list[torch.nn.Parameter]) -> None:
     """Replace the gradients of these parameters by their means over the ranks, in one message for each dtype."""
     for gradients in same_kind(with_gradient(parameters)):
         together = flat(gradients)
-        average(together)
+        begin_average(together)()
         unflatten_into(together, gradients)
 
 
