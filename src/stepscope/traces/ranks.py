@@ -275,7 +275,11 @@ def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
     offsets = {clock.rank: clock.offset_ns for clock in clocks}
     moved = pl.col("rank").replace_strict(offsets, return_dtype=pl.Int64)
     found = found.with_columns(pl.col("start_ns") - moved, pl.col("end_ns") - moved)
-    found = found.filter(_of_one(found)).filter(pl.col("rank").n_unique().over("collective") > 1)
+    # A row of a kind that ends together, and ends at another moment than on the other ranks, is of another collective.
+    length = (pl.col("end_ns") - pl.col("start_ns")).min().over("collective")
+    distance = (pl.col("end_ns") - pl.col("end_ns").median().over("collective")).abs() * 2
+    apart = pl.col("kind").is_in(_TOGETHER) & (distance > pl.max_horizontal(length, pl.lit(_APART_NS)))
+    found = found.filter(~apart).filter(pl.col("rank").n_unique().over("collective") > 1)
     late = pl.col("rank").sort_by("start_ns", "rank").last().over("collective")
     arrivals = found.with_columns(pl.col("start_ns").max().over("collective").alias("last_ns"), late.alias("late"))
     counts = dict(arrivals.group_by("rank").len().iter_rows())
@@ -305,14 +309,6 @@ def _clock(rank: int, found: pl.DataFrame, first: int) -> Clock:
         residual_ns=int(residual),
         compared=len(apart),
     )
-
-
-def _of_one(found: pl.DataFrame) -> pl.Series:
-    """Whether a row ends when its collective does on the other ranks, for the kinds that end together."""
-    length = (pl.col("end_ns") - pl.col("start_ns")).min().over("collective")
-    distance = (pl.col("end_ns") - pl.col("end_ns").median().over("collective")).abs() * 2
-    apart = pl.col("kind").is_in(_TOGETHER) & (distance > pl.max_horizontal(length, pl.lit(_APART_NS)))
-    return found.select(~apart).to_series()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -505,7 +501,12 @@ def job_of(ranks: list[Rank]) -> Job:
             raise InputError(
                 f"rank {before.number} is here twice: {before.source} and {after.source}: give one of them"
             )
-    _check_distinct(ordered)
+    # No two processes run alike to the nanosecond; captures that say their rank need no such guess.
+    seen: dict[tuple[int, ...], Rank] = {}
+    for rank in (rank for rank in ordered if rank.ranks is None):
+        same = seen.setdefault((rank.start_ns, rank.end_ns, rank.kernels, rank.computation_ns), rank)
+        if same is not rank and same.kernels > 1:
+            raise InputError(f"{same.source} and {rank.source} hold the same work at the same time: give one of them")
     sizes = {rank.ranks: rank for rank in ordered if rank.ranks is not None}
     if len(sizes) > 1:
         one, other, *_ = sizes.values()
@@ -521,18 +522,6 @@ def job_of(ranks: list[Rank]) -> Job:
             "leave it out, or name it by its rank, as in rank0.json"
         )
     return Job(ranks=ordered, matched=match_collectives(ordered))
-
-
-def _check_distinct(ranks: tuple[Rank, ...]) -> None:
-    """Raise InputError where one capture has two names: no two processes run alike to the nanosecond.
-
-    Captures that say which rank of how many they are need no such guess.
-    """
-    seen: dict[tuple[int, ...], Rank] = {}
-    for rank in (rank for rank in ranks if rank.ranks is None):
-        same = seen.setdefault((rank.start_ns, rank.end_ns, rank.kernels, rank.computation_ns), rank)
-        if same is not rank and same.kernels > 1:
-            raise InputError(f"{same.source} and {rank.source} hold the same work at the same time: give one of them")
 
 
 # Reads the captures of a job's ranks, one after the other: what is kept of each is small.

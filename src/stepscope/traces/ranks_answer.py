@@ -55,17 +55,13 @@ def _heading(job: Job, source: str) -> Iterator[Line]:
     meetings = job.matched.arrivals["collective"].n_unique()
     if meetings:
         how = "process group and sequence number" if job.matched.by_sequence else "kind, step and order"
-        yield Line(f"{counted(meetings, 'collective')} of several ranks, matched by {how}. {_clocks(job)}")
-
-
-def _clocks(job: Job) -> str:
-    compared = [clock for clock in job.matched.clocks if clock.measured_ns is not None]
-    if not compared or any(clock.offset_ns for clock in compared):
-        return ""
-    farthest = max(abs(clock.measured_ns or 0) + (clock.residual_ns or 0) for clock in compared)
-    if farthest > _APART_NS:  # what ends so far apart says nothing of clocks
-        return ""
-    return f"They end within {in_ms(farthest)} of each other on all ranks, so their clocks count as one."
+        compared = [clock for clock in job.matched.clocks if clock.measured_ns is not None]
+        ends = [abs(clock.measured_ns or 0) + (clock.residual_ns or 0) for clock in compared]
+        clocks = ""
+        # What ends so far apart says nothing of clocks.
+        if ends and max(ends) <= _APART_NS and not any(clock.offset_ns for clock in compared):
+            clocks = f"They end within {in_ms(max(ends))} of each other on all ranks, so their clocks count as one."
+        yield Line(f"{counted(meetings, 'collective')} of several ranks, matched by {how}. {clocks}")
 
 
 def _tables(job: Job) -> Iterator[Table]:
@@ -97,18 +93,14 @@ def _rank_table(job: Job) -> Table:
 
 
 def _wait_table(job: Job) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            f"rank {row['rank']} for rank {row['late']}",
-            row["waits"],
-            row["waiting_ns"] / job.steps,
-            row["stalled_ns"] / job.steps,
-        )
-        for row in job.waits.head(_ROWS).iter_rows(named=True)
-        if row["waiting_ns"]
-    ]
+    waits = job.waits.head(_ROWS).filter(pl.col("waiting_ns") > 0)
+    who = pl.format("rank {} for rank {}", "rank", "late")
     return table_of(
-        "who waits for whom", ("collectives", "d"), ("ms a step", "ms of ns"), ("stalled", "ms of ns"), rows=rows
+        "who waits for whom",
+        ("collectives", "d"),
+        ("ms a step", "ms of ns"),
+        ("stalled", "ms of ns"),
+        rows=waits.select(who, "waits", pl.col("waiting_ns", "stalled_ns") / job.steps).rows(),
     )
 
 
@@ -117,19 +109,18 @@ def _collective_table(job: Job) -> Table:
     spec = find_device_spec(devices.pop()) if len(devices) == 1 else None
     peak = spec.link_bytes_per_s if spec else None
     link = (("of the link", "%"),) if peak else ()
-    rows: list[tuple[Cell, ...]] = [
-        (row["kind"], row["bytes"], row["group_size"], row["calls"], row["transfer_ns"] / row["calls"],
-         row["bus_bytes_per_s"],
-         *((row["bus_bytes_per_s"] / peak if row["bus_bytes_per_s"] else None,) if peak else ()),
-         row["skew_ns"], row["largest_skew_ns"])
-        for row in job.collectives.head(_ROWS).iter_rows(named=True)
-    ]  # fmt: skip
+    transfer = (pl.col("transfer_ns") / pl.col("calls")).alias("transfer")
+    bus = pl.col("bus_bytes_per_s")
+    share = [pl.when(bus > 0).then(bus / peak).alias("share")] if peak else []
+    rows = job.collectives.head(_ROWS).select(
+        "kind", "bytes", "group_size", "calls", transfer, bus, *share, "skew_ns", "largest_skew_ns"
+    )
     left = job.collectives[_ROWS:]
     notes = [f"{counted(left.height, 'further size')} with {left['calls'].sum()} calls."] if left.height else []
     return table_of(
         "collective", ("message", "B"), ("ranks", "d"), ("calls", "d"), ("transfer us", "us of ns"),
         ("bus bandwidth", "B/s"), *link, ("skew us", "us of ns"), ("largest skew us", "us of ns"),
-        rows=rows,
+        rows=rows.rows(),
         notes=as_lines(
             "A transfer lasts from the last arrival to the last end; skew is from the first arrival to the last. The "
             "bus bandwidth is what each link carries, by the formulas of nccl-tests.",
@@ -238,10 +229,19 @@ _NAMED = 3
 JobCheck = Callable[[Job], Finding | None]
 
 
+JOB_CHECKS: list[JobCheck] = []
+"""All checks, in the order in which findings of one severity stand."""
+
+
+def _check(check: JobCheck) -> JobCheck:
+    JOB_CHECKS.append(check)
+    return check
+
+
 def check_job(job: Job) -> tuple[Finding, ...]:
     """All findings on this job, the most severe first."""
-    found = [*_doubts(job), *(finding for check in JOB_CHECKS if (finding := check(job)) is not None)]
-    return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))
+    findings = [*_doubts(job), *(finding for check in JOB_CHECKS if (finding := check(job)) is not None)]
+    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def _doubts(job: Job) -> Iterator[Finding]:
@@ -263,6 +263,7 @@ def _doubts(job: Job) -> Iterator[Finding]:
         )
 
 
+@_check
 def straggler(job: Job) -> Finding | None:
     """A finding on a rank that comes last to most collectives, and so late that it costs the others time."""
     counts = job.lateness["late"].value_counts(sort=True)
@@ -276,13 +277,17 @@ def straggler(job: Job) -> Finding | None:
     if latest_ns < _WORTH_A_WORD * job.step_ns or steps <= _MOSTLY * job.lateness.height or last < _MOSTLY * meetings:
         return None
     stalled_ns = max(job.in_a_step(rank.number)[1] for rank in job.ranks if rank.number != late)
-    excesses = job.excesses(late)
+    excesses, reason = job.excesses(late), ""
+    if excesses:
+        does = "It computes" if excesses[0].what == COMPUTATION else "Its device is idle"
+        more = f"{in_ms(excesses[0].excess_ns / job.steps)} a step more than the others do"
+        reason = f" {does} {more}, in {_place(excesses[0])}."
     return warning(
         "straggler",
         f"Rank {late} arrives last at {format_count(last)} of {counted(meetings, 'collective')}, by up to "
         f"{in_ms(latest_ns)} in the median step, {format_share(latest_ns / job.step_ns)} of it; for "
         f"{in_ms(stalled_ns)} of that another rank does nothing but wait."
-        f"{_reason(excesses[0], job) if excesses else ''}",
+        f"{reason}",
         {
             "rank": late,
             "latest_ns": latest_ns,
@@ -298,13 +303,6 @@ def straggler(job: Job) -> Finding | None:
     )
 
 
-def _reason(excess: Excess, job: Job) -> str:
-    more = f"{in_ms(excess.excess_ns / job.steps)} a step more than the others do"
-    if excess.what == COMPUTATION:
-        return f" It computes {more}, in {_place(excess)}."
-    return f" Its device is idle {more}, in {_place(excess)}."
-
-
 def _place(excess: Excess) -> str:
     if excess.what == COMPUTATION:
         module = excess.place or "the model itself"
@@ -312,20 +310,7 @@ def _place(excess: Excess) -> str:
     return f"{excess.phase}: {excess.place}" if excess.phase else str(excess.place)
 
 
-def ranks_absent(job: Job) -> Finding | None:
-    """A note where not all ranks of the job are here."""
-    missing = job.size - len(job.ranks)
-    if missing <= 0:
-        return None
-    return note(
-        "ranks-absent",
-        f"{len(job.ranks)} of the job's {job.size} ranks are here: a rank is said to wait for the last of these, so "
-        "that it may have waited longer, for a rank that is not here.",
-        {"ranks": len(job.ranks), "of": job.size},
-        remedy="give the captures of all ranks",
-    )
-
-
+@_check
 def steps_differ(job: Job) -> Finding | None:
     """A finding on captures of different steps, or of which one was cut short."""
     by_steps: dict[tuple[int, ...], list[int]] = {}
@@ -357,6 +342,7 @@ def _steps(steps: tuple[int, ...]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
 
 
+@_check
 def collectives_alone(job: Job) -> Finding | None:
     """A finding on collectives that no other rank has: another job's capture, or one with lost events."""
     total = sum(rank.collectives.height for rank in job.ranks)
@@ -380,6 +366,7 @@ def collectives_alone(job: Job) -> Finding | None:
     )
 
 
+@_check
 def clocks_apart(job: Job) -> Finding | None:
     """A finding on clocks that differ, or that nothing compares."""
     moved = [clock for clock in job.matched.clocks if clock.offset_ns]
@@ -410,7 +397,19 @@ def clocks_apart(job: Job) -> Finding | None:
     )
 
 
-JOB_CHECKS: tuple[JobCheck, ...] = (straggler, steps_differ, collectives_alone, clocks_apart, ranks_absent)
+@_check
+def ranks_absent(job: Job) -> Finding | None:
+    """A note where not all ranks of the job are here."""
+    missing = job.size - len(job.ranks)
+    if missing <= 0:
+        return None
+    return note(
+        "ranks-absent",
+        f"{len(job.ranks)} of the job's {job.size} ranks are here: a rank is said to wait for the last of these, so "
+        "that it may have waited longer, for a rank that is not here.",
+        {"ranks": len(job.ranks), "of": job.size},
+        remedy="give the captures of all ranks",
+    )
 
 
 # Two captures of a job side by side, rank by rank.
@@ -427,17 +426,6 @@ _TIMES: tuple[tuple[str, Callable[[Job, Rank], float]], ...] = (
 """What is compared, in nanoseconds a step."""
 
 
-def answer_jobs(before: Job, after: Job, old: str, new: str) -> Answer:
-    """The answer that sets two captures of a job side by side."""
-    return Answer(
-        study="trace",
-        question=f"What changed from {old} to {new}, rank by rank?",
-        device=", ".join(sorted({rank.device for rank in (*before.ranks, *after.ranks) if rank.device})),
-        lead=(Line(f"{new} ({len(after.ranks)} ranks) against {old} ({len(before.ranks)} ranks)", "strong"),),
-        tables=tuple(_comparison_tables(before, after)),
-    )
-
-
 def _pairs(before: Job, after: Job) -> list[tuple[Rank, Rank]]:
     """The ranks that both have. Raises InputError where there are none."""
     earlier = {rank.number: rank for rank in before.ranks}
@@ -447,27 +435,30 @@ def _pairs(before: Job, after: Job) -> list[tuple[Rank, Rank]]:
     return found
 
 
-def _comparison_tables(before: Job, after: Job) -> Iterator[Table]:
+def answer_jobs(before: Job, after: Job, old: str, new: str) -> Answer:
+    """The answer that sets two captures of a job side by side."""
     pairs = _pairs(before, after)
-    numbers = {rank.number for rank in (*before.ranks, *after.ranks)}
-    alone = sorted(numbers - {rank.number for _, rank in pairs})
-    missing = f"Ranks {', '.join(map(str, alone))} are in one of the two only." if alone else ""
+    tables: list[Table] = []
     for what, of in _TIMES:
         rows: list[tuple[Cell, ...]] = []
         for early, late in pairs:
             then, now = of(before, early), of(after, late)
             rows.append((str(late.number), then, now, now - then, now / then if then else None))
         if any(then or now for _, then, now, *_ in rows):
-            yield table_of(
-                f"{what} by rank, ms a step",
-                ("before", "ms of ns"),
-                ("after", "ms of ns"),
-                ("change", "ms of ns"),
-                ("after / before", ".2f"),
-                rows=rows,
-            )
-    if missing:
-        yield Table(title="", columns=(), rows=(), notes=as_lines(missing))
+            heads = ("before", "ms of ns"), ("after", "ms of ns"), ("change", "ms of ns"), ("after / before", ".2f")
+            tables.append(table_of(f"{what} by rank, ms a step", *heads, rows=rows))
+    numbers = {rank.number for rank in (*before.ranks, *after.ranks)}
+    alone = sorted(numbers - {rank.number for _, rank in pairs})
+    if alone:
+        missing = f"Ranks {', '.join(map(str, alone))} are in one of the two only."
+        tables.append(Table(title="", columns=(), rows=(), notes=as_lines(missing)))
+    return Answer(
+        study="trace",
+        question=f"What changed from {old} to {new}, rank by rank?",
+        device=", ".join(sorted({rank.device for rank in (*before.ranks, *after.ranks) if rank.device})),
+        lead=(Line(f"{new} ({len(after.ranks)} ranks) against {old} ({len(before.ranks)} ranks)", "strong"),),
+        tables=tuple(tables),
+    )
 
 
 def jobs_as_json(before: Job, after: Job) -> dict[str, Any]:

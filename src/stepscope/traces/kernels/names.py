@@ -4,6 +4,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Literal, NamedTuple, cast
 
 from stepscope.core.errors import middle_cut, name_shown
@@ -150,12 +151,18 @@ _DTYPES: dict[str, Dtype] = {
 _TYPE = r"(tf32|bf16|f16|f32|f64|e4m3|e5m2|i8|i32|s8|s32)"
 
 
+Grammar = Callable[[KernelName], KernelName | None]
+GRAMMARS: list[Grammar] = []
+"""What decodes names; the first that knows a name tells what it says."""
+
+
+def _grammar(decode_of: Grammar) -> Grammar:
+    GRAMMARS.append(decode_of)
+    return decode_of
+
+
 def _transposes(letters: str) -> _TRANSPOSES:
     return cast("_TRANSPOSES", letters.lower())
-
-
-def _numbers(*texts: str) -> tuple[int, ...]:
-    return tuple(int(text) for text in texts)
 
 
 _SHAPE = r"(\d{1,5})x(\d{1,5})"
@@ -166,8 +173,9 @@ def _schedule(operation: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(_SCHEDULE.findall(operation)))
 
 
-def _with_shape(decoded: KernelName, operation: str, shape: tuple[str, str, str | None]) -> KernelName:
+def _with_shape(decoded: KernelName, shape: tuple[str, str, str | None]) -> KernelName:
     """The decoded name with its tile, and with what the name says in words: stages, cluster, schedule, split K."""
+    operation = decoded.operation
     m, n, k = shape
     stage = re.search(r"_stage(\d{1,3})(?=_|$)", operation)
     cluster = re.search(rf"_cgasize{_SHAPE}x", operation)
@@ -175,7 +183,7 @@ def _with_shape(decoded: KernelName, operation: str, shape: tuple[str, str, str 
         decoded,
         tile=(int(m), int(n), int(k) if k else None),
         stages=int(stage[1]) if stage else decoded.stages,
-        cluster=_numbers(cluster[1], cluster[2]) if cluster else decoded.cluster,
+        cluster=(int(cluster[1]), int(cluster[2])) if cluster else decoded.cluster,
         schedule=_schedule(operation),
         split_k=bool(re.search(r"split_?k", operation, re.IGNORECASE)),
     )
@@ -191,7 +199,9 @@ _XMMA_LAYOUT = re.compile(r"_([nt]{2})_[nt](?=_|$)")
 _XMMA_TILE = re.compile(rf"_tilesize{_SHAPE}x(\d{{1,5}})")
 
 
-def _xmma(decoded: KernelName, operation: str) -> KernelName | None:
+@_grammar
+def _xmma(decoded: KernelName) -> KernelName | None:
+    operation = decoded.operation
     match = _XMMA.match(operation)
     if match is None:
         return None
@@ -213,7 +223,7 @@ def _xmma(decoded: KernelName, operation: str) -> KernelName | None:
             second_pass=second_pass,
         )
     tile = _XMMA_TILE.search(operation, match.end())
-    return _with_shape(decoded, operation, (tile[1], tile[2], tile[3])) if tile else decoded
+    return _with_shape(decoded, (tile[1], tile[2], tile[3])) if tile else decoded
 
 
 _GENERATIONS = {
@@ -239,7 +249,9 @@ _TILE = re.compile(rf"_{_SHAPE}(?:_{_SHAPE})?(?=_|$)")
 _LAYOUT = re.compile(r"_([nt]{2})(?=_|$)")
 
 
-def _cutlass_2(decoded: KernelName, operation: str) -> KernelName | None:
+@_grammar
+def _cutlass_2(decoded: KernelName) -> KernelName | None:
+    operation = decoded.operation
     match = _CUTLASS_2.match(operation)
     if match is None:
         return None
@@ -271,7 +283,7 @@ def _cutlass_2(decoded: KernelName, operation: str) -> KernelName | None:
         return decoded
     k, depth = (stages[1], stages[2]) if stages else (tile[3], tile[4])
     decoded = replace(decoded, stages=int(depth) if depth else None)
-    return _with_shape(decoded, operation, (tile[1], tile[2], k))
+    return _with_shape(decoded, (tile[1], tile[2], k))
 
 
 # CUTLASS 3: types of A, B, accumulator, C, D; tile; cluster; stages (0: as many as fit); layouts of A, B and C.
@@ -281,8 +293,9 @@ _CUTLASS_3 = re.compile(
 )
 
 
-def _cutlass_3(decoded: KernelName, operation: str) -> KernelName | None:
-    match = _CUTLASS_3.match(operation)
+@_grammar
+def _cutlass_3(decoded: KernelName) -> KernelName | None:
+    match = _CUTLASS_3.match(decoded.operation)
     if match is None:
         return None
     architecture, rounded, a, b, accumulator, output, m, n, k, cluster_m, cluster_n, stages, layout = match.groups()
@@ -296,11 +309,11 @@ def _cutlass_3(decoded: KernelName, operation: str) -> KernelName | None:
         accumulate_dtype=_DTYPES[accumulator],
         output_dtype=_DTYPES[output],
         transposes=_transposes(layout),
-        cluster=_numbers(cluster_m, cluster_n),
+        cluster=(int(cluster_m), int(cluster_n)),
         stages=int(stages) or None,
         unit="tensor core",
     )
-    return _with_shape(decoded, operation, (m, n, k))
+    return _with_shape(decoded, (m, n, k))
 
 
 # nvjet, cuBLAS's kernels for Hopper and later. Certain: t, in bf16 runs alone; the tile's 64x4 as K x stages (larger
@@ -317,7 +330,9 @@ _NVJET = re.compile(
 _NVJET_LETTERS: dict[str, Dtype] = {"t": "bf16", "h": "fp16", "s": "fp32", "q": "fp8"}
 
 
-def _nvjet(decoded: KernelName, operation: str) -> KernelName | None:
+@_grammar
+def _nvjet(decoded: KernelName) -> KernelName | None:
+    operation = decoded.operation
     match = _NVJET.match(operation)
     if match is None:
         return replace(decoded, unit="tensor core") if operation.startswith("nvjet_") else None
@@ -335,11 +350,11 @@ def _nvjet(decoded: KernelName, operation: str) -> KernelName | None:
         accumulate_dtype=letters[-2],
         output_dtype=letters[-1],
         transposes=_transposes(layout[1]) if layout else None,
-        cluster=_numbers(cluster_m, cluster_n) if cluster_m and not k_of_three else None,
+        cluster=(int(cluster_m), int(cluster_n)) if cluster_m and not k_of_three else None,
         stages=int(depth) if depth else None,
         unit="tensor core",
     )
-    return _with_shape(decoded, operation, (m, n, k_of_three or k))
+    return _with_shape(decoded, (m, n, k_of_three or k))
 
 
 # Tensile, which makes rocBLAS's and hipBLASLt's kernels. Indices stand in the order of memory: A with i (its row in
@@ -355,7 +370,9 @@ _TENSILE_TYPES: dict[str, tuple[Dtype, Dtype, Dtype]] = {
 }
 
 
-def _tensile(decoded: KernelName, operation: str) -> KernelName | None:
+@_grammar
+def _tensile(decoded: KernelName) -> KernelName | None:
+    operation = decoded.operation
     match = _TENSILE.match(operation)
     if match is None:
         return None
@@ -375,13 +392,11 @@ def _tensile(decoded: KernelName, operation: str) -> KernelName | None:
     )
 
 
-GRAMMARS: tuple[Callable[[KernelName, str], KernelName | None], ...] = (_xmma, _cutlass_2, _cutlass_3, _nvjet, _tensile)
-
-
 OPERATION_LIMIT = 512
 """Characters of an operation or function that patterns look at; the longest real ones have some 250."""
 
 
+@lru_cache(1024)
 def decode(name: str) -> KernelName:
     """What the name says. Any text is a name: one that says nothing has a function and no more."""
     function, arguments, complete = split_name(name)
@@ -394,11 +409,8 @@ def decode(name: str) -> KernelName:
         library=_library(function[:OPERATION_LIMIT], operation),
     )
     for grammar in GRAMMARS:
-        if (product := grammar(decoded, operation)) is not None:
-            return product
-    for decoder in (_attention, _small_product, _communication):
-        if (other := decoder(decoded)) is not None:
-            return other
+        if (known := grammar(decoded)) is not None:
+            return known
     return _elements(decoded) if complete and decoded.library == "ATen" else decoded
 
 
@@ -413,23 +425,22 @@ def is_tf32(decoded: KernelName) -> bool:
 _WRAPPERS = re.compile(r"cutlass::(?:Kernel2?|device_kernel)")
 
 
-def _operation(function: str, arguments: str) -> str:
-    if _WRAPPERS.fullmatch(function):
-        return split_name(arguments.partition(",")[0]).function.rpartition("::")[2][:OPERATION_LIMIT]
-    if function == "ck_tile::kentry":
-        return _instantiated(arguments)[:OPERATION_LIMIT] or "kentry"
-    return function.rpartition("::")[2][:OPERATION_LIMIT]
-
-
 _MANGLED_CLASS = re.compile(r"(?:Li\d{1,4}E)*NS_(\d{1,3})")
 
 
-def _instantiated(arguments: str) -> str:
-    """The class that Composable Kernel's wrapper is instantiated with, after its numbers; "" where it is not there."""
-    if mangled := _MANGLED_CLASS.match(arguments):
-        return arguments[mangled.end() : mangled.end() + int(mangled[1])]
-    words = (word.strip() for word in arguments.partition("<")[0].split(","))
-    return next((word.rpartition("::")[2] for word in words if not word.isdecimal()), "")
+def _operation(function: str, arguments: str) -> str:
+    """What runs: the function, or the class that CUTLASS's or Composable Kernel's wrapper is instantiated with."""
+    name = function
+    if _WRAPPERS.fullmatch(function):
+        name = split_name(arguments.partition(",")[0]).function
+    elif function == "ck_tile::kentry":
+        if mangled := _MANGLED_CLASS.match(arguments):
+            name = arguments[mangled.end() : mangled.end() + int(mangled[1])]
+        else:  # the class comes after numbers
+            words = (word.strip() for word in arguments.partition("<")[0].split(","))
+            name = next((word for word in words if not word.isdecimal()), "")
+        name = name or "kentry"
+    return name.rpartition("::")[2][:OPERATION_LIMIT]
 
 
 _LIBRARIES: tuple[tuple[Library, str, str], ...] = (
@@ -500,6 +511,7 @@ _CUDNN_SDPA = re.compile(
 _FMHA_DTYPES: dict[str, Dtype] = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 
 
+@_grammar
 def _attention(decoded: KernelName) -> KernelName | None:
     operation = decoded.operation
     if match := _FMHA.match(operation):
@@ -545,6 +557,7 @@ _SMALL = re.compile(
 )
 
 
+@_grammar
 def _small_product(decoded: KernelName) -> KernelName | None:
     """cuBLAS's products with a vector or a narrow matrix, and its second passes."""
     if decoded.library != "cuBLAS" or not _SMALL.search(decoded.function[:OPERATION_LIMIT]):
@@ -552,16 +565,20 @@ def _small_product(decoded: KernelName) -> KernelName | None:
     # Their template arguments are types without names: with one type among them all are known, with two none is.
     found = _dtypes(decoded.arguments)
     dtype = found[0] if len(found) == 1 else None
-    layout = re.match(r"gemmSN_([NT])([NT])_", decoded.operation)
+    layout = re.match(r"gemmSN_([NT]{2})_", decoded.operation)
     reduces = "splitKreduce" in decoded.operation
-    letters = f"{layout[1]}{layout[2]}".lower() if layout else ""
+    # Of other types these may yet use Tensor Cores; fp32 and fp64 named without TF32 or an instruction do not.
+    on_cuda_cores = dtype in {"fp32", "fp64"} and not reduces
     return replace(
-        decoded, input_dtype=dtype, accumulate_dtype=dtype, output_dtype=dtype, split_k=reduces, second_pass=reduces,
-        transposes="nn" if letters == "nn" else "nt" if letters == "nt" else "tn" if letters == "tn"
-        else "tt" if letters == "tt" else None,
-        # Of other types these may yet use Tensor Cores; fp32 and fp64 named without TF32 or an instruction do not.
-        unit="cuda core" if dtype in {"fp32", "fp64"} and not reduces else None,
-    )  # fmt: skip
+        decoded,
+        input_dtype=dtype,
+        accumulate_dtype=dtype,
+        output_dtype=dtype,
+        split_k=reduces,
+        second_pass=reduces,
+        transposes=_transposes(layout[1]) if layout else None,
+        unit="cuda core" if on_cuda_cores else None,
+    )
 
 
 _NCCL = re.compile(r"nccl(?:Dev)?Kernel_\w*?_(f32|f16|bf16|f64|f8e4m3|f8e5m2|float|half|double|i8|i32)(?=_|$)")
@@ -571,6 +588,7 @@ _NCCL_DTYPES: dict[str, Dtype] = {
 }  # fmt: skip
 
 
+@_grammar
 def _communication(decoded: KernelName) -> KernelName | None:
     match = _NCCL.match(decoded.operation)
     if match is None:

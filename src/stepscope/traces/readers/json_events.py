@@ -50,20 +50,6 @@ def is_bomb(packed_bytes: int, unpacked_bytes: int) -> bool:
     return unpacked_bytes > _SUSPICIOUS_BYTES and unpacked_bytes > _SUSPICIOUS_RATIO * packed_bytes
 
 
-def read_events(
-    path: Path, decode: Callable[[bytes], list[T]], mended: dict[str, int] | None = None
-) -> Iterator[list[T] | dict[str, Any]]:
-    """Blocks of events, each as `decode` makes it of a JSON array; and the top-level fields around them, as dicts.
-
-    Texts that had to be mended are counted in `mended`, by what was wrong with them.
-
-    Raises InputError, with the place in the (decompressed) text, where the file is no trace or ends too early.
-    """
-    with path.open("rb") as file:
-        stream = _Stream(path, file, {} if mended is None else mended)
-        yield from _read(stream, decode)
-
-
 class _Stream:
     """The text of the file, decompressed as it is read; knows how far it has come."""
 
@@ -107,7 +93,20 @@ class _Stream:
         return more
 
 
-def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
+def read_events(
+    path: Path, decode: Callable[[bytes], list[T]], mended: dict[str, int] | None = None
+) -> Iterator[list[T] | dict[str, Any]]:
+    """Blocks of events, each as `decode` makes it of a JSON array; and the top-level fields around them, as dicts.
+
+    Texts that had to be mended are counted in `mended`, by what was wrong with them.
+
+    Raises InputError, with the place in the (decompressed) text, where the file is no trace or ends too early.
+    """
+    with path.open("rb") as file:
+        yield from _blocks(_Stream(path, file, {} if mended is None else mended), decode)
+
+
+def _blocks(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
     buffer, before, closing = _open_array(stream)
     yield before
     while True:
@@ -144,7 +143,9 @@ def _read(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[
 
 def _at_a_guess(buffer: bytes, decode: Callable[[bytes], list[T]]) -> tuple[int | None, list[T] | None]:
     """Where the buffer may be cut, and the events before; None and None where all guesses fail."""
-    for end in _guesses(buffer):
+    tail = max(0, len(buffer) - _TAIL_BYTES)
+    ends = [match.start() + 1 for match in _BETWEEN_EVENTS.finditer(buffer, tail)]
+    for end in ends[: -_GUESSES - 1 : -1]:  # ends of whole events, as the text suggests, the last first
         try:
             return end, decode(b"[" + buffer[:end] + b"]")
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -182,9 +183,10 @@ def _open_array(stream: _Stream) -> tuple[bytes, dict[str, Any], bytes]:
     if not text.startswith(b"{"):
         raise InputError(f"{stream.path}: neither a JSON trace nor another capture that stepscope knows")
     while True:
-        start = _array_start(stream, text)
-        if start is not None:
-            return text[start:], _fields(stream, text[:start] + b"]}", "before its events"), b"}"
+        for token, depth in _brackets_and_strings(stream, text):  # not in a string, nor in an inner object
+            if depth == 1 and token.group() == b'"traceEvents"' and (opened := _ARRAY_OPENS.match(text, token.end())):
+                start = opened.end()
+                return text[start:], _fields(stream, text[:start] + b"]}", "before its events"), b"}"
         if stream.ended:
             raise InputError(
                 f'{stream.path}: no "traceEvents" in this JSON: it is truncated, or no trace of a profiler'
@@ -192,16 +194,6 @@ def _open_array(stream: _Stream) -> tuple[bytes, dict[str, Any], bytes]:
         if len(text) > EVENT_LIMIT_BYTES:
             raise InputError(f'{stream.path}: no "traceEvents" within {EVENT_LIMIT_BYTES >> 20} MiB: this is no trace')
         text += stream.read_as_much(text)
-
-
-def _array_start(stream: _Stream, text: bytes) -> int | None:
-    """Where the events begin: behind the key and the bracket, outside strings and not in an inner object."""
-    for token, depth in _brackets_and_strings(stream, text):
-        if depth == 1 and token.group() == b'"traceEvents"':
-            opened = _ARRAY_OPENS.match(text, token.end())
-            if opened:
-                return opened.end()
-    return None
 
 
 def _brackets_and_strings(stream: _Stream, text: bytes) -> Iterator[tuple[re.Match[bytes], int]]:
@@ -226,13 +218,6 @@ def _fields(stream: _Stream, text: bytes, where: str) -> dict[str, Any]:
         return msgspec.json.decode(_mend(text, {}), type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"{stream.path}: the JSON is broken {where}: {one_line(error)}") from None
-
-
-def _guesses(buffer: bytes) -> Iterator[int]:
-    """Ends of whole events near the end of the buffer, as the text suggests, the last first."""
-    tail = max(0, len(buffer) - _TAIL_BYTES)
-    found = [match.start() + 1 for match in _BETWEEN_EVENTS.finditer(buffer, tail)]
-    yield from found[: -_GUESSES - 1 : -1]
 
 
 def _scan(stream: _Stream, buffer: bytes) -> tuple[int, bool]:
@@ -325,7 +310,9 @@ def _mend(text: bytes, counts: dict[str, int]) -> bytes:
         token = match.group()
         if not token.startswith(b'"'):
             return b"null"
-        escaped = _ESCAPE.sub(_mended_escape, token)
+        escaped = _ESCAPE.sub(
+            lambda escape: escape[0] if escape["good"] else rb"\ufffd" if escape["half"] else rb"\\", token
+        )
         whole = _CONTROL.sub(lambda control: b"\\u%04x" % ord(control.group()), escaped)
         for what, before, after in ((UNESCAPED, token, escaped), (CONTROL, escaped, whole)):
             if before != after:
@@ -333,9 +320,3 @@ def _mend(text: bytes, counts: dict[str, int]) -> bytes:
         return whole
 
     return _MENDABLE.sub(mended, text.decode("utf-8", "replace").encode())
-
-
-def _mended_escape(match: re.Match[bytes]) -> bytes:
-    if match["good"]:
-        return match.group()
-    return rb"\ufffd" if match["half"] else rb"\\"

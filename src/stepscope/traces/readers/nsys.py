@@ -304,7 +304,17 @@ _BACKWARD = r"Backward\d*$|^autograd::engine::evaluate_function"
 
 def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The ranges without those that are operators, and these. A user's range gets the name that the user gave it."""
-    written = _parsed(ranges["name"].unique())
+    text = pl.col("name").cast(pl.String).str.slice(0, _LONGEST)
+    names = ranges["name"].unique().to_frame()
+    parts = names.with_columns(text.str.extract_groups(_WRITTEN).alias("parts")).unnest("parts")
+    told = pl.any_horizontal(pl.col(part).is_not_null() for part in ("sequence", "shapes", "inputs"))
+    written = parts.filter(told | pl.col("op_id").is_not_null()).select(
+        "name",
+        "operator",
+        pl.col("sequence").cast(pl.Int64),
+        "shapes",
+        (told | pl.col("operator").str.contains(_OPERATOR)).alias("is_operator"),
+    )
     if not written.height:
         return ranges, empty(OPERATOR_SCHEMA)
     joined = ranges.join(written, on="name", how="left", maintain_order="left")
@@ -325,23 +335,6 @@ def operators_apart(ranges: pl.DataFrame) -> tuple[pl.DataFrame, pl.DataFrame]:
         pl.col("shapes").cast(pl.Categorical()),
         pl.lit(None, pl.Categorical()).alias("dtypes"),
         pl.lit(None, pl.Categorical()).alias("values"),
-    )
-
-
-def _parsed(names: pl.Series) -> pl.DataFrame:
-    """The names that emit_nvtx wrote: name, operator, sequence, shapes (JSON text), is_operator."""
-    parts = (
-        names.to_frame()
-        .with_columns(pl.col("name").cast(pl.String).str.slice(0, _LONGEST).str.extract_groups(_WRITTEN).alias("parts"))
-        .unnest("parts")
-    )
-    said = [pl.col(part).is_not_null() for part in ("sequence", "shapes", "inputs")]
-    return parts.filter(pl.any_horizontal(*said, pl.col("op_id").is_not_null())).select(
-        "name",
-        "operator",
-        pl.col("sequence").cast(pl.Int64),
-        "shapes",
-        (pl.any_horizontal(*said) | pl.col("operator").str.contains(_OPERATOR)).alias("is_operator"),
     )
 
 
