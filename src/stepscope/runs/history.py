@@ -1,5 +1,6 @@
 """The history of stored runs: trends, changes of level, forecasts beside what came, and their answer."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -8,7 +9,6 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -191,10 +191,57 @@ class Moment:
         return self.runs.representative
 
     @property
+    def code(self) -> tuple[str | None, bool | None]:
+        """The commit it ran at, and whether files had been changed since."""
+        return self.run.environment.code if self.run.environment else (None, None)
+
+    @property
     def commit(self) -> str:
         """The commit it ran at, with a + where files had been changed since; empty where nobody knows."""
-        commit, dirty = self.run.environment.code if self.run.environment else (None, None)
+        commit, dirty = self.code
         return f"{commit[:10]}{'+' if dirty else ''}" if commit else ""
+
+
+class TrendPoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A point of a trend as `--json` shows it."""
+
+    run: str
+    created: str
+    commit: str | None
+    dirty: bool | None
+    step_s: float
+    processes: int
+
+
+class TrendChange(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of level as `--json` shows it: the runs on both sides of it, and the typical step before and after."""
+
+    before: str
+    after: str
+    commits: tuple[str | None, str | None]
+    before_s: float
+    after_s: float
+    change: float
+    p_value: float
+    environment: tuple[str, ...]
+
+
+class TrendDocument(msgspec.Struct, frozen=True, kw_only=True):
+    """A trend as `--json` shows it: its points and changes, in seconds and shares."""
+
+    workload: str
+    device: str
+    unmeasured: int
+    detectable: float | None
+    points: list[TrendPoint]
+    changes: list[TrendChange]
+
+
+class History(msgspec.Struct, frozen=True, kw_only=True):
+    """Trends as `--json` shows them."""
+
+    version: int = 1
+    trends: list[TrendDocument]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +284,29 @@ class Trend:
     detectable: float | None = None
     """The change in the middle of the newest level, as a share, that would be found in nine of ten; None: none."""
 
+    @property
+    def document(self) -> TrendDocument:
+        """What `--json` shows of it."""
+        points = [
+            TrendPoint(
+                run=one.run.id, created=one.run.created, commit=one.code[0], dirty=one.code[1], step_s=one.step_s,
+                processes=len(one.runs.measured),
+            )
+            for one in self.moments
+        ]  # fmt: skip
+        changes = [
+            TrendChange(
+                before=change.before.run.id, after=change.after.run.id,
+                commits=(change.before.code[0], change.after.code[0]), before_s=change.before_s,
+                after_s=change.after_s, change=change.share, p_value=change.p_value, environment=change.environment,
+            )
+            for change in self.changes
+        ]  # fmt: skip
+        return TrendDocument(
+            workload=self.key, device=self.device, unmeasured=self.unmeasured, detectable=self.detectable,
+            points=points, changes=changes,
+        )  # fmt: skip
+
 
 def trends_of(runs: Iterable[Run]) -> list[Trend]:
     """A trend for each workload and device, in the order of their first runs.
@@ -265,19 +335,12 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
 def _trend(key: str, runs: Sequence[Run]) -> Trend:
     moments: list[Moment] = []
     unmeasured = 0
-    for found in sets_of(runs):
-        typical = found.processes(STEP).typical_s
-        if typical:
-            moments.append(Moment(found, typical))
-        unmeasured += len(found.runs) - len(found.measured)
-    where = next((run.environment for run in runs if run.environment), None)
-    return Trend(
-        key=key,
-        workload=runs[-1].workload,
-        device=where.device_name if where else "",
-        moments=moments,
-        unmeasured=unmeasured,
-    )
+    for one in sets_of(runs):
+        if typical := one.processes(STEP).typical_s:
+            moments.append(Moment(one, typical))
+        unmeasured += len(one.runs) - len(one.measured)
+    device = next((run.environment.device_name for run in runs if run.environment), "")
+    return Trend(key=key, workload=runs[-1].workload, device=device, moments=moments, unmeasured=unmeasured)
 
 
 def _with_changes(trend: Trend, level: float) -> Trend:
@@ -285,27 +348,17 @@ def _with_changes(trend: Trend, level: float) -> Trend:
     logarithms = [math.log(moment.step_s) for moment in moments]
     cuts = changes_of_level(logarithms, level)
     ends = [0, *(cut.place for cut in cuts), len(moments)]
-    typical = [statistics.median(one.step_s for one in moments[a:b]) if b > a else 0.0 for a, b in _pairs(ends)]
+    typical = [
+        statistics.median(one.step_s for one in moments[a:b]) if b > a else 0.0 for a, b in itertools.pairwise(ends)
+    ]
     changes = [
         LevelChange(
-            before=moments[cut.place - 1],
-            after=moments[cut.place],
-            before_s=typical[i],
-            after_s=typical[i + 1],
-            p_value=cut.p_value,
-            place=cut.place,
+            before=moments[cut.place - 1], after=moments[cut.place], before_s=typical[i], after_s=typical[i + 1],
+            p_value=cut.p_value, place=cut.place,
         )
         for i, cut in enumerate(cuts)
-    ]
-    newest = logarithms[ends[-2] :]
-    return Trend(
-        key=trend.key, workload=trend.workload, device=trend.device, moments=moments, unmeasured=trend.unmeasured,
-        changes=changes, detectable=smallest_change(newest, level),
-    )  # fmt: skip
-
-
-def _pairs(ends: Sequence[int]) -> list[tuple[int, int]]:
-    return list(itertools.pairwise(ends))
+    ]  # fmt: skip
+    return dataclasses.replace(trend, changes=changes, detectable=smallest_change(logarithms[ends[-2] :], level))
 
 
 _HOW = (
@@ -316,7 +369,16 @@ _HOW = (
 
 def answer_history(trends: Sequence[Trend]) -> Answer:
     """The Answer with a row for each trend, and one for each change."""
-    rows: list[tuple[Cell, ...]] = [_row(trend) for trend in trends]
+    rows: list[tuple[Cell, ...]] = []
+    for trend in trends:
+        moments, changes = trend.moments, trend.changes
+        days = (moments[0].run.day, moments[-1].run.day) if moments else (None, None)
+        since = (changes[-1].after_s / changes[0].before_s - 1) * 100 if changes else None
+        rows.append((
+            trend.key, trend.device, sum(len(one.runs.runs) for one in moments) or trend.unmeasured, *days,
+            moments[-1].step_s if moments else None, since, len(changes),
+            trend.detectable * 100 if trend.detectable is not None else None,
+        ))  # fmt: skip
     table = table_of(
         "workload", "device", ("runs", ",d"), "first", "last", ("step", "s"), ("since the start", "{:+.1f} %"),
         ("changes", ",d"), ("could be found", "{:.1f} %"),
@@ -335,26 +397,20 @@ def answer_trend(trend: Trend) -> Answer:
     begins = {change.place for change in trend.changes}
     rows: list[tuple[Cell, ...]] = [
         (
-            one.run.created[:16].replace("T", " "),
-            one.commit or None,
-            one.step_s,
-            len(one.runs.measured),
-            one.run.tag,
+            one.run.created[:16].replace("T", " "), one.commit or None, one.step_s, len(one.runs.measured), one.run.tag,
             "new level" if i in begins else None,
         )
         for i, one in enumerate(trend.moments)
-    ]
+    ]  # fmt: skip
+    points = counted(len(trend.moments), "point")
+    could_be_found = f"{points}: too few in the newest level to find a change in it, however large."
+    if trend.detectable is not None:
+        share = f"{trend.detectable * 100:.1f} %"
+        could_be_found = f"In the middle of the newest level a change of {share} would be found in nine of ten."
     table = table_of(
-        "run",
-        "commit",
-        ("step", "s"),
-        ("processes", ",d"),
-        "tag",
-        "level",
-        title="runs",
-        rows=rows,
-        notes=as_lines(*_could_be_found(trend), *_not_measured([trend])),
-    )
+        "run", "commit", ("step", "s"), ("processes", ",d"), "tag", "level", title="runs", rows=rows,
+        notes=as_lines(could_be_found, *_not_measured([trend])),
+    )  # fmt: skip
     return Answer(
         study="history",
         question=f"How did the step's time of {trend.key} change?",
@@ -363,52 +419,6 @@ def answer_trend(trend: Trend) -> Answer:
         panels=_panel(trend),
         findings=tuple(_finding(trend, change) for change in trend.changes),
     )
-
-
-def history_as_json(trends: Sequence[Trend]) -> dict[str, Any]:
-    """Plain data: every trend with its points and changes; seconds and shares."""
-    return {"version": 1, "trends": [_trend_as_json(trend) for trend in trends]}
-
-
-def _trend_as_json(trend: Trend) -> dict[str, Any]:
-    return {
-        "workload": trend.key, "device": trend.device, "unmeasured": trend.unmeasured,
-        "detectable": trend.detectable,
-        "points": [
-            {
-                "run": one.run.id, "created": one.run.created, "commit": _commit(one),
-                "dirty": one.run.environment.code[1] if one.run.environment else None, "step_s": one.step_s,
-                "processes": len(one.runs.measured),
-            }
-            for one in trend.moments
-        ],
-        "changes": [
-            {
-                "before": change.before.run.id, "after": change.after.run.id,
-                "commits": [_commit(change.before), _commit(change.after)], "before_s": change.before_s,
-                "after_s": change.after_s, "change": change.share, "p_value": change.p_value,
-                "environment": list(change.environment),
-            }
-            for change in trend.changes
-        ],
-    }  # fmt: skip
-
-
-def _commit(moment: Moment) -> str | None:
-    return moment.run.environment.code[0] if moment.run.environment else None
-
-
-def _row(trend: Trend) -> tuple[Cell, ...]:
-    moments = trend.moments
-    runs = sum(len(one.runs.runs) for one in moments) or trend.unmeasured
-    first = trend.changes[0].before_s if trend.changes else None
-    last = trend.changes[-1].after_s if trend.changes else None
-    return (
-        trend.key, trend.device, runs,
-        moments[0].run.day if moments else None, moments[-1].run.day if moments else None,
-        moments[-1].step_s if moments else None, (last / first - 1) * 100 if first and last else None,
-        len(trend.changes), trend.detectable * 100 if trend.detectable is not None else None,
-    )  # fmt: skip
 
 
 def _changes(trends: Sequence[Trend]) -> tuple[Table, ...]:
@@ -442,14 +452,6 @@ def _finding(trend: Trend, change: LevelChange) -> Finding:
     evidence = {"before_s": change.before_s, "after_s": change.after_s, "p_value": change.p_value}
     remedy = "measure both commits in one session, by --repeat 5, to be sure that the code did it" if slower else ""
     return (warning if slower else note)("level-change", sentence, evidence, remedy)
-
-
-def _could_be_found(trend: Trend) -> list[str]:
-    points = counted(len(trend.moments), "point")
-    if trend.detectable is None:
-        return [f"{points}: too few in the newest level to find a change in it, however large."]
-    share = f"{trend.detectable * 100:.1f} %"
-    return [f"In the middle of the newest level a change of {share} would be found in nine of ten."]
 
 
 def _not_measured(trends: Sequence[Trend]) -> list[str]:
@@ -508,20 +510,57 @@ class JudgedForecast:
         run, fits, budget = self.run, self.forecast.fits, self.forecast.budget_bytes
         if run is None or fits is None or budget is None or run.status not in ("done", "out-of-memory"):
             return None
-        had = _usable_bytes(run)
+        if (where := run.environment) is None:
+            return None
+        # What PyTorch's allocator might take in this run.
+        had = where.memory_limit_bytes
+        if had is None:
+            had = where.memory_bytes - OUTSIDE_BYTES if where.memory_bytes else None
         if had is None or abs(had / budget - 1) > _SAME_BUDGET:
             return None
         return fits == (run.status == "done")
 
 
-def _usable_bytes(run: Run) -> int | None:
-    """What PyTorch's allocator might take in this run."""
-    environment = run.environment
-    if environment is None:
-        return None
-    if environment.memory_limit_bytes is not None:
-        return environment.memory_limit_bytes
-    return environment.memory_bytes - OUTSIDE_BYTES if environment.memory_bytes else None
+class RanForecast(Forecast, frozen=True, kw_only=True):
+    """A forecast as `--json` shows it, with what its run measured."""
+
+    run: str | None
+    measured: int | None
+    error: float | None
+    came_true: bool | None
+
+
+class Forecasts(msgspec.Struct, frozen=True, kw_only=True):
+    """Forecasts as `--json` shows them: each with its run, and the errors as shares."""
+
+    forecasts: list[RanForecast]
+    judged: int
+    median_error: float | None
+    least_error: float | None
+    largest_error: float | None
+
+    @classmethod
+    def of(cls, judged: Sequence[JudgedForecast]) -> "Forecasts":
+        """The document of these."""
+        errors = _errors(judged)
+        return cls(
+            forecasts=[
+                RanForecast(
+                    **msgspec.structs.asdict(one.forecast), run=one.run.id if one.run else None, measured=one.measured,
+                    error=one.error, came_true=one.came_true,
+                )
+                for one in judged
+            ],
+            judged=len(errors),
+            median_error=statistics.median(errors) if errors else None,
+            least_error=min(errors, default=None),
+            largest_error=max(errors, default=None),
+        )  # fmt: skip
+
+
+def _errors(judged: Sequence[JudgedForecast]) -> list[float]:
+    """The errors of forecasts that were measured since and are no bounds, the smallest first."""
+    return sorted(one.error for one in judged if one.error is not None and not one.forecast.is_bound)
 
 
 def judge(forecasts: Iterable[Forecast], runs: Iterable[Run]) -> list[JudgedForecast]:
@@ -568,7 +607,7 @@ def judged_in(folder: Path) -> tuple[list[JudgedForecast], list[str]]:
 
 def error_bars(judged: Sequence[JudgedForecast]) -> str:
     """How far the forecasts of peaks were off, in a sentence; empty where none was measured since."""
-    errors = sorted(one.error for one in judged if one.error is not None and not one.forecast.is_bound)
+    errors = _errors(judged)
     if not errors:
         return ""
     if len(errors) == 1:
@@ -581,64 +620,27 @@ def error_bars(judged: Sequence[JudgedForecast]) -> str:
 
 def answer_predictions(judged: Sequence[JudgedForecast]) -> Answer:
     """The Answer with every forecast beside what was measured, the newest last."""
-    return Answer(study="history", question="How good were the forecasts?", tables=(_table(judged),))
-
-
-def _table(judged: Sequence[JudgedForecast]) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            one.forecast.made[:16].replace("T", " "),
-            one.forecast.by,
-            one.forecast.workload,
-            one.forecast.value,
+    rows: list[tuple[Cell, ...]] = []
+    for one in judged:
+        verdict = ""
+        if one.forecast.fits is not None:
+            fits = "fits" if one.forecast.fits else "does not fit"
+            verdict = {None: f"{fits} (not tried)", True: fits, False: f"{fits}, wrongly"}[one.came_true]
+        rows.append((
+            one.forecast.made[:16].replace("T", " "), one.forecast.by, one.forecast.workload, one.forecast.value,
             one.measured or ("OOM" if one.run and one.run.status == "out-of-memory" else None),
-            one.error * 100 if one.error is not None else None,
-            _verdict(one),
+            one.error * 100 if one.error is not None else None, verdict,
             one.run.id.partition("-")[0] if one.run else None,
-        )
-        for one in judged
-    ]
-    return table_of(
-        "made", "by", "workload", ("predicted", "B"), ("measured", "B"), ("error", "{:+.2f} %"), "verdict", "run",
-        rows=rows, notes=as_lines(*_sentences(judged)),
-    )  # fmt: skip
-
-
-def _verdict(one: JudgedForecast) -> str:
-    if one.forecast.fits is None:
-        return ""
-    said = "fits" if one.forecast.fits else "does not fit"
-    return {None: f"{said} (not tried)", True: said, False: f"{said}, wrongly"}[one.came_true]
-
-
-def _sentences(judged: Sequence[JudgedForecast]) -> list[str]:
+        ))  # fmt: skip
     verdicts = [one.came_true for one in judged if one.came_true is not None]
     waiting = sum(one.run is None for one in judged)
-    said = [error_bars(judged)]
+    notes = [error_bars(judged)]
     if verdicts:
-        said.append(f"{sum(verdicts)} of {counted(len(verdicts), 'verdict')} came true.")
+        notes.append(f"{sum(verdicts)} of {counted(len(verdicts), 'verdict')} came true.")
     if waiting:
-        said.append(f"{waiting} of {counted(len(judged), 'forecast')}: nothing was measured of it since.")
-    return [sentence for sentence in said if sentence]
-
-
-def predictions_as_json(judged: Sequence[JudgedForecast]) -> dict[str, Any]:
-    """Plain data: each forecast, its run, and the errors as shares."""
-    rows = [
-        {
-            **msgspec.to_builtins(one.forecast),
-            "run": one.run.id if one.run else None,
-            "measured": one.measured,
-            "error": one.error,
-            "came_true": one.came_true,
-        }
-        for one in judged
-    ]
-    errors = [one.error for one in judged if one.error is not None and not one.forecast.is_bound]
-    return {
-        "forecasts": rows,
-        "judged": len(errors),
-        "median_error": statistics.median(errors) if errors else None,
-        "least_error": min(errors, default=None),
-        "largest_error": max(errors, default=None),
-    }
+        notes.append(f"{waiting} of {counted(len(judged), 'forecast')}: nothing was measured of it since.")
+    table = table_of(
+        "made", "by", "workload", ("predicted", "B"), ("measured", "B"), ("error", "{:+.2f} %"), "verdict", "run",
+        rows=rows, notes=as_lines(*(note for note in notes if note)),
+    )  # fmt: skip
+    return Answer(study="history", question="How good were the forecasts?", tables=(table,))

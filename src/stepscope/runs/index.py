@@ -21,7 +21,6 @@ import msgspec
 
 from stepscope import __version__
 from stepscope.core import samples
-from stepscope.core import samples as known_samples
 from stepscope.core.answer import Finding
 from stepscope.core.device_spec import Ceilings, DeviceSpec
 from stepscope.core.environment import Environment, GpuSamples
@@ -98,6 +97,17 @@ class _Index(msgspec.Struct, array_like=True):
     works: list[dict[str, Work]] = []
     findings: list[tuple[Finding, ...]] = []
     entries: list[_Entry] = []
+
+
+_LISTS = {
+    "workload": "workloads", "settings": "settings", "environment": "environments", "device_spec": "specs",
+    "ceilings": "ceilings", "work": "works", "findings": "findings",
+}  # fmt: skip
+"""The fields of a run that stand once in the index, by the list that an entry's number is a place in."""
+_COPIED = ("id", "created", "tag", "sweep", "repeat", "beside", "status", "summary")
+"""The fields of a run that each entry has of its own."""
+_EVIDENCE = ("memory", "profile", "compilation", "energy")
+"""The evidence that lists and tables read."""
 
 
 def list_runs(places: list[Path], told: Told | None = None, *, fewest: int = FEWEST_RUNS) -> Listing:
@@ -196,10 +206,12 @@ class _Folder:
             payload = memoryview(data)[8:]
             if data[:8] != _checksum(payload):
                 raise ValueError("checksum")
-            if _head_decoder().decode(payload).made_by != _made_by():
+            if msgspec.msgpack.decode(payload, type=_Head).made_by != _made_by():
                 return {}
-            index = _decoder().decode(payload)
-            if not all(_is_whole(entry, index) for entry in index.entries):
+            index = msgspec.msgpack.decode(payload, type=_Index)
+            lists = [(name, len(getattr(index, of))) for name, of in _LISTS.items()]
+            places = ((getattr(entry, name), count) for entry in index.entries for name, count in lists)
+            if not all(place is None or 0 <= place < count for place, count in places):
                 raise ValueError("places")
             return {entry.path: (entry, functools.partial(_run_of, entry, index)) for entry in index.entries}
         except (msgspec.DecodeError, UnicodeDecodeError, ValueError, InputError, RecursionError):
@@ -220,16 +232,6 @@ class _Head(msgspec.Struct, array_like=True):
     made_by: str
 
 
-@functools.cache
-def _decoder() -> "msgspec.msgpack.Decoder[_Index]":
-    return msgspec.msgpack.Decoder(_Index)
-
-
-@functools.cache
-def _head_decoder() -> "msgspec.msgpack.Decoder[_Head]":
-    return msgspec.msgpack.Decoder(_Head)
-
-
 def _checksum(payload: bytes | memoryview) -> bytes:
     """Eight characters that tell a damaged index."""
     return b"%08x" % zlib.crc32(payload)
@@ -239,7 +241,7 @@ def _checksum(payload: bytes | memoryview) -> bytes:
 def _made_by() -> str:
     """What an index must have been made by: the versions, and the code of the statistics that it keeps."""
     code = 0
-    for file in (samples.__file__, known_samples.__file__, __file__):
+    for file in (samples.__file__, __file__):
         try:
             code = zlib.crc32(Path(file).read_bytes(), code)
         except OSError:  # a package in an archive: its version says enough
@@ -298,59 +300,31 @@ def _slim(run: Run) -> Run:
     )
 
 
-def _is_whole(entry: _Entry, index: _Index) -> bool:
-    """Whether every place that an entry names is there."""
-    needed = (
-        (entry.workload, index.workloads),
-        (entry.settings, index.settings),
-        (entry.environment, index.environments),
-        (entry.device_spec, index.specs),
-        (entry.ceilings, index.ceilings),
-        (entry.work, index.works),
-        (entry.findings, index.findings),
-    )
-    return all(place is None or 0 <= place < len(there) for place, there in needed)
-
-
 def _run_of(entry: _Entry, index: _Index) -> Run:
     """The run of an entry."""
-    environment = None if entry.environment is None else index.environments[entry.environment]
-    if environment is not None and entry.during is not None:
-        environment = msgspec.structs.replace(environment, during=entry.during)
+    places = {name: getattr(entry, name) for name in _LISTS}
+    shared: dict[str, Any] = {
+        name: None if place is None else getattr(index, _LISTS[name])[place] for name, place in places.items()
+    }
+    if shared["environment"] is not None and entry.during is not None:
+        shared["environment"] = msgspec.structs.replace(shared["environment"], during=entry.during)
     return Run(
-        id=entry.id,
-        created=entry.created,
-        tag=entry.tag,
-        sweep=entry.sweep,
-        repeat=entry.repeat,
-        beside=entry.beside,
-        status=entry.status,
-        workload=index.workloads[entry.workload],
-        settings=index.settings[entry.settings],
-        environment=environment,
-        device_spec=None if entry.device_spec is None else index.specs[entry.device_spec],
-        ceilings=None if entry.ceilings is None else index.ceilings[entry.ceilings],
+        **{name: getattr(entry, name) for name in _COPIED},
+        **shared,
         samples=entry.samples,  # type: ignore[arg-type]  # KnownSamples are Samples; nobody writes into them
-        work=index.works[entry.work],
-        summary=entry.summary,
-        evidence=Evidence(
-            memory=entry.memory, profile=entry.profile, compilation=entry.compilation, energy=entry.energy
-        ),
-        findings=index.findings[entry.findings],
+        evidence=Evidence(**{name: getattr(entry, name) for name in _EVIDENCE}),
     )
 
 
 def _index_of(kept: Iterable[tuple[tuple[str, os.stat_result], Run]]) -> _Index:
+    """The index of these runs, each with the path and the state of its file."""
     index = _Index(made_by=_made_by())
-    workloads, settings, environments = (
-        _Distinct(index.workloads),
-        _Distinct(index.settings),
-        _Distinct(index.environments),
-    )
-    specs, ceilings = _Distinct(index.specs), _Distinct(index.ceilings)
-    works, findings = _Distinct(index.works), _Distinct(index.findings)
+    lists = {name: _Distinct(getattr(index, of)) for name, of in _LISTS.items()}
     for (path, state), run in kept:
         where = run.environment
+        values = {name: getattr(run, name) for name in _LISTS}
+        if where is not None and where.during:
+            values["environment"] = msgspec.structs.replace(where, during=None)
         index.entries.append(
             _Entry(
                 path=path,
@@ -358,29 +332,11 @@ def _index_of(kept: Iterable[tuple[tuple[str, os.stat_result], Run]]) -> _Index:
                 mtime_ns=state.st_mtime_ns,
                 ctime_ns=state.st_ctime_ns,
                 inode=state.st_ino,
-                id=run.id,
-                created=run.created,
-                tag=run.tag,
-                sweep=run.sweep,
-                repeat=run.repeat,
-                beside=run.beside,
-                status=run.status,
-                workload=workloads.place(run.workload),
-                settings=settings.place(run.settings),
-                environment=None
-                if where is None
-                else environments.place(msgspec.structs.replace(where, during=None) if where.during else where),
-                device_spec=None if run.device_spec is None else specs.place(run.device_spec),
-                ceilings=None if run.ceilings is None else ceilings.place(run.ceilings),
-                work=works.place(run.work),
-                findings=findings.place(run.findings),
                 during=where.during if where else None,
                 samples={name: known(found) for name, found in run.samples.items()},
-                summary=run.summary,
-                memory=run.evidence.memory,
-                profile=run.evidence.profile,
-                compilation=run.evidence.compilation,
-                energy=run.evidence.energy,
+                **{name: getattr(run, name) for name in _COPIED},
+                **{name: None if value is None else lists[name].place(value) for name, value in values.items()},
+                **{name: getattr(run.evidence, name) for name in _EVIDENCE},
             )
         )
     return index

@@ -12,11 +12,11 @@ from stepscope.core.run import Run
 from stepscope.core.run_directory import Forecast, create_run_directory, keep_forecasts, save_run
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.runs.history import (
+    Forecasts,
     answer_predictions,
     error_bars,
     judge,
     judged_in,
-    predictions_as_json,
 )
 from tests.conftest import make_run, mini
 from tests.shown import check_golden, shown
@@ -81,7 +81,7 @@ def test_error_bars_leave_bounds_out():
     runs = [measured(of, 1000), measured(bound, 1000)]
     judged = judge([foretold(of, 1010), foretold(of, 990), foretold(bound, 5000, is_bound=True)], runs)
     assert error_bars(judged).startswith("2 forecasts of a peak kept here were measured since: off by -1.00 % to +1.00")
-    assert predictions_as_json(judged)["judged"] == 2
+    assert Forecasts.of(judged).judged == 2
     assert error_bars([]) == ""
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from stepscope.core.run import Repeat, Run
-from stepscope.runs.history import answer_history, answer_trend, history_as_json, trends_of
+from stepscope.runs.history import answer_history, answer_trend, trends_of
 from tests.conftest import make_run, workload
 
 
@@ -35,7 +35,7 @@ def test_a_slower_commit_is_dated_with_what_else_changed():
     assert "10.0 % slower by 2026-01-11 between 0000000000+ and 0000000000" in finding.sentence
     assert "torch 2.13.0 -> 2.14.0 changed at the same time" in finding.sentence
     assert answer_trend(trend).table("runs").rows[10][-1] == "new level"
-    assert history_as_json([trend])["trends"][0]["changes"][0]["before"] == "r9"
+    assert trend.document.changes[0].before == "r9"
 
 
 def test_runs_of_one_set_are_one_point():

@@ -324,7 +324,7 @@ def history(
         _show_predictions(folders, shown)
         return
     from stepscope.runs.fields import in_words, meeting
-    from stepscope.runs.history import answer_history, answer_trend, history_as_json, trends_of
+    from stepscope.runs.history import History, answer_history, answer_trend, trends_of
 
     conditions = conditions_of(where, tag)
     listed = listed_runs(places, runs)
@@ -336,7 +336,7 @@ def history(
         warn(sentence)
     trends = trends_of(kept)
     if workload is None:
-        shown.show(answer_history(trends), document=lambda: history_as_json(trends))
+        shown.show(answer_history(trends), document=lambda: History(trends=[trend.document for trend in trends]))
         return
     chosen = [trend for trend in trends if workload in trend.key]
     if not chosen:
@@ -344,12 +344,12 @@ def history(
     if save is not None and len(chosen) > 1:
         raise InputError(f"{len(chosen)} trends match --workload {workload}: write more of the key, or add --where")
     answers = [answer_trend(trend) for trend in chosen]
-    shown.show(*answers, document=lambda: history_as_json(chosen), save=save)
+    shown.show(*answers, document=lambda: History(trends=[trend.document for trend in chosen]), save=save)
 
 
 def _show_predictions(folders: list[Path], shown: Presentation) -> None:
     """Every forecast that these places keep, beside what was measured."""
-    from stepscope.runs.history import JudgedForecast, answer_predictions, judged_in, predictions_as_json
+    from stepscope.runs.history import Forecasts, JudgedForecast, answer_predictions, judged_in
 
     judged: list[JudgedForecast] = []
     for folder in folders:
@@ -361,4 +361,4 @@ def _show_predictions(folders: list[Path], shown: Presentation) -> None:
             warn(fault)
     if not judged:
         raise InputError(f"no forecasts in {', '.join(map(str, folders))}: `stepscope fit` and `sweep` leave them")
-    shown.show(answer_predictions(judged), document=lambda: predictions_as_json(judged))
+    shown.show(answer_predictions(judged), document=lambda: Forecasts.of(judged))
