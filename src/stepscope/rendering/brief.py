@@ -54,7 +54,11 @@ def brief_lines(answer: Answer) -> list[dict[str, Any]]:
         tables = [msgspec.structs.replace(table, rows=table.rows[::-1], rules=(), tones={}) for table in tables]
     rows = [[_line("figures", text) for text in _rows(table)] for table in tables]
     place, first = next(((i, one) for i, one in enumerate(rows) if one), (0, []))
-    chief = [first[i] for i in _chief(tables[place])] if first else []
+    chief: list[dict[str, Any]] = []
+    if first:  # the rows that stand for a table: the whole step, or those below a rule, which are sums; else the first
+        steps = [i for i, row in enumerate(tables[place].rows) if row[0] == STEP]
+        sums = [i for i in tables[place].rules if i < len(first)]
+        chief = [first[i] for i in steps or sums or range(min(_MOST_ROWS, len(first)))]
     others = [line for one in rows for line in one if line not in chief and line["text"]]
     notes = [_line("sentence", line.text) for table in tables for line in table.notes]
     key = [line for line in notes if _KEY.search(line["text"])] if answer.study == "run" else []
@@ -119,12 +123,6 @@ def _finding(finding: Finding, *, named: bool) -> dict[str, Any]:
         "figures": finding.evidence,
         "remedy": finding.remedy,
     }
-
-
-def _chief(table: Table) -> list[int]:
-    """The rows of a table that stand for it: the whole step, or those below a rule, which are sums; else the first."""
-    steps = [i for i, row in enumerate(table.rows) if row[0] == STEP]
-    return steps or [i for i in table.rules if i < len(table.rows)] or list(range(min(_MOST_ROWS, len(table.rows))))
 
 
 def _rows(table: Table) -> list[str]:

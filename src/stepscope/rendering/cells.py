@@ -23,26 +23,20 @@ def is_figures(table: Table, column: int) -> bool:
     """Whether a column holds figures. A cell of nothing says nothing against it."""
     if table.units:
         return unit_of(table, column) not in ("", PROSE)
-    return all(_is_figure(row[column]) for row in table.rows)
-
-
-def _is_figure(cell: Cell) -> bool:
-    value = cell.value if isinstance(cell, Doubted) else cell
-    return value is None or value in NOT_FINITE or (isinstance(value, (int, float)) and not isinstance(value, bool))
-
-
-def cell_text(table: Table, row: tuple[Cell, ...], column: int) -> str:
-    """A cell as people read it, with its mark if it is doubted."""
-    cell = row[column]
-    if isinstance(cell, Doubted):
-        text = _text(cell.value, unit_of(table, column))
-        return f"{text} {cell.mark}" if text and cell.mark else text
-    return _text(cell, unit_of(table, column))
+    values = [_plain(row[column]) for row in table.rows]
+    return all(
+        value is None or value in NOT_FINITE or (isinstance(value, (int, float)) and not isinstance(value, bool))
+        for value in values
+    )
 
 
 def row_texts(table: Table) -> list[list[str]]:
     """Each row's cells as people read them. Different names that look the same, once cleaned and cut, are numbered."""
-    texts = [[cell_text(table, row, column) for column in range(len(row))] for row in table.rows]
+    texts: list[list[str]] = []
+    for row in table.rows:
+        plain = [_text(_plain(cell), unit_of(table, column)) for column, cell in enumerate(row)]
+        marks = [cell.mark if isinstance(cell, Doubted) else "" for cell in row]
+        texts.append([f"{text} {mark}" if text and mark else text for text, mark in zip(plain, marks, strict=True)])
     for column in range(len(table.columns)):
         looks: defaultdict[str, dict[str, int]] = defaultdict(dict)
         for row, shown in zip(table.rows, texts, strict=True):
@@ -85,7 +79,7 @@ def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | N
     marks = _columns_with_marks(table)
     cells: list[str | float | bool | None] = []
     for i, cell in enumerate(row):
-        value = cell.value if isinstance(cell, Doubted) else cell
+        value = _plain(cell)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             value = bare_figure(value, unit_of(table, i))
         cells.append(value)
@@ -113,7 +107,7 @@ def sentences_of(answer: Answer) -> list[Line]:
     """The findings as sentences; those of checks with kind and remedy, and a word where there is none."""
     if not answer.checked:
         return [Line(printable(finding.sentence)) for finding in answer.findings]
-    said = [
+    sentences = [
         Line(
             printable(f"{finding.severity} {finding.kind}: {finding.sentence}")
             + (printable(f" Remedy: {finding.remedy}.") if finding.remedy else ""),
@@ -121,7 +115,7 @@ def sentences_of(answer: Answer) -> list[Line]:
         )
         for finding in answer.findings
     ]
-    return said or [Line("No finding: every check passed.", "good")]
+    return sentences or [Line("No finding: every check passed.", "good")]
 
 
 def icicle_places(nodes: Sequence[Node]) -> list[tuple[float, int]]:

@@ -154,7 +154,14 @@ def _metadata(what: str, pid: int, tid: int, arguments: dict) -> dict:
 
 
 def _write(ranks: Sequence[Rank], file: IO[bytes] | gzip.GzipFile) -> int:
-    first_ns = _origin_ns(ranks)
+    # The first moment of any rank, on the first rank's clock.
+    starts: list[int] = []
+    for rank in ranks:
+        table = rank.attribution.table
+        frames = (table.work, table.ranges, table.operators, table.counters)
+        firsts = (*(frame["start_ns"].min() for frame in frames), table.work["launch_ns"].min())
+        starts += [start - rank.offset_ns for start in firsts if isinstance(start, int)]
+    first_ns = min(starts, default=0)
     profilers = sorted({rank.attribution.table.profiler for rank in ranks})
     head = {"profiler": ", ".join(profilers), "origin_ns": first_ns}
     file.write(b'{"displayTimeUnit":"ns","otherData":' + msgspec.json.encode(head) + b',"traceEvents":[\n')
@@ -163,7 +170,9 @@ def _write(ranks: Sequence[Rank], file: IO[bytes] | gzip.GzipFile) -> int:
         origin = first_ns + rank.offset_ns
         if isinstance(part, _Counter):
             pid, events = numbers.process(part.group)
-            texts = [_counter_text(block, part.title, pid, origin) for block in part.values.iter_slices(_BLOCK)]
+            fields = {"ts": _microseconds(pl.col("start_ns") - origin), "args": _object({}, {"value": pl.col("value")})}
+            line = _object({"ph": "C", "name": part.title, "pid": pid}, fields)
+            texts = [_lines(block, line).encode() for block in part.values.iter_slices(_BLOCK)]
             for text in (*map(msgspec.json.encode, events), *texts):
                 file.write(separator + text)
                 separator = b",\n"
@@ -177,22 +186,6 @@ def _write(ranks: Sequence[Rank], file: IO[bytes] | gzip.GzipFile) -> int:
             written += slices.height
     file.write(b"\n]}\n")
     return written
-
-
-def _origin_ns(ranks: Sequence[Rank]) -> int:
-    """The first moment of any rank, on the first rank's clock."""
-    first: list[int] = []
-    for rank in ranks:
-        table = rank.attribution.table
-        frames = (table.work, table.ranges, table.operators, table.counters)
-        starts = (*(frame["start_ns"].min() for frame in frames), table.work["launch_ns"].min())
-        first += [start - rank.offset_ns for start in starts if isinstance(start, int)]
-    return min(first, default=0)
-
-
-def _counter_text(values: pl.DataFrame, title: str, pid: int, origin: int) -> bytes:
-    fields = {"ts": _microseconds(pl.col("start_ns") - origin), "args": _object({}, {"value": pl.col("value")})}
-    return _lines(values, _object({"ph": "C", "name": title, "pid": pid}, fields)).encode()
 
 
 def _text(slices: pl.DataFrame, category: str, pid: int, tid: int, origin: int) -> bytes:
@@ -244,8 +237,22 @@ def lanes(slices: pl.DataFrame) -> list[pl.DataFrame]:
     slices = slices.sort(pl.col("start_ns"), pl.col("duration_ns"), descending=[False, True])
     if _nest(slices):
         return [slices]
-    numbers = pl.Series("lane", _lane_numbers(slices["start_ns"].to_list(), slices["duration_ns"].to_list()))
-    return slices.with_columns(numbers).partition_by("lane", include_key=False, maintain_order=True)
+    # The first lane in which each nests: by start, outer before inner.
+    open_ends: list[list[int]] = []
+    numbers: list[int] = []
+    for start, duration in slices.select("start_ns", "duration_ns").iter_rows():
+        for stack in open_ends:
+            while stack and stack[-1] <= start:
+                stack.pop()
+        end = start + duration
+        nests = (number for number, stack in enumerate(open_ends) if not stack or stack[-1] >= end)
+        number = next(nests, len(open_ends))
+        if number == len(open_ends):
+            open_ends.append([])
+        open_ends[number].append(end)
+        numbers.append(number)
+    numbered_slices = slices.with_columns(pl.Series("lane", numbers))
+    return numbered_slices.partition_by("lane", include_key=False, maintain_order=True)
 
 
 def _nest(slices: pl.DataFrame) -> bool:
@@ -262,24 +269,6 @@ def _nest(slices: pl.DataFrame) -> bool:
     before = ordered.search_sorted(levels - count, side="right").cast(pl.Int64) - 1
     around = ordered.gather(before.clip(lower_bound=0)) % count
     return not ((depth > 0) & (ends > ends.gather(around))).any()
-
-
-def _lane_numbers(starts_ns: list[int], durations_ns: list[int]) -> list[int]:
-    """For slices by start, outer before inner: the first lane in which each nests."""
-    open_ends: list[list[int]] = []
-    numbers = []
-    for start, duration in zip(starts_ns, durations_ns, strict=True):
-        for stack in open_ends:
-            while stack and stack[-1] <= start:
-                stack.pop()
-        end = start + duration
-        nests = (number for number, stack in enumerate(open_ends) if not stack or stack[-1] >= end)
-        number = next(nests, len(open_ends))
-        if number == len(open_ends):
-            open_ends.append([])
-        open_ends[number].append(end)
-        numbers.append(number)
-    return numbers
 
 
 def _tracks(rank: Rank) -> Iterator[_Track]:
@@ -462,7 +451,10 @@ def _document(attribution: Attribution) -> Iterator[str]:
         )
         for phase, ends in (("s", own.filter("begins")), ("f", own.filter(~pl.col("begins")))):
             if ends.height:
-                yield separator + _arrows(ends, phase, origin)
+                head = {"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "bp": "e"}
+                fields = {"id": pl.col("id"), "pid": pl.col("process"), "tid": pl.col("thread")}
+                line = _object(head, {**fields, "ts": _microseconds(pl.col("start_ns") - origin)})
+                yield separator + _lines(ends, line)
     yield "\n]}\n"
 
 
@@ -481,7 +473,11 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
         yield "user_annotation", host(table.ranges)
         yield "cpu_op", host(_closed(table.operators[work["operator_row"].sort()], attribution.busy_ns))
         return
-    ids = _ids_of_calls(table)
+    # The correlation id of each call, with one of its own where it has none.
+    known = table.calls["correlation"].fill_null(0)
+    largest = known.max()
+    row = pl.int_range(1, len(known) + 1, dtype=pl.Int64, eager=True)
+    ids = known.zip_with(known != 0, row + (largest if isinstance(largest, int) else 0))
     untold = pl.col("launch_row").is_not_null() & (pl.col("correlation").fill_null(0) == 0)
     if work.select(untold.any()).item():  # arrows or other ids told the launch, and the part has none of them
         told = pl.when(untold).then(ids.gather(work["launch_row"])).otherwise("correlation")
@@ -556,14 +552,6 @@ def _with_ancestors(kept: pl.Series, nest: Nest) -> pl.Series:
     return kept
 
 
-def _ids_of_calls(table: TraceTable) -> pl.Series:
-    """The correlation id of each call, with one of its own where it has none."""
-    known = table.calls["correlation"].fill_null(0)
-    largest = known.max()
-    row = pl.int_range(1, len(known) + 1, dtype=pl.Int64, eager=True)
-    return known.zip_with(known != 0, row + (largest if isinstance(largest, int) else 0))
-
-
 def _calls(attribution: Attribution, open_then: pl.Expr, ids: pl.Series) -> pl.DataFrame:
     """The launches of the work, and the calls meanwhile that launch nothing."""
     calls = attribution.table.calls.with_columns(ids.alias("correlation")).with_row_index("row")
@@ -589,12 +577,6 @@ def _events(frame: pl.DataFrame, category: str, origin: int) -> str:
     }
     head = {"ph": "X", "cat": category.partition(" ")[0]}
     return _lines(frame, _object(head, {**fields, **times, "args": _object({}, arguments)}))
-
-
-def _arrows(ends: pl.DataFrame, phase: str, origin: int) -> str:
-    head = {"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "bp": "e"}
-    fields = {"id": pl.col("id"), "pid": pl.col("process"), "tid": pl.col("thread")}
-    return _lines(ends, _object(head, {**fields, "ts": _microseconds(pl.col("start_ns") - origin)}))
 
 
 def _encoded(names: pl.Series) -> pl.Series:

@@ -80,7 +80,11 @@ def table(
                 if not any(_has_figures(record, query) for record in build_records(runs, query)):
                     continue
                 answer = _where_measured(answer_table(runs, query, bare=False), runs, _panels(runs, query))
-                return answer if says is None else _saying(answer, says(runs))
+                if says is not None:
+                    first, *others = answer.tables
+                    first = msgspec.structs.replace(first, notes=(*as_lines(says(runs)), *first.notes))
+                    answer = msgspec.structs.replace(answer, tables=(first, *others))
+                return answer
             except InputError:  # the folder mixes experiments: a smaller one may not
                 continue
         return None
@@ -112,12 +116,6 @@ def which_run_out(runs: list[Run]) -> str:
     """Which cells ran out of memory, in a sentence."""
     out = [cell_name(run.workload) for run in runs if run.status == "out-of-memory"]
     return f"Out of memory: {', '.join(out)}." if out else f"None of these {len(runs)} cells runs out of memory."
-
-
-def _saying(answer: Answer, sentence: str) -> Answer:
-    first, *others = answer.tables
-    first = msgspec.structs.replace(first, notes=(*as_lines(sentence), *first.notes))
-    return msgspec.structs.replace(answer, tables=(first, *others))
 
 
 def _has_figures(record: Mapping[str, object], query: TableQuery) -> bool:

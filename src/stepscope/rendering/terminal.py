@@ -177,30 +177,19 @@ def _told_apart(cells: Sequence[RenderableType], width: int) -> list[RenderableT
         return shortened
     cuts: dict[str, str] = {}
     for text, texts in alike.items():
-        cut = _cut_before(text, _shared(texts), width)
-        cuts[text] = cut if cut not in cuts.values() else _numbered(text, texts.index(text) + 1, width)
+        # What stands before the difference is left out, but for a beginning that says what it is of.
+        differing = (i for i, letters in enumerate(zip(*texts, strict=False)) if len(set(letters)) > 1)
+        at = next(differing, min(map(len, texts)))
+        begin = min(at, max(1, width // 3))
+        cut = f"{text[:begin]}…{middle_cut(text[at:], max(1, width - begin - 1))}"
+        if cut in cuts.values():
+            mark = f"…{texts.index(text) + 1}…"
+            cut = middle_cut(text, max(1, width - len(mark) + 1)).replace("…", mark, 1)
+        cuts[text] = cut
     return [
         _like(cell, cuts[str(cell)]) if str(cell) in cuts else short
         for cell, short in zip(cells, shortened, strict=True)
     ]
-
-
-def _cut_before(text: str, at: int, width: int) -> str:
-    """The text with what stands before `at` left out, but for a beginning that says what it is of."""
-    begin = min(at, max(1, width // 3))
-    return f"{text[:begin]}…{middle_cut(text[at:], max(1, width - begin - 1))}"
-
-
-def _numbered(text: str, number: int, width: int) -> str:
-    """The text with a number in the place of what is left out of its middle."""
-    mark = f"…{number}…"
-    return middle_cut(text, max(1, width - len(mark) + 1)).replace("…", mark, 1)
-
-
-def _shared(texts: Sequence[str]) -> int:
-    """How many characters all of these begin with."""
-    apart = (i for i, characters in enumerate(zip(*texts, strict=False)) if len(set(characters)) > 1)
-    return next(apart, min(map(len, texts)))
 
 
 def _like(cell: RenderableType, text: str) -> RenderableType:
@@ -231,10 +220,15 @@ def render_answer(answer: Answer, *, drawn: bool = False) -> RenderableType:
     asked = (Line(answer.question, "strong"), Line(where_of(answer)))
     lead = answer.lead or [line for line in asked if line.text]
     parts: list[list[RenderableType]] = [[_line(line) for line in lead]]
-    parts += [_part(table) for table in answer.tables]
+    for table in answer.tables:
+        title: list[RenderableType] = [Text(printable(table.title), style="bold")] if table.title else []
+        rows: list[RenderableType] = [make_table(table)] if table.columns else []
+        parts.append([*title, *rows, *map(_line, table.notes)])
     if drawn and (lines := step_by_step(answer)):
         parts.insert(min(2, len(parts)), [Text(line) for line in lines])
-    parts.append([*_findings(answer), *(Text(printable(aside), style="dim") for aside in answer.asides)])
+    by_kind = answer.checked and answer.findings
+    findings = map(_finding, answer.findings) if by_kind else map(_line, sentences_of(answer))
+    parts.append([*findings, *(Text(printable(aside), style="dim") for aside in answer.asides)])
     parts.append([Text(printable(line)) for line in answer.origin])
     blocks = [part for part in parts if part]
     return Group(*(one for i, part in enumerate(blocks) for one in ([Text()] if i else []) + part))
@@ -258,20 +252,8 @@ def make_table(figures: Figures) -> Table:
     return table
 
 
-def _part(figures: Figures) -> list[RenderableType]:
-    title: list[RenderableType] = [Text(printable(figures.title), style="bold")] if figures.title else []
-    table: list[RenderableType] = [make_table(figures)] if figures.columns else []
-    return [*title, *table, *map(_line, figures.notes)]
-
-
 def _line(line: Line) -> Text:
     return Text(middle_cut(printable(line.text), _LONGEST_SENTENCE), style=_STYLES[line.tone])
-
-
-def _findings(answer: Answer) -> list[Text]:
-    if answer.checked and answer.findings:
-        return [_finding(finding) for finding in answer.findings]
-    return [_line(line) for line in sentences_of(answer)]
 
 
 def _finding(finding: Finding) -> Text:

@@ -45,23 +45,19 @@ def page_of_answer(
 ) -> Page:  # fmt: skip
     """The page of one answer: its sentences as findings, then plots, then each table. `panels` are further plots."""
     drawn = msgspec.structs.replace(answer, panels=(*panels, *answer.panels))
+    # What says the most: the gravest finding, the first sentence that stands alone, or the first line.
+    alone = [line.text for table in answer.tables if not table.columns for line in table.notes]
+    sentences = [*(finding.sentence for finding in answer.findings), *alone, *(line.text for line in answer.lead)]
     return Page(
         title=title or answer.question or answer.study,
         kind=kind,
-        sentence=sentence or first_sentence(answer),
+        sentence=sentence or next(iter(sentences), answer.question),
         figures=figures,
         findings=answer.findings,
         checked=answer.checked,
         sections=(*heading_of(answer), *sections_of(drawn), *ending_of(answer)),
         shown_by=shown_by,
     )
-
-
-def first_sentence(answer: Answer) -> str:
-    """The sentence that says the most: the gravest finding, the first sentence of a table, or the first line."""
-    notes = [line.text for table in answer.tables if not table.columns for line in table.notes]
-    said = [*(finding.sentence for finding in answer.findings), *notes, *(line.text for line in answer.lead)]
-    return next(iter(said), answer.question)
 
 
 def heading_of(answer: Answer) -> tuple[Section, ...]:
@@ -98,19 +94,16 @@ def sections_of(answer: Answer) -> tuple[Section, ...]:
 def section(title: str, answer: Answer, *, tables: Iterable[Table], panels: Iterable[Panel] = ()) -> Section:
     """These tables and plots of an answer under a title."""
     body = msgspec.structs.replace(answer.body(), findings=(), checked=False)
-    kept = tuple(map(_for_a_page, tables))
-    return Section(title=title, answer=msgspec.structs.replace(body, tables=kept, panels=tuple(panels)))
-
-
-def _for_a_page(table: Table) -> Table:
-    """The table, whose note says how many rows are left out, and not which option of a terminal shows them."""
-    said = [
-        msgspec.structs.replace(line, text=f"{line.text.partition(':')[0]} are left out here.")
-        if _OF_A_TERMINAL.fullmatch(line.text)
-        else line
-        for line in table.notes
-    ]
-    return msgspec.structs.replace(table, notes=tuple(said))
+    kept: list[Table] = []
+    for table in tables:  # its note says how many rows are left out, and not which option of a terminal shows them
+        notes = [
+            msgspec.structs.replace(line, text=f"{line.text.partition(':')[0]} are left out here.")
+            if _OF_A_TERMINAL.fullmatch(line.text)
+            else line
+            for line in table.notes
+        ]
+        kept.append(msgspec.structs.replace(table, notes=tuple(notes)))
+    return Section(title=title, answer=msgspec.structs.replace(body, tables=tuple(kept), panels=tuple(panels)))
 
 
 def gravest(findings: tuple[Finding, ...], note: str = "", *, ended: str = "") -> Figure:
@@ -201,18 +194,14 @@ def sections_of_capture(summary: TraceSummary, answer: Answer) -> tuple[Section,
     icicle = icicle_panel(summary) if whole else None
     timeline = timeline_panel([("", summary.attribution, summary.occupation, 0)]) if whole else None
     found = (
-        ("Where the time went", _present(icicle), places["time"]),
+        ("Where the time went", [icicle] if icicle else [], places["time"]),
         ("The longest kernels", bars, places["kernels"]),
         ("Against the device's peaks", roof, places["roofline"]),
-        ("What ran when, and what stood idle", _present(timeline), places["when"]),
+        ("What ran when, and what stood idle", [timeline] if timeline else [], places["when"]),
     )
     return tuple(
         section(title, answer, tables=tables, panels=panels) for title, panels, tables in found if tables or panels
     )
-
-
-def _present(panel: Panel | None) -> list[Panel]:
-    return [panel] if panel is not None else []
 
 
 def _sentence_of_capture(summary: TraceSummary) -> str:
@@ -225,14 +214,11 @@ def _sentence_of_capture(summary: TraceSummary) -> str:
     totals = summary.families.group_by("family").agg(pl.col("busy_ns").sum())
     family = totals.sort("busy_ns", "family", descending=[True, False])["family"][0]
     took = f"{ms_text(summary.busy_ns / steps)} ms"
+    where = "outside the phases" if phases[0].phase == OUTSIDE else f"in {phases[0].phase}"
     kept = f"keeps the device busy for {took} with {noun}"
     if summary.attribution.table.on_cpu:
         kept = f"takes {took} of the host's time in {noun}"
-    return f"A step {kept}, {format_share(share)} of it {_where(phases[0].phase)}; most of it is {family}."
-
-
-def _where(phase: str) -> str:
-    return "outside the phases" if phase == OUTSIDE else f"in {phase}"
+    return f"A step {kept}, {format_share(share)} of it {where}; most of it is {family}."
 
 
 def _figures_of_capture(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figure, ...]:

@@ -16,11 +16,11 @@ def render(answer: Answer) -> str:
         named = {"table": name_of(table)} if len(tables) > 1 else {}
         heads = bare_heads(table)
         for row in table.rows:
-            figures = dict(zip(heads, map(_finite, bare_row(table, row)), strict=True))
+            # JSON has no NaN and no infinity: a word says which it is.
+            cells = (
+                str(cell) if isinstance(cell, float) and not math.isfinite(cell) else cell
+                for cell in bare_row(table, row)
+            )
+            figures = dict(zip(heads, cells, strict=True))
             lines.append(msgspec.json.encode({**named, **figures}))
     return "".join(line.decode() + "\n" for line in lines)
-
-
-def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity: a word says which it is."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
