@@ -7,7 +7,7 @@ import polars as pl
 import pytest
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
-from stepscope.allocations.answer import alike, answer_memory, memory_as_json, saved_by_block
+from stepscope.allocations.answer import alike, answer_memory, memory_document, saved_by_block
 from stepscope.allocations.at_moment import category_timeline, moment_at, phase_peaks
 from stepscope.allocations.explain import Explained, Place, explain, place_of, shapes_by_size
 from stepscope.allocations.replay import replay, rounded
@@ -75,7 +75,7 @@ def test_how_sure_the_categories_are():
     """By category, which sums to what is allocated less the rounding; what was noted needs none."""
     found = explained(notes=False)
     peak = moment_at(found)
-    said = memory_as_json(found, peak)
+    said = memory_document(found, peak)
     assert said["certainty"] == {
         "parameters": {"size": 4 * MIB},
         "optimizer state": {"size": 8 * MIB},
@@ -87,7 +87,7 @@ def test_how_sure_the_categories_are():
     assert {one["certainty"] for one in said["largest"]} == {"size", "lifetime", "guess"}
     (shown,) = answer_memory(found, peak).part("category").tables
     assert shown.columns[-1] == "known by" and shown.rows[0][-1] == "size"
-    assert "certainty" not in memory_as_json(explained(), moment_at(explained()))
+    assert "certainty" not in memory_document(explained(), moment_at(explained()))
 
 
 def test_the_same_by_stacks_alone():

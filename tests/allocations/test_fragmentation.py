@@ -2,7 +2,7 @@
 
 from benchmarks.recording_allocator import MIB, RecordingAllocator
 
-from stepscope.allocations.answer import answer_memory, memory_as_json
+from stepscope.allocations.answer import answer_memory, memory_document
 from stepscope.allocations.at_moment import free_pieces, moment_at, new_segments
 from stepscope.allocations.explain import Explained, explain
 from stepscope.allocations.snapshot import snapshot_from
@@ -45,7 +45,7 @@ def test_a_segment_for_what_is_free_in_pieces():
     assert table.rows[0][1:5] == (11 * MIB, 12 * MIB, 5 * MIB, 20 * MIB)
     said = [note.text for table in answer.tables for note in table.notes]
     assert "What is free between live blocks lies in 4 pieces, the longest of 5.00 MiB." in said
-    assert memory_as_json(found, moment_at(found, "end"))["free_pieces"] == {"count": 4, "longest_bytes": 5 * MIB}
+    assert memory_document(found, moment_at(found, "end"))["free_pieces"] == {"count": 4, "longest_bytes": 5 * MIB}
 
 
 def test_none_where_the_free_memory_is_in_one_piece():

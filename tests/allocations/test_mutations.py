@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.answer import memory_as_json
+from stepscope.allocations.answer import memory_document
 from stepscope.allocations.at_moment import category_timeline, moment_at
 from stepscope.allocations.explain import explain
 from stepscope.allocations.snapshot import snapshot_from
@@ -81,6 +81,6 @@ def test_every_mutation_is_refused_or_explained(notes: bool, before: bool, chang
     except InputError as refused:
         assert "\n" not in str(refused)
         return
-    said = memory_as_json(found, moment)
+    said = memory_document(found, moment)
     assert said["peak_bytes"] == sum(said["categories"].values())
     assert category_timeline(found).height == found.curve.height

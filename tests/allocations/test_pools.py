@@ -8,7 +8,7 @@ from benchmarks.recording_allocator import MIB, RecordingAllocator
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stepscope.allocations.answer import answer_memory, memory_as_json, memory_findings
+from stepscope.allocations.answer import answer_memory, memory_document, memory_findings
 from stepscope.allocations.at_moment import Moment, devices_of, moment_at
 from stepscope.allocations.explain import Explained, explain
 from stepscope.allocations.plain_pickle import read_plain_pickle
@@ -58,7 +58,7 @@ def test_a_history_that_began_on_an_empty_device():
     found = explained([segment(A, 40, -24)], [event("segment_alloc", A, 64), event("alloc", A, 40)])
     assert reserved(moment_at(found)) == reserved(moment_at(found, "end")) == (64, 40, 0, 24, 0)
     assert reserved(moment_at(found, "start")) == (0, 0, 0, 0, 0)
-    assert memory_as_json(found, moment_at(found))["free_pieces"] == {"count": 1, "longest_bytes": 24 * MIB}
+    assert memory_document(found, moment_at(found))["free_pieces"] == {"count": 1, "longest_bytes": 24 * MIB}
 
 
 def test_a_history_that_began_and_ended_empty_is_no_history_of_a_cpu():
@@ -78,7 +78,7 @@ def test_pages_of_an_expandable_segment_come_and_go():
     events.append(event("segment_unmap", A + 40 * MIB, 60))
     found = explained([segment(A, 18, 18, -4, is_expandable=True)], events)
     assert reserved(moment_at(found)) == (100, 90, 0, 10, 0) and reserved(moment_at(found, "end")) == (40, 36, 0, 4, 0)
-    assert memory_as_json(found, moment_at(found))["reserved_peak_bytes"] == 100 * MIB
+    assert memory_document(found, moment_at(found))["reserved_peak_bytes"] == 100 * MIB
 
 
 def test_a_ring_that_lost_its_first_events():
@@ -111,7 +111,7 @@ def test_what_a_private_pool_holds_serves_nobody_else(late: bool):
     assert finding.sentence.startswith("At the end, private pool (0, 1)")
     assert "200.00 MiB of the 264.00 MiB" in finding.sentence
     assert "200.00 MiB, which replays of its graphs may use, serve nobody else." in finding.sentence
-    told = memory_as_json(found, end)
+    told = memory_document(found, end)
     assert [pool["pool"] for pool in told["pools"]] == [(0, 0), GRAPH]
     assert told["free_pieces"] == {"count": 1, "longest_bytes": 24 * MIB}
     assert [finding["kind"] for finding in told["findings"]] == ["private-pool"]
@@ -157,8 +157,8 @@ def test_the_free_memory_of_a_private_pool_does_not_make_a_new_segment_needless(
     events = [event("segment_alloc", A, 20), event("alloc", A, 12)]
     shared = [segment(A, 12, -8), segment(B, 1, -12, 1)]
     private = [shared[0], shared[1] | {"segment_pool_id": GRAPH}]
-    assert len(memory_as_json(explained(shared, events), moment_at(explained(shared, events)))["new_segments"]) == 1
-    assert memory_as_json(explained(private, events), moment_at(explained(private, events)))["new_segments"] == []
+    assert len(memory_document(explained(shared, events), moment_at(explained(shared, events)))["new_segments"]) == 1
+    assert memory_document(explained(private, events), moment_at(explained(private, events)))["new_segments"] == []
 
 
 def two_devices(device: int | None = None) -> Explained:
@@ -177,7 +177,7 @@ def test_the_device_with_most_bytes_opens_and_all_are_listed():
     assert [(use.device, use.peak_bytes, use.reserved_peak_bytes, use.reserved_bytes) for use in devices_of(found)] == [
         (0, 2 * MIB, 20 * MIB, 20 * MIB), (1, 500 * MIB, 512 * MIB, 512 * MIB), (2, None, None, 3 * MIB),
     ]  # fmt: skip
-    told = memory_as_json(found, moment_at(found))
+    told = memory_document(found, moment_at(found))
     assert told["device"] == 1 and [use["device"] for use in told["devices"]] == [0, 1, 2]
     assert "This is device 1; the snapshot also holds device 0 (--device opens it)." in found.notes
     assert "Of device 2 the snapshot holds no history, only what was there at its end." in found.notes

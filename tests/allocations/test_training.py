@@ -5,7 +5,7 @@ from pathlib import Path
 import polars as pl
 import pytest
 
-from stepscope.allocations.answer import memory_as_json, saved_by_block
+from stepscope.allocations.answer import memory_document, saved_by_block
 from stepscope.allocations.at_moment import moment_at
 from stepscope.allocations.explain import Explained, explain
 from stepscope.allocations.prediction.estimate import estimate, kept_by_block
@@ -27,7 +27,7 @@ def test_the_peak_is_the_allocators_own_to_the_byte(explained: Explained):
     assert notes is not None and notes.measured is not None
     explained.self_check()
     assert explained.peak_bytes == notes.measured.allocated_peak
-    fields = memory_as_json(explained, moment_at(explained, None))
+    fields = memory_document(explained, moment_at(explained, None))
     assert fields["peak_bytes"] == notes.measured.allocated_peak
     categories = fields["categories"]
     assert isinstance(categories, dict) and sum(categories.values()) == explained.peak_bytes
@@ -49,7 +49,7 @@ def test_categories_are_what_the_notes_name(explained: Explained):
     """Parameters, state and gradients by size, from the notes themselves; no gradient is alive in forward."""
     notes = explained.snapshot.notes
     assert notes is not None
-    forward = memory_as_json(explained, moment_at(explained, "forward"))["categories"]
+    forward = memory_document(explained, moment_at(explained, "forward"))["categories"]
     assert isinstance(forward, dict)
     assert forward["parameters"] == _bytes(notes.tensors, "parameters")
     assert forward["optimizer state"] == _bytes(notes.tensors, "optimizer state", on_device=explained)

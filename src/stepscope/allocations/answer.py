@@ -22,7 +22,7 @@ from stepscope.allocations.at_moment import (
     pool_table,
     timeline_panel,
 )
-from stepscope.allocations.explain import Certainty, Explained, certainty_of
+from stepscope.allocations.explain import Explained, certainty_of
 from stepscope.allocations.left_behind import growth_finding, growth_tables
 from stepscope.allocations.replay import BEFORE
 from stepscope.core.answer import TEXT, Answer, Cell, Finding, Line, Table, as_lines, table_of, text
@@ -79,49 +79,42 @@ def saved_by_block(explained: Explained) -> list[SavedByBlock]:
     if not table.height or not (table["module"] != "").any():
         return []
     forwards = [span for span in explained.phases if span.name == FORWARD]
-    saved = pl.col("category") == "saved for backward"
+    alive = table
     if forwards:
-        end = explained.snapshot.last_event_until(explained.snapshot.start_us + forwards[-1].end_us)
-        saved_table = explained.alive(end).filter(saved)
-    else:
-        saved_table = table.filter(saved)
-
-    def natural(path: str) -> tuple[tuple[int, str], ...]:
-        return tuple((int(part), "") if part.isdigit() else (-1, part) for part in path.split("."))
-
-    gradients: dict[str, int] = {}
-    for name, module, count in (
-        table.filter(pl.col("category") == "gradients").select("name", "module", "requested").iter_rows()
-    ):
-        block = block_of(name or module)
-        gradients[block] = gradients.get(block, 0) + count
-    found: dict[str, list[dict[str, Any]]] = {}
-    for row in saved_table.sort("alloc_event").iter_rows(named=True):
-        found.setdefault(block_of(row["module"]), []).append(row)
-    return [
-        SavedByBlock(
-            block=block,
-            saved_bytes=sum(row["requested"] for row in rows),
-            saved_tensors=len(rows),
-            gradient_bytes=gradients.get(block, 0),
-            largest=tuple(
-                _contributor(row, block) for row in sorted(rows, key=lambda r: -r["requested"])[:CONTRIBUTORS]
-            ),
+        snapshot = explained.snapshot
+        alive = explained.alive(snapshot.last_event_until(snapshot.start_us + forwards[-1].end_us))
+    gradients = Counter[str]()
+    of_gradients = table.filter(pl.col("category") == "gradients").select("name", "module", "requested")
+    for name, module, count in of_gradients.iter_rows():
+        gradients[block_of(name or module)] += count
+    saved: dict[str, list[dict[str, Any]]] = {}
+    for row in alive.filter(pl.col("category") == "saved for backward").sort("alloc_event").iter_rows(named=True):
+        saved.setdefault(block_of(row["module"]), []).append(row)
+    found: list[SavedByBlock] = []
+    for block, rows in saved.items():
+        largest = tuple(
+            Contributor(
+                operator=row["operator"],
+                name=row["name"],
+                module="|".join(
+                    part for part in (row["module"].removeprefix(block).removeprefix("."), row["part"]) if part
+                ),
+                shape=None if row["shape"] is None else tuple(row["shape"]),
+                dtype=row["dtype"],
+                bytes=row["requested"],
+                site=row["site"],
+            )
+            for row in sorted(rows, key=lambda row: -row["requested"])[:CONTRIBUTORS]
         )
-        for block, rows in sorted(found.items(), key=lambda item: natural(item[0]))
-    ]
-
-
-def _contributor(row: dict[str, Any], block: str) -> Contributor:
-    inside = row["module"].removeprefix(block).removeprefix(".")
-    return Contributor(
-        operator=row["operator"],
-        name=row["name"],
-        module="|".join(part for part in (inside, row["part"]) if part),
-        shape=None if row["shape"] is None else tuple(row["shape"]),
-        dtype=row["dtype"],
-        bytes=row["requested"],
-        site=row["site"],
+        held = sum(row["requested"] for row in rows)
+        one = SavedByBlock(
+            block=block, saved_bytes=held, saved_tensors=len(rows), gradient_bytes=gradients[block], largest=largest
+        )
+        found.append(one)
+    # Numbers in a path count as numbers: blocks.10 comes after blocks.9.
+    return sorted(
+        found,
+        key=lambda one: [(int(part), "") if part.isdigit() else (-1, part) for part in one.block.split(".")],
     )
 
 
@@ -203,78 +196,64 @@ LARGEST = 20
 SITES = 20
 
 
-def memory_as_json(explained: Explained, moment: Moment) -> dict[str, Any]:
+def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
     """The moment as a dict. `peak_bytes` is what was allocated then: at the peak, unless --at named another moment.
 
     Times are microseconds after the first event, which happened at `start_time_us`. `allocations` is how many the
     history made; `alive` how many there were at the moment. `certainty` is there without notes of stepscope: by
     category the bytes asked for, by what the category is known (evidence.CERTAINTIES).
     """
-    table, snapshot = explained.allocations, explained.snapshot
-    growth = growth_of(explained)
-    certainty = certainty_of(moment.alive)
-    return {
+    snapshot, growth, certainty = explained.snapshot, growth_of(explained), certainty_of(moment.alive)
+    pieces = pieces_between(explained, moment.event)
+    largest = [
+        {
+            "bytes": row["block"],
+            "site": row["site"],
+            "frames": explained.stacks.frames(row["stack"]),
+            "requested_bytes": row["requested"],
+            "category": row["category"],
+            **({"certainty": row["sure"]} if "sure" in row else {}),
+            "tensor": tensor_of(row),
+            **{name: row[name] for name in ("phase", "module", "part", "alloc_us", "free_us")},
+        }
+        for row in moment.alive.head(LARGEST).iter_rows(named=True)
+    ]
+    document = {
         "peak_bytes": moment.allocated_bytes,
         "peak_time_us": moment.time_us,
-        "allocations": table["alloc_event"].count(),
-        "largest": largest(explained, moment.alive, LARGEST),
+        "allocations": explained.allocations["alloc_event"].count(),
+        "largest": largest,
         "categories": moment.categories,
         "moment": moment.name,
         "alive": moment.alive.height,
-        "reserved": None if moment.reserved is None else msgspec.to_builtins(moment.reserved),
-        "pools": msgspec.to_builtins(moment.pools),
+        "reserved": moment.reserved,
+        "pools": moment.pools,
         "reserved_peak_bytes": max(reserved for _, reserved in explained.replay.reserved),
-        "free_pieces": _pieces(explained, moment),
-        "new_segments": [new._asdict() for new in new_segments(explained)],
-        "growth": None if growth is None else {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
-        "findings": msgspec.to_builtins(memory_findings(explained, growth)),
-        "phases": msgspec.to_builtins(phase_peaks(explained)),
+        "free_pieces": {"count": len(pieces), "longest_bytes": max(pieces, default=0)},
+        "new_segments": new_segments(explained),
+        "growth": growth and {**msgspec.to_builtins(growth), "bytes_a_step": growth.bytes_a_step},
+        "findings": memory_findings(explained, growth),
+        "phases": phase_peaks(explained),
         "sites": sites(moment.alive).head(SITES).to_dicts(),
-        "saved_by_block": msgspec.to_builtins(saved_by_block(explained)),
+        "saved_by_block": saved_by_block(explained),
         "exact": explained.exact_at(moment.event),
         "unsure_blocks": explained.unsure_at(moment.event),
         "by_notes": explained.noted,
         **({} if certainty is None else {"certainty": certainty}),
-        "notes": list(explained.notes),
-        "measured": msgspec.to_builtins(explained.measured),
+        "notes": explained.notes,
+        "measured": explained.measured,
         "device": snapshot.device,
-        "devices": msgspec.to_builtins(devices_of(explained)),
+        "devices": devices_of(explained),
         "start_time_us": snapshot.start_us,
         "events": len(snapshot.events),
     }
+    return msgspec.to_builtins(document)
 
 
 def memory_findings(explained: Explained, growth: MemoryGrowth | None) -> tuple[Finding, ...]:
     """What a snapshot shows beyond its figures: memory that grows, and pools that hold what nobody else can use."""
     found = (growth and growth_finding(growth), pool_finding(explained))
     return tuple(finding for finding in found if finding)
-
-
-def _pieces(explained: Explained, moment: Moment) -> dict[str, int]:
-    """How many pieces of free memory lie between live blocks, and the longest."""
-    pieces = pieces_between(explained, moment.event)
-    return {"count": len(pieces), "longest_bytes": max(pieces, default=0)}
-
-
-def largest(explained: Explained, alive: pl.DataFrame, count: int) -> list[dict[str, Any]]:
-    """The largest blocks alive, each with the line it comes from, its stack, and the tensor it was."""
-    return [
-        {
-            "bytes": row["block"],
-            "site": row["site"],
-            "frames": list(explained.stacks.frames(row["stack"])),
-            "requested_bytes": row["requested"],
-            "category": row["category"],
-            **({"certainty": row["sure"]} if "sure" in row else {}),
-            "tensor": tensor_of(row),
-            "phase": row["phase"],
-            "module": row["module"],
-            "part": row["part"],
-            "alloc_us": row["alloc_us"],
-            "free_us": row["free_us"],
-        }
-        for row in alive.head(count).iter_rows(named=True)
-    ]
 
 
 def tensor_of(row: dict[str, Any]) -> dict[str, Any] | None:
@@ -306,10 +285,9 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
     growth = growth_of(explained)
     findings = memory_findings(explained, growth)
     tables = [text(*_moment_words(explained, moment)), _category_table(explained, moment), *growth_tables(growth)]
-    tables += [*pool_table(moment.pools), *device_table(explained)]
-    tables += [*_phase_table(explained), *_new_segment_table(explained)]
+    tables += [*pool_table(moment.pools), *device_table(explained), *_history_tables(explained)]
     if moment.alive.height:
-        tables += [_largest_table(moment), *_stack_tables(explained, moment, stacks), _site_table(moment)]
+        tables += _alive_tables(explained, moment, stacks)
     tables += _block_tables([block for block in saved_by_block(explained) if block.saved_bytes])
     return Answer(
         study="memory",
@@ -377,131 +355,101 @@ def _moment_words(explained: Explained, moment: Moment) -> list[str]:
 def _category_table(explained: Explained, moment: Moment) -> Table:
     counts = dict(moment.alive.group_by("category").len().iter_rows())
     certainty = certainty_of(moment.alive)
-    rows: list[tuple[Cell, ...]] = [
-        (category, held, _share(held, moment.allocated_bytes), counts.get(category), *_known_by(certainty, category))
-        for category, held in moment.categories.items()
-        if held
-    ]
-    rows.append(("all", moment.allocated_bytes, None, moment.alive.height, *([] if certainty is None else [""])))
-    columns = ("category", ("allocated", "B"), ("share", "%"), ("allocations", ","))
+    rows: list[tuple[Cell, ...]] = []
+    for category, held in moment.categories.items():
+        # By what the category is known, with the share of its bytes where it is by several.
+        by = (certainty or {}).get(category, {})
+        known = ", ".join(f"{how} {format_share(count / sum(by.values()))}" for how, count in by.items())
+        if held:
+            share = _share(held, moment.allocated_bytes)
+            rows.append((category, held, share, counts.get(category), known if len(by) > 1 else "".join(by)))
+    rows.append(("all", moment.allocated_bytes, None, moment.alive.height, ""))
+    columns = ("category", ("allocated", "B"), ("share", "%"), ("allocations", ","), "known by")
+    noted = certainty is None
     return table_of(
-        *columns,
-        *([] if certainty is None else ["known by"]),
-        rows=rows,
+        *(columns[:-1] if noted else columns),
+        rows=[row[:-1] for row in rows] if noted else rows,
         rules=(len(rows) - 1,),
         tones={len(rows) - 1: "strong"},
-        notes=as_lines(*_reserved_words(explained, moment), *_free_words(explained, moment)),
+        notes=as_lines(*_reserved_words(explained, moment)),
     )
 
 
-def _known_by(certainty: dict[str, dict[Certainty, int]] | None, category: str) -> list[str]:
-    """By what a category is known, with the share of its bytes where it is by several; nothing for noted ones."""
-    if certainty is None:
-        return []
-    by = certainty.get(category, {})
-    together = sum(by.values())
-    if len(by) < 2:
-        return ["".join(by)]
-    return [", ".join(f"{how} {format_share(count / together)}" for how, count in by.items())]
-
-
-def _reserved_words(explained: Explained, moment: Moment) -> list[str]:
+def _reserved_words(explained: Explained, moment: Moment) -> Iterator[str]:
+    """What the allocator holds beside live memory, and how what is free between live blocks is cut up, which decides
+    whether it can serve anything."""
     held = moment.reserved
     if held is None:
-        return []
-    others = (
-        (held.awaiting_free_bytes, "awaiting another stream"),
-        (held.private_free_bytes, "free in private pools"),
+        return
+    beside = "".join(
+        f", {format_bytes(count)} {what}"
+        for count, what in (
+            (held.awaiting_free_bytes, "awaiting another stream"),
+            (held.private_free_bytes, "free in private pools"),
+        )
+        if count
     )
-    beside = "".join(f", {format_bytes(count)} {what}" for count, what in others if count)
     most = max(reserved for _, reserved in explained.replay.reserved)
     at_most = f" At most {format_bytes(most)} were." if most > held.reserved_bytes else ""
-    return [
+    yield (
         f"{format_bytes(held.reserved_bytes)} are reserved from the driver: {format_bytes(held.allocated_bytes)} "
         f"allocated, {format_bytes(held.cached_bytes)} cached in segments that hold nothing, "
         f"{format_bytes(held.fragmented_bytes)} free between live blocks (fragmentation){beside}.{at_most}"
-    ]
-
-
-def _free_words(explained: Explained, moment: Moment) -> list[str]:
-    """How the free memory between live blocks is cut up, which decides whether it can serve anything."""
+    )
     pieces = pieces_between(explained, moment.event)
-    if not pieces:
-        return []
-    together = f"What is free between live blocks lies in {counted(len(pieces), 'piece')}"
-    return [f"{together}, the longest of {format_bytes(max(pieces))}."]
+    if pieces:
+        count, longest = counted(len(pieces), "piece"), format_bytes(max(pieces))
+        yield f"What is free between live blocks lies in {count}, the longest of {longest}."
 
 
-def _new_segment_table(explained: Explained) -> list[Table]:
-    """Segments that the driver was asked for while as much was free in pieces."""
+def _history_tables(explained: Explained) -> Iterator[Table]:
+    """The peaks of the phases, and segments that the driver was asked for while as much was free in pieces."""
+    at = ("at ms", "ms of ns")
+    if explained.phases:
+        rows = [
+            (peak.phase, peak.peak_bytes, _share(peak.peak_bytes, explained.peak_bytes), peak.time_us * 1e3)
+            for peak in phase_peaks(explained)
+        ]
+        yield table_of("phase", ("peak", "B"), ("of the peak", "%"), at, rows=rows)
     found = new_segments(explained)
-    table = table_of(
-        "fragmentation: new segment for", ("requested", "B"), ("segment", "B"), ("longest free", "B"),
-        ("free together", "B"), ("at ms", "ms of ns"),
-        rows=[
-            (new.site, new.requested_bytes, new.segment_bytes, new.largest_free_bytes, new.free_bytes,
-             new.time_us * 1e3)
-            for new in found
-        ],
-    )  # fmt: skip
-    return [table] if found else []
+    if found:
+        yield table_of(
+            "fragmentation: new segment for", ("requested", "B"), ("segment", "B"), ("longest free", "B"),
+            ("free together", "B"), at,
+            rows=[
+                (new.site, new.requested_bytes, new.segment_bytes, new.largest_free_bytes, new.free_bytes,
+                 new.time_us * 1e3)
+                for new in found
+            ],
+        )  # fmt: skip
 
 
-def _phase_table(explained: Explained) -> list[Table]:
-    rows = [
-        (peak.phase, peak.peak_bytes, _share(peak.peak_bytes, explained.peak_bytes), peak.time_us * 1e3)
-        for peak in phase_peaks(explained)
-    ]
-    columns = ("phase", ("peak", "B"), ("of the peak", "%"), ("at ms", "ms of ns"))
-    return [table_of(*columns, rows=rows)] if explained.phases else []
-
-
-def _largest_table(moment: Moment) -> Table:
+def _alive_tables(explained: Explained, moment: Moment, stacks: int) -> Iterator[Table]:
+    """The largest allocations alive, the call stacks of some, the innermost call first, and all by line of code."""
     keys = ("block", "category", "name", "shape", "dtype", "operator", "site")
     alike_rows = moment.alive.group_by(keys, maintain_order=True).len().head(_LARGEST_SHOWN)
-    return table_of(
-        "largest alive, allocated at",
-        "tensor",
-        "category",
-        ("times", TEXT),
-        ("each", "B"),
-        rows=[
-            (row["site"], _tensor(row), row["category"], row["len"], row["block"])
-            for row in alike_rows.iter_rows(named=True)
-        ],
-    )
-
-
-def _stack_tables(explained: Explained, moment: Moment, count: int) -> list[Table]:
-    """The call stacks of the largest allocations, the innermost call first."""
-    return [
-        table_of(
+    columns = ("largest alive, allocated at", "tensor", "category", ("times", TEXT), ("each", "B"))
+    largest = [
+        (row["site"], _tensor(row), row["category"], row["len"], row["block"])
+        for row in alike_rows.iter_rows(named=True)
+    ]
+    yield table_of(*columns, rows=largest)
+    for i, row in enumerate(moment.alive.head(stacks).iter_rows(named=True), start=1):
+        yield table_of(
             f"{format_bytes(row['block'])}, {row['category']}: called from",
             rows=[(frame,) for frame in explained.stacks.frames(row["stack"])] or [("(no stack was recorded)",)],
             title=f"Stack {i}: {_tensor(row) or row['site']}",
         )
-        for i, row in enumerate(moment.alive.head(count).iter_rows(named=True), start=1)
-    ]
-
-
-def _site_table(moment: Moment) -> Table:
-    by_site = sites(moment.alive)
+    by_site, whole = sites(moment.alive), moment.allocated_bytes
     rows: list[tuple[Cell, ...]] = [
-        (
-            row["site"] or "(unknown)",
-            row["bytes"],
-            _share(row["bytes"], moment.allocated_bytes),
-            row["allocations"],
-            row["category"],
-        )
-        for row in by_site.head(_SITES_SHOWN).iter_rows(named=True)
+        (site or "(unknown)", held, _share(held, whole), count, category)
+        for site, held, count, category in by_site.head(_SITES_SHOWN).iter_rows()
     ]
     rest = by_site.tail(max(0, by_site.height - _SITES_SHOWN))
     if rest.height:
         held = int(rest["bytes"].sum())
-        share = _share(held, moment.allocated_bytes)
-        rows.append((f"{rest.height} more", held, share, int(rest["allocations"].sum()), ""))
-    return table_of(
+        rows.append((f"{rest.height} more", held, _share(held, whole), int(rest["allocations"].sum()), ""))
+    yield table_of(
         "all alive, by line", ("bytes", "B"), ("share", "%"), ("allocations", ","), "mostly",
         rows=rows, rules=(_SITES_SHOWN,) if rest.height else (),
     )  # fmt: skip

@@ -10,8 +10,8 @@ import polars as pl
 
 from stepscope.allocations.explain import OF_TENSORS, ROUNDING, Explained, allocated_curve, categories_of, changes_of
 from stepscope.allocations.prediction.caching_allocator import SMALL_SEGMENT
-from stepscope.allocations.replay import BEFORE, Contradiction, Replay, replay, segments_after
-from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment, Snapshot
+from stepscope.allocations.replay import BEFORE, Contradiction, replay, segments_after
+from stepscope.allocations.snapshot import ORDINARY, PoolId, Segment
 from stepscope.core.answer import Finding, Frame, Guide, Panel, Point, Span, Table, as_lines, note, table_of
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import CATEGORIES, MemoryCategory, PhaseSpan
@@ -139,22 +139,20 @@ class DeviceUse:
 
 def devices_of(explained: Explained) -> list[DeviceUse]:
     """What every device of the snapshot held, by its index."""
-    found = [_use(explained.snapshot, explained.replay)]
-    found += [_use(other, replay(other) if other.events else None) for other in explained.snapshot.others]
+    found: list[DeviceUse] = []
+    for snapshot in (explained.snapshot, *explained.snapshot.others):
+        replayed = explained.replay if snapshot is explained.snapshot else replay(snapshot) if snapshot.events else None
+        blocks = [block for segment in snapshot.segments for block in segment.blocks]
+        use = DeviceUse(
+            device=snapshot.device,
+            events=len(snapshot.events),
+            peak_bytes=replayed and replayed.peak_bytes,
+            reserved_peak_bytes=replayed and max(held for _, held in replayed.reserved),
+            allocated_bytes=sum(block.size for block in blocks if block.is_active),
+            reserved_bytes=sum(segment.total_size for segment in snapshot.segments),
+        )
+        found.append(use)
     return sorted(found, key=lambda use: use.device)
-
-
-def _use(snapshot: Snapshot, replayed: Replay | None) -> DeviceUse:
-    segments = snapshot.segments
-    ends = [block.size for segment in segments for block in segment.blocks if block.is_active]
-    return DeviceUse(
-        device=snapshot.device,
-        events=len(snapshot.events),
-        peak_bytes=replayed and replayed.peak_bytes,
-        reserved_peak_bytes=replayed and max(held for _, held in replayed.reserved),
-        allocated_bytes=sum(ends),
-        reserved_bytes=sum(segment.total_size for segment in segments),
-    )
 
 
 def device_table(explained: Explained) -> list[Table]:
@@ -205,7 +203,8 @@ class FreePiece(NamedTuple):
     """Whether it is a segment that holds nothing."""
 
 
-class NewSegment(NamedTuple):
+@dataclass(frozen=True, kw_only=True)
+class NewSegment:
     """A segment that was asked of the driver while as much memory was free in pieces."""
 
     time_us: int
@@ -245,20 +244,18 @@ def filled_segments(explained: Explained, event: int) -> list[tuple[Segment, lis
 
 def free_pieces(explained: Explained, event: int) -> list[FreePiece]:
     """The free memory after an event; empty where filled_segments is None."""
-    filled = filled_segments(explained, event) or []
-    return [piece for segment, blocks in filled for piece in _between(segment, blocks)]
-
-
-def _between(segment: Segment, blocks: list[Held]) -> list[FreePiece]:
-    ends = [segment.address, *(block.end for block in blocks)]
-    starts = [*(block.start for block in blocks), segment.end]
-    small = segment.total_size <= SMALL_SEGMENT if not segment.segment_type else segment.segment_type == "small"
-    pool = segment.segment_pool_id or ORDINARY
-    return [
-        FreePiece(bytes=start - end, small=small, stream=segment.stream, pool=pool, whole=not blocks)
-        for end, start in zip(ends, starts, strict=True)
-        if start > end
-    ]
+    found: list[FreePiece] = []
+    for segment, blocks in filled_segments(explained, event) or []:
+        ends = [segment.address, *(block.end for block in blocks)]
+        starts = [*(block.start for block in blocks), segment.end]
+        small = segment.total_size <= SMALL_SEGMENT if not segment.segment_type else segment.segment_type == "small"
+        pool = segment.segment_pool_id or ORDINARY
+        found += [
+            FreePiece(bytes=start - end, small=small, stream=segment.stream, pool=pool, whole=not blocks)
+            for end, start in zip(ends, starts, strict=True)
+            if start > end
+        ]
+    return found
 
 
 def pieces_between(explained: Explained, event: int) -> list[int]:

@@ -93,6 +93,6 @@ def command(
 ) -> None:
     """Where the memory went: the peak by category, tensor, line of code and block, every byte accounted for."""
     remembered = memory(file, at=at, device=device, stacks=stacks or 0, runs=runs)
-    from stepscope.allocations.answer import memory_as_json
+    from stepscope.allocations.answer import memory_document
 
-    shown.show(remembered.answer, document=lambda: memory_as_json(remembered.explained, remembered.moment), save=save)
+    shown.show(remembered.answer, document=lambda: memory_document(remembered.explained, remembered.moment), save=save)

@@ -374,9 +374,9 @@ def _show(run: Run, directory: Path, shown: Presentation, save: Path | None) -> 
 
             documents["trace"] = trace_as_json(traced.summary, traced.findings)
         if remembered is not None:
-            from stepscope.allocations.answer import memory_as_json
+            from stepscope.allocations.answer import memory_document
 
-            documents["memory"] = memory_as_json(remembered.explained, remembered.moment)
+            documents["memory"] = memory_document(remembered.explained, remembered.moment)
         text = encode_run(run).decode()
         return json_document({**msgspec.json.decode(text), **documents}) if documents else text
 
