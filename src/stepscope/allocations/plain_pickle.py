@@ -102,12 +102,8 @@ def read_plain_pickle(path: Path) -> object:
         raise InputError(f"{path}: no such file") from None
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from None
-    _try_apart(path, _LEAST_SECONDS + _most_bytes(path, size) // _BYTES_PER_SECOND)
-    return _load(path)
-
-
-def _try_apart(path: Path, seconds: int) -> None:
-    """Read the file in a process that is ended after so many seconds of work. Raises what it had to say."""
+    seconds = _LEAST_SECONDS + _most_bytes(path, size) // _BYTES_PER_SECOND
+    # First in a process that is ended after so many seconds of work, and says what is wrong.
     command = [sys.executable, "-P", "-m", __name__, str(path.absolute()), str(path), str(seconds)]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode == EXIT_WRONG_INPUT:
@@ -116,10 +112,11 @@ def _try_apart(path: Path, seconds: int) -> None:
         raise InputError(f"{path}: refused: reading it takes longer than a snapshot of its size can ({seconds} s)")
     if done.returncode != EXIT_DONE:
         raise InputError(f"{path}: refused: reading it ends the process that tries (code {done.returncode})")
+    return _load(path)
 
 
 def main() -> int:
-    """Read the pickle in argv[1] within the limits, for `_try_apart`. What is wrong with it goes to stdout."""
+    """Read the pickle in argv[1] within the limits, for `read_plain_pickle`. What is wrong with it goes to stdout."""
     import resource  # noqa: PLC0415 - not on every system
 
     path, named, seconds = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

@@ -16,8 +16,9 @@ Blocks are cut and merged by the rules of c10/cuda/CUDACachingAllocator.cpp:
 What holds under the default settings is stated once, where it is predicted (prediction/caching_allocator.py).
 """
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -190,6 +191,11 @@ def blocks_of(segments: list[Segment]) -> list[Allocation]:
     ]
 
 
+def _allocated(event: Event, block: int, alloc: int = BEFORE) -> Allocation:
+    """The allocation that an event makes or frees."""
+    return Allocation(address=event.addr, requested=event.size, block=block, alloc=alloc, stream=event.stream)
+
+
 def work_out_start(snapshot: Snapshot) -> tuple[list[Allocation], list[Segment], dict[int, int]]:
     """The layout when the history began, from what it shows: (its blocks, its segments, blocks of open end).
 
@@ -239,11 +245,9 @@ def blocks_at_start(snapshot: Snapshot) -> tuple[list[Allocation], set[int]]:
             if event.addr in live:
                 live.remove(event.addr)
             else:
-                free = None if event.action == "free_requested" else BEFORE
-                block = rounded(event.size, settings)
-                blocks.append(
-                    Allocation(address=event.addr, requested=event.size, block=block, free=free, stream=event.stream)
-                )
+                block = _allocated(event, rounded(event.size, settings))
+                block.free = None if event.action == "free_requested" else BEFORE
+                blocks.append(block)
             if event.action == "free_requested":
                 awaiting.add(event.addr)
         elif event.action == "free_completed":
@@ -286,10 +290,12 @@ def add_extent(held: dict[int, Segment], event: Event, pool: PoolId | None) -> N
 
 def without_extent(held: dict[int, Segment], start: int, end: int) -> tuple[dict[int, Segment], PoolId | None]:
     """The segments without a piece of one, and its pool. Raises Contradiction where it is no piece of any."""
-    around = _segment_round(held, start, end)
+    around = held.get(start)
+    if around is None or around.end < end:
+        around = next((s for s in held.values() if s.address <= start and end <= s.end), None)
     if around is None:  # pages of an expandable segment may have come one by one
         held = {segment.address: segment for segment in joined_segments(held)}
-        around = _segment_round(held, start, end)
+        around = next((s for s in held.values() if s.address <= start and end <= s.end), None)
     if around is None:
         raise Contradiction(f"{end - start} bytes of the driver's come or go at {start:#x}, outside of every segment")
     del held[around.address]
@@ -297,13 +303,6 @@ def without_extent(held: dict[int, Segment], start: int, end: int) -> tuple[dict
         if left < right:
             held[left] = msgspec.structs.replace(around, address=left, total_size=right - left, blocks=[])
     return held, around.segment_pool_id
-
-
-def _segment_round(held: dict[int, Segment], start: int, end: int) -> Segment | None:
-    exactly = held.get(start)
-    if exactly is not None and end <= exactly.end:
-        return exactly
-    return next((s for s in held.values() if s.address <= start and end <= s.end), None)
 
 
 def joined_segments(held: dict[int, Segment]) -> list[Segment]:
@@ -459,21 +458,19 @@ def _close(
     layout.free_from[address], layout.free_to[end] = end, address
 
 
-def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: int) -> list[str]:
+def _differences(snapshot: Snapshot, allocations: list[Allocation], reserved: int) -> Iterator[str]:
     """Sentences on where the outcome differs from the segments at the end. No difference proves the replay."""
     there = {a.address: a.block for a in blocks_of(snapshot.segments) if a.free is None}
     here = {a.address: a.block for a in allocations if a.free is None}
     held = sum(segment.total_size for segment in snapshot.segments)
-    faults: list[str] = []
     if here != there:
         differing = sum(here.get(address) != there.get(address) for address in here.keys() | there.keys())
-        faults.append(
+        yield (
             f"replayed, {sum(here.values())} bytes are allocated at the end; the segments say {sum(there.values())} "
             f"({differing} blocks differ)"
         )
     if reserved != held:
-        faults.append(f"replayed, {reserved} bytes are reserved at the end; the segments say {held}")
-    return faults
+        yield f"replayed, {reserved} bytes are reserved at the end; the segments say {held}"
 
 
 def segments_after(replayed: Replay, snapshot: Snapshot, event: int) -> list[Segment]:
@@ -508,8 +505,8 @@ def _follow_pools(snapshot: Snapshot, replayed: Replay, segments: list[Segment])
             at += 1
         if i == len(snapshot.events):
             break
-        start, size = snapshot.events[i].addr, snapshot.events[i].size
-        changes = held.give(start, size, replayed.given[i]) if i in replayed.given else held.take(start, size)
+        start, end = snapshot.events[i].addr, snapshot.events[i].addr + snapshot.events[i].size
+        changes = held.give(start, end, replayed.given[i]) if i in replayed.given else held.take(start, end)
         for pool, change in changes:
             history[pool].append((i, history[pool][-1][1] + change))
 
@@ -528,30 +525,25 @@ class _Extents:
         at = bisect_right(self._starts, address) - 1
         return self._of[self._starts[at]][1] if at >= 0 else ORDINARY
 
-    def give(self, start: int, size: int, pool: PoolId) -> list[tuple[PoolId, int]]:
+    def give(self, start: int, end: int, pool: PoolId) -> list[tuple[PoolId, int]]:
         """Add a stretch; returns the change of its pool."""
-        if size:
+        if start < end:
             insort(self._starts, start)
-            self._of[start] = (start + size, pool)
-        return [(pool, size)]
+            self._of[start] = (end, pool)
+        return [(pool, end - start)]
 
-    def take(self, start: int, size: int) -> list[tuple[PoolId, int]]:
+    def take(self, start: int, end: int) -> list[tuple[PoolId, int]]:
         """Remove a piece, of several stretches or of one; returns the change of each pool."""
-        end, changed = start + size, list[tuple[PoolId, int]]()
-        at = max(bisect_right(self._starts, start) - 1, 0)
-        while at < len(self._starts) and self._starts[at] < end:
-            left = self._starts[at]
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        changed: list[tuple[PoolId, int]] = []
+        for left in self._starts[first : bisect_left(self._starts, end)]:
             right, pool = self._of[left]
-            if right <= start:
-                at += 1
-                continue
-            del self._starts[at], self._of[left]
-            for piece, until in ((left, start), (end, right)):
-                if piece < until:
-                    insort(self._starts, piece)
-                    self._of[piece] = (until, pool)
-                    at += piece == left
-            changed.append((pool, max(left, start) - min(right, end)))
+            if right > start:
+                self._starts.remove(left)
+                del self._of[left]
+                self.give(left, start, pool)
+                self.give(end, right, pool)
+                changed.append((pool, max(left, start) - min(right, end)))
         return changed
 
 
@@ -573,14 +565,12 @@ def _without_blocks(snapshot: Snapshot) -> Replay:
             if event.addr in live:
                 start.faults.append(f"event {i} allocates {event.addr:#x}, where something is allocated")
                 live[event.addr].free = live[event.addr].completed = i
-            live[event.addr] = Allocation(
-                address=event.addr, requested=event.size, block=event.size, alloc=i, stream=event.stream
-            )
+            live[event.addr] = _allocated(event, event.size, i)
             allocations.append(live[event.addr])
         elif event.action == "free_requested":
             freed = live.pop(event.addr, None)
             if freed is None:
-                freed = Allocation(address=event.addr, requested=event.size, block=event.size, stream=event.stream)
+                freed = _allocated(event, event.size)
                 allocations.append(freed)
             freed.free = freed.completed = i
     return start
@@ -594,8 +584,8 @@ def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
     allocations = list({a.address: a for a in allocations}.values())
     live = {a.address: a for a in allocations if a.free is None}
     reserved = sum(segment.total_size for segment in snapshot.segments)
-    changes = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unmap": -1}
-    steps = [(i, e.size * changes[e.action]) for i, e in enumerate(snapshot.events) if e.action in changes]
+    steps = [(i, snapshot.events[i]) for i in snapshot.segment_events]
+    steps = [(i, event.size if event.action in GIVES else -event.size) for i, event in steps]
     reserved = max(0, reserved - sum(change for _, change in steps))
     history = [(BEFORE, reserved)]
     for i, change in steps:
@@ -605,10 +595,7 @@ def without_layout(snapshot: Snapshot, faults: list[str]) -> Replay:
             lost = live.pop(event.addr, None)
             if lost is not None:  # its free is missing from the history
                 lost.free = lost.completed = i
-            block = rounded(event.size, settings)
-            live[event.addr] = Allocation(
-                address=event.addr, requested=event.size, block=block, alloc=i, stream=event.stream
-            )
+            live[event.addr] = _allocated(event, rounded(event.size, settings), i)
             allocations.append(live[event.addr])
         elif event.action == "free_requested" and event.addr in live:
             freed = live.pop(event.addr)

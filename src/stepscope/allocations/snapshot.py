@@ -166,22 +166,16 @@ def read_snapshot(path: Path, *, device: int | None = None) -> Snapshot:
     Without `device` the one that held most at one time, of those with a history. Raises InputError, in one line with
     the file and the remedy, for a pickle that is none, holds no history, or has no such device.
     """
-    file = find_snapshot(path)
-    with without_collector():
-        return snapshot_from(read_plain_pickle(file), str(path), device=device)
-
-
-def find_snapshot(path: Path) -> Path:
-    """The file itself, or the snapshot that a run directory holds."""
     try:
-        if not path.is_dir():
-            return path
-        if (path / MEMORY_FILE).is_file():
-            return path / MEMORY_FILE
+        file = path / MEMORY_FILE if path.is_dir() else path
+        is_empty = path.is_dir() and not file.is_file()
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    remedy = " (measure it again with --record memory)" if (path / RUN_FILE).exists() else ""
-    raise InputError(f"{path}: this directory holds no memory snapshot, {MEMORY_FILE}{remedy}")
+    if is_empty:
+        remedy = " (measure it again with --record memory)" if (path / RUN_FILE).exists() else ""
+        raise InputError(f"{path}: this directory holds no memory snapshot, {MEMORY_FILE}{remedy}")
+    with without_collector():
+        return snapshot_from(read_plain_pickle(file), str(path), device=device)
 
 
 def snapshot_from(content: object, source: str, *, device: int | None = None) -> Snapshot:
@@ -208,18 +202,22 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
 
     def of_device(index: int) -> Snapshot:
         events = _events(traces[index] if index < len(traces) else [], f"device_traces[{index}]", source)
+        # Times never fall: the events' order is the allocator's, and clocks of two cores may differ by a little.
+        # Histories of PyTorch 2.0 have no times: places in the history stand for them.
+        has_times = bool(events and events[-1].time_us)
+        times = list(accumulate((event.time_us for event in events), max)) if has_times else list(range(len(events)))
         return Snapshot(
             source=source,
             device=index,
             devices=devices,
             events=events,
-            times=_rising(events),
+            times=times,
             segments=_of_device(segments, index, source),
             segments_before=None if before is None else _of_device(before, index, source),
             settings=settings,
             annotations=[each for each in annotations if each.device in (index, -1)],
             notes=notes,
-            has_times=bool(events and events[-1].time_us),
+            has_times=has_times,
         )
 
     found = [of_device(index) for index in devices]
@@ -319,16 +317,6 @@ def _of_device(segments: list[Segment], device: int, source: str) -> list[Segmen
         end = segment.end
         found.append(msgspec.structs.replace(segment, blocks=blocks))
     return found
-
-
-def _rising(events: list[Event]) -> list[int]:
-    """Times of the events. Their order is the allocator's; clocks of two cores may differ by a little.
-
-    Histories of PyTorch 2.0 have no times: places in the history stand for them.
-    """
-    if not events or not events[-1].time_us:
-        return list(range(len(events)))
-    return list(accumulate((event.time_us for event in events), max))
 
 
 # Stacks of a snapshot: each kept once, with the line that tells most and what its frames give away.
@@ -518,13 +506,7 @@ class Stacks:
         number = self._frame_of_id.get(id(raw))
         if number is not None:
             return number
-        try:
-            frame = msgspec.convert(raw, Frame)
-        except (msgspec.ValidationError, OverflowError, UnicodeEncodeError) as fault:
-            at = "frames[...]"
-            message = one_line(fault).replace("`$", f"`{at}")
-            message += "" if at in message else f" - at `{at}`"
-            raise InputError(f"{self._source}: no memory snapshot that can be read: {message}") from None
+        frame = _convert(raw, Frame, self._source, "frames[...]")
         number = self._frame_of.get(frame)
         if number is None:
             number = self._frame_of[frame] = len(self._frames)
@@ -541,33 +523,19 @@ class Stacks:
         """The line that tells most: the innermost of the user's own code, else of a library, else of PyTorch. Where
         autograd runs below all Python, or on a thread without, the operator whose backward it is."""
         first = next((i for i, number in enumerate(frames) if self._frame_signs[number] & _PYTHON), len(frames))
-        node = self._node(frames[:first])
-        if node:
-            return node
+        for number in frames[:first]:
+            if node := _NODE.search(self._frames[number].name):
+                return f"{AUTOGRAD}, of {node[1]}"
         for unwanted in _LESS_TELLING:
             for number in frames:
                 signs = self._frame_signs[number]
                 if signs & _PYTHON and not signs & unwanted:
                     frame = self._frames[number]
-                    return printable(f"{_short(frame.filename)}:{frame.line} {frame.name}")
-        return self._native(frames)
-
-    def _native(self, frames: tuple[int, ...]) -> str:
-        """The name for a stack without Python frames: the outermost operator, else the outermost frame."""
+                    last_two = "/".join(frame.filename.replace("\\", "/").split("/")[-2:])
+                    return printable(f"{last_two}:{frame.line} {frame.name}")
+        # A stack without Python frames has the name of the outermost operator, else of the outermost frame.
         names = [self._frames[number].name for number in frames]
         operator = next((found[1] for name in reversed(names) if (found := _OPERATOR.search(name))), None)
         if any(self._frame_signs[number] & Sign.BACKWARD for number in frames):
             return f"{AUTOGRAD}, {operator}" if operator else AUTOGRAD
         return printable((operator or names[-1])[:_LONGEST_NAME]) if names else ""
-
-    def _node(self, frames: tuple[int, ...]) -> str:
-        for number in frames:
-            found = _NODE.search(self._frames[number].name)
-            if found:
-                return f"{AUTOGRAD}, of {found[1]}"
-        return ""
-
-
-def _short(path: str) -> str:
-    """The last two parts of a path."""
-    return "/".join(path.replace("\\", "/").split("/")[-2:])
