@@ -13,13 +13,12 @@ import polars as pl
 
 from stepscope.allocations.at_moment import (
     Moment,
-    device_table,
     devices_of,
+    holder_tables,
     new_segments,
     phase_peaks,
     pieces_between,
     pool_finding,
-    pool_table,
     timeline_panel,
 )
 from stepscope.allocations.explain import Explained, certainty_of
@@ -285,7 +284,7 @@ def answer_memory(explained: Explained, moment: Moment, stacks: int = 0) -> Answ
     growth = growth_of(explained)
     findings = memory_findings(explained, growth)
     tables = [text(*_moment_words(explained, moment)), _category_table(explained, moment), *growth_tables(growth)]
-    tables += [*pool_table(moment.pools), *device_table(explained), *_history_tables(explained)]
+    tables += [*holder_tables(explained, moment.pools), *_history_tables(explained)]
     if moment.alive.height:
         tables += _alive_tables(explained, moment, stacks)
     tables += _block_tables([block for block in saved_by_block(explained) if block.saved_bytes])

@@ -2,7 +2,7 @@
 
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -153,22 +153,6 @@ def devices_of(explained: Explained) -> list[DeviceUse]:
         )
         found.append(use)
     return sorted(found, key=lambda use: use.device)
-
-
-def device_table(explained: Explained) -> list[Table]:
-    """The devices of a snapshot of several; none for one."""
-    if not explained.snapshot.others:
-        return []
-    table = table_of(
-        "device", ("peak allocated", "B"), ("peak reserved", "B"), ("allocated at the end", "B"),
-        ("reserved at the end", "B"), ("events", ","),
-        rows=[
-            (f"{use.device}{' (this one)' if use.device == explained.snapshot.device else ''}", use.peak_bytes,
-             use.reserved_peak_bytes, use.allocated_bytes, use.reserved_bytes, use.events)
-            for use in devices_of(explained)
-        ],
-    )  # fmt: skip
-    return [table]
 
 
 # Fragmentation of a caching allocator's memory: what is free and yet of no use, and what had to be asked for beside.
@@ -360,20 +344,29 @@ def pools_at(explained: Explained, event: int) -> tuple[PoolUse, ...]:
     )  # fmt: skip
 
 
-def pool_table(pools: tuple[PoolUse, ...]) -> list[Table]:
-    """What each pool held at a moment, and its peaks; none where all memory is of the ordinary pool."""
-    if len(pools) < 2:
-        return []
-    table = table_of(
-        "pool", ("allocated", "B"), ("reserved", "B"), ("free", "B"), ("peak allocated", "B"), ("peak reserved", "B"),
-        rows=[
-            (f"private {use.pool}" if use.private else "ordinary", use.allocated_bytes, use.reserved_bytes,
-             use.free_bytes, use.peak_allocated_bytes, use.peak_reserved_bytes)
-            for use in pools
-        ],
-        notes=as_lines("What is free in a private pool serves only what is allocated in that pool."),
-    )  # fmt: skip
-    return [table]
+def holder_tables(explained: Explained, pools: tuple[PoolUse, ...]) -> Iterator[Table]:
+    """What each of several pools held at a moment, and each of several devices at its end, with their peaks."""
+    if len(pools) > 1:
+        yield table_of(
+            "pool", ("allocated", "B"), ("reserved", "B"), ("free", "B"), ("peak allocated", "B"),
+            ("peak reserved", "B"),
+            rows=[
+                (f"private {use.pool}" if use.private else "ordinary", use.allocated_bytes, use.reserved_bytes,
+                 use.free_bytes, use.peak_allocated_bytes, use.peak_reserved_bytes)
+                for use in pools
+            ],
+            notes=as_lines("What is free in a private pool serves only what is allocated in that pool."),
+        )  # fmt: skip
+    if explained.snapshot.others:
+        yield table_of(
+            "device", ("peak allocated", "B"), ("peak reserved", "B"), ("allocated at the end", "B"),
+            ("reserved at the end", "B"), ("events", ","),
+            rows=[
+                (f"{use.device}{' (this one)' if use.device == explained.snapshot.device else ''}", use.peak_bytes,
+                 use.reserved_peak_bytes, use.allocated_bytes, use.reserved_bytes, use.events)
+                for use in devices_of(explained)
+            ],
+        )  # fmt: skip
 
 
 def pool_finding(explained: Explained) -> Finding | None:

@@ -208,15 +208,11 @@ def _by_lifetime(table: pl.DataFrame) -> pl.DataFrame:
         ((stage == FORWARD) & unfinished, "saved for backward", "guess"),
         ((stage != "") & ~outlives, "temporaries", "lifetime"),
     ]
-    return table.with_columns(
-        category=_first_of(rules, 1, "temporaries"),
-        sure=_first_of(rules, 2, "guess"),
+    category, sure = (
+        pl.coalesce([pl.when(rule[0]).then(pl.lit(rule[which])) for rule in rules] + [pl.lit(otherwise)])
+        for which, otherwise in ((1, "temporaries"), (2, "guess"))
     )
-
-
-def _first_of(rules: list[tuple[pl.Expr, str, Certainty]], which: int, otherwise: str) -> pl.Expr:
-    """The category or certainty of the first rule that fits."""
-    return pl.coalesce([pl.when(rule[0]).then(pl.lit(rule[which])) for rule in rules] + [pl.lit(otherwise)])
+    return table.with_columns(category=category, sure=sure)
 
 
 def _has(column: str, sign: Sign) -> pl.Expr:

@@ -16,6 +16,12 @@ def growth_finding(growth: MemoryGrowth) -> Finding | None:
     first, bytes_a_step = growth.left[0], growth.bytes_a_step
     held = f", held by {first.kept_by}" if first.kept_by else ""
     most = f"{format_bytes(first.bytes_a_step)} of it" if len(growth.left) > 1 else "all of it"
+    if first.kept_by.startswith(("the graph of", "a graph")):
+        remedy = "keep loss.item() or .detach(), never a tensor with its graph; run what is not trained under no_grad()"
+    elif first.kept_by:
+        remedy = "empty it, keep the last few only, or keep .detach().cpu()"
+    else:
+        remedy = "stepscope memory --at end --stacks 3 shows where the largest come from"
     say = note if bytes_a_step < SMALL_GROWTH else warning
     return say(
         "memory-grows",
@@ -27,16 +33,8 @@ def growth_finding(growth: MemoryGrowth) -> Finding | None:
             "first": first.site,
             "kept_by": first.kept_by or None,
         },
-        _remedy(first),
+        remedy,
     )
-
-
-def _remedy(first: LeftBehind) -> str:
-    if first.kept_by.startswith(("the graph of", "a graph")):
-        return "keep loss.item() or .detach(), never a tensor with its graph; run what is not trained under no_grad()"
-    if first.kept_by:
-        return "empty it, keep the last few only, or keep .detach().cpu()"
-    return "stepscope memory --at end --stacks 3 shows where the largest come from"
 
 
 def growth_tables(growth: MemoryGrowth | None) -> list[Table]:
@@ -45,18 +43,16 @@ def growth_tables(growth: MemoryGrowth | None) -> list[Table]:
         return []
     names = ["before the first", *(f"step {i}" for i in range(1, len(growth.ends)))]
     changes = [None, *(later - earlier for earlier, later in zip(growth.ends, growth.ends[1:], strict=False))]
-    said: list[str] = []
-    if growth.collected_bytes:
-        said.append(
-            f"{format_bytes(growth.collected_bytes)} were then freed by Python's garbage collector: circles of objects "
-            "held them, which it finds now and then."
-        )
+    collected = (
+        f"{format_bytes(growth.collected_bytes)} were then freed by Python's garbage collector: circles of objects "
+        "held them, which it finds now and then."
+    )
     ends = table_of(
         "allocated at the end of",
         ("allocated", "B"),
         ("change", "B"),
         rows=list(zip(names, growth.ends, changes, strict=True)),
-        notes=as_lines(*said),
+        notes=as_lines(collected) if growth.collected_bytes else (),
     )
     if not growth.left:
         return [ends]
@@ -68,7 +64,7 @@ def growth_tables(growth: MemoryGrowth | None) -> list[Table]:
              one.bytes_a_step, f"{one.tensors_a_step:g}")
             for one in shown
         ],
-        notes=as_lines(*([f"{len(growth.left) - SHOWN} more lines grow."] if len(growth.left) > SHOWN else [])),
+        notes=as_lines(f"{len(growth.left) - SHOWN} more lines grow.") if len(growth.left) > SHOWN else (),
     )  # fmt: skip
     return [ends, left]
 

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.allocations.planning.answer import scaling, sensitivity, stops_at
-from stepscope.allocations.planning.search import Machine, Question, Space, divisors, search
+from stepscope.allocations.planning.search import Machine, Question, Space, search
 from stepscope.allocations.planning.times import rates_of
-from stepscope.allocations.prediction.fit import budget_of_memory, fit
+from stepscope.allocations.prediction.fit import budget_of_memory, divisors, fit
 from stepscope.allocations.prediction.layouts import RankMemory
 from stepscope.core.device_spec import DATASHEET, NETWORKS
 from stepscope.core.formulas.transformer import PlannedModel

@@ -230,7 +230,18 @@ def _tables(planning: Planning) -> Iterable[Table]:
             yield _memory_table(best.needs, planning)
         if plan.question.ranks > 1:
             yield _traffic_table(best, planning)
-    yield _refusals(plan)
+    grids = [(reason, "ways to share out ranks", count) for reason, count in plan.refused.items()]
+    layouts = [(reason, "layouts", count) for reason, count in plan.too_large.items()]
+    rows = [*sorted(grids, key=lambda row: -row[2]), *sorted(layouts, key=lambda row: -row[2])]
+    fitting = f"{plan.fitting:,} of {counted(plan.layouts, 'layout')} fit, of {plan.grids:,} ways to share out "
+    yield table_of(
+        ("why not", PROSE),
+        "what",
+        ("how many", ","),
+        title="Why others are not",
+        rows=rows,
+        notes=as_lines(f"{fitting}{counted(plan.question.ranks, 'rank')}."),
+    )
     if planning.scaled:
         yield _scaling_table(planning)
     if planning.sensitive:
@@ -377,19 +388,6 @@ def _traffic_table(best: Planned, planning: Planning) -> Table:
         rows=rows,
         notes=as_lines("Bytes by the formulas of nccl-tests; seconds by latency and bandwidth, hidden or not."),
     )  # fmt: skip
-
-
-def _refusals(plan: Plan) -> Table:
-    grids = [(reason, "ways to share out ranks", count) for reason, count in plan.refused.items()]
-    layouts = [(reason, "layouts", count) for reason, count in plan.too_large.items()]
-    rows = [*sorted(grids, key=lambda row: -row[2]), *sorted(layouts, key=lambda row: -row[2])]
-    said = (
-        f"{plan.fitting:,} of {counted(plan.layouts, 'layout')} fit, of {plan.grids:,} ways to share out "
-        f"{counted(plan.question.ranks, 'rank')}."
-    )
-    return table_of(
-        ("why not", PROSE), "what", ("how many", ","), title="Why others are not", rows=rows, notes=as_lines(said)
-    )
 
 
 def _scaling_table(planning: Planning) -> Table:

@@ -10,7 +10,7 @@ import msgspec
 
 from stepscope.allocations.planning.times import Clock, Rates, StepTime, rates_of
 from stepscope.allocations.prediction.estimate import estimate
-from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, will_fit
+from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, divisors, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
 from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
 from stepscope.core.device_spec import DeviceSpec, Network
@@ -165,13 +165,6 @@ class Space:
             ("data parallel ranks do not divide the batch", question.workload.batch_size % grid.data),
         )
         return next((reason for reason, fault in faults if fault), "")
-
-
-@functools.lru_cache(maxsize=4096)
-def divisors(number: int) -> tuple[int, ...]:
-    """All divisors, the smallest first."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 # Checkpointing between `selective` and `attention`: how many blocks can keep what their products return.

@@ -58,9 +58,16 @@ _OF_CUDA_GRAPHS = (
 def answer_fit(fit: AnyFit) -> Answer:
     """The Answer on whether a step fits, with its peak's parts, the peaks of the phases and plans; without a budget, on
     its peak alone."""
-    tables = [text(_verdict(fit), *_doubts(fit), *_sizes(fit)), _category_table(fit), _phase_table(fit.estimate)]
+    tables = [text(_verdict(fit), *_doubts(fit), *_sizes(fit)), _category_table(fit)]
+    phases = {
+        **_by_phase(fit.estimate),
+        "reserved by the allocator": _phases(fit.estimate).reserved_peak or None,
+        "in the host's memory": (fit.estimate.host_bytes if isinstance(fit.estimate, MemoryEstimate) else None) or None,
+    }
+    rows = [row for row in phases.items() if row[1] is not None]
+    tables.append(table_of("phase by phase", ("memory", "B"), rows=rows))
     if fit.workload.sizes is not None:
-        tables += _reasons(fit.workload)
+        tables += [text(sentence) for sentence in _reasons(fit.workload)]
     if fit.workload.compile in ("reduce-overhead", "max-autotune") or fit.workload.graph == "step":
         tables.append(text(Line(_OF_CUDA_GRAPHS, "care")))
     if fit.fits is False:
@@ -173,15 +180,6 @@ def _by_phase(estimate: MemoryEstimate | FakeEstimate) -> dict[str, int | None]:
     }
 
 
-def _phase_table(estimate: MemoryEstimate | FakeEstimate) -> Table:
-    figures = {
-        **_by_phase(estimate),
-        "reserved by the allocator": _phases(estimate).reserved_peak or None,
-        "in the host's memory": (estimate.host_bytes or None) if isinstance(estimate, MemoryEstimate) else None,
-    }
-    return table_of("phase by phase", ("memory", "B"), rows=[row for row in figures.items() if row[1] is not None])
-
-
 def answer_second(first: MemoryEstimate | FakeEstimate, second: FakeEstimate) -> Answer:
     """The Answer with the prediction by the symbolic model beside the one by fake tensors."""
     others = {**_by_phase(second), "peak": second.peak_bytes}
@@ -199,14 +197,9 @@ def answer_second(first: MemoryEstimate | FakeEstimate, second: FakeEstimate) ->
     return Answer(study="fit", question="", tables=(table,))
 
 
-def _reasons(workload: TextbookWorkload) -> list[Table]:
-    """The bytes of a step that formulas know, multiplied out, and the largest part of its peak."""
-    reason = _largest_part(workload)
-    return [text(state_formula(workload)), *([text(reason)] if reason else [])]
-
-
-def state_formula(workload: TextbookWorkload) -> str:
-    """A sentence with the bytes that a step needs for each parameter, at any batch size, multiplied out."""
+def _reasons(workload: TextbookWorkload) -> Iterator[str]:
+    """The bytes that a step needs for each parameter, at any batch size, multiplied out, and what is largest of what
+    its blocks keep."""
     count = parameter_count(workload.model)
     precision = PRECISIONS[workload.dtype]
     parts = {"parameters": precision.weights}
@@ -219,13 +212,9 @@ def state_formula(workload: TextbookWorkload) -> str:
     terms = [f"{name} {each} B x {count:,} = {format_bytes(each * count)}" for name, each in parts.items()]
     each = sum(parts.values())
     together = f"; together {each} B x {count:,} = {format_bytes(each * count)}" if len(terms) > 1 else ""
-    return f"At any batch size: {' + '.join(terms)}{together}."
-
-
-def _largest_part(workload: TextbookWorkload) -> str:
-    """A sentence that names the largest part of the peak."""
+    yield f"At any batch size: {' + '.join(terms)}{together}."
     if workload.phase == "forward" or workload.checkpointing != "none":
-        return ""
+        return
     kept = kept_by_block(workload)
     block = sum(tensor.total_bytes for tensor in kept)
     largest = kept[0]
@@ -237,19 +226,16 @@ def _largest_part(workload: TextbookWorkload) -> str:
     if squares:
         square = sum(tensor.total_bytes for tensor in squares)
         count = sum(tensor.count for tensor in squares)
+        each = max(squares, key=lambda tensor: tensor.bytes_each)
+        alike = all(tensor.bytes_each == each.bytes_each for tensor in squares)
         words += (
             f"; {format_share(square / block)} of it are the {count} tensors of attention with {_product(squares[0])} "
-            f"elements ({_size(squares)}), which grow with the square of the sequence"
+            f"elements (x {each.itemsize} B = {format_bytes(each.bytes_each)} {'each' if alike else 'at most'}), which "
+            "grow with the square of the sequence"
         )
     else:
         words += f"; the largest tensors have {_product(largest)} elements"
-    return words + ". `stepscope fit --tensors` lists them all."
-
-
-def _size(tensors: Sequence[KeptTensor]) -> str:
-    largest = max(tensors, key=lambda tensor: tensor.bytes_each)
-    same = all(tensor.bytes_each == largest.bytes_each for tensor in tensors)
-    return f"x {largest.itemsize} B = {format_bytes(largest.bytes_each)} {'each' if same else 'at most'}"
+    yield words + ". `stepscope fit --tensors` lists them all."
 
 
 def _product(tensor: KeptTensor) -> str:
@@ -304,18 +290,15 @@ def answer_tensors(workload: TextbookWorkload, kept: Sequence[KeptTensor]) -> An
         (f"{config.layers} blocks", "", "", None, config.layers * together),
     ]
     columns = ("kept for backward by", "shape", ("size of each", TEXT), ("times", TEXT), ("together", "B"))
-    again = (
-        [f"With checkpointing {workload.checkpointing} a block has all of this only while backward runs it again."]
-        if workload.checkpointing != "none"
-        else []
-    )
-    table = table_of(*columns, rows=rows, rules=(len(kept),), notes=as_lines(*again))
-    said = _answer("What does a block keep for backward?", workload, [table])
+    again = f"With checkpointing {workload.checkpointing} a block has all of this only while backward runs it again."
+    notes = as_lines(again) if workload.checkpointing != "none" else ()
+    table = table_of(*columns, rows=rows, rules=(len(kept),), notes=notes)
+    answer = _answer("What does a block keep for backward?", workload, [table])
     formula = (
         f"A tensor of the residual stream is B x S x M = {batch} x {workload.seq_len} x {config.d_model} elements "
         f"of {residual} bytes = {format_bytes(stream)}."
     )
-    return msgspec.structs.replace(said, lead=(*said.lead, Line(formula)))
+    return msgspec.structs.replace(answer, lead=(*answer.lead, Line(formula)))
 
 
 def answer_largest(found: Sequence[Largest], said: str) -> Answer:

@@ -7,7 +7,6 @@ the sizes follow from the model's code; the allocator's rules and the library's 
 
 import functools
 import math
-from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
@@ -291,26 +290,20 @@ class SymbolicStep:
         _average = self._ledger.storage(size)
 
     def _make_optimizer_state(self) -> None:
-        itemsize = moment_bytes(self._workload)
+        """training/optimizer.py: both moments of each parameter. In one launch: moments in blocks; of kernels/adamw.py
+        the tables of tensors and of chunks, and three times four numbers in fp64."""
+        elements = [parameter.elements for parameter in self._model.parameters]
         if self._workload.optimizer in OF_ONE_LAUNCH:
-            self._make_state_of_one_launch()
-            return
-        for parameter in self._model.parameters:
-            for _ in range(2):
-                self._resident.append(self._stay(parameter.elements * itemsize, "optimizer state"))
-            if self._workload.optimizer == "adamw-fused":
-                self._resident.append(self._stay(4, "optimizer state"))  # its count of steps
-
-    def _make_state_of_one_launch(self) -> None:
-        """training/optimizer.py: both moments in blocks. kernels/adamw.py: the tables of tensors and of chunks,
-        and three times four numbers in fp64."""
-        numbers = [2 * aligned_numbers(p.elements) for p in self._model.parameters]
-        sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]
-        tensors = len(self._model.parameters)
-        chunks = sum(-(-p.elements // _CHUNK) for p in self._model.parameters)
-        sizes += [8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32]
-        if self._workload.clip is not None:
-            sizes += [4 * min(chunks, _SUMS), 8]
+            numbers = [2 * aligned_numbers(count) for count in elements]
+            sizes = [4 * sum(numbers[i] for i in places) for places in moment_blocks(numbers)]
+            tensors, chunks = len(elements), sum(-(-count // _CHUNK) for count in elements)
+            sizes += [8 * tensors, 4 * tensors, 4 * chunks, 8 * chunks, 5 * 8 * tensors, 32, 32, 32]
+            if self._workload.clip is not None:
+                sizes += [4 * min(chunks, _SUMS), 8]
+        else:
+            itemsize = moment_bytes(self._workload)
+            counts = [4] if self._workload.optimizer == "adamw-fused" else []  # its count of steps
+            sizes = [size for count in elements for size in (count * itemsize, count * itemsize, *counts)]
         self._resident += [self._stay(size, "optimizer state") for size in sizes]
 
     def _release_gradients(self) -> None:
@@ -386,9 +379,17 @@ def kept_by_block(workload: TextbookWorkload) -> tuple[KeptTensor, ...]:
     tape = Tape(Ledger(), recording=True)
     x = model.embedding(tape)
     out = model.block(tape, x, model.blocks[0])
+    nodes: dict[int, Node] = {}
+    waiting: list[Node | Parameter | None] = [out.node]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Node) and node.number not in nodes:
+            nodes[node.number] = node
+            waiting += node.inputs
     operators: dict[int, list[str]] = {}
     storages: dict[int, Storage] = {}
-    for node in _nodes(out.node):
+    for number in sorted(nodes, reverse=True):
+        node = nodes[number]
         for storage in node.saved:
             storages[id(storage)] = storage
             operators.setdefault(id(storage), []).insert(0, node.operator)
@@ -398,19 +399,6 @@ def kept_by_block(workload: TextbookWorkload) -> tuple[KeptTensor, ...]:
         counts[tensor] = counts.get(tensor, 0) + 1
     kept = [msgspec.structs.replace(tensor, count=count) for tensor, count in counts.items()]
     return tuple(sorted(kept, key=lambda tensor: (-tensor.total_bytes, tensor.operators)))
-
-
-def _nodes(root: Node | Parameter | None) -> Iterator[Node]:
-    """The nodes below, the last made first."""
-    seen: dict[int, Node] = {}
-    waiting = [root]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Node) and node.number not in seen:
-            seen[node.number] = node
-            waiting += node.inputs
-    for number in sorted(seen, reverse=True):
-        yield seen[number]
 
 
 def _described(workload: TextbookWorkload, storage: Storage, operators: tuple[str, ...]) -> KeptTensor:

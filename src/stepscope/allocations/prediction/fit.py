@@ -4,6 +4,7 @@ There is one search, over what a Predictor says of a step: `SymbolicPredictor` w
 and `engine/fake_module.py` for a user's module, whose code runs on fake tensors.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -48,11 +49,8 @@ class Budget(msgspec.Struct, frozen=True, kw_only=True):
 
 def budget_of_memory(memory_bytes: int) -> Budget:
     """A budget for PyTorch's allocator alone, as `stepscope run --memory` enforces one."""
-    return Budget(
-        total_bytes=memory_bytes,
-        usable_bytes=memory_bytes,
-        said=f"{format_bytes(memory_bytes)} for PyTorch's allocator",
-    )
+    said = f"{format_bytes(memory_bytes)} for PyTorch's allocator"
+    return Budget(total_bytes=memory_bytes, usable_bytes=memory_bytes, said=said)
 
 
 def budget_of_device(name: str) -> Budget:
@@ -343,9 +341,8 @@ Lever = tuple[Change, ...]
 
 def setting(words: str, option: str, value: str | int) -> Change:
     """The change that one option makes."""
-    return Change(
-        change=words, options=f"{option} {value}", fields={option.removeprefix("--").replace("-", "_"): value}
-    )
+    field = option.removeprefix("--").replace("-", "_")
+    return Change(change=words, options=f"{option} {value}", fields={field: value})
 
 
 SELECTIVE = setting("checkpointing that keeps matrix products", "--checkpointing", "selective")
@@ -364,11 +361,15 @@ def mixed(checkpointing: str) -> Change:
 
 def micro_batches(batch: int, accumulation: int, most: int) -> Lever:
     """The batch in more equal micro-batches than it has, up to the most."""
-    small = [d for d in range(1, math.isqrt(batch) + 1) if batch % d == 0]
-    divisors = sorted({*small, *(batch // d for d in small)})
-    return tuple(
-        setting(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in divisors if accumulation < n <= most
-    )
+    counts = (n for n in divisors(batch) if accumulation < n <= most)
+    return tuple(setting(f"{n} micro-batches of {batch // n}", "--accumulation", n) for n in counts)
+
+
+@functools.lru_cache(maxsize=4096)
+def divisors(number: int) -> tuple[int, ...]:
+    """All divisors, the smallest first."""
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
 
 
 def together(changes: Iterable[Change]) -> Change:
@@ -411,12 +412,9 @@ def _groups(workload: Workload) -> Lever:
         sizes = [k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k * k <= 2 * workload.layers]
     else:
         sizes = [1] if workload.checkpointing == "none" else []
+    words = {k: "every block" if k == 1 else f"every {k} blocks together" for k in sizes}
     return tuple(
-        setting(
-            "checkpointing of every block" if k == 1 else f"checkpointing of every {k} blocks together",
-            "--checkpointing",
-            f"every-{k}",
-        )
+        setting(f"checkpointing of {words[k]}", "--checkpointing", f"every-{k}")
         for k in sizes
         if k != group_of(workload.checkpointing)
     )
@@ -609,11 +607,8 @@ def largest_that_fits(workload: TextbookWorkload, budget: Budget) -> Largest:
         guess = largest(1, lambda n: will_surely_fit(sized(n), budget))
         return step * largest(guess, lambda n: will_fit(sized(n), budget))
 
-    return Largest(
-        workload=workload,
-        batch_size=with_size("batch_size", micro),
-        seq_len=with_size("seq_len", SEQUENCE_STEP),
-    )
+    batch, length = with_size("batch_size", micro), with_size("seq_len", SEQUENCE_STEP)
+    return Largest(workload=workload, batch_size=batch, seq_len=length)
 
 
 def largest(guess: int, fits: Callable[[int], bool]) -> int:

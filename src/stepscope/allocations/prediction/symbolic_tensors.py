@@ -9,6 +9,7 @@ import contextlib
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Protocol
 
 from stepscope.core.evidence import CATEGORIES
@@ -91,10 +92,6 @@ class Ledger:
         self.live[_ROUNDING] -= block - size
         self.total -= block
 
-    def move(self, size: int, before: int, after: int) -> None:
-        self.live[before] -= size
-        self.live[after] += size
-
     def _leave_peak(self) -> None:
         """Copy the live bytes when a peak ends, not at each step up to it."""
         if self._at_peak_now:
@@ -116,7 +113,8 @@ class Storage:
         self._ledger.free(self._block)
 
     def become(self, category: int) -> None:
-        self._ledger.move(self.bytes, self.category, category)
+        self._ledger.live[self.category] -= self.bytes
+        self._ledger.live[category] += self.bytes
         self.category = category
 
     def save(self) -> None:
@@ -193,13 +191,14 @@ class Node:
         self.saved = ()
 
 
+@dataclass(slots=True, eq=False)
 class Tensor:
     """A storage, its number and size of elements, and the node or parameter that made it."""
 
-    __slots__ = ("elements", "itemsize", "node", "storage")
-
-    def __init__(self, storage: Storage, elements: int, itemsize: int, node: "Node | Parameter | None") -> None:
-        self.storage, self.elements, self.itemsize, self.node = storage, elements, itemsize, node
+    storage: Storage
+    elements: int
+    itemsize: int
+    node: "Node | Parameter | None"
 
 
 class Segment:
