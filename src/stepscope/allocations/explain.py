@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import msgspec
 import polars as pl
@@ -544,38 +544,6 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
         places.append(place)
     start, times = snapshot.start_us, snapshot.times
     pools = {pool: i for i, pool in enumerate(replayed.by_pool)}
-    table = pl.DataFrame(
-        {
-            "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
-            "free_event": [a.free for a in allocations],
-            "completed_event": [a.completed for a in allocations],
-            "alloc_us": [times[a.alloc] - start if a.alloc != BEFORE else None for a in allocations],
-            "free_us": [times[a.free] - start if a.free is not None and a.free >= 0 else None for a in allocations],
-            "address": [a.address for a in allocations],
-            "requested": [a.requested for a in allocations],
-            "block": [a.block for a in allocations],
-            "stream": [a.stream for a in allocations],
-            "pool": [pools.get(a.pool, 0) for a in allocations],
-            "phase": [place.phase for place in places],
-            "module": [place.module for place in places],
-            "part": [place.part for place in places],
-            "stack": numbers,
-            "site": [
-                _site(stacks.sites[number], place, allocation.alloc)
-                for number, place, allocation in zip(numbers, places, allocations, strict=True)
-            ],
-            "signs": [stacks.signs[number] for number in numbers],
-        },
-        schema={
-            **dict.fromkeys(("alloc_event", "free_event", "completed_event", "alloc_us", "free_us"), pl.Int64),
-            **dict.fromkeys(("address", "requested", "block", "stream"), pl.Int64),
-            "pool": pl.Int32,
-            **dict.fromkeys(("phase", "module", "part"), pl.String),
-            "stack": pl.Int32,
-            "site": pl.String,
-            "signs": pl.Int32,
-        },
-    )
     spans = [-1] * len(events)
     """For each event the place of its phase, the last begun of several; -1 outside of all."""
     for i, span in enumerate(phases):
@@ -584,14 +552,33 @@ def _table(snapshot: Snapshot, replayed: Replay, stacks: Stacks, phases: tuple[P
     names = {-1: "", **{i: span.name for i, span in enumerate(phases)}}
     in_span = [spans[a.alloc] if a.alloc != BEFORE else -1 for a in allocations]
     freed_in_span = [spans[a.free] if a.free is not None and a.free != BEFORE else -1 for a in allocations]
-    return table.with_columns(
-        phase=pl.Series(
-            [place.phase or names[span] for place, span in zip(places, in_span, strict=True)], dtype=pl.String
-        ),
-        free_phase=pl.Series([names[span] for span in freed_in_span], dtype=pl.String),
-        span=pl.Series(in_span, dtype=pl.Int32),
-        free_span=pl.Series(freed_in_span, dtype=pl.Int32),
-    )
+    columns: dict[str, list[Any]] = {
+        "alloc_event": [a.alloc if a.alloc != BEFORE else None for a in allocations],
+        "free_event": [a.free for a in allocations],
+        "completed_event": [a.completed for a in allocations],
+        "alloc_us": [times[a.alloc] - start if a.alloc != BEFORE else None for a in allocations],
+        "free_us": [times[a.free] - start if a.free is not None and a.free >= 0 else None for a in allocations],
+        "address": [a.address for a in allocations],
+        "requested": [a.requested for a in allocations],
+        "block": [a.block for a in allocations],
+        "stream": [a.stream for a in allocations],
+        "pool": [pools.get(a.pool, 0) for a in allocations],
+        "phase": [place.phase or names[span] for place, span in zip(places, in_span, strict=True)],
+        "module": [place.module for place in places],
+        "part": [place.part for place in places],
+        "stack": numbers,
+        "site": [
+            _site(stacks.sites[number], place, allocation.alloc)
+            for number, place, allocation in zip(numbers, places, allocations, strict=True)
+        ],
+        "signs": [stacks.signs[number] for number in numbers],
+        "free_phase": [names[span] for span in freed_in_span],
+        "span": in_span,
+        "free_span": freed_in_span,
+    }
+    texts, small = ("phase", "module", "part", "site", "free_phase"), ("pool", "stack", "signs", "span", "free_span")
+    types = {**dict.fromkeys(columns, pl.Int64), **dict.fromkeys(texts, pl.String), **dict.fromkeys(small, pl.Int32)}
+    return pl.DataFrame(columns, schema=types)
 
 
 def _site(of_stack: str, place: Place, alloc: int) -> str:
@@ -666,10 +653,14 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
     there = pl.Series([i in noted for i in range(table.height)], dtype=pl.Boolean)
     crosses = (pl.col("phase") == FORWARD) & (pl.col("free_phase") == BACKWARD)
     unfinished = any(event.action == "oom" for event in snapshot.events)
-    modules = pl.Series([note.module for note in notes], dtype=pl.String)
+
+    def texts(name: str) -> pl.Series:
+        return pl.Series([getattr(note, name) for note in notes], dtype=pl.String)
+
+    modules = texts("module")
     table = table.with_columns(
         category=pl.when(there)
-        .then(pl.Series([note.category for note in notes], dtype=pl.String))
+        .then(texts("category"))
         .when(crosses)
         .then(pl.lit("saved for backward"))
         .when(pl.col("free_event").is_not_null())
@@ -682,12 +673,10 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         .when(pl.lit(unfinished) & (pl.col("phase") != ""))
         .then(pl.lit("temporaries"))
         .otherwise(pl.lit("workspaces")),
-        name=pl.Series([note.name for note in notes], dtype=pl.String),
         shape=pl.Series(
             [list(note.shape) if i in noted else None for i, note in enumerate(notes)], dtype=pl.List(pl.Int64)
         ),
-        dtype=pl.Series([note.dtype for note in notes], dtype=pl.String),
-        operator=pl.Series([note.operator for note in notes], dtype=pl.String),
+        **{name: texts(name) for name in ("name", "dtype", "operator")},
         module=pl.when(modules != "").then(modules).otherwise(pl.col("module")),
     )
     return table, lost

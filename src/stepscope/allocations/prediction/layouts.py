@@ -40,7 +40,7 @@ from stepscope.allocations.prediction.symbolic_tensors import (
     Tape,
     Tensor,
 )
-from stepscope.core.checkpointing import OFFLOAD, Span, of_fewer_layers, spans_of
+from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, spans_of
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.communication import Bytes
 from stepscope.core.formulas.transformer import (
@@ -707,7 +707,7 @@ class RankMemory:
             reduced_bytes=sizes.gradients,
         )
 
-    def _stage(self, layout: Layout, stage: "_RankStage") -> Stage:
+    def _stage(self, layout: Layout, stage: _RankStage) -> Stage:
         """The stage as one rank of the layout runs it for a micro-batch."""
         pure = self.workload.dtype in _MIXED and SHARDINGS[layout.sharding].in_compute_dtype
         workload = msgspec.structs.replace(
@@ -724,67 +724,56 @@ class RankMemory:
             last=stage.last, gradients=stage.gradients, shards=stage.shards,
         )  # fmt: skip
 
-    def _stage_needs(self, layout: Layout, stage: "_RankStage", exactly: bool) -> StageNeeds:
+    def _stage_needs(self, layout: Layout, stage: _RankStage, exactly: bool) -> StageNeeds:
         if exactly:
             return stage_needs(self._stage(layout, stage))
         if stage.shards is not None:
-            return self._of_units(layout, stage, stage.shards)
+            # Where parameters come and go, the needs follow from those where they are there: the stage is the same for
+            # every number of ranks. Forward has two blocks and what is outside whole; backward has a block's gradients
+            # and those of what is outside on their way besides.
+            shards, whole = stage.shards, msgspec.structs.replace(stage, shards=None, gradients="elsewhere")
+            plain = self._stage_needs(layout, whole, False)
+            gathered = (2 * shards.block + shards.root) * shards.gathered_bytes
+            both = gathered + (shards.block + shards.root) * shards.reduced_bytes
+            return msgspec.structs.replace(
+                plain,
+                forward=plain.forward + gathered,
+                backward=plain.backward + both,
+                gathered_forward=gathered,
+                gathered_backward=both,
+            )
         key = self._key(layout, stage)
         if key not in self._known:
             self._known[key] = self._by_corners(layout, stage)
         return self._known[key]
 
-    def _of_units(self, layout: Layout, stage: "_RankStage", shards: Shards) -> StageNeeds:
-        """The needs where parameters come and go, from those where they are there: the stage is the same for every
-        number of ranks. Forward has two blocks and what is outside whole; backward has a block's gradients and those of
-        what is outside on their way besides."""
-        plain = self._stage_needs(layout, msgspec.structs.replace(stage, shards=None, gradients="elsewhere"), False)
-        gathered = (2 * shards.block + shards.root) * shards.gathered_bytes
-        both = gathered + (shards.block + shards.root) * shards.reduced_bytes
-        return msgspec.structs.replace(
-            plain,
-            forward=plain.forward + gathered,
-            backward=plain.backward + both,
-            gathered_forward=gathered,
-            gathered_backward=both,
-        )
+    def _key(self, layout: Layout, stage: _RankStage) -> tuple[object, ...]:
+        dtype = SHARDINGS[layout.sharding].in_compute_dtype
+        return layout.tensor, layout.context, layout.micro_batch, layout.checkpointing, stage, dtype
 
-    def _key(self, layout: Layout, stage: "_RankStage") -> tuple[object, ...]:
-        return (
-            layout.tensor,
-            layout.context,
-            layout.micro_batch,
-            layout.checkpointing,
-            stage,
-            SHARDINGS[layout.sharding].in_compute_dtype,
-        )
-
-    def _by_corners(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
+    def _by_corners(self, layout: Layout, stage: _RankStage) -> StageNeeds:
         """The needs by interpolation between few and more blocks, one sequence and two."""
         spans = spans_of(layout.checkpointing, stage.blocks)
         if stage.blocks <= _FEW_BLOCKS or any(span.on_host for span in spans):
             return self._by_tokens(layout, stage)
         if len(spans) > 1:
-            return self._of_unlike(layout, stage, spans)
+            # The needs of two spans of blocks follow from those of a block of each, and of one more of either.
+            first, last = (span.blocks for span in spans)
+            low, longer_first, longer_last = (
+                self._by_tokens(
+                    msgspec.structs.replace(layout, checkpointing=f"selective-{count}"),
+                    msgspec.structs.replace(stage, blocks=blocks),
+                )
+                for blocks, count in ((2, 1), (3, 1), (3, 2))
+            )
+            return _interpolated(_interpolated(low, longer_first, first - 1), longer_last, last - 1, beyond=low)
         low, high = (
             self._by_tokens(layout, msgspec.structs.replace(stage, blocks=count))
             for count in (_FEW_BLOCKS - 1, _FEW_BLOCKS)
         )
         return _interpolated(low, high, stage.blocks - _FEW_BLOCKS + 1)
 
-    def _of_unlike(self, layout: Layout, stage: "_RankStage", spans: tuple[Span, ...]) -> StageNeeds:
-        """The needs of two spans of blocks, from those of a block of each, and of one more of either."""
-        first, last = (span.blocks for span in spans)
-        low, longer_first, longer_last = (
-            self._by_tokens(
-                msgspec.structs.replace(layout, checkpointing=f"selective-{count}"),
-                msgspec.structs.replace(stage, blocks=blocks),
-            )
-            for blocks, count in ((2, 1), (3, 1), (3, 2))
-        )
-        return _interpolated(_interpolated(low, longer_first, first - 1), longer_last, last - 1, beyond=low)
-
-    def _by_tokens(self, layout: Layout, stage: "_RankStage") -> StageNeeds:
+    def _by_tokens(self, layout: Layout, stage: _RankStage) -> StageNeeds:
         """The needs of so many tokens, for fused attention from those of a whole sequence and of two."""
         if not self._linear:
             return stage_needs(self._stage(layout, stage))
