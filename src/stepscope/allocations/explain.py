@@ -514,7 +514,16 @@ def explain(snapshot: Snapshot) -> Explained:
                 "No notes of stepscope are in this snapshot: categories are by evidence (phases, stacks, lifetimes).",
                 *([said] if said else []),
             ]
-        table = _with_shapes(snapshot, table.drop(*_ON_THE_WAY, strict=False))
+        table = table.drop(*_ON_THE_WAY, strict=False)
+        workload = snapshot.notes.workload if snapshot.notes else None
+        if (shapes := by_sizes(workload, shapes_by_size) if workload is not None else None) is not None:
+            # Of allocations without a note.
+            known = pl.DataFrame(
+                {"requested": list(shapes), "by_size": [list(shape) for shape in shapes.values()]},
+                schema={"requested": pl.Int64, "by_size": pl.List(pl.Int64)},
+            )
+            table = table.join(known, on="requested", how="left", maintain_order="left")
+            table = table.with_columns(shape=pl.coalesce("shape", "by_size")).drop("by_size")
     return Explained(
         snapshot=snapshot, replay=replayed, allocations=table, stacks=stacks, phases=phases, notes=tuple(remarks)
     )
@@ -680,23 +689,6 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
         module=pl.when(modules != "").then(modules).otherwise(pl.col("module")),
     )
     return table, lost
-
-
-def _with_shapes(snapshot: Snapshot, table: pl.DataFrame) -> pl.DataFrame:
-    """The table with shapes inferred from sizes, for allocations without a note."""
-    workload = snapshot.notes.workload if snapshot.notes else None
-    shapes = by_sizes(workload, shapes_by_size) if workload is not None else None
-    if shapes is None:
-        return table
-    known = pl.DataFrame(
-        {"requested": list(shapes), "by_size": [list(shape) for shape in shapes.values()]},
-        schema={"requested": pl.Int64, "by_size": pl.List(pl.Int64)},
-    )
-    return (
-        table.join(known, on="requested", how="left", maintain_order="left")
-        .with_columns(shape=pl.coalesce("shape", "by_size"))
-        .drop("by_size")
-    )
 
 
 def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]) -> list[str]:

@@ -361,30 +361,25 @@ def replay(snapshot: Snapshot) -> Replay:
     """Follow the events from the layout at the start, known or worked out, to the segments at the end."""
     if not snapshot.has_segments:
         return _without_blocks(snapshot)
-    replayed = _with_blocks(snapshot)
-    if replayed.segments is not None:
-        _follow_pools(snapshot, replayed, replayed.segments)
-    return replayed
-
-
-def _with_blocks(snapshot: Snapshot) -> Replay:
-    faults: list[str] = []
+    replayed, faults = None, list[str]()
     if snapshot.segments_before is not None:
         known = Replay(allocations=blocks_of(snapshot.segments_before), reserved=[], start_known=True)
         try:
-            _run(snapshot, known, snapshot.segments_before, {})
-            if not known.faults:
-                return known
-            faults = known.faults
+            faults = _run(snapshot, known, snapshot.segments_before, {}).faults
         except Contradiction as fault:
             faults = [str(fault)]
-        faults = [f"the layout written down for the start does not fit the events ({faults[0]})"]
-    try:
-        blocks, segments, open_ended = work_out_start(snapshot)
-        worked_out = Replay(allocations=blocks, reserved=[], start_known=False, faults=faults)
-        return _run(snapshot, worked_out, segments, open_ended)
-    except Contradiction as fault:
-        return without_layout(snapshot, [*faults, str(fault)])
+        replayed = None if faults else known
+        faults = [f"the layout written down for the start does not fit the events ({fault})" for fault in faults[:1]]
+    if replayed is None:
+        try:
+            blocks, segments, open_ended = work_out_start(snapshot)
+            worked_out = Replay(allocations=blocks, reserved=[], start_known=False, faults=faults)
+            replayed = _run(snapshot, worked_out, segments, open_ended)
+        except Contradiction as fault:
+            replayed = without_layout(snapshot, [*faults, str(fault)])
+    if replayed.segments is not None:
+        _follow_pools(snapshot, replayed, replayed.segments)
+    return replayed
 
 
 def _run(  # noqa: PLR0912 - a branch for each kind of event, in the loop that all events pass

@@ -20,7 +20,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 from stepscope.allocations.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
@@ -148,46 +147,9 @@ class ScaledProducts:
         return [tape.storage(elements), scale]
 
 
-# Blocks that keep what they keep for backward in the host's memory, in symbolic tensors: `training/checkpointing.py`,
-# whose copies hold the device's memory until they are made.
-
-
-T = TypeVar("T")
-
-
-def run_offloading(
-    tape: Tape, x: Tensor, blocks: Iterable[tuple[Span, Sequence[T]]], run: Callable[[Tape, Tensor, T], Tensor]
-) -> Tensor:
-    """All blocks, one after another, which keep what `selective` does. What is offloaded of a block comes back when
-    backward reaches the next block that offloads, and that of the last, when it reaches the blocks."""
-    leaving: deque[_Offloaded | None] = deque()
-    last: _Offloaded | None = None
-
-    def fetching(block: _Offloaded, tape: Tape, gradient: Storage) -> Sequence[Storage]:
-        """The backward of what a block returns, before the block's own."""
-        while leaving:
-            if (other := leaving.popleft()) is not None:
-                other.leave()
-        block.fetch(tape)
-        return (gradient,)
-
-    for span, block in ((span, block) for span, groups in blocks for block in groups):
-        segment = Segment(lambda tape, x, block=block: run(tape, x, block), x, KEPT_OPERATORS["selective"])
-        x = tape.run(segment)
-        offloaded = _Offloaded(segment) if span.on_host else None
-        leaving.append(offloaded)
-        if len(leaving) > BLOCKS_ON_THE_WAY and (other := leaving.popleft()) is not None:
-            other.leave()
-        if offloaded is not None:
-            tape.offloaded += sum(storage.bytes for storage in segment.kept)
-            if last is not None:
-                x = tape.alias("Fetch", x, partial(fetching, last))
-            last = offloaded
-    return x if last is None else tape.alias("Fetch", x, partial(fetching, last))
-
-
 class _Offloaded:
-    """What one segment keeps, but for the last of it, which backward does not ask for."""
+    """What a block keeps for backward in the host's memory (`training/checkpointing.py`, whose copies hold the device's
+    until they are made): all that its segment keeps but the last, which backward does not ask for."""
 
     def __init__(self, segment: Segment) -> None:
         segment.kept.pop().release()
@@ -292,7 +254,7 @@ class SymbolicModel:
         """All blocks, which keep what the workload says, as in training/checkpointing.py."""
         blocks = list(grouped(self.blocks, self.workload.spans))
         if tape.recording and any(span.on_host for span, _ in blocks):
-            return run_offloading(tape, x, blocks, self._run_group)
+            return self._run_offloading(tape, x, blocks)
         for span, groups in blocks:
             alike, grown = range(2, len(groups) - 2) if self.abridged else range(0), list[int]()
             for number, group in enumerate(groups):
@@ -301,6 +263,36 @@ class SymbolicModel:
                 if number == 1:
                     grown = [after - earlier for after, earlier in zip(tape.ledger.live, before, strict=True)]
         return x
+
+    def _run_offloading(
+        self, tape: Tape, x: Tensor, blocks: Iterable[tuple[Span, Sequence[Sequence[BlockParameters]]]]
+    ) -> Tensor:
+        """All blocks, one after another, which keep what `selective` does. What is offloaded of a block comes back when
+        backward reaches the next block that offloads, and that of the last, when it reaches the blocks."""
+        leaving: deque[_Offloaded | None] = deque()
+        last: _Offloaded | None = None
+
+        def fetching(block: _Offloaded, tape: Tape, gradient: Storage) -> Sequence[Storage]:
+            """The backward of what a block returns, before the block's own."""
+            while leaving:
+                if (other := leaving.popleft()) is not None:
+                    other.leave()
+            block.fetch(tape)
+            return (gradient,)
+
+        for span, group in ((span, group) for span, groups in blocks for group in groups):
+            segment = Segment(partial(self._run_group, blocks=group), x, KEPT_OPERATORS["selective"])
+            x = tape.run(segment)
+            offloaded = _Offloaded(segment) if span.on_host else None
+            leaving.append(offloaded)
+            if len(leaving) > BLOCKS_ON_THE_WAY and (other := leaving.popleft()) is not None:
+                other.leave()
+            if offloaded is not None:
+                tape.offloaded += sum(storage.bytes for storage in segment.kept)
+                if last is not None:
+                    x = tape.alias("Fetch", x, partial(fetching, last))
+                last = offloaded
+        return x if last is None else tape.alias("Fetch", x, partial(fetching, last))
 
     def _run(self, tape: Tape, x: Tensor, group: Sequence[BlockParameters], span: Span) -> Tensor:
         if span.checkpointing == "none":
