@@ -1,88 +1,12 @@
-"""`stepscope study NAME`: questions with an answer of their own, which is made, or read from a file, and shown."""
+"""`stepscope study NAME`: questions with an answer of their own."""
 
-import functools
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import typer
 
-from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
 from stepscope.app.cli.verb import Verbs, study_now
-from stepscope.core.answer import Answer, decode_answer
-from stepscope.core.environment import require_room_for_torch
-from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
-from stepscope.core.files import read_named
-from stepscope.core.options import Alone, Verb, verb
+from stepscope.core.options import Verb
 from stepscope.questions.question import Question
-
-if TYPE_CHECKING:
-    from stepscope.engine.request import Tell
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answering:
-    """What becomes of the answer of one study."""
-
-    study: str
-    shown: Presentation
-    save: Path | None = None
-
-    def run(self, answer_of: "Callable[[Tell], Answer]") -> None:
-        """Make the answer, under a display, and show it. One that ended early shows what it has, and ends the command
-        with the code of an interrupt, or of a device that failed."""
-        with stdout_kept_clean(), progress() as tell:
-            answer = answer_of(tell)
-        self.show(answer)
-        if any(finding.kind == "interrupted" for finding in answer.findings):
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if any(finding.kind == "ended-early" for finding in answer.findings):
-            raise typer.Exit(EXIT_DEVICE_FAILED)
-
-    def read(self, path: Path) -> None:
-        """Show an answer that --json wrote."""
-        answer = decode_answer(read_named(path), str(path))
-        if answer.study != self.study:
-            raise InputError(f"{path} is of the study {answer.study}: read it with `stepscope study {answer.study}`")
-        self.show(answer)
-
-    def show(self, answer: Answer) -> None:
-        self.shown.show(answer, save=self.save)
-
-
-def study_verb(
-    study: str, *examples: str, plot: bool = True, **defaults: str
-) -> Callable[[Callable[..., Answer]], Verb]:
-    """A decorator that makes a verb of a function that answers: its options, and those that every study has.
-
-    A parameter `tell` of the function is no option: it is told of progress. plot: whether the answer has curves.
-    """
-    shared = inspect.signature(_every_study).parameters.values()
-
-    def make(measure: Callable[..., Answer]) -> Verb:
-        parameters = inspect.signature(measure).parameters
-
-        @functools.wraps(measure)
-        def run(*, from_: Path | None, shown: Presentation, save: Path | None = None, **options: Any) -> None:
-            answering = Answering(study=study, shown=shown, save=save)
-            if from_ is not None:
-                answering.read(from_)
-            else:
-                require_room_for_torch()
-                answering.run(lambda tell: measure(**options, **({"tell": tell} if "tell" in parameters else {})))
-
-        stated = [parameter for parameter in parameters.values() if parameter.name != "tell"]
-        stated += [parameter for parameter in shared if plot or parameter.name != "save"]
-        run.__signature__ = inspect.Signature(stated)  # type: ignore[attr-defined]
-        return verb(f"study {study}", *examples, conflicts=(Alone("--from"),), **defaults)(run)
-
-    return make
-
-
-def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:
-    """The options of every study, as the parameters of a verb."""
 
 
 class _Studies(Verbs):
@@ -185,11 +109,13 @@ class _Studies(Verbs):
         ),
     }
 
-    def verb_at(self, place: str) -> Verb:
+    @staticmethod
+    def verb_of(registered: Any) -> Verb:
         """The verb of a Question, or a verb itself."""
-        registered: Any = super().verb_at(place)
         if not isinstance(registered, Question):
             return registered
+        from stepscope.app.cli.questions import study_verb
+
         make = study_verb(registered.name, *registered.examples, plot=registered.has_curves, **registered.defaults)
         return make(registered.measure)
 

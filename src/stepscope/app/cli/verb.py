@@ -101,9 +101,7 @@ def _options_of(
                 option = _shared_option(plain, verb.name)
             assert option is not None, f"{verb.name}: no option {name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
-            kinds: tuple[Any, ...] = (annotation, *get_args(annotation))
-            is_several = any(get_origin(kind) is tuple for kind in kinds)
-            makers[name] = add(option, is_several, default, verb.defaults)
+            makers[name] = add(option, _is_several(annotation), default, verb.defaults)
     return parameters, options, lambda values: takes(**{name: maker(values) for name, maker in makers.items()})
 
 
@@ -121,6 +119,10 @@ def _shared_option(name: str, verb: str) -> Option | None:
 
         lines = [option for option in OF_A_WORKLOAD if option.name == name and verb in (option.verbs or (verb,))]
     return max(lines, key=lambda option: len(option.verbs) > 0, default=None)
+
+
+def _is_several(annotation: Any) -> bool:
+    return any(get_origin(kind) is tuple for kind in (annotation, *get_args(annotation)))
 
 
 def _is_path(option: Option) -> bool:
@@ -325,12 +327,16 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _BuiltWhenAsked(self.verbs, self.commands, self.verb_at)
+        self.commands = _BuiltWhenAsked(self.verbs, self.commands, self._verb_at)
 
-    def verb_at(self, place: str) -> Verb:
-        """The verb that a line of the table names."""
+    def _verb_at(self, place: str) -> Verb:
         module, _, record = place.partition(":")
-        return getattr(importlib.import_module(f"{self.home}{module}"), record or "command")
+        return self.verb_of(getattr(importlib.import_module(f"{self.home}{module}"), record or "command"))
+
+    @staticmethod
+    def verb_of(registered: Any) -> Verb:
+        """The verb that a line of the table names."""
+        return registered
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}

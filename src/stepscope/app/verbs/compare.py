@@ -32,8 +32,8 @@ class Compared(Shown):
     @property
     def changes(self) -> "dict[str, Change | None]":
         """By cell: how many times as long the second side takes, and its interval."""
-        pairs = zip(self.comparison.pairs, self.comparison.changes, strict=True)
-        return {pair.label: change for pair, change in pairs}
+        found = zip(self.comparison.pairs, self.comparison.changes, strict=True)
+        return {pair.label: change for pair, change in found}
 
     @property
     def slower(self) -> list[str]:

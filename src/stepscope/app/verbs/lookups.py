@@ -18,14 +18,16 @@ Again = Annotated[bool, Option("Measure anew even if ceilings are stored.", MEAS
 @verb("device", "stepscope device", "stepscope device --from results/h200/device.json")
 def device(*, device: str, again: Again = False, from_: Path | None, shown: Presentation) -> None:
     """Name the device, its datasheet peaks, and the ceilings measured on it (stored for later runs)."""
-    from stepscope.questions.device import answer_device, study_device
-
     if from_ is None:
+        from stepscope.questions.device import study_device
+
         with stdout_kept_clean(), progress() as tell:
             report = study_device(device, again, tell)
     else:
         kind = "report of `stepscope device --json`"
         report = decode_document(read_named(from_), DeviceReport, str(from_), holds=kind)
+    from stepscope.questions.device import answer_device
+
     shown.show(answer_device(report), document=lambda: json_document(report))
 
 

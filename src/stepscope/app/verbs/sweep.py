@@ -278,10 +278,10 @@ def finished_answer(places: tuple[Path, ...], wanted: Mapping[str, object]) -> P
     return places[0]
 
 
-def wanted_runs(choices_by_field: Mapping[str, tuple[Any, ...] | None]) -> dict[str, tuple[Any, ...]]:
+def wanted_runs(given: Mapping[str, tuple[Any, ...] | None]) -> dict[str, tuple[Any, ...]]:
     """Which runs of a folder are wanted, by a field of the workload; a field that is not named keeps all."""
     choices = {"dtype": DTYPES, "phase": PHASES, "attention": attention_names()}
-    wanted = {field: values for field, values in choices_by_field.items() if values is not None}
+    wanted = {field: values for field, values in given.items() if values is not None}
     for field, values in wanted.items():
         for value in values:
             choose(value, choices.get(field, (value,)), field)

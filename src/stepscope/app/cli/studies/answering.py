@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stepscope.app.cli.output import Presentation, warn
-from stepscope.app.cli.study import Answering
+from stepscope.app.cli.questions import Answering
 from stepscope.app.verbs.sweep import (
     captured,
     finished_answer,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.app.cli.output import Presentation, stdout_kept_clean, warn
+from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.steps import STUDY, check_only, read_steps
-from stepscope.app.cli.study import Answering
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DEVICE_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError

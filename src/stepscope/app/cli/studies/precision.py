@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Annotated, Any
 
-from stepscope.app.cli.study import study_verb
+from stepscope.app.cli.questions import study_verb
 from stepscope.app.verbs.run import options_in
 from stepscope.core import interrupts
 from stepscope.core.answer import Answer

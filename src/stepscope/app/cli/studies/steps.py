@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from stepscope.app.cli.output import Presentation, draw, emit, json_line, warn
+from stepscope.app.cli.questions import Answering
 from stepscope.app.cli.studies.answering import AskedSteps, AskedStepsOfAny, Comparing
-from stepscope.app.cli.study import Answering
 from stepscope.app.verbs.sweep import finished_answer, stored_runs
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError, choose
