@@ -39,10 +39,6 @@ FaultHere = Callable[[Attention, str], str | None]
 """A function (name, device type) -> what a machine lacks for the implementation, or None; `fault_here` is one."""
 
 
-def _no_fault(_name: Attention, _device_type: str) -> None:
-    """No fault, as on a machine that lacks nothing: predictions are about another machine than this one."""
-
-
 def find_fault(name: Attention, call: AttentionCall, here: FaultHere = fault_here) -> str | None:
     """Why the implementation cannot run this call on the machine; None where it can. The name is not `auto`."""
     return ATTENTIONS[name].fault(call) or here(name, call.device_type)
@@ -90,7 +86,7 @@ def predicted_attention(workload: TextbookWorkload, device_type: str) -> Attenti
 
     Raises InputError where it is not: the symbolic model does not know what such a step keeps, or makes on the way.
     """
-    name = attention_of(workload, device_type, here=_no_fault)
+    name = attention_of(workload, device_type, here=lambda _name, _device: None)  # about a machine that lacks nothing
     predicted = _predicted(workload)
     if name not in predicted:
         step = "a step" if workload.compile == "eager" else "a compiled step"

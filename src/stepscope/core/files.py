@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import stat
 from collections.abc import Collection
 from pathlib import Path
@@ -11,6 +12,8 @@ import msgspec
 
 from stepscope.core.errors import InputError, one_line
 from stepscope.core.units import MIB, format_bytes
+
+T = TypeVar("T", bound=msgspec.Struct)
 
 LARGEST_DOCUMENT_BYTES = 64 * MIB
 """The largest file that is loaded whole: a run, an answer, a report. Those that stepscope writes have a few MiB.
@@ -81,6 +84,20 @@ def cache_directory() -> Path | None:
     return home / ".cache/stepscope" if home else None
 
 
+def cache_file(kind: str, device_name: str, build: str) -> Path | None:
+    """The file of caches for what was measured of a device under one build of a package; None without a home."""
+    caches = cache_directory()
+    return caches / f"{kind}-{re.sub('[^A-Za-z0-9.+-]+', '_', f'{device_name}-{build}')}.json" if caches else None
+
+
+def read_cached(path: Path | None, what: type[T]) -> T | None:
+    """What a file of caches holds; None where there is nothing that can be read: then it is measured again."""
+    try:
+        return msgspec.json.decode(read_document(path), type=what) if path else None
+    except (InputError, OSError, ValueError, RecursionError):
+        return None
+
+
 def replace_file(path: Path | None, content: bytes) -> bool:
     """Write the file in one step, so that nobody reads half of it. False where there is no place to keep it."""
     if path is None:
@@ -98,9 +115,6 @@ def replace_file(path: Path | None, content: bytes) -> bool:
 
 
 # JSON documents that stepscope writes and reads again: one codec, which checks them and names where they came from.
-
-
-T = TypeVar("T", bound=msgspec.Struct)
 
 
 def json_document(value: object) -> str:

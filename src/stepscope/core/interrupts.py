@@ -223,13 +223,12 @@ def _importing(frame: FrameType | None) -> bool:
 
 
 def _try_again_soon() -> None:
-    _signal.signal(_signal.SIGALRM, _handle_again)
+    def handle_again(_number: int, frame: FrameType | None) -> None:
+        if _state.received is not None and not _state.raised:
+            _state.reaction(_state.received, frame)
+
+    _signal.signal(_signal.SIGALRM, handle_again)
     _signal.setitimer(_signal.ITIMER_REAL, _AGAIN_S)
-
-
-def _handle_again(_number: int, frame: FrameType | None) -> None:
-    if _state.received is not None and not _state.raised:
-        _state.reaction(_state.received, frame)
 
 
 def _raise_what_was_lost(unraisable: "sys.UnraisableHookArgs") -> None:

@@ -54,20 +54,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"head_dim is {self.head_dim} (d_model {self.d_model} / heads {self.heads}): "
                 "rotary embedding rotates pairs, so it must be even"
             )
-        if self.kv_heads is not None:
-            self._check_kv_heads(self.kv_heads)
+        kv_heads = self.kv_heads
+        if kv_heads is not None:
+            whole_number(kv_heads, "kv_heads", 1, 2**24)
+            if self.heads % kv_heads:
+                raise InputError(
+                    f"kv_heads {kv_heads} do not divide heads {self.heads}: "
+                    f"choose one of {', '.join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)}"
+                )
+            if kv_heads == self.heads:
+                msgspec.structs.force_setattr(self, "kv_heads", None)  # one experiment has one key
         if not isinstance(self.tied, bool):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise InputError(f"tied is {self.tied!r}: it must be true or false")
-
-    def _check_kv_heads(self, kv_heads: int) -> None:
-        whole_number(kv_heads, "kv_heads", 1, 2**24)
-        if self.heads % kv_heads:
-            raise InputError(
-                f"kv_heads {kv_heads} do not divide heads {self.heads}: "
-                f"choose one of {', '.join(str(n) for n in range(1, self.heads + 1) if self.heads % n == 0)}"
-            )
-        if kv_heads == self.heads:
-            msgspec.structs.force_setattr(self, "kv_heads", None)  # one experiment has one key
 
     @property
     def head_dim(self) -> int:

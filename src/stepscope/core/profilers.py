@@ -4,7 +4,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -32,15 +31,10 @@ def find_nsys() -> Path | None:
     on_path = shutil.which("nsys")
     if on_path:
         return Path(on_path)
-    return next((nsys for folder in _folders() if os.access(nsys := folder / "nsys", os.X_OK)), None)
-
-
-def _folders() -> Iterator[Path]:
-    for pattern in _INSTALLED:
-        yield from sorted(Path("/").glob(pattern.lstrip("/")), reverse=True)
     home = home_directory()
-    if home is not None:
-        yield home / _OWN
+    folders = [folder for each in _INSTALLED for folder in sorted(Path("/").glob(each.lstrip("/")), reverse=True)]
+    folders += [home / _OWN] if home else []
+    return next((nsys for folder in folders if os.access(nsys := folder / "nsys", os.X_OK)), None)
 
 
 def how_to_get_nsys() -> str:
@@ -125,6 +119,7 @@ _OVER_LINES = re.compile(
 """A name with line breaks: its first line ends neither as a text nor as a field does."""
 _BETWEEN_EVENTS = re.compile(rb'\}\s*,\s*\{\s*"(?:ph|cat|name|pid|tid|ts|dur|id|args)"')
 """Where one event ends and the next begins, which no name holds."""
+_ESCAPED = {b"\n": rb"\n", b"\r": rb"\r", b"\t": rb"\t", b'"': rb"\"", b"\\": rb"\\"}
 _CHARACTER = re.compile(rb'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})|["\\\n\r\t]')
 
 
@@ -141,7 +136,8 @@ def with_texts_escaped(text: bytes, *, complete: bool = True) -> tuple[bytes, in
         if plain or _BETWEEN_EVENTS.search(match[2]) or _is_json(match.group()):
             return match.group()
         count += 1
-        return match[1] + _CHARACTER.sub(_escape, match[2]) + match[3]
+        characters = _CHARACTER.sub(lambda one: one[0] if len(one[0]) > 1 else _ESCAPED[one[0]], match[2])
+        return match[1] + characters + match[3]
 
     whole = text.rfind(b"\n") + 1 if text.endswith((b"\n", b"\r")) or not complete else len(text)
     lines, rest = text[:whole], text[whole:]
@@ -160,8 +156,3 @@ def _is_json(line: bytes) -> bool:
             continue
         return True
     return False
-
-
-def _escape(match: re.Match[bytes]) -> bytes:
-    one = match.group()
-    return {b"\n": rb"\n", b"\r": rb"\r", b"\t": rb"\t"}.get(one, one if len(one) > 1 else b"\\" + one)

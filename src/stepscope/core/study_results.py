@@ -1,15 +1,13 @@
 """What studies leave as results: a search for the fastest step, the prices of graph breaks, times of collectives."""
 
-import re
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import msgspec
 
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError, choose
-from stepscope.core.files import cache_directory, read_document, replace_file
+from stepscope.core.files import cache_file, read_cached, replace_file
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
@@ -292,19 +290,9 @@ def keep_fits(where: Environment, measured_at: str, fits: Iterable[CollectiveFit
     found = CollectiveFits(
         device_name=where.device_name, torch_version=version, measured_at=measured_at, fits=(*others, *fresh)
     )
-    replace_file(_place(where.device_name, version), msgspec.json.encode(found))
+    replace_file(cache_file("collectives", where.device_name, f"torch{version}"), msgspec.json.encode(found))
 
 
 def kept_fits(device_name: str, torch_version: str) -> CollectiveFits | None:
     """The fits of this device under this build; None where there is nothing that can be read."""
-    path = _place(device_name, torch_version)
-    try:
-        return msgspec.json.decode(read_document(path), type=CollectiveFits) if path else None
-    except (InputError, OSError, ValueError, RecursionError):
-        return None
-
-
-def _place(device_name: str, torch_version: str) -> Path | None:
-    caches = cache_directory()
-    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{device_name}-torch{torch_version}")
-    return caches / f"collectives-{slug}.json" if caches else None
+    return read_cached(cache_file("collectives", device_name, f"torch{torch_version}"), CollectiveFits)

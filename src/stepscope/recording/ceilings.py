@@ -1,6 +1,5 @@
 """Measures the rates that this device really reaches: matrix products by dtype, and a copy."""
 
-import re
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -9,8 +8,8 @@ import msgspec
 import torch
 
 from stepscope.core.device_spec import Ceiling, Ceilings
-from stepscope.core.errors import InputError, one_line
-from stepscope.core.files import cache_directory, read_document, replace_file
+from stepscope.core.errors import one_line
+from stepscope.core.files import cache_file, read_cached, replace_file
 from stepscope.core.formulas import copy_work, matmul_work
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
@@ -90,13 +89,9 @@ def ceilings_for(
 
 def load_ceilings(device: torch.device) -> Ceilings | None:
     """The stored ceilings of this device under this build of PyTorch; None where there is nothing readable."""
-    path = _store_path(_device_name(device))
-    if path is None:
+    stored = read_cached(_store_path(_device_name(device)), Ceilings)
+    if stored is None:
         return None
-    try:
-        stored = msgspec.json.decode(read_document(path), type=Ceilings)
-    except (InputError, OSError, ValueError, RecursionError):
-        return None  # nothing stored, or nothing that can be read: it is measured again
     entries = [*stored.matmul.values(), *([stored.copy] if stored.copy else [])]
     return stored if all(0 < entry.rate < float("inf") for entry in entries) else None
 
@@ -164,6 +159,4 @@ def _device_name(device: torch.device) -> str:
 
 
 def _store_path(device_name: str) -> Path | None:
-    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{device_name}-torch{torch.__version__}")
-    caches = cache_directory()
-    return caches / f"ceilings-{slug}.json" if caches else None
+    return cache_file("ceilings", device_name, f"torch{torch.__version__}")

@@ -102,9 +102,9 @@ class OperatorCall:
     arguments: tuple[Operand | TensorList | None, ...]
     values: tuple[Value, ...] = ()
 
-    def optional(self, index: int) -> Operand | None:
-        """The tensor at this place, or None where there is none."""
-        argument = self.arguments[index] if index < len(self.arguments) else None
+    def optional(self, index: int | None) -> Operand | None:
+        """The tensor at this place; None where there is none, or no place."""
+        argument = self.arguments[index] if index is not None and index < len(self.arguments) else None
         if isinstance(argument, TensorList):
             raise Unknown
         return argument
@@ -457,7 +457,7 @@ def product(
     """(.., m, k) x (.., k, n); a vector is a matrix of one column, or row. `result_bytes`: of an element of the result,
     where it is not the operands'. `sums_batch`: whether the products of a batch are added up, as addbmm does."""
     a, b = call.tensor(first), call.tensor(first + 1)
-    added = call.optional(bias) if bias is not None else None
+    added = call.optional(bias)
     if not a.shape or not b.shape or len(a.shape) > 3 or len(b.shape) > 3:
         raise Unknown
     a_shape = a.shape if len(a.shape) > 1 else (1, *a.shape)
@@ -552,7 +552,7 @@ def linear(
 ) -> Work:
     """(.., k) x (n, k) transposed. `weights_a_byte`: of a packed weight, whose shape says its bytes alone."""
     rows, weights = call.tensor(x), call.tensor(weight)
-    added = call.optional(bias) if bias is not None else None
+    added = call.optional(bias)
     if not rows.shape or not rows.elements or (not weights_a_byte and len(weights.shape) != 2):
         raise Unknown
     k = rows.shape[-1]
@@ -759,7 +759,7 @@ class FusedAttention:
         flops = attention_flops(sizes, "full", backward=self.out is not None)
         if causal == "half":
             flops = flops * self._seen_twice(call, sizes) // (2 * sizes.queries * sizes.keys)
-        mask = self._optional(call, self.bias)
+        mask = call.optional(self.bias)
         operands = q.bytes + k.bytes + v.bytes
         read = operands + (mask.bytes if mask is not None and mask.shape else 0)
         if self.out is None or self.sums is None:
@@ -770,7 +770,7 @@ class FusedAttention:
 
     def sight(self, call: OperatorCall) -> Sight:
         """Which keys a query sees, as far as the record says. Raises Unknown where the sizes are not known."""
-        mask = self._optional(call, self.bias)
+        mask = call.optional(self.bias)
         masked = mask is not None and bool(mask.shape)
         if self.mask_type:
             kind = self._mask_type(call)
@@ -817,9 +817,9 @@ class FusedAttention:
 
     def _sizes(self, call: OperatorCall, q: Operand, k: Operand, v: Operand) -> AttentionSizes:
         """Keys and values may have fewer heads than queries, and values another width."""
-        if any(self._optional(call, place) is not None for place in self.elsewhere):
+        if any(call.optional(place) is not None for place in self.elsewhere):
             raise Unknown
-        lengths = self._optional(call, self.lengths)
+        lengths = call.optional(self.lengths)
         if lengths is not None and lengths.elements:
             return self._packed(call, lengths, q, k, v)
         rows_at = 3 - self.heads_at
@@ -858,10 +858,6 @@ class FusedAttention:
             head_dim=head_dim,
             value_dim=value_dim,
         )
-
-    @staticmethod
-    def _optional(call: OperatorCall, place: int | None) -> Operand | None:
-        return call.optional(place) if place is not None else None
 
 
 def _in_one_row(tensor: Operand) -> tuple[int, int, int]:

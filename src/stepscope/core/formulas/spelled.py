@@ -7,7 +7,7 @@ from stepscope.core.parts import PARTS, REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import counted, format_count
-from stepscope.core.workloads import Workload, by_sizes
+from stepscope.core.workloads import UserModel, Workload, by_sizes
 
 
 def run_command(workload: Workload, settings: Settings | None = None) -> str | None:
@@ -19,7 +19,15 @@ def run_command(workload: Workload, settings: Settings | None = None) -> str | N
     for name, value in chosen:
         option = f"--{name.replace('_', '-')}"
         words += [option] if value is True else [option, shlex.quote(str(value))]
-    return " ".join(["stepscope", "run", *words, *_of_settings(settings or Settings())])
+    usual = Settings()
+    settings = settings or usual
+    if settings.warmup_floor == settings.warmup_cap:
+        words += ["--warmup", str(settings.warmup_cap)]
+    if settings.steps_floor == settings.steps_cap:
+        words += ["--steps", str(settings.steps_cap)]
+    elif settings.seconds != usual.seconds:
+        words += ["--seconds", f"{settings.seconds:g}"]
+    return " ".join(["stepscope", "run", *words])
 
 
 def run_call(workload: Workload) -> str | None:
@@ -39,18 +47,6 @@ def run_call(workload: Workload) -> str | None:
     return f"stepscope.run({', '.join([*first, *rest])})"
 
 
-def _of_settings(settings: Settings) -> list[str]:
-    usual = Settings()
-    words: list[str] = []
-    if settings.warmup_floor == settings.warmup_cap:
-        words += ["--warmup", str(settings.warmup_cap)]
-    if settings.steps_floor == settings.steps_cap:
-        words += ["--steps", str(settings.steps_cap)]
-    elif settings.seconds != usual.seconds:
-        words += ["--seconds", f"{settings.seconds:g}"]
-    return words
-
-
 # A workload and a model in words, each on one line.
 
 
@@ -66,9 +62,8 @@ def describe_workload(workload: Workload) -> str:
         memory += f", {workload.accumulation} micro-batches{f' of {size}' if size else ''}"
     if workload.may_run and workload.parallel != NOT_PARALLEL:
         memory += f", {workload.parallel} over {counted(workload.ranks, 'rank')}"
-    if workload.sizes is not None:
-        batch = f"{workload.batch_size} x sequence {workload.seq_len} = {format_count(workload.tokens)} tokens"
-    else:
+    batch = f"{workload.batch_size} x sequence {workload.seq_len} = {format_count(workload.tokens or 0)} tokens"
+    if isinstance(workload.model, UserModel):
         batch = ", ".join(f"{name} {tensor}" for name, tensor in workload.model.inputs.items()) or "unknown"
     attention = f" {workload.attention} attention," if workload.attention is not None else ""
     others = [f" {name} {part}," for part, name in workload.parts.items() if name != REFERENCE]

@@ -5,7 +5,6 @@ What tuning chose is in one file per device and version of Triton.
 
 import contextlib
 import functools
-import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ import triton
 from torch import Tensor
 
 from stepscope.core.errors import InputError, one_line
-from stepscope.core.files import cache_directory, read_document, replace_file
+from stepscope.core.files import cache_file, read_document, replace_file
 from stepscope.kernels import native
 from stepscope.kernels.flash import recorded_launches
 from stepscope.kernels.flash.configuration import (
@@ -77,9 +76,7 @@ def device_name(device: torch.device) -> str:
 
 def kept_path(name: str) -> Path | None:
     """The file of the choices for a device of this name; None if there is no cache directory."""
-    slug = re.sub(r"[^A-Za-z0-9.+-]+", "_", f"{name}-triton{triton.__version__}")
-    caches = cache_directory()
-    return caches / f"flash-attention-{slug}.json" if caches else None
+    return cache_file("flash-attention", name, f"triton{triton.__version__}")
 
 
 @functools.cache
