@@ -67,7 +67,10 @@ def _heading(job: Job, source: str) -> Iterator[Line]:
 def _tables(job: Job) -> Iterator[Table]:
     yield _rank_table(job)
     if len(job.ranks) > 2:
-        yield _wait_table(job)
+        waits = job.waits.head(_ROWS).filter(pl.col("waiting_ns") > 0)
+        who, a_step = pl.format("rank {} for rank {}", "rank", "late"), pl.col("waiting_ns", "stalled_ns") / job.steps
+        heads = ("collectives", "d"), ("ms a step", "ms of ns"), ("stalled", "ms of ns")
+        yield table_of("who waits for whom", *heads, rows=waits.select(who, "waits", a_step).rows())
     yield _collective_table(job)
     yield _uneven_table(job)
 
@@ -90,18 +93,6 @@ def _rank_table(job: Job) -> Table:
             "where it computes nothing meanwhile.",
         ),
     )  # fmt: skip
-
-
-def _wait_table(job: Job) -> Table:
-    waits = job.waits.head(_ROWS).filter(pl.col("waiting_ns") > 0)
-    who = pl.format("rank {} for rank {}", "rank", "late")
-    return table_of(
-        "who waits for whom",
-        ("collectives", "d"),
-        ("ms a step", "ms of ns"),
-        ("stalled", "ms of ns"),
-        rows=waits.select(who, "waits", pl.col("waiting_ns", "stalled_ns") / job.steps).rows(),
-    )
 
 
 def _collective_table(job: Job) -> Table:
@@ -167,11 +158,7 @@ def _panels(job: Job) -> Iterator[Panel]:
     """A bar for each rank: its computation, its exposed communication, and its idle time."""
     points: list[Point] = []
     for rank in job.ranks:
-        parts = {
-            "computation": rank.computation_ns,
-            "exposed communication": rank.exposed_ns,
-            "idle": rank.idle_ns,
-        }
+        parts = {"computation": rank.computation_ns, "exposed communication": rank.exposed_ns, "idle": rank.idle_ns}
         name = name_shown(f"rank {rank.number}")
         points += [Point(name=name, line=part, y=ns / max(1, rank.steps) * 1e-6) for part, ns in parts.items()]
     yield Panel(x_title="", y_title="ms a step", kind="stack", points=tuple(points))

@@ -688,7 +688,15 @@ def _heading(roofline: Roofline) -> Iterator[Line | str]:
     yield f"Peaks: {'; '.join(rates or ['none known, so that nothing has a bound'])}."
     convention = next((each.work.convention for each in roofline.operators if each.work), None)
     if convention is None:
-        yield f"No work is known: {_why_unknown(roofline)}."
+        if not roofline.recorded:
+            why = "the trace holds no operators with shapes (torch.profiler, record_shapes)"
+        elif not roofline.shaped:
+            why = "the operators in this trace have no shapes (torch.profiler, record_shapes)"
+        elif not roofline.operators:
+            why = "of no kernel is it known which operator launched it, so the shapes of operators do not tell"
+        else:
+            why = "the operators that launched kernels have no shapes, or no rule counts them"
+        yield f"No work is known: {why}."
     else:
         share = roofline.covered_ns / roofline.busy_ns if roofline.busy_ns else 0.0
         yield f"Work is known for {format_share(share)} of device time ({convention})."
@@ -709,16 +717,6 @@ def _heading(roofline: Roofline) -> Iterator[Line | str]:
             f"The record leaves open the sizes of {calls:g} products a step: their FLOPs are missing ({names}; "
             f"{format_share(share)} of device time)."
         )
-
-
-def _why_unknown(roofline: Roofline) -> str:
-    if not roofline.recorded:
-        return "the trace holds no operators with shapes (torch.profiler, record_shapes)"
-    if not roofline.shaped:
-        return "the operators in this trace have no shapes (torch.profiler, record_shapes)"
-    if not roofline.operators:
-        return "of no kernel is it known which operator launched it, so the shapes of operators do not tell"
-    return "the operators that launched kernels have no shapes, or no rule counts them"
 
 
 def _is_half(operator: OperatorRoof) -> bool:

@@ -517,9 +517,7 @@ def icicle_panel(summary: TraceSummary) -> Panel | None:
     module = pl.when(pl.col("module").is_null()).then(pl.lit(NO_MODULE)).otherwise(LAYERS_TOGETHER)
     rows = (
         summary.attribution.kernels.group_by(
-            pl.col("phase").cast(pl.String).fill_null(OUTSIDE),
-            module.alias("module"),
-            pl.col("family").cast(pl.String),
+            pl.col("phase").cast(pl.String).fill_null(OUTSIDE), module.alias("module"), pl.col("family").cast(pl.String)
         )
         .agg(pl.col("duration_ns").sum() / steps / 1e6)
         .sort("duration_ns", "phase", "module", "family", descending=[True, False, False, False])

@@ -264,12 +264,7 @@ def _forward_spans(makers: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
         makers.select("process", "start_ns")
         .sort("start_ns")
         .join_asof(
-            begins,
-            left_on="start_ns",
-            right_on="backward_ns",
-            by="process",
-            strategy="forward",
-            check_sortedness=False,
+            begins, left_on="start_ns", right_on="backward_ns", by="process", strategy="forward", check_sortedness=False
         )
         .drop_nulls("backward_ns")
         .group_by("process", "backward_ns")
@@ -404,8 +399,13 @@ def attribute(table: TraceTable) -> Attribution:
         operator_row = by_thread(table.operators).order  # the row is the operator itself
     else:
         operator_row = gather(operators["row"], Nest(operators, "track").innermost(work["track"], work["launch_ns"]))
+    # Whether each launch lies in any range of its process, or has a place without one.
+    ranged = work.select(pl.any_horizontal(pl.col("phase", "module", "step").is_not_null())).to_series()
+    if not ranged.all():
+        merged = lasting(union(table.ranges, ["process"]))
+        ranged |= Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
     work = work.with_columns(
-        _ranged(work, table.ranges),
+        ranged.alias("ranged"),
         operator_row.alias("operator_row"),
         gather(table.operators["name"], operator_row).alias("operator"),
     )
@@ -415,7 +415,13 @@ def attribute(table: TraceTable) -> Attribution:
         recomputed = Places(_named(table.ranges, [RECOMPUTATION], threads))
         again = recomputed.name_at(work["track"], work["launch_ns"], RECOMPUTATION).is_not_null()
         work = work.with_columns(pl.col("_recomputes") | again)
-    work = work.with_columns(_family(work)).with_columns(_ROLE)
+    keys = ["name", "operator", "part", "phase"]
+    places = work.select(pl.col("name", "operator", "part").cast(pl.Categorical), "phase")
+    distinct = places.unique()
+    families = [classify(name, operator=op, part=part, phase=phase) for name, op, part, phase in distinct.iter_rows()]
+    distinct = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
+    places = places.join(distinct, on=keys, how="left", maintain_order="left", nulls_equal=True)
+    work = work.with_columns(places["family"]).with_columns(_ROLE)
     in_phase = pl.col("phase").is_not_null() & pl.col("module").is_null()
     work = work.with_columns(pl.when(in_phase).then(pl.lit(ROOT, pl.Categorical())).otherwise("module").alias("module"))
     return Attribution(
@@ -552,17 +558,6 @@ def _step(work: pl.DataFrame, few: pl.DataFrame) -> pl.Series:
     return gather(steps["step"], rows).cast(pl.Int64).alias("step")
 
 
-def _ranged(work: pl.DataFrame, ranges: pl.DataFrame) -> pl.Series:
-    """Whether each launch lies in any range of its process, or has a place without one."""
-    placed = pl.col("phase").is_not_null() | pl.col("module").is_not_null() | pl.col("step").is_not_null()
-    certain = work.select(placed.alias("ranged")).to_series()
-    if certain.all():
-        return certain
-    merged = lasting(union(ranges, ["process"]))
-    inside = Nest(merged, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
-    return (certain | inside).alias("ranged")
-
-
 def _through_forward(
     work: pl.DataFrame,
     operators: pl.DataFrame,
@@ -664,17 +659,6 @@ def _placed(made: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataF
         modules.name_at(made["track"], made["forward_ns"], "_module"),
         parts.name_at(made["track"], made["forward_ns"], "_part"),
     ).unique(["process", "forward_thread", "sequence"])
-
-
-def _family(work: pl.DataFrame) -> pl.Series:
-    keys = ["name", "operator", "part", "phase"]
-    places = work.select(pl.col("name", "operator", "part").cast(pl.Categorical), "phase")
-    distinct = places.unique()
-    families = [
-        classify(n, operator=operator, part=part, phase=phase) for n, operator, part, phase in distinct.iter_rows()
-    ]
-    sorted_out = distinct.with_columns(pl.Series("family", families, dtype=pl.Enum(FAMILIES)))
-    return places.join(sorted_out, on=keys, how="left", maintain_order="left", nulls_equal=True)["family"]
 
 
 _ROLE = (

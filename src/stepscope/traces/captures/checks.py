@@ -108,30 +108,24 @@ def incomplete_trace(summary: TraceSummary) -> Finding | None:
     if not ran.all():  # autograd's thread may launch into the stream that another thread captures
         counts = ran | ~_while_capturing(table.calls, ["process"]).gather(rows)
         ran, rows = ran.filter(counts), rows.filter(counts)
-    total, without = len(ran), int((~ran).sum()) - _untold_kernels(summary, rows.filter(~ran))
+    # Kernels that no id ties to any launch may be of the launches without one.
+    no_id = pl.col("correlation").is_null() | (pl.col("correlation") == 0)
+    untied = summary.attribution.kernels.filter(pl.col("launch_row").is_null())
+    alone = rows.filter(~ran)
+    may_be = max(untied.filter(no_id).height, min(table.calls[alone].filter(no_id).height, untied.height))
+    total, without = len(ran), len(alone) - min(len(alone), may_be)
     share = _share(without, total)
     at_the_edges = not ran.any() or ran[ran.arg_true()[0] : ran.arg_true()[-1]].all()
     if share < _LOST_SHARE or (without <= _FEW and (at_the_edges or share < _BROKEN_SHARE)):
         return None
-    return Finding(
-        kind="incomplete-trace",
-        severity="error" if share >= _BROKEN_SHARE else "warning",
-        sentence=(
-            f"{format_count(without)} of {format_count(total)} launches ({format_share(share)}) have no "
-            f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
-            "records, and its totals are too low."
-        ),
+    return (error if share >= _BROKEN_SHARE else warning)(
+        "incomplete-trace",
+        f"{format_count(without)} of {format_count(total)} launches ({format_share(share)}) have no "
+        f"kernel in this capture, which holds {format_count(summary.kernel_count)} kernels: it ended early or lost "
+        "records, and its totals are too low.",
+        {"launches": total, "without_kernel": without, "kernels": summary.kernel_count},
         remedy=_LOSS_REMEDIES[table.profiler],
-        evidence={"launches": total, "without_kernel": without, "kernels": summary.kernel_count},
     )
-
-
-def _untold_kernels(summary: TraceSummary, without: pl.Series) -> int:
-    """How many kernels may be of the launches (rows of calls) `without` one: those that no id ties to any."""
-    no_id = pl.col("correlation").is_null() | (pl.col("correlation") == 0)
-    kernels = summary.attribution.kernels.filter(pl.col("launch_row").is_null())
-    launches = summary.attribution.table.calls[without].filter(no_id).height
-    return min(len(without), max(kernels.filter(no_id).height, min(launches, kernels.height)))
 
 
 def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
@@ -145,12 +139,7 @@ def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
     cut_off = cut_off.filter((pl.col("end_ns") < pl.col("start_ns")).fill_null(True))  # it began before the capture
     begin = pl.concat([begin, cut_off.select(*by, start_ns=pl.lit(calls["start_ns"].min(), pl.Int64))])
     spans = begin.sort("start_ns").join_asof(
-        end.sort("end_ns"),
-        left_on="start_ns",
-        right_on="end_ns",
-        by=by,
-        strategy="forward",
-        check_sortedness=False,
+        end.sort("end_ns"), left_on="start_ns", right_on="end_ns", by=by, strategy="forward", check_sortedness=False
     )
     last = calls["start_ns"].max()
     spans = spans.with_columns((pl.col("end_ns").fill_null(pl.lit(last)) - pl.col("start_ns")).alias("duration_ns"))
@@ -326,12 +315,8 @@ def profiler_warns(summary: TraceSummary) -> Finding | None:
     remarks = [*ours, *(remark for remark in table.remarks if remark not in ours)]
     told = " ".join(f'"{remark}"' for remark in remarks[:_REMARKS_QUOTED])
     more = len(remarks) - _REMARKS_QUOTED
-    return Finding(
-        kind="profiler-warns",
-        severity="warning" if ours else "note",
-        sentence=f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}",
-        evidence={"remarks": len(remarks)},
-    )
+    sentence = f"{table.profiler} itself warns: {told}{f' and {more} more' if more > 0 else ''}"
+    return (warning if ours else note)("profiler-warns", sentence, {"remarks": len(remarks)})
 
 
 @_check
@@ -397,15 +382,12 @@ def launches_unknown(summary: TraceSummary) -> Finding | None:
         return None
     lost_ns = int(unknown["duration_ns"].sum())
     share = _share(lost_ns, summary.busy_ns)
-    return Finding(
-        kind="launches-unknown",
-        severity="warning" if share >= _WORTH_A_WORD else "note",
-        sentence=(
-            f"{format_count(unknown.height)} kernels ({in_ms(lost_ns)}, {format_share(share)} of kernel time) have no "
-            "launch record, so no phase or module can be told; they are counted as unattributed."
-        ),
+    return (warning if share >= _WORTH_A_WORD else note)(
+        "launches-unknown",
+        f"{format_count(unknown.height)} kernels ({in_ms(lost_ns)}, {format_share(share)} of kernel time) have no "
+        "launch record, so no phase or module can be told; they are counted as unattributed.",
+        {"kernels": unknown.height, "busy_ns": lost_ns, "share": share},
         remedy="start the capture before the first launch that matters, and trace the CUDA runtime as well as kernels",
-        evidence={"kernels": unknown.height, "busy_ns": lost_ns, "share": share},
     )
 
 
@@ -495,16 +477,13 @@ def products_by_unit(summary: TraceSummary) -> Finding | None:
     )
     said = summary.run.workload.dtype if summary.run else None
     if tf32 > _WORTH_A_WORD * total and said != "tf32":
-        return Finding(
-            kind="tf32-products",
-            severity="error" if said == "fp32" else "warning",
-            sentence=(
-                f"{in_ms(tf32)} of {in_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the "
-                f"kernels' names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}."
-            ),
+        return (error if said == "fp32" else warning)(
+            "tf32-products",
+            f"{in_ms(tf32)} of {in_ms(total)} in matrix products ran as TF32 (10 bits of mantissa), by the "
+            f"kernels' names{': the run says fp32' if said == 'fp32' else ': do not call these numbers fp32'}.",
+            {"tf32_ns": tf32, "products_ns": total},
             remedy='torch.set_float32_matmul_precision("highest") gives true fp32, and for convolutions '
             "torch.backends.cudnn.allow_tf32 = False",
-            evidence={"tf32_ns": tf32, "products_ns": total},
         )
     devices = device_names(summary.attribution)
     if cuda_core > _WORTH_A_WORD * total:

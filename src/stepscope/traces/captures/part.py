@@ -262,7 +262,10 @@ def part_of(
         work = _of_module(work, module, source)
     for column, number in (("device", device), ("stream", stream)):
         if number is not None:
-            work = _of_number(work, column, number, source)
+            present, work = work[column].unique().sort().head(_NAMED).to_list(), work.filter(pl.col(column) == number)
+            if not work.height:
+                there = ", ".join(map(str, present)) or "no work"
+                raise InputError(f"--{column} {number}: nothing ran on it in {source}: there is {there}")
     if between is not None:
         work, instances = _between(whole, work, instances, between, source)
         forwards = _leading_to(work, forwards)
@@ -321,14 +324,6 @@ def _of_module(work: pl.DataFrame, module: str, source: str) -> pl.DataFrame:
     if not len(inside):
         raise InputError(f"--module {module!r}: no work in it in {source}: {_near(module, names.sort().to_list())}")
     return work.filter(pl.col("module").is_in(inside.cast(work["module"].dtype).implode()))
-
-
-def _of_number(work: pl.DataFrame, column: str, number: int, source: str) -> pl.DataFrame:
-    chosen = work.filter(pl.col(column) == number)
-    if chosen.height:
-        return chosen
-    present = ", ".join(map(str, work[column].unique().sort().head(_NAMED).to_list()))
-    raise InputError(f"--{column} {number}: nothing ran on it in {source}: there is {present or 'no work'}")
 
 
 def first_event_ns(whole: Attribution) -> int:

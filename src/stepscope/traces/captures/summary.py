@@ -128,12 +128,10 @@ def critical_path(
     if device is None:
         device = int(work.sort(end_ns, "device")["device"].to_list()[-1])
     work = work.filter(pl.col("device") == device).with_columns(end_ns.alias("end_ns"))
-    steps = step_windows(work)
-    if step is not None:
-        steps = steps.filter(pl.col("step") == step)
-    if not steps.height:
+    window = _step_window(work, step)
+    if window is None:
         return None
-    chosen, begin, end = _median(steps)
+    chosen, begin, end = window
     inside = work.filter((pl.col("end_ns") >= begin) & (pl.col("start_ns") < end) & (pl.col("end_ns") <= end))
     walk = _Walk(inside.sort("start_ns", "end_ns", "stream"), attribution, begin)
     segments = _described(walk.segments(), walk.work)
@@ -148,24 +146,22 @@ def critical_path(
     )
 
 
-def step_windows(work: pl.DataFrame) -> pl.DataFrame:
-    """The steps of one device's work: step, begin_ns, end_ns. If no step is marked, all work is one step (null)."""
+def _step_window(work: pl.DataFrame, step: int | None) -> tuple[int | None, int, int] | None:
+    """The step, begin and end of a step of one device's work: this one, or else that of median duration.
+
+    If no step is marked, all work is one step. The shorter of two counts as the median, without the first step if there
+    are others: it is measured apart.
+    """
     marked = work.filter(pl.col("step").is_not_null())
     first_call = pl.min_horizontal("launch_ns", "start_ns").min().alias("first_ns")
-    steps = (
-        (marked if marked.height else work)
-        .group_by("step")
-        .agg(first_call, pl.col("end_ns").max())
-        .sort("end_ns", "step")
-    )
+    ends = (marked if marked.height else work).group_by("step").agg(first_call, pl.col("end_ns").max())
     begin = pl.coalesce(pl.col("end_ns").shift(1), "first_ns").alias("begin_ns")
-    return steps.select("step", begin, "end_ns").filter(pl.col("begin_ns") < pl.col("end_ns"))
-
-
-def _median(steps: pl.DataFrame) -> tuple[int | None, int, int]:
-    """The step of median duration (the shorter of two), without the first if there are others: it is measured apart."""
-    rest = steps[1:] if steps.height > 1 else steps
-    ordered = rest.sort(pl.col("end_ns") - pl.col("begin_ns"), "begin_ns")
+    steps = ends.sort("end_ns", "step").select("step", begin, "end_ns").filter(pl.col("begin_ns") < pl.col("end_ns"))
+    if step is not None:
+        steps = steps.filter(pl.col("step") == step)
+    if not steps.height:
+        return None
+    ordered = steps[1 if steps.height > 1 else 0 :].sort(pl.col("end_ns") - pl.col("begin_ns"), "begin_ns")
     return ordered.row((ordered.height - 1) // 2)
 
 
@@ -374,12 +370,7 @@ class Part:
     @property
     def places(self) -> dict[str, str | int | Window]:
         """The limits that are no step, phase or range, by their names."""
-        named = {
-            "module": self.module,
-            "device": self.device,
-            "stream": self.stream,
-            "between_ns": self.between,
-        }
+        named = {"module": self.module, "device": self.device, "stream": self.stream, "between_ns": self.between}
         return {name: value for name, value in named.items() if value is not None}
 
     @property

@@ -92,6 +92,75 @@ class _Stream:
             more += self.read()
         return more
 
+    def open_array(self) -> tuple[bytes, dict[str, Any], bytes]:
+        """Read up to the array of events: the text after its bracket, the fields before it, what must close it."""
+        buffer = self.read()
+        text = buffer.removeprefix(b"\xef\xbb\xbf").lstrip()
+        if not text:
+            raise InputError(f"{self.path}: the file is empty")
+        if text.startswith(b"["):
+            return text[1:], {}, b""
+        if not text.startswith(b"{"):
+            raise InputError(f"{self.path}: neither a JSON trace nor another capture that stepscope knows")
+        while True:
+            for token, depth in self.brackets_and_strings(text):  # not in a string, nor in an inner object
+                opened = _ARRAY_OPENS.match(text, token.end()) if token.group() == b'"traceEvents"' else None
+                if opened and depth == 1:
+                    start = opened.end()
+                    return text[start:], self.fields(text[:start] + b"]}", "before its events"), b"}"
+            if self.ended:
+                raise InputError(
+                    f'{self.path}: no "traceEvents" in this JSON: it is truncated, or no trace of a profiler'
+                )
+            if len(text) > EVENT_LIMIT_BYTES:
+                raise InputError(
+                    f'{self.path}: no "traceEvents" within {EVENT_LIMIT_BYTES >> 20} MiB: this is no trace'
+                )
+            text += self.read_as_much(text)
+
+    def brackets_and_strings(self, text: bytes) -> Iterator[tuple[re.Match[bytes], int]]:
+        """Each bracket and string, with the brackets open after it. Raises InputError where they are too many."""
+        depth = 0
+        for token in _TOKENS.finditer(text):
+            mark = token.group()
+            if mark in (b"{", b"["):
+                depth += 1
+                if depth > _DEEPEST:
+                    raise InputError(
+                        f"{self.path}: brackets nest more than {_DEEPEST} deep at byte "
+                        f"{self.position - len(text) + token.start()}: this is no trace of a profiler"
+                    )
+            elif mark in (b"}", b"]"):
+                depth -= 1
+            yield token, depth
+
+    def fields(self, text: bytes, where: str) -> dict[str, Any]:
+        try:
+            return msgspec.json.decode(_mend(text, {}), type=dict[str, Any])
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{self.path}: the JSON is broken {where}: {one_line(error)}") from None
+
+    def scan(self, buffer: bytes) -> tuple[int, bool]:
+        """Where the last whole event of a buffer ends, by counting brackets outside strings; whether the array does."""
+        end = 0
+        for token, depth in self.brackets_and_strings(buffer):
+            if depth < 0:
+                return end, True
+            if depth == 0 and token.group() in (b"}", b"]"):
+                end = token.end()
+        return end, False
+
+    def array_end(self, buffer: bytes) -> int:
+        for token, depth in self.brackets_and_strings(buffer):
+            if depth < 0:
+                if token.group() == b"]":
+                    return token.start()
+                break
+        raise InputError(
+            f"{self.path}: the JSON ends in the middle, after byte {self.position}: "
+            "the file is truncated; copy or capture it again"
+        )
+
 
 def read_events(
     path: Path, decode: Callable[[bytes], list[T]], mended: dict[str, int] | None = None
@@ -107,7 +176,7 @@ def read_events(
 
 
 def _blocks(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[list[T] | dict[str, Any]]:
-    buffer, before, closing = _open_array(stream)
+    buffer, before, closing = stream.open_array()
     yield before
     while True:
         while len(buffer) < BLOCK_BYTES and not stream.ended:
@@ -121,7 +190,7 @@ def _blocks(stream: _Stream, decode: Callable[[bytes], list[T]]) -> Iterator[lis
             buffer += stream.read_as_much(buffer)
             continue
         else:
-            cut, closed = _scan(stream, buffer)
+            cut, closed = stream.scan(buffer)
             if closed:
                 break
             if cut:
@@ -172,65 +241,6 @@ def _by_a_guess(
     return buffer, None, None, bool(unescaped) and len(buffer) <= EVENT_LIMIT_BYTES
 
 
-def _open_array(stream: _Stream) -> tuple[bytes, dict[str, Any], bytes]:
-    """Read up to the array of events: the text after its bracket, the fields before it, what must close it."""
-    buffer = stream.read()
-    text = buffer.removeprefix(b"\xef\xbb\xbf").lstrip()
-    if not text:
-        raise InputError(f"{stream.path}: the file is empty")
-    if text.startswith(b"["):
-        return text[1:], {}, b""
-    if not text.startswith(b"{"):
-        raise InputError(f"{stream.path}: neither a JSON trace nor another capture that stepscope knows")
-    while True:
-        for token, depth in _brackets_and_strings(stream, text):  # not in a string, nor in an inner object
-            if depth == 1 and token.group() == b'"traceEvents"' and (opened := _ARRAY_OPENS.match(text, token.end())):
-                start = opened.end()
-                return text[start:], _fields(stream, text[:start] + b"]}", "before its events"), b"}"
-        if stream.ended:
-            raise InputError(
-                f'{stream.path}: no "traceEvents" in this JSON: it is truncated, or no trace of a profiler'
-            )
-        if len(text) > EVENT_LIMIT_BYTES:
-            raise InputError(f'{stream.path}: no "traceEvents" within {EVENT_LIMIT_BYTES >> 20} MiB: this is no trace')
-        text += stream.read_as_much(text)
-
-
-def _brackets_and_strings(stream: _Stream, text: bytes) -> Iterator[tuple[re.Match[bytes], int]]:
-    """Each bracket and string, with the brackets open after it. Raises InputError where they are too many."""
-    depth = 0
-    for token in _TOKENS.finditer(text):
-        mark = token.group()
-        if mark in (b"{", b"["):
-            depth += 1
-            if depth > _DEEPEST:
-                raise InputError(
-                    f"{stream.path}: brackets nest more than {_DEEPEST} deep at byte "
-                    f"{stream.position - len(text) + token.start()}: this is no trace of a profiler"
-                )
-        elif mark in (b"}", b"]"):
-            depth -= 1
-        yield token, depth
-
-
-def _fields(stream: _Stream, text: bytes, where: str) -> dict[str, Any]:
-    try:
-        return msgspec.json.decode(_mend(text, {}), type=dict[str, Any])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"{stream.path}: the JSON is broken {where}: {one_line(error)}") from None
-
-
-def _scan(stream: _Stream, buffer: bytes) -> tuple[int, bool]:
-    """Where the last whole event in the buffer ends, by counting brackets outside strings; whether the array does."""
-    end = 0
-    for token, depth in _brackets_and_strings(stream, buffer):
-        if depth < 0:
-            return end, True
-        if depth == 0 and token.group() in (b"}", b"]"):
-            end = token.end()
-    return end, False
-
-
 def _finish(
     stream: _Stream, buffer: bytes, closing: bytes, decode: Callable[[bytes], list[T]]
 ) -> Iterator[list[T] | dict[str, Any]]:
@@ -251,13 +261,13 @@ def _finish(
         if unescaped and _is_closed(mended, decode):
             stream.count_mended(UNESCAPED, unescaped)
             buffer = mended
-        end = _array_end(stream, buffer)
+        end = stream.array_end(buffer)
         # A comma too many is a known slip of writers.
         events = _decode_carefully(stream, buffer[:end].rstrip().removesuffix(b","), decode, start=start)
     yield events
     rest = buffer[end + 1 :].strip()
     if closing:
-        yield _fields(stream, b'{"traceEvents":[]' + rest, f"after its events, at byte {start + end + 1}")
+        yield stream.fields(b'{"traceEvents":[]' + rest, f"after its events, at byte {start + end + 1}")
     elif rest:
         raise InputError(f"{stream.path}: text follows the end of the trace, at byte {start + end + 1}")
 
@@ -269,18 +279,6 @@ def _is_closed(text: bytes, decode: Callable[[bytes], list[T]]) -> bool:
     except (ValueError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False
     return True
-
-
-def _array_end(stream: _Stream, buffer: bytes) -> int:
-    for token, depth in _brackets_and_strings(stream, buffer):
-        if depth < 0:
-            if token.group() == b"]":
-                return token.start()
-            break
-    raise InputError(
-        f"{stream.path}: the JSON ends in the middle, after byte {stream.position}: "
-        "the file is truncated; copy or capture it again"
-    )
 
 
 def _decode_carefully(stream: _Stream, text: bytes, decode: Callable[[bytes], list[T]], *, start: int) -> list[T]:

@@ -58,18 +58,6 @@ _SAMPLE = 1000
 _UNREADABLE = (TypeError, ValueError, ArithmeticError, pl.exceptions.PolarsError)
 
 
-def ns_per_unit(times: list[Any]) -> int | None:
-    """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read.
-
-    0 is the same in both: names of processes and work whose time was not collected have it.
-    """
-    sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
-    found = sorted(abs(time) for time in sample if time)
-    if not found:
-        return None
-    return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000
-
-
 def nanoseconds(name: str, times: list[Any], per_unit: int) -> pl.Series:
     """A column of times or durations; null where one is no number, or beyond all clocks."""
     kinds = set(map(type, times))
@@ -317,7 +305,7 @@ class _Reader:
     def take(self, events: list[Event]) -> None:
         self._events += len(events)
         if self._ns_per_unit is None:
-            self._ns_per_unit = ns_per_unit([event.ts for event in events])
+            self._ns_per_unit = self._unit_of([event.ts for event in events])
         sorted_events: dict[tuple[str, str | None], list[Event]] = defaultdict(list)
         for event in events:
             sorted_events[event.ph, event.cat].append(event)
@@ -340,6 +328,17 @@ class _Reader:
             for (ph, cat), group in sorted_events.items():
                 if ph in ("s", "f") and (cat or "").lower() in _ARROWS:
                     self._take_arrows("arrows", group, begins=ph == "s")
+
+    def _unit_of(self, times: list[Any]) -> int | None:
+        """Nanoseconds of the unit that most of these times are in, by a sample; None where none can be read.
+
+        0 is the same in both: names of processes and work whose time was not collected have it.
+        """
+        sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
+        found = sorted(abs(time) for time in sample if time)
+        if not found:
+            return None
+        return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000
 
     def _take_counters(self, group: list[Event]) -> None:
         """Keep how much memory was allocated and reserved, and count the instants that say something else."""

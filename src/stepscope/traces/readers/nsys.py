@@ -95,7 +95,7 @@ class SqliteTables:
                     f"{path}: {beside.name} lies beside it, so it is still being written, or its writer was "
                     "interrupted: wait, or export it again"
                 )
-        _check_whole(path, self.path)
+        self._check_whole(path)
         self._errors = adbc_driver_sqlite.dbapi.Error
         self._uri = f"file:{quote(os.fsencode(path.resolve()))}?mode=ro&immutable=1"
         # Its types say nothing of options and parameters.
@@ -108,6 +108,19 @@ class SqliteTables:
         if described.height:
             for table, column in described.iter_rows():
                 self._columns[utf8(table).casefold()] = (*self.columns(utf8(table)), _spelled(utf8(column)))
+
+    def _check_whole(self, path: Path) -> None:
+        """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
+        with path.open("rb") as file:
+            header = file.read(100)
+        page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
+        said = page_bytes * int.from_bytes(header[28:32])
+        # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
+        if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < said:
+            raise InputError(
+                f"{self.path}: {path.stat().st_size} bytes of {said}: this database is truncated; copy or export it "
+                "again"
+            )
 
     def columns(self, table: str) -> tuple[str, ...]:
         return self._columns.get(table.casefold(), ())
@@ -151,19 +164,6 @@ class SqliteTables:
         except (self._errors, pl.exceptions.PolarsError) as error:  # it reads on while polars takes the rows
             reason = one_line(error)
             raise InputError(f"{self.path}: cannot be read as an SQLite database: {reason}: export it again") from None
-
-
-def _check_whole(path: Path, named: Path) -> None:
-    """SQLite itself misses a page only where it needs it: a table cut short can look like a small one."""
-    with path.open("rb") as file:
-        header = file.read(100)
-    page_bytes = int.from_bytes(header[16:18]) if header[16:18] != b"\x00\x01" else 1 << 16
-    said = page_bytes * int.from_bytes(header[28:32])
-    # The number of pages counts only where the last writer knew of it: it then left the counter of changes twice.
-    if len(header) == 100 and header[24:28] == header[92:96] and path.stat().st_size < said:
-        raise InputError(
-            f"{named}: {path.stat().st_size} bytes of {said}: this database is truncated; copy or export it again"
-        )
 
 
 class ParquetTables:
@@ -478,7 +478,17 @@ class _Reader:
         )
         remarks = self._remarks()
         if not work.height:
-            raise InputError(f"{path}: this export holds no CUDA activity: {_why_no_cuda(remarks, traced)}")
+            # What nsys says of CUDA, or else of anything; without a word of it, the advice that was not followed yet.
+            words = [remark for remark in remarks if "cuda" in remark.lower()] or list(remarks)
+            sentences = " ".join(word if word.endswith((".", "?", "!")) else f"{word}." for word in words)
+            why = "capture with `nsys profile --trace=cuda,nvtx`"
+            if words:
+                why = f"nsys says: {sentences}"
+            elif "cuda" in traced:
+                why = (
+                    "nsys was asked to trace CUDA and saw none: look whether the process that it followed uses the GPU"
+                )
+            raise InputError(f"{path}: this export holds no CUDA activity: {why}")
         ends = [(frame["start_ns"] + frame["duration_ns"]).max() for frame in (calls, work)]
         last_ns = max(end for end in (*ends, 0) if isinstance(end, int))
         ranges, operators = (_closed(frame, last_ns) for frame in self._ranges())
@@ -705,16 +715,6 @@ def _closed(ranges: pl.DataFrame, last_ns: int) -> pl.DataFrame:
         return ranges
     last = pl.max_horizontal((pl.col("start_ns") + pl.col("duration_ns").fill_null(0)).max(), last_ns)
     return ranges.with_columns(pl.col("duration_ns").fill_null(last - pl.col("start_ns")).clip(lower_bound=0))
-
-
-def _why_no_cuda(remarks: tuple[str, ...], traced: frozenset[str]) -> str:
-    """What nsys says of CUDA, or else of anything; without a word of it, the advice that was not followed yet."""
-    words = [remark for remark in remarks if "cuda" in remark.lower()] or list(remarks)
-    if words:
-        return "nsys says: " + " ".join(word if word.endswith((".", "?", "!")) else f"{word}." for word in words)
-    if "cuda" in traced:
-        return "nsys was asked to trace CUDA and saw none: look whether the process that it followed uses the GPU"
-    return "capture with `nsys profile --trace=cuda,nvtx`"
 
 
 def _number(column: str) -> pl.Expr:
