@@ -154,8 +154,8 @@ class Nest:
             return pl.Series("position", [None], dtype=pl.Int64).new_from_index(0, len(track))
         keys = self._scale.keys(track, time_ns)
         last = self._starts.search_sorted(keys.fill_null(-1), side="right").cast(pl.Int64) - 1
-        asked = pl.DataFrame({"key": keys, "at": last}).with_row_index("query")
-        open_ones = asked.filter(pl.col("key").is_not_null() & (pl.col("at") >= 0))
+        queries = pl.DataFrame({"key": keys, "at": last}).with_row_index("query")
+        open_ones = queries.filter(pl.col("key").is_not_null() & (pl.col("at") >= 0))
         answers: list[pl.DataFrame] = []
         for _ in range(_CLIMB):
             if not open_ones.height:
@@ -166,8 +166,8 @@ class Nest:
             open_ones = left.with_columns(self.parents(left["at"]).alias("at")).drop_nulls("at")
         if open_ones.height:
             answers.append(open_ones.select("query", self._swept(open_ones["key"])))
-        found = pl.concat([asked.select("query", "at").clear(), *answers])
-        joined = asked.select("query").join(found, on="query", how="left", maintain_order="left")
+        found = pl.concat([queries.select("query", "at").clear(), *answers])
+        joined = queries.select("query").join(found, on="query", how="left", maintain_order="left")
         return joined["at"].alias("position")
 
     def _swept(self, keys: pl.Series) -> pl.Series:
@@ -176,12 +176,12 @@ class Nest:
         stack: list[int] = []
         begun = 0
         found: list[int | None] = [None] * len(keys)
-        asked = keys.to_list()
+        moments = keys.to_list()
         for query in keys.arg_sort().to_list():
-            while begun < self.height and starts[begun] <= asked[query]:
+            while begun < self.height and starts[begun] <= moments[query]:
                 stack.append(begun)
                 begun += 1
-            while stack and ends[stack[-1]] <= asked[query]:
+            while stack and ends[stack[-1]] <= moments[query]:
                 stack.pop()
             found[query] = stack[-1] if stack else None
         return pl.Series("at", found, dtype=pl.Int64)

@@ -127,8 +127,8 @@ def _step_numbers(attribution: Attribution) -> dict[int, int]:
     named = ranges.filter(pl.col("name").cast(pl.String).is_in(names)).select(
         "start_ns", pl.col("name").cast(pl.String)
     )
-    found = dict(named.sort("start_ns", descending=True).iter_rows())
-    numbers = [_LAST_NUMBER.search(found.get(start_ns, "")) for start_ns in instances["start_ns"].to_list()]
+    named_at = dict(named.sort("start_ns", descending=True).iter_rows())
+    numbers = [_LAST_NUMBER.search(named_at.get(start_ns, "")) for start_ns in instances["start_ns"].to_list()]
     if not all(numbers):
         return dict(enumerate(range(len(numbers))))
     return {place: int(match[1][-9:]) for place, match in enumerate(numbers) if match}
@@ -266,22 +266,22 @@ def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
     by_sequence = bool(every.height) and not every["sequence"].has_nulls()
     key = ["group", "kind", "sequence"] if by_sequence else ["group", "kind", "step", "phase", "module"]
     occurrence = pl.int_range(pl.len()).over(["rank", *key], order_by="start_ns")
-    found = every.with_columns(occurrence.alias("occurrence"))
+    rows = every.with_columns(occurrence.alias("occurrence"))
     key = [*key, "occurrence"]
-    numbers = found.select(key).unique(maintain_order=True).with_row_index("collective")
-    found = found.join(numbers, on=key, how="left", maintain_order="left", nulls_equal=True)
-    found = found.with_columns(pl.col("collective").cast(pl.Int64))
-    clocks = tuple(_clock(rank.number, found, ranks[0].number) for rank in ranks)
+    numbers = rows.select(key).unique(maintain_order=True).with_row_index("collective")
+    rows = rows.join(numbers, on=key, how="left", maintain_order="left", nulls_equal=True)
+    rows = rows.with_columns(pl.col("collective").cast(pl.Int64))
+    clocks = tuple(_clock(rank.number, rows, ranks[0].number) for rank in ranks)
     offsets = {clock.rank: clock.offset_ns for clock in clocks}
     moved = pl.col("rank").replace_strict(offsets, return_dtype=pl.Int64)
-    found = found.with_columns(pl.col("start_ns") - moved, pl.col("end_ns") - moved)
+    rows = rows.with_columns(pl.col("start_ns") - moved, pl.col("end_ns") - moved)
     # A row of a kind that ends together, and ends at another moment than on the other ranks, is of another collective.
     length = (pl.col("end_ns") - pl.col("start_ns")).min().over("collective")
     distance = (pl.col("end_ns") - pl.col("end_ns").median().over("collective")).abs() * 2
     apart = pl.col("kind").is_in(_TOGETHER) & (distance > pl.max_horizontal(length, pl.lit(_APART_NS)))
-    found = found.filter(~apart).filter(pl.col("rank").n_unique().over("collective") > 1)
+    rows = rows.filter(~apart).filter(pl.col("rank").n_unique().over("collective") > 1)
     late = pl.col("rank").sort_by("start_ns", "rank").last().over("collective")
-    arrivals = found.with_columns(pl.col("start_ns").max().over("collective").alias("last_ns"), late.alias("late"))
+    arrivals = rows.with_columns(pl.col("start_ns").max().over("collective").alias("last_ns"), late.alias("late"))
     counts = dict(arrivals.group_by("rank").len().iter_rows())
     return Matched(
         arrivals=arrivals.drop("occurrence", "sequence", "stream").sort("last_ns", "rank"),
@@ -291,9 +291,9 @@ def match_collectives(ranks: tuple[Rank, ...]) -> Matched:
     )
 
 
-def _clock(rank: int, found: pl.DataFrame, first: int) -> Clock:
+def _clock(rank: int, rows: pl.DataFrame, first: int) -> Clock:
     """The clock of a rank by the ends of the collectives that it shares with the first one."""
-    comparable = found.filter(pl.col("kind").is_in(_TOGETHER))
+    comparable = rows.filter(pl.col("kind").is_in(_TOGETHER))
     ends = comparable.filter(pl.col("rank") == rank).select("collective", "end_ns")
     of_first = comparable.filter(pl.col("rank") == first).select("collective", pl.col("end_ns").alias("first_ns"))
     apart = ends.join(of_first, on="collective").select(pl.col("end_ns") - pl.col("first_ns")).to_series()

@@ -416,10 +416,10 @@ _TIMES: tuple[tuple[str, Callable[[Job, Rank], float]], ...] = (
 def _pairs(before: Job, after: Job) -> list[tuple[Rank, Rank]]:
     """The ranks that both have. Raises InputError where there are none."""
     earlier = {rank.number: rank for rank in before.ranks}
-    found = [(earlier[rank.number], rank) for rank in after.ranks if rank.number in earlier]
-    if not found:
+    pairs = [(earlier[rank.number], rank) for rank in after.ranks if rank.number in earlier]
+    if not pairs:
         raise InputError("the two captures have no rank in common: nothing can be set side by side")
-    return found
+    return pairs
 
 
 def answer_jobs(before: Job, after: Job, old: str, new: str) -> Answer:

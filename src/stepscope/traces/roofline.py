@@ -76,8 +76,9 @@ def peaks_for(spec: DeviceSpec | None, ceilings: Ceilings | None, device_names: 
         rates = {dtype: Peak(rate=rate, source=spec.source) for dtype, rate in spec.peak_flops_per_s.items()}
         memory = Peak(rate=spec.peak_bytes_per_s, source=spec.source) if spec.peak_bytes_per_s else None
     if ceilings is not None:
-        for dtype, best in ceilings.matmul.items():
-            rates[dtype] = Peak(rate=best.rate, source=f"measured: {best.operation}")
+        best = ceilings.matmul.items()
+        measured = {dtype: Peak(rate=one.rate, source=f"measured: {one.operation}") for dtype, one in best}
+        rates |= measured
         if ceilings.copy is not None:
             memory = Peak(rate=ceilings.copy.rate, source=f"measured: {ceilings.copy.operation}")
     if "tf32" in rates:

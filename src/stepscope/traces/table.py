@@ -342,8 +342,8 @@ def _from_arrows(rows: pl.DataFrame, calls: pl.DataFrame, arrows: pl.DataFrame) 
     place = ["process", "launch_thread", "launch_ns"]
     called = calls.select("process", launch_thread="thread", launch_ns="start_ns", launches=launches(calls["name"]))
     called = called.with_row_index("launch_row").sort("launches").unique(place, keep="last")
-    found = rows.drop("process").join(pairs, on=["device", "stream", "start_ns"], how="inner")
-    return found.join(called, on=place, how="left").select("at", "process", "launch_row", "launch_ns", "launch_thread")
+    rows = rows.drop("process").join(pairs, on=["device", "stream", "start_ns"], how="inner")
+    return rows.join(called, on=place, how="left").select("at", "process", "launch_row", "launch_ns", "launch_thread")
 
 
 def _at_the_start(ends: pl.DataFrame, slices: pl.DataFrame, track: list[str]) -> pl.DataFrame:
@@ -402,8 +402,8 @@ def _call_of(work: pl.DataFrame, calls: pl.DataFrame, keyed: pl.Expr) -> pl.Seri
     if not records.height:
         return pl.Series("call", [None], dtype=pl.UInt32).new_from_index(0, work.height)
     at = records["key"].search_sorted(wanted.fill_null(-1), side="left").clip(upper_bound=records.height - 1)
-    found = records["key"].gather(at) == wanted
-    return pl.select(pl.when(found).then(records["call"].gather(at))).to_series()
+    known_key = records["key"].gather(at) == wanted
+    return pl.select(pl.when(known_key).then(records["call"].gather(at))).to_series()
 
 
 def _with_process(work: pl.DataFrame, records: pl.DataFrame, processes: pl.Series | None) -> pl.DataFrame:

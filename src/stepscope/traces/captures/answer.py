@@ -534,8 +534,8 @@ def digest_icicles(digest: TraceDigest, noun: str) -> list[Panel]:
     """What the digest of a capture keeps of its time: by phase and family, and by module and family."""
     phases = (((row.phase, row.family), row.busy_ns / 1e6) for row in digest.families)
     places = (((*_modules(row.module), row.family), row.busy_ns / 1e6) for row in digest.places)
-    found = _icicle(phases, noun, "Time by phase and family"), _icicle(places, noun, "Time by module and family", 1)
-    return [panel for panel in found if panel is not None]
+    panels = _icicle(phases, noun, "Time by phase and family"), _icicle(places, noun, "Time by module and family", 1)
+    return [panel for panel in panels if panel is not None]
 
 
 def _icicle(ways: Iterable[tuple[tuple[str, ...], float]], noun: str, heading: str, phases: int = 2) -> Panel | None:

@@ -56,16 +56,16 @@ class Places:
         if self._whole is not None:
             return gather(names, self._whole.innermost(track, time_ns)).alias(alias)
         begins = self._intervals["start_ns"].gather(self._cuts)
-        asked = pl.DataFrame([track.alias("track"), time_ns.alias("time_ns")]).with_row_index("query")
-        asked = asked.with_columns(begins.search_sorted(time_ns.fill_null(-1), side="right").alias("stretch"))
+        moments = pl.DataFrame([track.alias("track"), time_ns.alias("time_ns")]).with_row_index("query")
+        moments = moments.with_columns(begins.search_sorted(time_ns.fill_null(-1), side="right").alias("stretch"))
         answers = []
         for stretch, (first, last) in enumerate(pairwise([*self._cuts, self._intervals.height]), 1):
-            queries = asked.filter(pl.col("stretch") == stretch)
+            queries = moments.filter(pl.col("stretch") == stretch)
             part = self._intervals[first:last]
             rows = Nest(part, "track").innermost(queries["track"], queries["time_ns"])
             answers.append(queries.select("query", gather(part["name"], rows).alias(alias)).drop_nulls())
-        found = pl.concat([pl.DataFrame(schema={"query": pl.UInt32, alias: names.dtype}), *answers])
-        return asked.select("query").join(found, on="query", how="left", maintain_order="left")[alias]
+        answered = pl.concat([pl.DataFrame(schema={"query": pl.UInt32, alias: names.dtype}), *answers])
+        return moments.select("query").join(answered, on="query", how="left", maintain_order="left")[alias]
 
 
 def _cuts(intervals: pl.DataFrame) -> list[int]:
@@ -284,7 +284,7 @@ class Attribution:
 
     `work` is the table's `work` with columns step, phase, found_by, module, part, role, operator, operator_row, family,
     ranged. `operator_row`: the row in `table.operators` of the call that `operator` names. `ranged`: inside any named
-    range, or in a phase. `found_by`: how the phase of a row was found (unmarked_phases.FOUND_BY).
+    range, or in a phase. `found_by`: how the phase of a row was found (FOUND_BY).
     `forwards`: those that were found without ranges, of all processes; a backward follows each.
     `links_checked`: backward operators whose forward operator was found both by sequence number and by the profiler's
     own arrow. `links_agree`: those where both are the same operator.
@@ -485,12 +485,12 @@ def _is_named(names: list[str]) -> pl.Expr:
 
 def _named(ranges: pl.DataFrame, names: list[str], threads: pl.DataFrame) -> pl.DataFrame:
     """The nested ranges of these names on threads that launch work: start_ns, duration_ns, name, track."""
-    found = []
+    parts = []
     for part in ranges.iter_slices(1 << 18):  # a million ranges are filtered piece by piece, to save memory
         chosen = part.filter(pl.col("nested") & _is_named(names))
-        found.append(_on_threads(chosen, threads).select("start_ns", "duration_ns", "name", "track"))
+        parts.append(_on_threads(chosen, threads).select("start_ns", "duration_ns", "name", "track"))
     nothing = {"start_ns": pl.Int64, "duration_ns": pl.Int64, "name": pl.Categorical(), "track": pl.Int64}
-    return pl.concat([pl.DataFrame(schema=nothing), *found])
+    return pl.concat([pl.DataFrame(schema=nothing), *parts])
 
 
 def _modules(candidates: pl.DataFrame, few: pl.DataFrame, threads: pl.DataFrame) -> Places:

@@ -100,7 +100,7 @@ def _tree(attribution: Attribution, intervals: pl.DataFrame, rows: pl.Series, to
 def _nodes(names: pl.Series, parent: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
     """The node of each position, and the nodes (node, parent, depth, name), parents before children."""
     frame = pl.DataFrame({"name": names, "parent": parent}).with_row_index("position")
-    found: list[pl.DataFrame] = []
+    levels: list[pl.DataFrame] = []
     placed: list[pl.DataFrame] = []
     count = 0
     # One level of depth after the other: a position's node is its name inside its parent's node.
@@ -111,12 +111,12 @@ def _nodes(names: pl.Series, parent: pl.Series) -> tuple[pl.Series, pl.DataFrame
         fresh = level.select("above", "name").unique(maintain_order=True)
         fresh = fresh.with_columns((pl.int_range(pl.len(), dtype=pl.Int64) + count).alias("node"))
         count += fresh.height
-        found.append(fresh.with_columns(pl.lit(depth, pl.Int64).alias("depth")))
+        levels.append(fresh.with_columns(pl.lit(depth, pl.Int64).alias("depth")))
         here = level.join(fresh, on=["above", "name"], how="left").select("position", "node")
         placed.append(here)
         below = here.rename({"position": "parent", "node": "above"}).cast({"parent": pl.Int64})
         level = frame.join(below, on="parent", how="inner").select("position", "name", "above")
-    nodes = pl.concat(found).rename({"above": "parent"})
+    nodes = pl.concat(levels).rename({"above": "parent"})
     node = frame.select("position").join(pl.concat(placed), on="position", how="left", maintain_order="left")["node"]
     return node, nodes
 

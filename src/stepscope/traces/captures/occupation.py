@@ -286,12 +286,12 @@ def occupation(attribution: Attribution) -> Occupation | None:
     if attribution.table.on_cpu or not work.height:
         return None
     columns = ["start_ns", "duration_ns", "device", "process", "name", "launch_ns", "launch_thread", "phase", "step"]
-    devices, found = [], []
+    devices, between = [], []
     for device in work["device"].unique().sort().to_list():
         own = work.lazy().filter(pl.col("device") == device).select(columns).collect()
         inside = _within_span(own)
         gaps = _gaps(inside)
-        found.append(gaps)
+        between.append(gaps)
         devices.append(
             DeviceOccupation(
                 device=device,
@@ -303,7 +303,7 @@ def occupation(attribution: Attribution) -> Occupation | None:
                 idle_ns=int(gaps["duration_ns"].sum()),
             )
         )
-    return Occupation(devices=tuple(devices), gaps=_with_causes(pl.concat(found), attribution))
+    return Occupation(devices=tuple(devices), gaps=_with_causes(pl.concat(between), attribution))
 
 
 def _within_span(work: pl.DataFrame) -> pl.DataFrame:

@@ -309,7 +309,7 @@ class PhaseSummary(msgspec.Struct, frozen=True, kw_only=True):
     host; None outside. `product_kernels` counts matrix products, without the second passes of split products; None on a
     CPU, whose operators call one another. `expected_products` follows from the model's sizes, if a run has them.
     `unprofiled_s` is the phase's median without a profiler, by the device's clock. `found_by` is how the phase of most
-    of this time was found (unmarked_phases.FOUND_BY); None outside, and in older digests.
+    of this time was found (attribution.FOUND_BY); None outside, and in older digests.
     """
 
     phase: str
@@ -662,9 +662,9 @@ class TraceSummary:
     def roles(self) -> dict[str, float]:
         """Kernel time per step for gradient accumulation, recomputation and communication."""
         totals = self._kernels.group_by("role").agg(pl.col("duration_ns").sum())
-        found = dict(totals.iter_rows())
+        by_role = dict(totals.iter_rows())
         wanted = (GRADIENT_ACCUMULATION, RECOMPUTATION, "communication")
-        return {role: found[role] / self.steps for role in wanted if found.get(role)}
+        return {role: by_role[role] / self.steps for role in wanted if by_role.get(role)}
 
 
 def _expected_products(workload: TextbookWorkload, phase: str) -> int | None:

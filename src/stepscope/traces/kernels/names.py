@@ -563,8 +563,8 @@ def _small_product(decoded: KernelName) -> KernelName | None:
     if decoded.library != "cuBLAS" or not _SMALL.search(decoded.function[:OPERATION_LIMIT]):
         return None
     # Their template arguments are types without names: with one type among them all are known, with two none is.
-    found = _dtypes(decoded.arguments)
-    dtype = found[0] if len(found) == 1 else None
+    dtypes = _dtypes(decoded.arguments)
+    dtype = dtypes[0] if len(dtypes) == 1 else None
     layout = re.match(r"gemmSN_([NT]{2})_", decoded.operation)
     reduces = "splitKreduce" in decoded.operation
     # Of other types these may yet use Tensor Cores; fp32 and fp64 named without TF32 or an instruction do not.
@@ -607,16 +607,16 @@ def _elements(decoded: KernelName) -> KernelName:
     arguments = decoded.arguments
     # A functor's operands come first, then the type it computes in, which is fp32 where they are bf16.
     functor = _FUNCTOR.search(arguments)
-    found = _dtypes(", ".join(functor.groups()) if functor else arguments)
-    if len(found) != 1:
+    dtypes = _dtypes(", ".join(functor.groups()) if functor else arguments)
+    if len(dtypes) != 1:
         return decoded
     target = _CAST_TARGET.search(arguments)
-    output = _CAST_DTYPES[target[1]] if target else found[0]
+    output = _CAST_DTYPES[target[1]] if target else dtypes[0]
     # Where loads and stores cast, the types in memory are known at run time only; a comparison gives booleans.
     casts = "gpu_kernel_impl<" in arguments
     return replace(
         decoded,
-        input_dtype=None if casts or "LoadWithCast" in arguments else found[0],
+        input_dtype=None if casts or "LoadWithCast" in arguments else dtypes[0],
         output_dtype=None if casts or "StoreWithCast" in arguments or "CompareFunctor" in arguments else output,
     )
 

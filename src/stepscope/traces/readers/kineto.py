@@ -1,7 +1,6 @@
 """Reads a trace of torch.profiler (Kineto): Chrome-trace JSON, plain or gzip, of any version and vendor.
 
 Device events do not say their process, and name their device as `pid` and stream as `tid`; `args` repeats both.
-How its times are written is told in event_times.
 """
 
 import operator
@@ -335,10 +334,10 @@ class _Reader:
         0 is the same in both: names of processes and work whose time was not collected have it.
         """
         sample = (_nanoseconds(time, 1) for time in times[:: 1 + len(times) // _SAMPLE])
-        found = sorted(abs(time) for time in sample if time)
-        if not found:
+        sizes = sorted(abs(time) for time in sample if time)
+        if not sizes:
             return None
-        return 1 if found[(len(found) - 1) // 2] >= _NANOSECONDS_FROM else 1000
+        return 1 if sizes[(len(sizes) - 1) // 2] >= _NANOSECONDS_FROM else 1000
 
     def _take_counters(self, group: list[Event]) -> None:
         """Keep how much memory was allocated and reserved, and count the instants that say something else."""
