@@ -16,7 +16,7 @@ from stepscope.core.evidence import Correctness
 from stepscope.core.model_config import configure
 from stepscope.core.strategies import STRATEGIES, Activations, batch_parts, spelled, strategy_named, strategy_of
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.stages import said_of
+from stepscope.engine.stages import _fault_of
 from stepscope.training.optimizer import clip_gradients, updated_by
 from stepscope.training.parallel import correctness
 from stepscope.training.parallel.collective import broadcast_from_first, trained
@@ -454,7 +454,7 @@ def test_losses_that_are_not_one_process_s_fail_alone():
         update_allowed=1e-6, worst="the loss of step 2", steps=5, loss_error=1e-3, loss_spread=0, loss_allowed=1e-6,
     )  # fmt: skip
     assert not right.passed
-    assert "the losses of 5 steps of AdamW differ by 0.001" in said_of(right, "ddp")
+    assert "the losses of 5 steps of AdamW differ by 0.001" in _fault_of(right, "ddp")
     assert msgspec.structs.replace(right, loss_error=None).passed
 
 
