@@ -214,7 +214,7 @@ STRATEGIES: dict[str, StrategyRecord] = {
             "and reduces its gradients to their shards.",
         ),
         StrategyRecord(
-            name="context-textbook", module="context_textbook", is_lesson=True, splits=SEQUENCE, textbook_only=True,
+            name="context-textbook", module="context", is_lesson=True, splits=SEQUENCE, textbook_only=True,
             attentions=("reference", "sdpa"), moves=(2, 0), activations="keys",
             words="Splits each sequence: a rank takes a chunk near its head and one near its tail, gathers the keys "
             "and values of all, and averages gradients as ddp-bucketed does.",

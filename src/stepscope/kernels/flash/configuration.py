@@ -20,6 +20,17 @@ def hopper_columns(head_dim: int) -> int | None:
     return 64 if head_dim == 64 else 128
 
 
+def _flags(**chosen: bool) -> list[str]:
+    """The names of what is chosen, as a configuration shows them."""
+    return [name.replace("_", "-") for name, on in chosen.items() if on]
+
+
+def _check_registers(most: int | None) -> None:
+    """Raise ValueError for a cap on a thread's registers that no GPU takes."""
+    if most is not None and not 24 <= most <= 255:
+        raise ValueError(f"a thread has 24 to 255 registers, not {most}")
+
+
 class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
     """The configuration of the forward kernel in Gluon: consumers of four warps, 64 queries each."""
 
@@ -44,11 +55,10 @@ class HopperForward(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(
                 f"tiles have a power of two of 16 to 256 keys, in 2 to 8 stages, not {self.block_n} and {self.stages}"
             )
-        if self.max_registers is not None and not 24 <= self.max_registers <= 255:
-            raise ValueError(f"a thread has 24 to 255 registers, not {self.max_registers}")
+        _check_registers(self.max_registers)
 
     def __str__(self) -> str:
-        flags = [name for name, on in (("turns", self.turns), ("late", self.late)) if on]
+        flags = _flags(turns=self.turns, late=self.late)
         cap = [] if self.max_registers is None else [f"r{self.max_registers}"]
         return " ".join([f"hopper {self.consumers}x64x{self.block_n} s{self.stages}", *cap, *flags])
 
@@ -68,9 +78,7 @@ class HopperBackward(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the scores of the next tile of queries begin before dQ of this one. head_dim 64 has registers for it."""
 
     def __str__(self) -> str:
-        flags = [
-            name.replace("_", "-") for name in ("v_in_registers", "spread", "share", "ahead") if getattr(self, name)
-        ]
+        flags = _flags(v_in_registers=self.v_in_registers, spread=self.spread, share=self.share, ahead=self.ahead)
         return " ".join([f"hopper 64x{HOPPER_BLOCK_N}", *flags])
 
 
@@ -102,8 +110,7 @@ class Tiles(msgspec.Struct, frozen=True, kw_only=True):
                 raise ValueError(f"a tile has a power of two of 16 to {LARGEST_TILE} rows, not {block}")
         if self.num_warps not in {1, 2, 4, 8, 16} or not 1 <= self.num_stages <= 8:
             raise ValueError(f"a tile has 1 to 16 warps and 1 to 8 stages, not {self.num_warps} and {self.num_stages}")
-        if self.max_registers is not None and not 24 <= self.max_registers <= 255:
-            raise ValueError(f"a thread has 24 to 255 registers, not {self.max_registers}")
+        _check_registers(self.max_registers)
 
     def __str__(self) -> str:
         cap = "" if self.max_registers is None else f" r{self.max_registers}"
@@ -126,8 +133,9 @@ class ForwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.hopper is not None:
             return str(self.hopper)
-        flags = [name for name, on in (("tma", self.tma), ("ws", self.warp_specialize), ("persistent", self.persistent),
-                                       ("heads-first", not self.rows_first)) if on]  # fmt: skip
+        flags = _flags(
+            tma=self.tma, ws=self.warp_specialize, persistent=self.persistent, heads_first=not self.rows_first
+        )
         return " ".join([str(self.tiles), *flags])
 
 
@@ -164,11 +172,7 @@ class BackwardConfiguration(msgspec.Struct, frozen=True, kw_only=True):
         parts = [self.way, f"keys {self.keys}"]
         if self.queries is not None:
             parts.append(f"queries {self.queries}")
-        parts += [
-            name
-            for name, on in (("tma", self.tma), ("tma-reduce", self.tma_reduce), ("heads-first", not self.rows_first))
-            if on
-        ]
+        parts += _flags(tma=self.tma, tma_reduce=self.tma_reduce, heads_first=not self.rows_first)
         return " ".join(parts)
 
 

@@ -296,11 +296,6 @@ class Backward:
             num_warps=4,
         )  # fmt: skip
 
-    def accumulator(self) -> Tensor:
-        """A tensor of zeros, to which `over_keys` adds dQ."""
-        shape = (self.batches, self.heads, self.queries, self.head_dim)
-        return torch.zeros(shape, dtype=torch.float32, device=self.q.device)
-
     def over_queries(self, tiles: Tiles, *, prepare: bool = False, logsumexp_gradient: Tensor | None = None) -> object:
         """Fill dQ and, with `prepare`, the row statistics, instead of `preprocess`."""
         rows = self.padded if prepare else self.queries
@@ -383,7 +378,7 @@ def run_backward(
     if configuration.way == "joint":
         backward.joint(configuration.keys, _required(configuration))
     else:
-        accumulated = backward.accumulator()
+        accumulated = torch.zeros(backward.q.shape, dtype=torch.float32, device=backward.q.device)
         backward.over_keys(configuration.keys, accumulated=accumulated, tma_reduce=configuration.tma_reduce)
         backward.finish(accumulated, backward.queries)
 
