@@ -221,17 +221,20 @@ class _Worker:
     processes: "count[int]" = field(default_factory=lambda: count(1))
 
 
-_worker: list[_Worker] = []
+_worker = _Worker()
 
 
 def measure(order: Order, terms: Terms, name: str, desk: DeskHandle) -> Outcome:
     """Measure a cell on this node, whose name is given."""
-    if not _worker:
-        _worker.append(_Worker())
     with contextlib.suppress(OSError):  # a node may lack the folder
         os.chdir(terms.folder)
-    _set_environment(terms)
-    return _worker[0].runner.run(_measured(_worker[0], order, terms, name, desk))
+    # The variables that a cell would have on this node without Ray, and those of the sweep that count.
+    if sys.platform == "linux":
+        began_with = Path("/proc/self/environ").read_bytes().split(b"\0")
+        if not any(variable.startswith(f"{_SET_BY_RAY}=".encode()) for variable in began_with):
+            os.environ.pop(_SET_BY_RAY, None)
+    os.environ.update(terms.variables)
+    return _worker.runner.run(_measured(_worker, order, terms, name, desk))
 
 
 async def _measured(worker: _Worker, order: Order, terms: Terms, name: str, desk: DeskHandle) -> Outcome:
@@ -291,15 +294,6 @@ class _Telling:
     def close(self) -> None:
         if self._later is not None:
             self._later.cancel()
-
-
-def _set_environment(terms: Terms) -> None:
-    """Set the variables that a cell would have on this node without Ray, and those of the sweep that count."""
-    if sys.platform == "linux":
-        began_with = Path("/proc/self/environ").read_bytes().split(b"\0")
-        if not any(variable.startswith(f"{_SET_BY_RAY}=".encode()) for variable in began_with):
-            os.environ.pop(_SET_BY_RAY, None)
-    os.environ.update(terms.variables)
 
 
 _COMMAND = (sys.executable, "-P", "-m", "stepscope.engine.courier")

@@ -79,7 +79,14 @@ def _connected(address: str) -> Any:
         ) from error
     ray: Any = imported
     named = os.environ.get(_NAMES_THE_CLUSTER, "") if address == "auto" else address
-    _see_whether_one_answers(named)
+    if named:  # an empty one is for Ray to find
+        host, _, port = named.removeprefix(_CLIENT).rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+        except (OSError, ValueError) as error:
+            opens = "`ray start --head` opens it where Ray was installed as ray[client]"
+            remedy = opens if named.startswith(_CLIENT) else f"{_NAMES_THE_CLUSTER} names it"
+            raise InputError(f"no Ray cluster answers at {named}: {one_line(error)}; {remedy}") from error
     try:
         ray.init(address=named or address, log_to_driver=False, configure_logging=False, logging_level="ERROR")
     except ConnectionError as error:
@@ -93,22 +100,6 @@ def _connected(address: str) -> Any:
             ) from error
         raise InputError(f"cannot use the Ray cluster (--on {address}): {named_line(error)}") from error
     return ray
-
-
-def _see_whether_one_answers(address: str) -> None:
-    """Raise InputError unless something listens where the address leads. An empty one is for Ray to find."""
-    host, _, port = address.removeprefix(_CLIENT).rpartition(":")
-    if not address:
-        return
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
-    except (OSError, ValueError) as error:
-        remedy = (
-            "`ray start --head` opens it where Ray was installed as ray[client]"
-            if address.startswith(_CLIENT)
-            else f"{_NAMES_THE_CLUSTER} names it"
-        )
-        raise InputError(f"no Ray cluster answers at {address}: {one_line(error)}; {remedy}") from error
 
 
 class _Courier:

@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import inspect
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -182,22 +182,16 @@ def make_fake_step(workload: TextbookWorkload) -> TrainingStep:
         attention=attention if ATTENTIONS[attention].memory == "scores" else "sdpa",
         compile="eager",
     )
-    with _default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16 if workload.dtype == "bf16-pure" else torch.float32)
+    try:
         step = TrainingStep(stand_in, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
     cast_as_on_a_gpu(step.model)
     # On the CPU the batches are views of one tensor; on a GPU each is a tensor of its own.
     step.batches = [(tokens.clone(), targets.clone()) for tokens, targets in step.batches]
     return step
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Generator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def label_residents(step: AssembledStep, watch: FakeMemory, *, on_host: bool = True) -> None:
@@ -355,7 +349,11 @@ def watch_module(
         modes.enter_context(without_tracebacks())
         mode = modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         fake = _on_fake_tensors(user_module, workload, mode, batch_size)
-        rotation = _rotation(fake.batches, steps)
+        # The batches are rotated, so that the last step gets the largest: that step is predicted.
+        sizes = [sum(tensor.nbytes for _, tensor in named_tensors(batch)) for batch in fake.batches]
+        last, rotation = (steps - 1) % max(1, len(sizes)), 0
+        if sizes and sizes[last] != max(sizes):
+            rotation = (sizes.index(max(sizes)) - last) % len(sizes)
         fake = dataclasses.replace(fake, batches=[*fake.batches[rotation:], *fake.batches[:rotation]])
         modes.enter_context(watch)
         watch.hold(fake.module.parameters())
@@ -377,8 +375,16 @@ def watch_module(
                 lambda query: "efficient" if query.dtype == torch.float32 else "cudnn", heads_as_given=True
             )
             modes.enter_context(as_on_cuda.throughout([step.forward_module, *step.blocks]))
-        with _what_a_cpu_lacks(user_module.name) if on_host else contextlib.nullcontext():
+        try:
             run_steps(step, watch, steps, on_host=on_host)
+        except InputError as error:
+            # What a CPU has no kernel for is no fault of a step that is predicted for a GPU.
+            if not on_host or not isinstance(error.__cause__, NotImplementedError):
+                raise
+            raise InputError(
+                f"{user_module.name} cannot be predicted: its step is run on the CPU's fake tensors, and calls what a "
+                f"GPU alone has ({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
+            ) from error
         parameter_bytes = sum(p.numel() * p.element_size() for p in fake.module.parameters())
         model = describe_module(step.model, step.named_tensors(step.batches[-rotation]), [])  # its first batch
         by_factory = user_module.optimizer is not None and step.optimizer is user_module.optimizer
@@ -394,20 +400,6 @@ def watch_module(
     return WatchedModule(watch=watch, built=built, parameter_bytes=parameter_bytes, workload=found)
 
 
-@contextlib.contextmanager
-def _what_a_cpu_lacks(name: str) -> Generator[None]:
-    """While open, what a CPU has no kernel for is no fault of a step that is predicted for a GPU."""
-    try:
-        yield
-    except InputError as error:
-        if not isinstance(error.__cause__, NotImplementedError):
-            raise
-        raise InputError(
-            f"{name} cannot be predicted: its step is run on the CPU's fake tensors, and calls what a GPU alone has "
-            f"({named_line(error.__cause__, 120)}); measure it on the GPU with stepscope run"
-        ) from error
-
-
 def _hang_on(found: Any, tensor: Any) -> None:
     """Give a fake tensor what a user's code hung on the real one: attributes, and hooks of its gradient."""
     attributes: dict[str, Any] = tensor.__dict__
@@ -419,13 +411,6 @@ def _hang_on(found: Any, tensor: Any) -> None:
         found.register_hook(hook)
     for hook in of_sums.values():
         found.register_post_accumulate_grad_hook(hook)
-
-
-def _rotation(batches: Sequence[Any], steps: int) -> int:
-    """How many places to rotate the batches, so that the last step gets the largest: that step is predicted."""
-    sizes = [sum(tensor.nbytes for _, tensor in named_tensors(batch)) for batch in batches]
-    last = (steps - 1) % max(1, len(sizes))
-    return 0 if not sizes or sizes[last] == max(sizes) else (sizes.index(max(sizes)) - last) % len(sizes)
 
 
 def _update_as_on_a_gpu(optimizer: torch.optim.Optimizer) -> None:

@@ -537,7 +537,16 @@ def check_the_ranks(draft: Draft) -> None:
         return dataclasses.replace(make_parts(small, draft.device, draft.load), optimizer=None)
 
     correct = check_ranks(workload.parallel, make, small, draft.device, draft.ranks)
-    draft.correct = by_sizes(workload, lambda sized: _with_smaller_sizes(correct, sized)) or correct
+
+    def with_smaller_sizes(sized: TextbookWorkload) -> Correctness:
+        # The sizes in which the step that was checked is smaller than the workload's.
+        checked, whole = (
+            {"layers": w.layers, "vocabulary": w.model.vocabulary, "seq_len": w.seq_len, "batch_size": w.batch_size}
+            for w in (_small(sized), sized)
+        )
+        return msgspec.structs.replace(correct, **{name: n for name, n in checked.items() if n < whole[name]})
+
+    draft.correct = by_sizes(workload, with_smaller_sizes) or correct
     release(draft)
     if not correct.passed:
         raise RuntimeError(_fault_of(correct, workload.parallel))
@@ -558,15 +567,6 @@ def _small(workload: TextbookWorkload) -> TextbookWorkload:
         compile="eager",
         checkpointing=_of_fewer_layers(workload, layers),
     )
-
-
-def _with_smaller_sizes(correct: Correctness, workload: TextbookWorkload) -> Correctness:
-    """The Correctness with the sizes in which the step that was checked is smaller than the workload's."""
-    small, whole = (
-        {"layers": w.layers, "vocabulary": w.model.vocabulary, "seq_len": w.seq_len, "batch_size": w.batch_size}
-        for w in (_small(workload), workload)
-    )
-    return msgspec.structs.replace(correct, **{name: size for name, size in small.items() if size < whole[name]})
 
 
 def _of_fewer_layers(workload: TextbookWorkload, layers: int) -> str:

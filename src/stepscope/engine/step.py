@@ -96,8 +96,12 @@ def measure_step(
         began(directory)
         draft = Draft(request, device, directory, tell, nsys, load=load, ranks=ranks)
         try:
-            with matmul_precision(request.workload.dtype):
-                _go_through_the_stages(draft)
+            with matmul_precision(request.workload.dtype), interrupts.keeping():
+                if until_failed((functools.partial(stage, draft) for stage in UNTIL_TIMED), lambda _: draft):
+                    for stage, failed in AFTER_THE_TIMES:
+                        run_after_the_times(stage, draft, failed)
+        except KeyboardInterrupt:
+            draft.interrupt()
         except InputError:
             shutil.rmtree(directory, ignore_errors=True)  # nothing was measured, so nothing is left behind
             raise
@@ -155,17 +159,6 @@ def finished(draft: Draft) -> Run:
     draft.run = run
     draft.save()
     return run
-
-
-def _go_through_the_stages(draft: Draft) -> None:
-    """Run the stages, which fill in the draft. Ctrl-C ends it with what is measured so far."""
-    try:
-        with interrupts.keeping():
-            if until_failed((functools.partial(stage, draft) for stage in UNTIL_TIMED), lambda _: draft):
-                for stage, failed in AFTER_THE_TIMES:
-                    run_after_the_times(stage, draft, failed)
-    except KeyboardInterrupt:
-        draft.interrupt()
 
 
 def run_after_the_times(stage: StageFunction, draft: Draft, failed: str) -> None:
@@ -247,8 +240,11 @@ def measure_in_turns(
         second.set(beside=first.run.id)
         began(first.directory)
         try:
-            with matmul_precision(request.workload.dtype):
+            with matmul_precision(request.workload.dtype), interrupts.keeping():
                 _go_through_both(first, second)
+        except KeyboardInterrupt:
+            for draft in drafts:
+                draft.interrupt()
         except InputError:
             for draft in drafts:
                 shutil.rmtree(draft.directory, ignore_errors=True)
@@ -258,28 +254,23 @@ def measure_in_turns(
 
 
 def _go_through_both(first: Draft, second: Draft) -> None:
+    if not _both_measured(first, second):
+        return
     drafts = (first, second)
-    try:
-        with interrupts.keeping():
-            if not _both_measured(first, second):
-                return
-            for draft in drafts:
-                for stage, failed in (
-                    (observe, "{stage} failed after the timed steps"),
-                    (trace_by_kineto, "no trace"),
-                    (count_work, "the FLOPs of the step are not known"),
-                ):
-                    run_after_the_times(stage, draft, failed)
-                if draft.run.evidence.memory is not None:
-                    draft.set_evidence(memory=None)
-                draft.note(_NO_MEMORY)
-            for draft in drafts:
-                run_after_the_times(release, draft, "the step's memory could not be released")
-            for draft in drafts:
-                run_after_the_times(find_ceilings, draft, "no measured ceiling")
-    except KeyboardInterrupt:
-        for draft in drafts:
-            draft.interrupt()
+    for draft in drafts:
+        for stage, failed in (
+            (observe, "{stage} failed after the timed steps"),
+            (trace_by_kineto, "no trace"),
+            (count_work, "the FLOPs of the step are not known"),
+        ):
+            run_after_the_times(stage, draft, failed)
+        if draft.run.evidence.memory is not None:
+            draft.set_evidence(memory=None)
+        draft.note(_NO_MEMORY)
+    for draft in drafts:
+        run_after_the_times(release, draft, "the step's memory could not be released")
+    for draft in drafts:
+        run_after_the_times(find_ceilings, draft, "no measured ceiling")
 
 
 def _both_measured(first: Draft, second: Draft) -> bool:

@@ -45,8 +45,8 @@ from stepscope.recording.held_tensors import weakly, weakly_each
 from stepscope.recording.nvml import read_gpu, sampler_of
 from stepscope.recording.updates import Changes, most_updates
 from stepscope.recording.watch.finder import backward_has_run
-from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name, models_of
-from stepscope.recording.watch.phases import ScriptProfilers, keep_out_of_graphs
+from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name
+from stepscope.recording.watch.phases import ScriptProfilers
 from stepscope.recording.watch.stages import (
     LookedAtSteps,
     ObservedStep,
@@ -152,7 +152,7 @@ def _loop(found: LoopStep) -> WatchedLoop:
         autocast=next((root.autocast for root in found.roots if root.autocast), None),
         parameter_dtype=max(dtypes, key=lambda name: dtypes[name], default=""),
         module_forwards=tuple(root.calls for root in found.roots),
-        optimizer_models=tuple(" and ".join(models_of(optimizer, found)) for optimizer in found.optimizers),
+        optimizer_models=tuple(" and ".join(found.models_of(optimizer)) for optimizer in found.optimizers),
         optimizer_steps=tuple(found.steps_of(optimizer) for optimizer in found.optimizers),
         trainable=found.trainable,
         tokens=_tokens(found.batches),
@@ -235,7 +235,10 @@ class WatchedRun:
         return self._draft.directory if self._draft is not None else None
 
     def start(self) -> None:
-        when_imported("torch._dynamo.trace_rules", keep_out_of_graphs)  # To make any optimizer imports it.
+        # Dynamo breaks its graph at what the watch wraps, where it compiles a whole step, and goes on behind it. To
+        # make any optimizer imports its rules.
+        rules = "torch._dynamo.trace_rules"
+        when_imported(rules, lambda: sys.modules[rules].add("stepscope.recording"))
         self.watch.start()
 
     def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:

@@ -196,21 +196,16 @@ def without_our_frames(error: BaseException) -> None:
         if known is None or id(known) in seen:
             continue
         seen.add(id(known))
-        known.__traceback__ = _theirs(known.__traceback__)
+        traceback, theirs = known.__traceback__, list[types.TracebackType]()
+        while traceback is not None:
+            if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
+                theirs.append(traceback)
+            traceback = traceback.tb_next
+        for each in reversed(theirs):
+            traceback = types.TracebackType(traceback, each.tb_frame, each.tb_lasti, each.tb_lineno)
+        known.__traceback__ = traceback
         waiting += [known.__cause__, known.__context__]
         waiting += getattr(known, "exceptions", ())
-
-
-def _theirs(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    frames: list[types.TracebackType] = []
-    while traceback is not None:
-        if not traceback.tb_frame.f_code.co_filename.startswith(_OURS):
-            frames.append(traceback)
-        traceback = traceback.tb_next
-    rest: types.TracebackType | None = None
-    for each in reversed(frames):
-        rest = types.TracebackType(rest, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return rest
 
 
 def when_imported(name: str, call: Callable[[], None]) -> None:

@@ -154,6 +154,13 @@ def read_gpu(device: "torch.device") -> GpuReading | None:
         reasons = ask("nvmlDeviceGetCurrentClocksEventReasons", handle) or 0
         processes = ask("nvmlDeviceGetComputeRunningProcesses", handle)
         memory = ask("nvmlDeviceGetMemoryInfo", handle)
+        others = None
+        if processes is not None:
+            import torch  # noqa: PLC0415
+
+            # NVML may list this process under another pid in a container.
+            pids = [process.pid for process in processes]
+            others = len(pids) - (os.getpid() in pids or (bool(pids) and torch.cuda.is_initialized()))
         limited = {
             policy: ask("nvmlDeviceGetViolationStatus", handle, getattr(nvml, f"NVML_PERF_POLICY_{policy}"))
             for policy in ("POWER", "THERMAL")
@@ -170,17 +177,9 @@ def read_gpu(device: "torch.device") -> GpuReading | None:
             slowdown_reasons=tuple(name for bit, name in _SLOWDOWN_BITS.items() if reasons & bit),
             power_limited_s=limited_s["POWER"],
             thermal_limited_s=limited_s["THERMAL"],
-            other_processes=None if processes is None else _others([process.pid for process in processes]),
+            other_processes=others,
             memory_used_bytes=None if memory is None else int(memory.used),
         )
-
-
-def _others(pids: list[int]) -> int:
-    """Number of processes on the GPU besides this one, which NVML may list under another pid in a container."""
-    import torch  # noqa: PLC0415
-
-    own = os.getpid() in pids or (bool(pids) and torch.cuda.is_initialized())
-    return len(pids) - own
 
 
 # ---- the energy that a device takes while steps run, by the counter that it keeps itself

@@ -325,6 +325,10 @@ class LoopStep:
         """How often this optimizer steps in a step."""
         return sum(each is optimizer for each in self.turns)
 
+    def models_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The classes of the models whose parameters this optimizer holds."""
+        return list(dict.fromkeys(class_name(each.module) for each in _owned(self.roots, [optimizer])))
+
     @property
     def compiled(self) -> bool:
         return any(is_compiled(root.module) for root in self.roots)
@@ -557,11 +561,6 @@ def _quiet(seen: LoopSeen, roots: Sequence[ModuleSeen]) -> tuple[nn.Module, ...]
     """The modules that are called with gradients off, except for these and what they hold."""
     inside = {id(part) for root in roots for part in root.module.modules()}
     return tuple(module for module in seen.called_quietly.values() if id(module) not in inside)
-
-
-def models_of(optimizer: torch.optim.Optimizer, step: LoopStep) -> list[str]:
-    """The classes of the models whose parameters this optimizer holds."""
-    return list(dict.fromkeys(class_name(each.module) for each in _owned(step.roots, [optimizer])))
 
 
 def _owned(modules: Sequence[ModuleSeen], optimizers: Sequence[torch.optim.Optimizer]) -> list[ModuleSeen]:

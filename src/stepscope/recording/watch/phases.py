@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import os
-import sys
 import threading
 import types
 import weakref
@@ -181,11 +180,6 @@ def replace(owner: Any, name: str, call: Callable[..., Any]) -> Undo:
             setattr(owner, name, own)
 
     return undo
-
-
-def keep_out_of_graphs() -> None:
-    """Let Dynamo break its graph at what is wrapped here, where it compiles a whole step, and go on behind it."""
-    sys.modules["torch._dynamo.trace_rules"].add("stepscope.recording")
 
 
 @contextlib.contextmanager
