@@ -20,8 +20,9 @@ from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.questions.attention import decode_matrix, grid_groups, implementations_of, measure_grid
+from stepscope.questions.attention import grid_groups, measure_grid
 from stepscope.questions.attention_answer import answer_attention
+from stepscope.questions.attention_gate import decode_matrix, implementations_of
 from stepscope.runs.checks import check_run
 from stepscope.training.attention.gate import check_attention_implementation, few_shapes
 from stepscope.training.attention.inputs import attend

@@ -22,6 +22,7 @@ from stepscope.core.run import Failure, Run, Settings
 from stepscope.core.run_directory import create_run_directory, save_run
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import TextbookWorkload
+from stepscope.questions.comparison import compared_cells
 from stepscope.questions.compile import (
     ATTENTION,
     COPIES,
@@ -41,7 +42,6 @@ from stepscope.questions.compile import (
     answer_compile,
     check_modes,
     cold_caches,
-    compile_cells,
     kernels_of_capture,
     kernels_of_profile,
     pair_up,
@@ -414,9 +414,9 @@ def test_memory_by_figure():
 
 
 def test_cells_of_the_sweep():
-    cells = compile_cells(
+    cells = compared_cells(
         models=[configure("small"), configure("tiny")], seq_lens=[16], batch_size=1, dtypes=["fp32"],
-        phases=["forward", "train"], modes=["default"], attentions=["sdpa"], settings=Settings(),
+        phase=["forward", "train"], compile=["eager", "default"], attention=["sdpa"], settings=Settings(),
     )  # fmt: skip
     named = [
         (c.workload.model.name, c.workload.phase, c.workload.compile, c.workload.attention)

@@ -34,11 +34,7 @@ from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.samples import Samples
 from stepscope.questions.attention import (
     PRESETS,
-    GateMatrix,
-    decode_matrix,
-    encode_matrix,
     grid_groups,
-    judge_matrix,
     measure_grid,
     sizes_for,
 )
@@ -57,6 +53,7 @@ from stepscope.questions.attention_answer import (
     fit_slope,
 )
 from stepscope.questions.attention_calls import AttentionPass, CallInputs, saved_storages
+from stepscope.questions.attention_gate import GateMatrix, decode_matrix, encode_matrix, judge_matrix
 from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import attend, check_inputs

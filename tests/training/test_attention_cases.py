@@ -11,8 +11,8 @@ from torch import Tensor
 
 from stepscope.core.attention_call import AttentionCell, AttentionShape, Differentiated, Layout, Numbers
 from stepscope.core.parts import Attention, TensorDtype
-from stepscope.questions.attention import shapes_of
 from stepscope.questions.attention_calls import odd_shapes
+from stepscope.questions.attention_gate import shapes_of
 from stepscope.training.attention import AttentionFunction
 from stepscope.training.attention.gate import (
     LONG,

@@ -22,9 +22,8 @@ from stepscope.core.attention_call import (
 from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.kernels.flash.tiled import flash_tiled
-from stepscope.questions import attention as attention_matrix
-from stepscope.questions.attention import GateMatrix, decode_matrix
-from stepscope.questions.attention_answer import answer_gate
+from stepscope.questions import attention_gate as attention_matrix
+from stepscope.questions.attention_gate import GateMatrix, answer_gate, decode_matrix
 from stepscope.training.attention import AttentionFunction, implementation
 from stepscope.training.attention.gate import (
     check_attention_implementation,

@@ -106,10 +106,10 @@ def _sums(count: int, each: float) -> list[_Sum]:
 def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
     import torch
 
-    from stepscope.questions.against_float64 import DTYPES
+    from stepscope.questions.answers import FEW_BITS, dtype_of
 
-    total = torch.tensor(0.0, dtype=DTYPES[accumulator])
-    small = torch.tensor(FORMATS[addend].round(each), dtype=DTYPES.get(addend, torch.float32))
+    total = torch.tensor(0.0, dtype=dtype_of(accumulator))
+    small = torch.tensor(FORMATS[addend].round(each), dtype=dtype_of(addend) if addend in FEW_BITS else torch.float32)
     running, last, stopped = [], 0.0, 0
     for i in range(1, count + 1):
         # In place: PyTorch adds at the higher precision of the two, and rounds once to the accumulator's.
@@ -125,9 +125,9 @@ def _kahan(dtype: str, count: int, each: float) -> _Sum:
     """The sum with Kahan's correction: a second number carries what the sum lost."""
     import torch
 
-    from stepscope.questions.against_float64 import DTYPES
+    from stepscope.questions.answers import dtype_of
 
-    small = torch.tensor(each, dtype=DTYPES[dtype])
+    small = torch.tensor(each, dtype=dtype_of(dtype))
     total, lost = torch.zeros_like(small), torch.zeros_like(small)
     for _ in range(count):
         corrected = small - lost
@@ -141,9 +141,9 @@ def _pairwise(dtype: str, count: int, each: float) -> _Sum:
     """The pairwise sum: neighbours are added, then the sums of neighbours, until one is left."""
     import torch
 
-    from stepscope.questions.against_float64 import DTYPES
+    from stepscope.questions.answers import dtype_of
 
-    values = torch.tensor(each, dtype=DTYPES[dtype]).repeat(count)
+    values = torch.tensor(each, dtype=dtype_of(dtype)).repeat(count)
     while len(values) > 1:
         odd = values[-1:] if len(values) % 2 else values[:0]
         values = torch.cat([values[0 : len(values) - len(odd) : 2] + values[1::2], odd])

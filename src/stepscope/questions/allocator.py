@@ -2,15 +2,22 @@
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Annotated
 
 from stepscope.core.answer import TEXT, Answer, Cell, Finding, note, table_of, warning
 from stepscope.core.errors import InputError
 from stepscope.core.figures import figure
+from stepscope.core.options import Option
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
+from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.request import SweepPlan, type_of_device
+from stepscope.engine.workload_options import OneWorkload, Timing
 from stepscope.questions.comparison import child_environment, times_as_fast
+from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.answer import heading, status_word
 from stepscope.runs.metrics import memory_of, peak_bytes
 
@@ -92,3 +99,42 @@ def allocator_setting(setting: str) -> AbstractContextManager[None]:
     """A context in which processes start with this setting beside those of the environment."""
     there = next(filter(None, map(os.environ.get, VARIABLES)), "")
     return child_environment(dict.fromkeys(VARIABLES, ",".join(filter(None, [there, setting]))))
+
+
+Setting = Annotated[
+    str, Option("The setting of PyTorch's caching allocator that is added, as name:value.", metavar="NAME:VALUE")
+]
+
+
+def compare_allocators(
+    *,
+    workload: OneWorkload,
+    setting: Setting = EXPANDABLE,
+    device: str,
+    timing: Timing,
+    tag: str | None,
+    runs: Path,
+) -> Cells:
+    """Measure a step without a setting of the GPU's caching allocator and with it, each in a process of its own."""
+    check_setting(setting)
+    step = workload.any_workload(model="small", seq_len=512)
+    if type_of_device(device) != "cuda":
+        raise InputError("a CPU has no caching allocator whose settings could be compared: this study needs a GPU")
+    cell = SweepCell(workload=step, settings=timing.settings)
+    return Cells(
+        plan=SweepPlan(cells=(cell,), devices=(device,), out=str(runs), tag=tag),
+        answer=lambda measured: Result(answer=answer_allocator(measured, setting)),
+        around=(nullcontext(), allocator_setting(setting)),
+    )
+
+
+QUESTION = Question(
+    "allocator",
+    compare_allocators,
+    examples=(
+        "stepscope study allocator --module train.py:make --dtype bf16",
+        "stepscope study allocator --model large --seq-len 1024 --setting garbage_collection_threshold:0.8",
+    ),
+    shared=("shown",),
+    defaults={"model": "small", "seq_len": "512"},
+)

@@ -1,21 +1,25 @@
-"""The parts that answers of the precision lab have in common: where they ran, tables by two keys, and curves."""
+"""What the questions on precision have in common: where they ran, how far a result is from float64, tables, curves.
+
+PyTorch comes with what computes.
+"""
 
 import contextlib
 import math
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, TypeVar
-
-import torch
 
 import stepscope
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table
 from stepscope.core.errors import InputError
-from stepscope.recording.environment import cpu_name
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
     from stepscope.core.workloads import TextbookWorkload
 
 # Where an experiment runs: the name of its machine, its versions, its threads, and whether a step can fit at all.
@@ -25,13 +29,19 @@ _SMALL_WORK = 2**28
 """Parameters times tokens of a step: below it one thread of a CPU is as fast as several."""
 
 
-def processor_name(device: torch.device) -> str:
+def processor_name(device: "torch.device") -> str:
     """The name of the GPU, or of the CPU."""
+    import torch
+
+    from stepscope.recording.environment import cpu_name
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def versions() -> dict[str, str]:
     """Versions of the software that the figures depend on."""
+    import torch
+
     return {"stepscope": stepscope.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
 
 
@@ -42,6 +52,8 @@ def one_thread() -> Iterator[None]:
     Threads wait for each other by spinning. Where another process wants one of two cores, training a model of 0.2M
     parameters took 1.5 s on two threads and 0.24 s on one; on a quiet machine 0.20 s and 0.23 s.
     """
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -55,13 +67,15 @@ def threads_for(parameters: int, tokens: int) -> contextlib.AbstractContextManag
     return one_thread() if parameters * tokens < _SMALL_WORK else contextlib.nullcontext()
 
 
-def check_room(workload: "TextbookWorkload", device: torch.device, *, bytes_per_parameter: int) -> None:
+def check_room(workload: "TextbookWorkload", device: "torch.device", *, bytes_per_parameter: int) -> None:
     """Raise InputError where parameters and what is kept for backward alone are more than the device has.
 
     Linux ends a process that takes more memory than there is; this line comes before. Of what is kept only the largest
     is counted, in fp32: the logits and their gradient, and in each layer the weights of attention and the inner
     activations of the feed-forward. So what passes may still not fit.
     """
+    import torch
+
     from stepscope.core.formulas.transformer import parameter_count
 
     model, tokens = workload.model, workload.tokens
@@ -81,7 +95,7 @@ def check_room(workload: "TextbookWorkload", device: torch.device, *, bytes_per_
 
 
 def computed_answer(
-    on: torch.device,
+    on: "torch.device",
     *,
     study: str,
     question: str,
@@ -151,3 +165,98 @@ def curves(
         if y > 0 or not y_log:
             shown.append(Point(line=line, x=x, y=y))
     return Panel(x_title=x_title, y_title=y_title, points=(*shown, *lost.values()), x_log=x_log, y_log=y_log)
+
+
+# How far a result in few bits is from float64, and at which numbers a format ends.
+
+
+FEW_BITS = ("fp32", "fp16", "bf16")
+"""The formats that PyTorch computes in."""
+
+
+def dtype_of(name: str) -> "torch.dtype":
+    """The dtype of one of FEW_BITS."""
+    import torch
+
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[name]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """How far a result is from the one of float64."""
+
+    error: float
+    """|found - reference| / |reference| of the worst row, by the Euclidean norm; NaN where a row is not finite."""
+    word: str
+    """What the result became: `nan`, `inf`; `zero` where a whole row is zero and should not be; `input overflows` where
+    the format cannot hold what goes in. Empty for any other result."""
+
+    @property
+    def broken(self) -> bool:
+        return bool(self.word)
+
+    @property
+    def cell(self) -> Cell:
+        """The word, or the error to three digits."""
+        return self.word or float(f"{self.error:.3g}")
+
+    @property
+    def plotted(self) -> float | str:
+        """The error, or the word where that is not finite."""
+        return self.error if math.isfinite(self.error) else self.word or str(self.error)
+
+
+INPUT_OVERFLOWS = Deviation(error=math.nan, word="input overflows")
+
+
+def deviation(found: "Tensor", reference: "Tensor", *given: "Tensor") -> Deviation:
+    """The largest relative error of a row of `found` (..., W) against a float64 reference of that shape, or a word.
+
+    given: what went in, in its format.
+    """
+    import torch
+
+    if not all(tensor.isfinite().all() for tensor in given):
+        return INPUT_OVERFLOWS
+    wide = found.double()
+    if wide.isnan().any():
+        return Deviation(error=math.nan, word="nan")
+    if wide.isinf().any():
+        return Deviation(error=math.nan, word="inf")
+    off, size = (wide - reference).norm(dim=-1), reference.norm(dim=-1)
+    # Where the reference is zero itself, nothing found is no error, and anything else an infinite one.
+    error = torch.where(off == 0, off, off / size).max().item()
+    lost = (wide == 0).all(dim=-1) & (size > 0)
+    return Deviation(error=error, word="zero" if lost.any() else "")
+
+
+def last_number_where(holds: "Callable[[Tensor], Tensor]", dtype: "torch.dtype", device: "torch.device") -> float:
+    """The largest number of the format, zero or above, for which `holds` is true.
+
+    `holds` takes a tensor of one number, and is true from zero up to somewhere, and false from there on. Positive
+    numbers are ordered as their bits are (IEEE 754), so that this is a binary search over the bits.
+    """
+    import torch
+
+    bits = _as_wide(dtype)
+    low, high = 0, int(torch.tensor(torch.finfo(dtype).max, dtype=dtype).view(bits).item())
+    while low < high:
+        middle = (low + high + 1) // 2
+        number = torch.tensor(middle, dtype=bits, device=device).view(dtype)
+        low, high = (middle, high) if bool(holds(number)) else (low, middle - 1)
+    return torch.tensor(low, dtype=bits).view(dtype).item()
+
+
+def next_number(value: float, dtype: "torch.dtype") -> float:
+    """The next larger number of the format, for a number of it that is zero or above."""
+    import torch
+
+    bits = torch.tensor(value, dtype=dtype).view(_as_wide(dtype))
+    return (bits + 1).view(dtype).item()
+
+
+def _as_wide(dtype: "torch.dtype") -> "torch.dtype":
+    """The integer dtype as wide as a number of this one, of 2 or 4 bytes."""
+    import torch
+
+    return torch.int16 if dtype.itemsize == 2 else torch.int32

@@ -2,151 +2,51 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 
+from stepscope.core import interrupts
+from stepscope.core.answer import Answer
 from stepscope.core.attention_call import (
     CALL_COMPILES,
     PRODUCTS,
     AttentionCell,
     AttentionShape,
     AttentionTimings,
-    AttentionVerdict,
     CallCompile,
-    GateReport,
     Launches,
+    decode_timings,
+    encode_timings,
 )
-from stepscope.core.errors import InputError, choose, one_line
-from stepscope.core.files import decode_document, json_document
+from stepscope.core.errors import (
+    EXIT_CHECK_FAILED,
+    EXIT_DEVICE_FAILED,
+    EXIT_DONE,
+    EXIT_INTERRUPTED,
+    InputError,
+    choose,
+    one_line,
+)
+from stepscope.core.files import read_named
+from stepscope.core.options import CALLS, MEASURING, WORKLOAD, Option, completed, is_given, refuse_beside
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
+from stepscope.core.run_directory import write_atomically
 from stepscope.engine.request import Stage, Tell
-from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, lost, work_through
-
-# The whole matrix implementation x dtype x shape through the gate, by several processes, within a time.
-
-
-GATE_DTYPES: tuple[TensorDtype, ...] = ("fp32", "bf16", "fp16")
-
-# 1  2026-11  first
-# 2  2026-11  calls with a scale, numbers, layouts and gradients of their own; what is allowed to whom
-GATE_VERSION = 2
-
-
-class GateMatrix(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gate said, and how much it did not get to."""
-
-    kind: str = "attention-gate"
-    version: int = GATE_VERSION
-    device: str
-    device_name: str = ""
-    versions: dict[str, str] = {}
-    seed: int = 0
-    reports: tuple[GateReport, ...] = ()
-    calls: int
-    """Implementations x dtypes x shapes."""
-    interrupted: bool = False
-
-    @property
-    def reached(self) -> int:
-        return sum(len(report.verdicts) for report in self.reports)
-
-
-def encode_matrix(matrix: GateMatrix) -> bytes:
-    """JSON, one document."""
-    return json_document(matrix).encode()
-
-
-def decode_matrix(data: bytes, source: str) -> GateMatrix:
-    """What `encode_matrix` wrote. Raises InputError that names the source."""
-    return decode_document(
-        data, GateMatrix, source, holds="verdicts of the gate", newest=GATE_VERSION, again="with --figures"
-    )
-
-
-def implementations_of(names: Sequence[str]) -> tuple[Attention, ...]:
-    """Checked names, each once. Raises InputError for one that there is not."""
-    return tuple(dict.fromkeys(choose(name, list(ATTENTIONS), "attention") for name in names))
-
-
-def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
-    """Checked dtypes, each once. Raises InputError for one that the gate cannot judge."""
-    known: dict[str, TensorDtype] = {name: name for name in GATE_DTYPES}
-    for name in names:
-        if name == "fp64":
-            raise InputError("the gate judges by float64, and cannot judge fp64: choose among fp32, bf16, fp16")
-    return tuple(dict.fromkeys(known[choose(name, GATE_DTYPES, "dtype")] for name in names))
-
-
-def shapes_of(every: bool, device_type: str) -> tuple[AttentionShape, ...]:
-    """The gate's shapes: every length with every head_dim, or each of them once; on a GPU long ones too."""
-    from stepscope.training.attention.gate import few_shapes, gate_shapes, long_shapes
-
-    shapes = gate_shapes() if every else few_shapes()
-    return shapes if device_type == "cpu" else (*shapes, *long_shapes())
-
-
-def judge_matrix(
-    names: Sequence[Attention],
-    *,
-    dtypes: Sequence[TensorDtype],
-    shapes: Sequence[AttentionShape],
-    device: str,
-    workers: int,
-    seconds: float,
-    device_name: str = "",
-    versions: dict[str, str] | None = None,
-    on_answer: Callable[[GateMatrix], None] = lambda _: None,
-) -> GateMatrix:
-    """Every implementation in every dtype on every shape; what is not reached within the time is counted.
-
-    on_answer gets what there is, as it grows. Ctrl-C ends it with what there is.
-    """
-    tasks = [
-        WorkerTask(kind="judge", names=together, dtype=dtype, shape=shape, device=device, repeat=True)
-        for together in _together(names)
-        for shape in shapes
-        for dtype in dtypes
-    ]
-    verdicts: dict[Attention, list[AttentionVerdict]] = {name: [] for name in names}
-    calls = len(names) * len(dtypes) * len(shapes)
-    matrix = GateMatrix(
-        device=device,
-        device_name=device_name,
-        versions=versions or {},
-        calls=calls,
-    )
-
-    def told(task: WorkerTask, answer: WorkerAnswer) -> None:
-        nonlocal matrix
-        for report in answer.reports or lost(task, answer.error):
-            verdicts[report.implementation].extend(report.verdicts)
-        places = {(dtype, shape): i for i, (dtype, shape) in enumerate((d, s) for d in dtypes for s in shapes)}
-        reports = tuple(
-            GateReport(
-                implementation=name,
-                device=device,
-                seed=matrix.seed,
-                verdicts=tuple(sorted(kept, key=lambda verdict: places[verdict.dtype, verdict.shape])),
-            )
-            for name, kept in verdicts.items()
-        )
-        matrix = msgspec.structs.replace(matrix, reports=reports)
-        on_answer(matrix)
-
-    try:
-        work_through(tasks, workers=workers, deadline_s=time.monotonic() + seconds, told=told)
-    except KeyboardInterrupt:
-        return msgspec.structs.replace(matrix, interrupted=True)
-    return matrix
-
-
-def _together(names: Sequence[Attention]) -> list[tuple[Attention, ...]]:
-    """Groups to judge together: each compiled implementation alone, first, as they take longest; then all others."""
-    rest = tuple(name for name in names if ATTENTIONS[name].compiler is None)
-    alone = [(name,) for name in names if ATTENTIONS[name].compiler is not None]
-    return [*alone, rest] if rest else alone
-
+from stepscope.questions.attention_gate import (
+    FIGURES,
+    Attentions,
+    Dtypes,
+    check_place,
+    decode_matrix,
+    gate_dtypes_of,
+    implementations_of,
+    result_of,
+    usual_workers,
+)
+from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through
+from stepscope.questions.question import Question, Result, read_answer
 
 LONGEST = 1 << 24
 WIDEST = 1 << 12
@@ -383,3 +283,169 @@ def _compile_ahead(
         pass
 
     work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=told)
+
+
+Compile = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=("none", "default"))]
+BatchSize = Annotated[int | None, Option("Sequences.", WORKLOAD)]
+Heads = Annotated[int | None, Option("Heads of the queries.", CALLS)]
+KvHeads = Annotated[int | None, Option("Heads of keys and values, where they have fewer: a divisor of --heads.", CALLS)]
+HeadDim = Annotated[tuple[int, ...] | None, Option("Numbers in a head.", CALLS)]
+Causal = Annotated[
+    bool | None,
+    Option("Whether a query sees only keys up to its own position, or all.", CALLS, spelled="--causal/--full"),
+]
+Launching = Annotated[
+    str | None,
+    Option(
+        "hidden (the device's own time) or shown (as on an idle device).", CALLS, complete=completed("hidden", "shown")
+    ),
+]
+Preset = Annotated[
+    str | None,
+    Option("seeds: the write-ups' grid, batch 8, no heads, fp32, naive.", CALLS, complete=completed("seeds")),
+]
+Steps = Annotated[int | None, Option("Exactly this many passes of each cell.", MEASURING, least=1)]
+Seconds = Annotated[float | None, Option("Seconds for each cell.", MEASURING, least=0)]
+Budget = Annotated[float | None, Option("Seconds for the whole grid; the rest is not reached.", MEASURING, least=0)]
+
+
+def time_attentions(
+    tell: Tell,
+    *,
+    seq_len: tuple[int, ...] | None,
+    batch_size: BatchSize,
+    dtype: Dtypes,
+    attention: Attentions,
+    compile: Compile,
+    head_dim: HeadDim,
+    heads: Heads,
+    kv_heads: KvHeads,
+    causal: Causal,
+    launches: Launching,
+    preset: Preset,
+    device: str,
+    steps: Steps,
+    seconds: Seconds,
+    budget: Budget,
+    workers: int | None,
+    keep_digests: bool,
+    from_: Annotated[tuple[Path, ...], FIGURES] = (),
+    figures: Path | None,
+) -> Answer | Result:
+    """Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and head_dim."""
+    if from_:
+        refuse_beside("--from", "--keep-digests")
+        return _stored(from_, keep_digests)
+    if keep_digests:
+        raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
+    from stepscope.questions.attention_answer import answer_attention
+    from stepscope.recording.device import resolve_device
+
+    on = resolve_device(device)
+    usual = sizes_for(on.type, preset)
+    groups = grid_groups(
+        seq_lens=seq_len or usual.seq_lens,
+        head_dims=head_dim or usual.head_dims,
+        implementations=attention or usual.implementations,
+        dtypes=dtype or usual.dtypes,
+        batch_size=usual.batch_size if batch_size is None else batch_size,
+        heads=usual.heads if heads is None else heads,
+        key_heads=kv_heads,
+        causal=usual.causal if causal is None else causal,
+        compiles=compiles_of(compile) if compile else usual.compiles,
+    )
+    check_runnable(groups, on.type)
+    hidden = usual.launches if launches is None else launches_of(launches)
+    check_place(figures)
+
+    def keep(timings: AttentionTimings) -> None:
+        if figures is not None:
+            write_atomically(encode_timings(timings), figures)
+
+    with interrupts.keeping():
+        timings, interrupted = measure_grid(
+            groups,
+            device=device,
+            seconds=usual.seconds if seconds is None else seconds,
+            steps=steps,
+            launches=hidden,
+            budget_s=budget,
+            workers=usual_workers(on.type) if workers is None else workers,
+            preset=preset or "",
+            tell=tell,
+            on_rows=keep,
+        )
+    rows = timings.timings
+    if not rows:
+        raise KeyboardInterrupt  # before the first row
+    answer = answer_attention(timings)
+    outcomes = {row.outcome for row in rows}
+    if budget is not None and outcomes == {"not reached"}:
+        fault = f"none of the {len(rows)} cells was reached in --budget {budget:g}: give it more seconds"
+        return Result(answer=answer, fault=fault)
+    exit_code = EXIT_CHECK_FAILED if "wrong" in outcomes else EXIT_DONE
+    if "failed" in outcomes:
+        exit_code = EXIT_DEVICE_FAILED
+    return Result(
+        answer=answer,
+        hint=f"the figures are in {figures}: --from shows them again" if figures is not None else "",
+        exit_code=EXIT_INTERRUPTED if interrupted else exit_code,
+    )
+
+
+def _stored(places: tuple[Path, ...], keep_digests: bool) -> Answer | Result:
+    """Whatever a study of attention wrote: timings, an answer; runs or the gate's matrix, which have a verb too."""
+    if any(place.is_dir() for place in places):
+        from stepscope.questions.attention_step import answer_stored
+
+        for place in places:
+            if not place.is_dir():
+                raise InputError(f"no runs at {place}: it is no folder")
+        return answer_stored(places, keep_digests)
+    if keep_digests:
+        raise InputError("--keep-digests says nothing with a file: leave it out")
+    place, *others = places
+    if others:
+        raise InputError("--from shows one file at a time: give one, or folders of runs")
+    data = read_named(place)
+    match kind_of(data):
+        case "attention-timings":
+            from stepscope.questions.attention_answer import answer_attention
+
+            return answer_attention(decode_timings(data, str(place)))
+        case "attention-gate":
+            if useless := [flag for flag in ("--save", "--only") if is_given(flag)]:
+                raise InputError(f"{', '.join(useless)} says nothing with the gate's matrix: leave it out")
+            return result_of(decode_matrix(data, str(place)))
+        case _:
+            return read_answer(place, "attention")
+
+
+def kind_of(data: bytes) -> str:
+    """What a file says of itself; empty where it says nothing, or is no JSON."""
+
+    class Kind(msgspec.Struct):
+        kind: str = ""
+
+    try:
+        return msgspec.json.decode(data, type=Kind).kind
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return ""
+
+
+def _titles() -> Sequence[str]:
+    from stepscope.questions.attention_answer import TITLES
+
+    return TITLES
+
+
+QUESTION = Question(
+    "attention",
+    time_attentions,
+    examples=(
+        "stepscope study attention --seq-len 1024,4096 --attention reference,sdpa,flash --figures calls.json",
+        "stepscope study attention --from calls.json --only 'Peak memory' --save calls.svg",
+    ),
+    shared=("save", "shown"),
+    titles=_titles,
+)

@@ -5,25 +5,37 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from pathlib import Path
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, known_columns, note, warning
-from stepscope.core.errors import InputError
+from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import doubting_kinds, gibibytes, milliseconds, times_within, within_ms
+from stepscope.core.options import refuse_beside
+from stepscope.core.parts import attention_names
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
 from stepscope.core.units import format_bytes, format_milliseconds, format_share
+from stepscope.engine.request import TraceRequest
 from stepscope.questions.comparison import (
+    Compared,
     ComparedRun,
     Comparison,
     Pair,
     Sizes,
+    StepOptions,
     bars_of,
+    cells_of,
     compare_runs,
     compared_answer,
+    compared_cells,
+    finished_answer,
     missing_cells,
     replaced_runs,
+    stored_runs,
     times_as_fast,
     unlike_environments,
+    unread,
 )
+from stepscope.questions.question import Cells, Question, Result, read_answer
 from stepscope.runs.metrics import median_s, memory_of, peak_bytes
 
 # A model's steps with different attentions, side by side: groups, what moved, and what can be told apart.
@@ -350,8 +362,6 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds > 0 else ''}{format_milliseconds(seconds)} ms"
 
 
-STUDY = "attention"
-QUESTION = "What does a whole training step gain by another attention, and where: phases, kernels, memory?"
 TIMES, MEMORY, FAMILIES, MOVED, MISSING = (
     "The step: medians by phase, ms",
     "Memory of the step, GiB",
@@ -372,8 +382,8 @@ def answer_steps(cells: Iterable[StepCell], *, unread: int = 0) -> Answer:
     return compared_answer(
         study,
         groups[0].base,
-        study=STUDY,
-        question=QUESTION,
+        study="attention",
+        question="What does a whole training step gain by another attention, and where: phases, kernels, memory?",
         tables=(_times(groups), _memory(groups), _families(groups), _moved(groups), left_out),
         panels=bars_of(study, STEP),
         findings=steps_findings(study, groups, unread),
@@ -467,3 +477,51 @@ ON_CPU = Sizes(models=("tiny",), dtypes=("fp32",), seq_len=64, batch_size=1)
 def usual_attentions(device_type: str) -> tuple[str, ...]:
     """The attentions to compare on a `cpu`, or on anything else."""
     return ("reference", "sdpa") if device_type == "cpu" else ("reference", "sdpa-cudnn", "flash")
+
+
+def compare_attentions(*, options: StepOptions, attention: tuple[str, ...] | None) -> Result | Cells:
+    """A whole training step with each attention in it: time, memory, and where the difference comes from."""
+    if options.from_:
+        refuse_beside("--from", "--keep-digests")
+        if file := finished_answer(options.from_):
+            refuse_beside("--from")
+            return Result(answer=read_answer(file, "attention"))
+        return Result(answer=answer_stored(options.from_, options.keep_digests))
+    compared = Compared(study="attention-step", cell=StepCell, answer=answer_steps, options=options)
+    attentions = attention or usual_attentions(options.device_type)
+    cells = compared_cells(
+        attention=[choose(name, attention_names(), "attention") for name in attentions],
+        **options.sizes(options.usual(ON_CPU, ON_GPU)),
+    )
+    # Operators of a CPU take now this long and now that; kernels do not.
+    return compared.measured(cells, TraceRequest(tools=("kineto",), steps=5 if options.device_type == "cpu" else 1))
+
+
+def answer_stored(places: Sequence[Path], keep_digests: bool) -> Answer:
+    """The answer from folders of runs. keep_digests: whether what their captures say is written beside them."""
+    runs = [(run, directory) for run, directory in stored_runs(places) if run.workload.phase != "forward"]
+    if not runs:
+        files = [file for place in places for file in sorted(place.glob("*.json"))]
+        remedy = f"give one of its files, as in {files[0]}" if files else "give one that this study filled"
+        raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
+    cells = cells_of(StepCell, runs, keep_digests)
+    return answer_steps(cells, unread=unread(cells))
+
+
+QUESTION = Question(
+    "attention-step",
+    compare_attentions,
+    examples=(
+        "stepscope study attention-step --model small,medium --seq-len 1024 --attention reference,flash",
+        "stepscope study attention-step --from results/h200/attention-steps --only findings",
+    ),
+    shared=("save", "shown"),
+    defaults={
+        "model": "tiny",
+        "seq_len": "1024; 64 on a CPU",
+        "batch_size": "4; 1 on a CPU",
+        "dtype": "bf16; fp32 on a CPU",
+        "attention": "reference,sdpa-cudnn,flash; reference,sdpa on a CPU",
+    },
+    titles=lambda: TITLES,
+)

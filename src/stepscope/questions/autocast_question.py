@@ -45,7 +45,7 @@ QUESTION = Question(
         "stepscope study autocast --model tiny --dtype fp16 --rules cuda",
         "stepscope study autocast --module train.py:make --arg width=64 --only modules",
     ),
-    has_curves=False,
+    shared=("from_", "shown"),
     defaults={
         "model": "toy",
         "rules": "the device's",

@@ -6,23 +6,32 @@ and what is missing are decided once, in `compare`.
 """
 
 import contextlib
+import importlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from functools import cache, cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, measured_answer, note, warning
+from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.figures import digits, doubt_mark
 from stepscope.core.formulas.spelled import parameters_of
-from stepscope.core.model_config import ModelConfig
+from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.options import STORED, Option, refuse_beside
+from stepscope.core.parts import attention_names
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP
-from stepscope.core.run import Run, Settings
+from stepscope.core.run import Run, Settings, settings_from
+from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
+from stepscope.core.workloads import DTYPES, PHASES, is_configuration
 from stepscope.engine.request import Cell as SweepCell
-from stepscope.engine.request import grid, order_cells
+from stepscope.engine.request import SweepPlan, TraceRequest, grid, order_cells, repeated, type_of_device
+from stepscope.engine.workload_options import ManyWorkloads, factory_arguments
+from stepscope.questions.question import Cells, Result, read_answer
 from stepscope.runs.answer import bar, status_word
 from stepscope.runs.metrics import memory_of, samples_of
 from stepscope.runs.run_sets import Disagreement, RunSet, disagreeing, disagreement, sets_of
@@ -471,6 +480,199 @@ def compared_cells(
     sizes = {"seq_len": list(seq_lens), "batch_size": [batch_size], "dtype": list(dtypes)}
     workloads = grid(model=models, **sizes, **lists)
     return order_cells([SweepCell(workload=workload, settings=settings) for workload in workloads])
+
+
+# Runs, and what their captures say: measured just now, or found in folders.
+
+
+@cache
+def reads_captures() -> bool:
+    """Whether polars is here: a machine that only measures has none."""
+    try:
+        importlib.import_module("stepscope.traces.captures.digest")
+    except ModuleNotFoundError as error:
+        if error.name != "polars":
+            raise
+        return False
+    return True
+
+
+def captured(run: Run, directory: Path, keep: bool) -> "TraceDigest | None":
+    """What the run's capture says; None where polars is not installed, or the capture cannot be read, which is said."""
+    if run.status != "done" or not reads_captures():
+        return None
+    from stepscope.traces.captures.digest import digest_beside
+
+    try:
+        return digest_beside(run, directory, "kineto", say=warn, keep=keep)
+    except InputError as error:
+        warn(f"its capture is left out: {error}")
+        return None
+
+
+def cells_of(kind: type[C], runs: Iterable[tuple[Run, Path]], keep: bool) -> list[C]:
+    """What is compared of these runs, each with its directory. keep: whether what a capture says is written there."""
+    return [kind(run=run, digest=captured(run, directory, keep)) for run, directory in runs]
+
+
+def unread(cells: Iterable[ComparedRun]) -> int:
+    """How many captures nothing here can read."""
+    return 0 if reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
+
+
+def stored_runs(places: Iterable[Path]) -> Iterator[tuple[Run, Path]]:
+    """Every run under these folders, once, with its own folder. One that cannot be read is left out, which is said.
+
+    Raises InputError for what is no folder.
+    """
+    files: dict[Path, None] = {}
+    for place in places:
+        if not place.is_dir():
+            raise InputError(f"no runs at {place}: it is no folder")
+        files.update(dict.fromkeys(file.resolve() for file in find_run_files(place)))
+    for file in files:
+        try:
+            yield load_run(file), file.parent
+        except InputError as error:
+            warn(f"left out: {error}")
+
+
+def finished_answer(places: Sequence[Path], wanted: Iterable[str] = ()) -> Path | None:
+    """The one file among stored results, an answer that is finished; None where they are folders of runs.
+
+    wanted: fields that choose among the runs of a folder."""
+    if len(places) != 1 or not places[0].is_file():
+        return None
+    if flags := ", ".join(f"--{field.replace('_', '-')}" for field in wanted):
+        raise InputError(f"{places[0]} is a finished answer: {flags} would choose among the runs of a folder")
+    return places[0]
+
+
+# The options of a question that compares steps, and its way from them to its answer.
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """Options of a study that compares steps; None for what the study chooses."""
+
+    model: tuple[str, ...] | None
+    seq_len: tuple[int, ...] | None
+    batch_size: int | None
+    dtype: tuple[str, ...] | None
+    device: str
+    steps: int | None
+    seconds: float = 1.0
+    repeat: int
+    keep_digests: bool
+    runs: Path
+    from_: Annotated[
+        tuple[Path, ...],
+        Option("A folder of runs, or an answer that --json wrote: nothing is measured.", STORED, metavar="PLACE"),
+    ] = ()
+    tag: str | None
+
+    @property
+    def fields(self) -> dict[str, tuple[Any, ...] | None]:
+        """The fields by which runs of a folder are chosen."""
+        batch_sizes = None if self.batch_size is None else (self.batch_size,)
+        return {"model": self.model, "seq_len": self.seq_len, "batch_size": batch_sizes, "dtype": self.dtype}
+
+    @cached_property
+    def device_type(self) -> str:
+        """cpu or cuda."""
+        return type_of_device(self.device)
+
+    def usual(self, on_cpu: Sizes, on_gpu: Sizes) -> Sizes:
+        """What is measured on this device where the user says nothing."""
+        return on_cpu if self.device_type == "cpu" else on_gpu
+
+    def settings(self, warmup: int | None = None) -> Settings:
+        """How a step is measured. A CPU's steps are not profiled."""
+        return settings_from(warmup, self.steps, self.seconds, no_profile=self.device_type == "cpu")
+
+    def sizes(self, usual: Sizes, warmup: int | None = None) -> dict[str, Any]:
+        """What is measured of the textbook's model and how, as `compared_cells` takes it."""
+        return {
+            "models": [configure(name) for name in self.model or usual.models],
+            "seq_lens": self.seq_len or (usual.seq_len,),
+            "batch_size": usual.batch_size if self.batch_size is None else self.batch_size,
+            "dtypes": self.dtype or usual.dtypes,
+            "settings": self.settings(warmup),
+        }
+
+    def names_user_model(self, module: str | None) -> bool:
+        """Whether a user's model is named, by a factory or by a config.json."""
+        return module is not None or any(is_configuration(name) for name in self.model or ())
+
+    def user_cells(
+        self, module: str | None, arg: tuple[str, ...], warmup: int | None, **choices: tuple[str, ...] | None
+    ) -> tuple[SweepCell, ...]:
+        """A cell for each combination of the options of the user's model, and of `choices`, of which None is one that
+        was not made. Empty where no such model is named. Raises InputError for options of the textbook's model."""
+        if not self.names_user_model(module):
+            factory_arguments(None, arg)
+            return ()
+        options: dict[str, Any] = {**self.fields, **choices, "arg": arg, "module": module and (module,)}
+        workloads = ManyWorkloads({name: each for name, each in options.items() if each is not None}).workloads()
+        return order_cells([SweepCell(workload=workload, settings=self.settings(warmup)) for workload in workloads])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compared:
+    """What a question makes of the runs that it compares: of stored ones, or of those of the cells that it measures."""
+
+    study: str
+    cell: type[ComparedRun]
+    """Made of a run and its capture: what is compared."""
+    answer: Callable[..., Answer]
+    """The answer from these; `unread` is how many captures nothing here can read."""
+    options: StepOptions
+
+    def stored(self, fields: Mapping[str, tuple[Any, ...] | None], *read: str) -> Result:
+        """The answer from folders of runs, of those that have these values in their workload's fields; or a finished
+        answer. read: options that name no field of a workload."""
+        places = self.options.from_
+        refuse_beside("--from", "--keep-digests", *read, *(f"--{field.replace('_', '-')}" for field in fields))
+        choices = {"dtype": DTYPES, "phase": PHASES, "attention": attention_names()}
+        wanted = {field: values for field, values in fields.items() if values is not None}
+        for field, values in wanted.items():
+            for value in values if field in choices else ():
+                choose(value, choices[field], field)
+        if file := finished_answer(places, wanted):
+            refuse_beside("--from")
+            return Result(answer=read_answer(file, self.study))
+
+        def is_wanted(run: Run) -> bool:
+            workload = run.workload
+            return all(
+                (workload.name if field == "model" else getattr(workload, field, None)) in values
+                for field, values in wanted.items()
+            )
+
+        return self.of_runs((run, directory) for run, directory in stored_runs(places) if is_wanted(run))
+
+    def of_runs(self, runs: Iterable[tuple[Run, Path]], again: str = "") -> Result:
+        """The answer from these runs, each with its directory. again: where they are read again if a capture cannot be
+        read here."""
+        cells = cells_of(self.cell, runs, self.options.keep_digests)
+        lost = unread(cells)
+        hint = f"the captures lie in {self.options.runs}: `{again}` answers from them where polars is"
+        return Result(answer=self.answer(cells, unread=lost), hint=hint if lost and again else "")
+
+    def measured(
+        self, cells: tuple[SweepCell, ...], trace: TraceRequest, *around: contextlib.AbstractContextManager[None]
+    ) -> Cells:
+        """These cells, and the answer from their runs. around: the context in which they are measured."""
+        options = self.options
+        if options.repeat > 1:
+            cells = order_cells(repeated(cells, options.repeat))
+        plan = SweepPlan(cells=cells, devices=(options.device,), out=str(options.runs), tag=options.tag, trace=trace)
+        again = f"stepscope study {self.study} --from {options.runs}"
+        return Cells(
+            plan=plan,
+            answer=lambda runs: self.of_runs(((run, options.runs / run.id) for run in runs), again),
+            around=around or (contextlib.nullcontext(),),
+        )
 
 
 # Environment variables for the processes that a study starts.

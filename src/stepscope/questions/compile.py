@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note, warning
 from stepscope.core.errors import InputError, choose
@@ -20,17 +20,20 @@ from stepscope.core.figures import (
     percent,
     times_within,
 )
+from stepscope.core.options import WORKLOAD, Option
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import COMPILES
-from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.request import TraceRequest
 from stepscope.questions.comparison import (
+    Compared,
     ComparedRun,
     Comparison,
     Pair,
     Sizes,
+    StepOptions,
     bars_of,
     child_environment,
     compare_runs,
@@ -47,9 +50,8 @@ from stepscope.questions.comparison import (
     unlike_environments,
     within,
 )
-from stepscope.runs.checks.computation import compile_fallback, compile_not_used
+from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import median_s, memory_of
-from stepscope.traces.kernels.families import classify, is_generated
 
 if TYPE_CHECKING:
     from stepscope.traces.captures.digest import FamilyRow, TraceDigest
@@ -117,6 +119,8 @@ def _kind(row: "FamilyRow") -> str:
 
 def kernels_of_profile(run: Run) -> dict[str, Total]:
     """Calls and time of a profiled step's kernels by kind, told by their names alone; empty without such a step."""
+    from stepscope.traces.kernels.families import classify, is_generated
+
     figures = []
     for kernel in run.evidence.profile.kernels if run.evidence.profile else ():
         family = classify(kernel.name)
@@ -154,6 +158,8 @@ class CompileCell(ComparedRun):
 
         Judged anew from the evidence. The third: a GPU's compiled step has kernels that the compiler generated.
         """
+        from stepscope.runs.checks.computation import compile_fallback, compile_not_used
+
         fault = next(chain(compile_not_used(self.run), compile_fallback(self.run)), None)
         if fault is not None or self.is_base or self.run.status != "done":
             return fault
@@ -234,7 +240,8 @@ def payback(base: Samples, other: Samples) -> Payback | None:
     ratio = other.speedup_over(base)
     if not base.warmup_s or not other.warmup_s or not base.median_s or not other.median_s or ratio is None:
         return None
-    extra_s = _beyond_steady_s(other) - _beyond_steady_s(base)
+    base_s, other_s = (sum(s.warmup_s) - len(s.warmup_s) * (s.median_s or 0.0) for s in (base, other))
+    extra_s = other_s - base_s
     won_s = base.median_s - other.median_s
     steps = _even_after(base, other, extra_s)
     least = most = None
@@ -246,10 +253,6 @@ def payback(base: Samples, other: Samples) -> Payback | None:
 
 
 _ROUNDING = 1e-9
-
-
-def _beyond_steady_s(samples: Samples) -> float:
-    return sum(samples.warmup_s) - len(samples.warmup_s) * (samples.median_s or 0.0)
 
 
 def _even_after(base: Samples, other: Samples, extra_s: float) -> int | None:
@@ -378,8 +381,7 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
             f"step launches {span} kernels that the compiler generated; {eager}.",
             {"least": min(counts), "most": max(counts), "eager_with_generated": len(strangers)},
         )
-    unknown = [pair.label for pair in study.pairs if pair.other.ran == "not known"]
-    if unknown:
+    if unknown := [pair.label for pair in study.pairs if pair.other.ran == "not known"]:
         yield warning(
             "no-report",
             f"What torch.compile did is not known of {listed(unknown)}: dynamo's counters were not kept.",
@@ -414,24 +416,21 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
                 f"eagerly {format_seconds(pair.base.time_s)}.",
                 {"speed_up": pair.speed_up.value},
             )
-    noise = [pair.label for pair in study.pairs if pair.is_noise]
-    if noise:
+    if noise := [pair.label for pair in study.pairs if pair.is_noise]:
         yield warning(
             "no-more-than-noise",
             f"Whether compiling pays cannot be told for {listed(noise)}: the step changes by no more than its "
             "optimizer, which is the same code in both.",
             {"cells": len(noise)},
         )
-    untold = [pair for pair in study.pairs if pair.untold]
-    if untold:
+    if untold := [pair for pair in study.pairs if pair.untold]:
         yield note(
             "cannot-be-told",
             f"Whether compiling pays cannot be told for {listed(pair.label for pair in untold)}: "
             f"{untold[0].speed_up.why_undecided}.",
             speed_ups_of(untold),
         )
-    level = [pair for pair in study.pairs if pair.level]
-    if level:
+    if level := [pair for pair in study.pairs if pair.level]:
         yield warning(
             "no-difference",
             f"Compiling does not pay for {listed(pair.label for pair in level)}: the interval of the step's "
@@ -639,8 +638,7 @@ def _doubt_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
             "On a CPU compiled code calls no operators, so that there are no kernels to compare; and most of its first "
             "step is a C++ compiler's.",
         )
-    bare = [pair.label for pair in study.pairs if pair.other.on_gpu and pair.kernels is None]
-    if bare:
+    if bare := [pair.label for pair in study.pairs if pair.other.on_gpu and pair.kernels is None]:
         yield note("no-kernels", f"Neither a capture nor a profiled step of both is there for {listed(bare)}.")
     named = sum(not (pair.base.digest and pair.other.digest) for pair, _ in with_kernels(study))
     if named:
@@ -654,8 +652,6 @@ def _doubt_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
     yield from replaced_runs(study)
 
 
-STUDY = "compile"
-QUESTION = "What does torch.compile give the whole model, and what does it cost?"
 TIMES, COST, REPORT, KERNELS, MEMORY, MISSING = (
     "Eager against compiled: medians, and the speed-up, with 95 % intervals",
     "What compiling costs, and after how many steps it has paid for itself",
@@ -679,13 +675,13 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
     """
     if not study.pairs:
         raise InputError(
-            nothing_to_compare(study, verb=STUDY, needs="was measured", measured=f"{BASELINE} and compiled")
+            nothing_to_compare(study, verb="compile", needs="was measured", measured=f"{BASELINE} and compiled")
         )
     return compared_answer(
         study,
         study.pairs[0].base,
-        study=STUDY,
-        question=QUESTION,
+        study="compile",
+        question="What does torch.compile give the whole model, and what does it cost?",
         tables=(_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study)),
         panels=_panels(study),
         findings=compile_findings(study, unread),
@@ -703,7 +699,8 @@ def _times(study: CompileStudy) -> Table:
             if base is not None and other is not None and ratio is not None:
                 rows.append(
                     {
-                        **_cell(pair.other),
+                        "cell": pair.other.name,
+                        "compile": pair.other.value,
                         "phase": part,
                         **within("eager ms", "eager", median_within_ms(base)),
                         **within("compiled ms", "compiled", median_within_ms(other)),
@@ -714,17 +711,14 @@ def _times(study: CompileStudy) -> Table:
     return table_of_rows(TIMES, rows)
 
 
-def _cell(cell: CompileCell) -> dict[str, Cell]:
-    return {"cell": cell.name, "compile": cell.value}
-
-
 def _cost(study: CompileStudy) -> Table:
     rows: list[dict[str, Cell]] = []
     for pair in study.pairs:
         paid, report = pair.payback, pair.other.run.evidence.compilation
         rows.append(
             {
-                **_cell(pair.other),
+                "cell": pair.other.name,
+                "compile": pair.other.value,
                 "eager first step s": digits(pair.base.first_step_s),
                 "compiled first step s": digits(pair.other.first_step_s),
                 "of it dynamo's s": digits(report.compile_s) if report else None,
@@ -746,7 +740,8 @@ def _report(study: CompileStudy) -> Table:
         reasons = (*report.graph_break_reasons, *report.recompile_reasons) if report else ()
         rows.append(
             {
-                **_cell(cell),
+                "cell": cell.name,
+                "compile": cell.value,
                 "what ran": cell.ran,
                 "frames compiled": f"{report.frames_compiled} of {report.frames_total}" if report else None,
                 "graphs": report.graphs if report else None,
@@ -762,20 +757,19 @@ def _report(study: CompileStudy) -> Table:
 
 
 def _kernels(study: CompileStudy) -> Table:
+    def change(before_s: float, after_s: float) -> tuple[Cell, ...]:
+        return tuple(map(milliseconds, (before_s, after_s, before_s - after_s)))
+
     rows: list[tuple[Cell, ...]] = []
     for pair, kernels in with_kernels(study):
         named = [(kind, *kernels.of([kind])) for kind in KINDS]
         for name, before, after in [*named, ("all kernels", *kernels.of())]:
             if before.calls or after.calls:
                 counts = (round(before.calls), round(after.calls))
-                rows.append((pair.other.name, pair.other.value, name, *counts, *_change(before.busy_s, after.busy_s)))
-        rows.append((pair.other.name, pair.other.value, "no kernel", None, None, *_change(*kernels.none_s)))
+                rows.append((pair.other.name, pair.other.value, name, *counts, *change(before.busy_s, after.busy_s)))
+        rows.append((pair.other.name, pair.other.value, "no kernel", None, None, *change(*kernels.none_s)))
     heads = ("eager", "compiled", "eager ms", "compiled ms", "won ms")
     return Table(title=KERNELS, columns=("cell", "compile", "kernels", *heads), rows=tuple(rows))
-
-
-def _change(before_s: float, after_s: float) -> tuple[Cell, Cell, Cell]:
-    return milliseconds(before_s), milliseconds(after_s), milliseconds(before_s - after_s)
 
 
 def _memory(study: CompileStudy) -> Table:
@@ -812,7 +806,6 @@ def _panels(study: CompileStudy) -> tuple[Panel, ...]:
 
 
 BASELINE = CompileCell.BASELINE
-MODES: tuple[str, ...] = tuple(mode for mode in COMPILES if mode != BASELINE)
 
 
 ON_GPU = Sizes(models=("small", "large", "2.7B"), seq_len=512, batch_size=4, dtypes=("bf16",))
@@ -825,15 +818,8 @@ def check_modes(modes: Sequence[str]) -> tuple[str, ...]:
     if BASELINE in modes:
         raise InputError(f"--compile names what is set beside {BASELINE}, which is always measured: leave it out")
     for mode in modes:
-        choose(mode, MODES, "compile mode")
+        choose(mode, [known for known in COMPILES if known != BASELINE], "compile mode")
     return tuple(modes)
-
-
-def compile_cells(
-    *, phases: Sequence[str], modes: Sequence[str], attentions: Sequence[str], **sizes: Any
-) -> tuple[SweepCell, ...]:
-    """Each combination of these and the sizes, as `compared_cells` takes them, eager and in every mode."""
-    return compared_cells(phase=phases, attention=attentions, compile=[BASELINE, *modes], **sizes)
 
 
 @contextlib.contextmanager
@@ -846,3 +832,68 @@ def cold_caches() -> Generator[None]:
         wanted = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
         with child_environment(wanted):
             yield
+
+
+Modes = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=COMPILES[1:4])]
+Prices = Annotated[bool, Option("What each graph break and recompilation costs a step of your own module (--module).")]
+
+
+def compare_modes(
+    *,
+    options: StepOptions,
+    module: str | None,
+    arg: tuple[str, ...] = (),
+    phase: tuple[str, ...] | None,
+    attention: tuple[str, ...] | None,
+    compile: Modes,
+    warmup: int | None,
+    prices: Prices = False,
+) -> Answer | Result | Cells:
+    """What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it fused."""
+    usual = options.usual(ON_CPU, ON_GPU)
+    dtypes = options.dtype or usual.dtypes
+    if prices:
+        from stepscope.questions.compile_prices import price_of_breaks
+
+        if not options.names_user_model(module):
+            raise InputError("--prices is for a module of your own: add --module FILE:FACTORY")
+        if options.from_ or phase or attention or compile:
+            raise InputError(
+                "--prices compiles the whole step in the default mode: leave out --from, --phase and --compile"
+            )
+        return price_of_breaks(options.user_cells(module, arg, warmup, dtype=dtypes), options.device)
+
+    def answer(cells: list[CompileCell], unread: int) -> Answer:
+        return answer_compile(pair_up(cells), unread=unread)
+
+    compared = Compared(study="compile", cell=CompileCell, answer=answer, options=options)
+    if options.from_:
+        modes = None if compile is None else (BASELINE, *check_modes(compile))
+        return compared.stored({**options.fields, "phase": phase, "attention": attention, "compile": modes})
+    phases, modes = phase or ("forward", "train"), (BASELINE, *check_modes(compile or ("default",)))
+    cells = options.user_cells(module, arg, warmup, dtype=dtypes, phase=phases, attention=attention, compile=modes)
+    if not cells:
+        attentions = attention or ("reference",)
+        cells = compared_cells(phase=phases, attention=attentions, compile=modes, **options.sizes(usual, warmup))
+    trace = TraceRequest(tools=() if options.device_type == "cpu" else ("kineto",), steps=1)
+    return compared.measured(cells, trace, cold_caches())
+
+
+QUESTION = Question(
+    "compile",
+    compare_modes,
+    examples=(
+        "stepscope study compile --model small --compile default,max-autotune",
+        "stepscope study compile --module train.py:make --prices",
+    ),
+    shared=("save", "shown"),
+    defaults={
+        "model": "small,large,2.7B; tiny on a CPU",
+        "seq_len": "512; 32 on a CPU",
+        "batch_size": "4; 1 on a CPU",
+        "dtype": "bf16; fp32 on a CPU",
+        "phase": "forward,train",
+        "attention": "reference",
+        "compile": "default",
+    },
+)

@@ -6,19 +6,21 @@ The module is compiled and timed in a process of its own.
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, error, measured_answer, note, warning
+from stepscope.core.errors import InputError
 from stepscope.core.figures import digits, median_ms, milliseconds, times_within
 from stepscope.core.run import Settings
 from stepscope.core.samples import Ratio
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.units import counted, format_bytes, format_seconds
 from stepscope.core.workloads import FactoryWorkload
+from stepscope.engine.request import Cell as SweepCell
 from stepscope.engine.user_code import answer_apart, ask_apart
 from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
@@ -30,6 +32,15 @@ BREAKS, AGAIN, SHAPES = (
 _SHOWN = 12
 _NAMED = 3
 _CLEAN = "breaks avoided"
+
+
+def price_of_breaks(cells: Sequence[SweepCell], device: str) -> Answer:
+    """The price of each graph break and recompilation of the one module in these cells."""
+    if len(cells) > 1:
+        raise InputError("--prices takes one workload: give one value for each option")
+    workload = cells[0].workload
+    assert isinstance(workload, FactoryWorkload)
+    return answer_prices(compile_prices(workload, device, cells[0].settings))
 
 
 def answer_prices(prices: CompilePrices) -> Answer:

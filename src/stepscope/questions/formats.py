@@ -234,5 +234,5 @@ QUESTION = Question(
     "formats",
     study_formats,
     examples=("stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats"),
-    has_curves=False,
+    shared=("from_", "shown"),
 )

@@ -4,13 +4,10 @@ from typing import Annotated, Any
 
 from stepscope.core.answer import Answer
 from stepscope.core.model_config import configure
-from stepscope.core.options import MODEL, NUMBERS, TRAINING, Option, completed
-from stepscope.questions.one_model import given_ones, of_own_model, refuse_preset, refuse_sizes
+from stepscope.core.options import NUMBERS, TRAINING, Option, completed
+from stepscope.questions.one_model import Configuration, given_ones, of_own_model, refuse_preset, refuse_sizes
 from stepscope.questions.question import Question
 
-Configuration = Annotated[
-    str | None, Option("The config.json of a Hugging Face model, which gets random weights.", MODEL)
-]
 Steps = Annotated[int, Option("Training steps of each run.", TRAINING)]
 
 

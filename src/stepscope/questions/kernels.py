@@ -2,21 +2,29 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, known_columns, measured_answer, note
-from stepscope.core.evidence import Capture
+from stepscope.core.errors import InputError, choose, warn
+from stepscope.core.evidence import TRACE_TOOLS, Capture
 from stepscope.core.figures import count, digits, doubting_kinds, milliseconds, percent
-from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
-from stepscope.core.run import Run
+from stepscope.core.model_config import configure
+from stepscope.core.options import OUTPUT, STORED, Option, refuse_beside
+from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_AND_BACKWARD, OPTIMIZER, PHASES, STEP
+from stepscope.core.run import Run, settings_from
 from stepscope.core.workloads import by_sizes
-from stepscope.questions.comparison import ComparedRun, table_of_rows
+from stepscope.engine.request import SweepPlan
+from stepscope.engine.workload_options import Record, Recording, TraceSteps
+from stepscope.questions.comparison import ComparedRun, compared_cells, stored_runs, table_of_rows
+from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import median_s
-from stepscope.traces.captures.digest import KEPT_ROWS, TraceDigest
-from stepscope.traces.captures.summary import FORWARD_AND_BACKWARD, KernelRow
-from stepscope.traces.kernels.names import kernel_label
+
+if TYPE_CHECKING:
+    from stepscope.traces.captures.digest import TraceDigest  # a module that needs polars
+    from stepscope.traces.captures.summary import KernelRow
 
 # The cells of the kernel study: a run with what was kept of its captured step, by one profiler or by two.
 
@@ -28,10 +36,10 @@ class CapturedCell(ComparedRun):
     FIELD: ClassVar[str] = "phase"
     BASELINE: ClassVar[str] = "forward"
 
-    other: TraceDigest | None = None
+    other: "TraceDigest | None" = None
 
     @property
-    def tables(self) -> TraceDigest:
+    def tables(self) -> "TraceDigest":
         """The digest of the run's own capture: a cell of this study has one."""
         assert self.digest is not None, "a cell of the kernel study is a captured run"
         return self.digest
@@ -73,19 +81,21 @@ class CapturedCell(ComparedRun):
     def family_ns(self, family: str) -> float:
         return sum(row.busy_ns for row in self.tables.families if row.family == family)
 
-    def longest(self, phase: str) -> KernelRow | None:
+    def longest(self, phase: str) -> "KernelRow | None":
         """The kernel that takes longest in a phase, or in forward and backward together."""
         if phase == FORWARD_AND_BACKWARD:
             return self.tables.top_together[0] if self.tables.top_together else longest_of_both(self.tables)
         return next((row for row in self.tables.top if row.phase == phase), None)
 
 
-def longest_of_both(digest: TraceDigest) -> KernelRow | None:
+def longest_of_both(digest: "TraceDigest") -> "KernelRow | None":
     """What takes longest in forward and backward together, by the longest kernels of each.
 
     None where they do not tell: a kernel that is not among the longest of a phase may take as long there as the last
     of these.
     """
+    from stepscope.traces.captures.digest import KEPT_ROWS
+
     names = (FORWARD, BACKWARD)
     phases = [digest.phase(name) for name in names]
     kept = [{row.name: row for row in digest.top if row.phase == name} for name in names]
@@ -115,8 +125,6 @@ def busiest_families(cells: list[CapturedCell]) -> list[str]:
     return sorted(families, key=lambda family: -sum(cell.family_ns(family) for cell in cells))[:6]
 
 
-STUDY = "kernels"
-QUESTION = "Which kernels does a training step run, and where does their time go?"
 MISSING = "Not measured"
 _LONGEST = 3
 """Kernels that are shown of each ranking."""
@@ -135,13 +143,13 @@ class _Part:
 def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured: Sequence[Run] = ()) -> Answer:
     """The questions of these letters, or all. `unmeasured`: runs that ended before they had a capture."""
     ordered = sorted(cells, key=lambda cell: cell.order)
-    parts = [make(letter, ordered) for letter, make in QUESTIONS.items() if not letters or letter in letters]
+    parts = [make(letter, ordered) for letter, make in TABLES.items() if not letters or letter in letters]
     shown = [part for part in parts if part.table.rows]
     missing = tuple(("-".join(run.workload.words()), ComparedRun(run=run).why_missing) for run in unmeasured)
     return measured_answer(
         next((cell.run.environment for cell in ordered), None),
-        study=STUDY,
-        question=QUESTION,
+        study="kernels",
+        question="Which kernels does a training step run, and where does their time go?",
         date=max(cell.run.day for cell in ordered),
         tables=(*(part.table for part in shown), Table(title=MISSING, columns=("cell", "why"), rows=missing)),
         panels=[panel for part in shown for panel in part.panels],
@@ -214,8 +222,10 @@ def _longest(letter: str, cells: list[CapturedCell]) -> _Part:
     return _Part(table=table, findings=(note("product-counts", sentence, {"phases": counted, "as expected": right}),))
 
 
-def _kernel(row: KernelRow) -> tuple[Cell, ...]:
+def _kernel(row: "KernelRow") -> tuple[Cell, ...]:
     """Name, calls, milliseconds and percent."""
+    from stepscope.traces.kernels.names import kernel_label
+
     return (kernel_label(row.name), count(row.calls), milliseconds(row.busy_ns * _NS), percent(row.share))
 
 
@@ -435,7 +445,7 @@ def _doubts(cells: list[CapturedCell]) -> list[Finding]:
     return doubts
 
 
-QUESTIONS: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
+TABLES: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
     "a": _times,
     "b": _longest,
     "c": _without_products,
@@ -447,3 +457,107 @@ QUESTIONS: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
     "g": _tools,
 }
 """How each question is answered, by its letter."""
+
+
+Tool = Annotated[str, Option("Whose captures to read.", choices=TRACE_TOOLS)]
+From = Annotated[Path | None, Option("A folder of runs measured before: nothing is measured.", STORED, metavar="DIR")]
+Only = Annotated[tuple[str, ...], Option("Only these tables, by their letters, as in d or b,e (default: all).", OUTPUT)]
+
+
+def capture_kernels(
+    *,
+    model: tuple[str, ...] = ("tiny",),
+    seq_len: tuple[int, ...] = (64, 128),
+    batch_size: int = 4,
+    dtype: tuple[str, ...] = ("fp32",),
+    phase: tuple[str, ...] = ("forward", "train"),
+    attention: str = "reference",
+    compile: str = "eager",
+    device: str,
+    warmup: int | None,
+    steps: int | None,
+    seconds: float = 2.0,
+    record: Record = (),
+    trace_steps: TraceSteps = 2,
+    keep_digests: bool,
+    tool: Tool = "kineto",
+    runs: Path,
+    from_: From,
+    where: tuple[str, ...] = (),
+    tag: str | None,
+    only: Only = (),
+) -> Result | Cells:
+    """Kernels by phase, their share, softmax and the rest, over models and sequence lengths."""
+    choose(tool, TRACE_TOOLS, "tool")
+    for letter in only:
+        choose(letter, list(TABLES), "question")
+
+    def answer(found: Sequence[tuple[Run, Path]]) -> Result:
+        return _of_captures(found, tool, keep_digests, "".join(only))
+
+    if from_ is not None:
+        refuse_beside("--from", "--where", "--tool", "--keep-digests")
+        return answer(_stored(from_, where))
+    recording = Recording(record=record or (tool,), trace_steps=trace_steps)
+    plan = SweepPlan(
+        cells=compared_cells(
+            models=[configure(name) for name in model], seq_lens=seq_len, batch_size=batch_size, dtypes=dtype,
+            settings=settings_from(warmup, steps, seconds), phase=phase, attention=[attention], compile=[compile],
+        ),
+        devices=(device,),
+        out=str(runs),
+        tag=tag,
+        trace=recording.trace,
+        memory=recording.memory,
+    )  # fmt: skip
+    return Cells(plan=plan, answer=lambda measured: answer([(run, runs / run.id) for run in measured]))
+
+
+def _of_captures(found: Sequence[tuple[Run, Path]], tool: str, keep: bool, letters: str) -> Result:
+    """The answer from the captures of these runs, each with its directory; with --json what every capture says."""
+    from stepscope.traces.captures.digest import digest_beside
+
+    cells: list[CapturedCell] = []
+    for run, directory in found:
+        try:
+            digests = {name: digest_beside(run, directory, name, say=warn, keep=keep) for name in TRACE_TOOLS}
+        except InputError as error:
+            warn(f"left out: {error}")
+            continue
+        if wanted := digests.pop(tool):
+            cells.append(CapturedCell(run=run, digest=wanted, other=next(iter(digests.values()))))
+    if not cells:
+        raise InputError("no run here (with these conditions) holds a capture: measure with --record kineto")
+    captured = {cell.run.id for cell in cells}
+    ended = [run for run, _ in found if run.id not in captured and run.status != "done"]
+    answer = answer_kernels(cells, letters, ended)
+
+    def document() -> str:
+        lines = ({"run": cell.run.id, "workload": cell.run.workload, "trace": cell.digest} for cell in cells)
+        return "".join(msgspec.json.encode(line).decode() + "\n" for line in lines)
+
+    return Result(answer=answer.body() if letters else answer, document=document)
+
+
+def _stored(place: Path, where: Sequence[str]) -> list[tuple[Run, Path]]:
+    """The runs in a folder that meet the conditions, each with its directory."""
+    from stepscope.runs.fields import conditions_in, meeting
+
+    conditions = [condition for text in where for condition in conditions_in(text)]
+    found = list(stored_runs([place]))
+    kept, nowhere = meeting([run for run, _ in found], conditions)
+    for sentence in nowhere if kept else ():
+        warn(sentence)
+    wanted = set(map(id, kept))
+    return [pair for pair in found if id(pair[0]) in wanted]
+
+
+QUESTION = Question(
+    "kernels",
+    capture_kernels,
+    examples=(
+        "stepscope study kernels --model small --seq-len 128,512",
+        "stepscope study kernels --from results/h200/kernels --where model=large --only d,h",
+    ),
+    shared=("save", "style", "brief", "json"),
+)

@@ -5,27 +5,31 @@ import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note, warning
 from stepscope.core.errors import InputError
+from stepscope.core.options import NUMBERS, Numbers, Option, positive_integers, positive_number
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.against_float64 import (
-    DTYPES,
+from stepscope.questions.answers import (
+    FEW_BITS,
     INPUT_OVERFLOWS,
     Deviation,
+    computed_answer,
+    curves,
     deviation,
+    dtype_of,
     last_number_where,
     next_number,
+    pivot,
 )
-from stepscope.questions.answers import computed_answer, curves, pivot
-from stepscope.questions.steps import factory_workload, layers_folded, step_of
-from stepscope.recording.device import resolve_device
-from stepscope.training.transformer import NORM_EPSILON
+from stepscope.questions.one_model import Configuration, given_ones, of_own_model, refuse_preset, refuse_sizes
+from stepscope.questions.question import Question
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
 
 # RMSNorm and LayerNorm in few bits, as their input's scale and width grow.
 #
@@ -101,12 +105,15 @@ def kind_of_number(value: float, name: str) -> str:
     return "subnormal" if value < FORMATS[name].smallest_normal else "normal"
 
 
-def normalise(x_RW: Tensor, norm: str, way: str, epsilon: float) -> tuple[Tensor, Tensor]:
+def normalise(x_RW: "Tensor", norm: str, way: str, epsilon: float) -> "tuple[Tensor, Tensor]":
     """Rows (..., W) normalised in their own format by one of WAYS: what was divided by, (..., 1), and the output.
 
     What is divided by is the root of the mean of squares or of the variance, which is returned before epsilon and the
     root. PyTorch's own norms do not show theirs: NaN stands in its place.
     """
+    import torch
+    import torch.nn.functional as F
+
     if way == BUILT_IN:
         function = F.rms_norm if norm == "RMSNorm" else F.layer_norm
         return torch.full_like(x_RW[..., :1], math.nan), function(x_RW, x_RW.shape[-1:], eps=epsilon)
@@ -121,26 +128,28 @@ def normalise(x_RW: Tensor, norm: str, way: str, epsilon: float) -> tuple[Tensor
     return spread, x_RW * torch.rsqrt(spread + small)
 
 
-def _average(x_RW: Tensor, way: str) -> Tensor:
+def _average(x_RW: "Tensor", way: str) -> "Tensor":
     if way == MEAN:
         return x_RW.mean(dim=-1, keepdim=True)
     if way == SUM:
         return x_RW.sum(dim=-1, keepdim=True) / x_RW.shape[-1]
-    total_R = torch.zeros_like(x_RW[..., 0])
+    total_R = x_RW.new_zeros(x_RW.shape[:-1])
     for x_R in x_RW.movedim(-1, 0).contiguous().unbind():
         total_R += x_R
     return total_R.unsqueeze(-1) / x_RW.shape[-1]
 
 
 def norm_cases(
-    norm: str, name: str, way: str, *, scales: Sequence[float], width: int, epsilon: float, device: torch.device,
+    norm: str, name: str, way: str, *, scales: Sequence[float], width: int, epsilon: float, device: "torch.device",
     seed: int,
 ) -> list[NormCase]:  # fmt: skip
     """The cases of one norm in one format, one way: the same random numbers, multiplied by each scale."""
+    import torch
+
     # Made on the CPU: the same numbers on every device.
     x64_RW = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     # All scales at once, since in turn a width costs as many calls as it has numbers.
-    x_SRW = torch.stack([x64_RW * scale for scale in scales]).to(device, DTYPES[name])
+    x_SRW = torch.stack([x64_RW * scale for scale in scales]).to(device, dtype_of(name))
     spreads, outputs = normalise(x_SRW, norm, way, epsilon)
     right_spreads, right_outputs = normalise(x_SRW.double(), norm, MEAN, epsilon)
     return [
@@ -152,9 +161,11 @@ def norm_cases(
     ]  # fmt: skip
 
 
-def norm_limits(name: str, epsilon: float, device: torch.device) -> NormLimits:
+def norm_limits(name: str, epsilon: float, device: "torch.device") -> NormLimits:
     """Where squares and epsilon leave the format of this name."""
-    dtype = DTYPES[name]
+    import torch
+
+    dtype = dtype_of(name)
     held = torch.tensor(epsilon, dtype=dtype, device=device)
     largest = last_number_where(lambda x: torch.isfinite(x * x), dtype, device)
     return NormLimits(
@@ -190,13 +201,13 @@ def norm_findings(
     for limit in limits:
         yield _square_limit(limit)
     for norm in NORMS:
-        for name in DTYPES:
+        for name in FEW_BITS:
             cases = [case for case in of_norm(by_scale, norm) if case.format == name]
             yield from _overflow(cases)
     yield from (_epsilon(limit) for limit in limits if limit.format == "fp16")
     yield from _small(by_epsilon)
     for norm in NORMS:
-        for name in DTYPES:
+        for name in FEW_BITS:
             yield from _growth([case for case in of_norm(by_width, norm) if case.format == name])
     yield from _safe(by_scale)
 
@@ -365,7 +376,7 @@ def study_normalisation(
     device: str = "cpu",
     scales: Sequence[float] = SCALES,
     widths: Sequence[int] = WIDTHS,
-    epsilon: float = NORM_EPSILON,
+    epsilon: float | None = None,
     seed: int = 0,
 ) -> Answer:
     """Try both norms in every format and way: by scale at the middle width, by width, and by epsilon on small inputs.
@@ -374,6 +385,10 @@ def study_normalisation(
     input, so that errors are of the norm alone. Raises InputError for a device that is not there, and for an epsilon
     that is not a number above zero.
     """
+    from stepscope.recording.device import resolve_device
+    from stepscope.training.transformer import NORM_EPSILON
+
+    epsilon = NORM_EPSILON if epsilon is None else epsilon
     if not (math.isfinite(epsilon) and epsilon > 0):
         raise InputError(f"epsilon is {epsilon:g}: give a finite number above zero, as in 1e-5")
     if epsilon > FORMATS["fp16"].largest:
@@ -383,7 +398,7 @@ def study_normalisation(
     middle = widths[len(widths) // 2]
     by_scale, by_width, by_epsilon = [], [], []
     for norm in NORMS:
-        for name in DTYPES:
+        for name in FEW_BITS:
             for way in WAYS:
                 if name == "fp32" and way == UPCAST:
                     continue  # the same as its mean
@@ -393,7 +408,7 @@ def study_normalisation(
                     by_width += cases(scales=(1.0,), width=width, epsilon=epsilon)
                 for each in EPSILONS if norm == "RMSNorm" and way in (MEAN, UPCAST) else ():
                     by_epsilon += cases(scales=(min(scales),), width=middle, epsilon=each)
-    limits = [norm_limits(name, epsilon, on) for name in DTYPES]
+    limits = [norm_limits(name, epsilon, on) for name in FEW_BITS]
     return computed_answer(
         on,
         study="normalisation",
@@ -481,7 +496,7 @@ class _Read:
     norm: str
     """RMSNorm or LayerNorm."""
     epsilon: float
-    rows: Tensor
+    rows: "Tensor"
     calls: int
 
 
@@ -492,6 +507,9 @@ def study_own_normalisation(
 
     own: the factory, or the configuration, of the module. Raises InputError for a module without RMSNorm or LayerNorm.
     """
+    from stepscope.questions.steps import factory_workload, step_of
+    from stepscope.recording.device import resolve_device
+
     on = resolve_device(device)
     workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
     step = step_of(workload, on)
@@ -504,7 +522,7 @@ def study_own_normalisation(
     cases = {
         (read.module, name, way): _deviation(read, name, way)
         for read in reads
-        for name in DTYPES
+        for name in FEW_BITS
         for way in TRIED
         if (name, way) != ("fp32", UPCAST)  # the same as its mean
     }
@@ -513,13 +531,13 @@ def study_own_normalisation(
         study="normalisation",
         question="Where do the norms of this model break in few bits, and does upcasting mend it?",
         settings={**workload.named, "seed": seed},
-        tables=(_inputs(reads), *(_errors(name, reads, cases) for name in DTYPES)),
+        tables=(_inputs(reads), *(_errors(name, reads, cases) for name in FEW_BITS)),
         panels=(_panel(reads, cases),),
         findings=_findings(reads, cases),
     )
 
 
-def kind_of_norm(module: nn.Module) -> str | None:
+def kind_of_norm(module: "nn.Module") -> str | None:
     """RMSNorm or LayerNorm, by the module's class; None for another module. Models bring classes of their own, as
     LlamaRMSNorm."""
     name = type(module).__name__
@@ -527,12 +545,16 @@ def kind_of_norm(module: nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def _kept(model: nn.Module) -> Iterator[dict[tuple[str, str, float], list[Tensor]]]:
+def _kept(model: "nn.Module") -> "Iterator[dict[tuple[str, str, float], list[Tensor]]]":
     """While open, keeps what each norm reads, by its folded path, kind and epsilon."""
+    from torch import Tensor
+
+    from stepscope.questions.steps import layers_folded
+
     read: dict[tuple[str, str, float], list[Tensor]] = {}
     name_of = layers_folded(model)
 
-    def keep(name: str, module: nn.Module, kind: str, args: Sequence[Any]) -> None:
+    def keep(name: str, module: "nn.Module", kind: str, args: Sequence[Any]) -> None:
         if args and isinstance(args[0], Tensor) and args[0].dim() and args[0].is_floating_point():
             width = _width(module, args[0])
             rows = args[0].detach().float().reshape(-1, width)
@@ -550,26 +572,30 @@ def _kept(model: nn.Module) -> Iterator[dict[tuple[str, str, float], list[Tensor
             handle.remove()
 
 
-def _width(module: nn.Module, x: Tensor) -> int:
+def _width(module: "nn.Module", x: "Tensor") -> int:
     """How many numbers are normalised together."""
     shape = getattr(module, "normalized_shape", None)
     return x[(0,) * (x.dim() - len(shape))].numel() if isinstance(shape, tuple) else x.shape[-1]
 
 
-def _epsilon_of(module: nn.Module) -> float:
+def _epsilon_of(module: "nn.Module") -> float:
     """The norm's epsilon; PyTorch's RMSNorm takes fp32's own where it has None."""
+    import torch
+
     names = ("eps", "variance_epsilon", "epsilon")
     epsilon = next((value for name in names if isinstance(value := getattr(module, name, None), float)), None)
     return torch.finfo(torch.float32).eps if epsilon is None else epsilon
 
 
-def _together(kind: tuple[str, str, float], kept: list[Tensor]) -> _Read:
+def _together(kind: tuple[str, str, float], kept: "list[Tensor]") -> _Read:
+    import torch
+
     module, norm, epsilon = kind
     return _Read(module=module, norm=norm, epsilon=epsilon, rows=torch.cat(kept), calls=len(kept))
 
 
 def _deviation(read: _Read, name: str, way: str) -> Deviation:
-    x = read.rows.to(DTYPES[name])
+    x = read.rows.to(dtype_of(name))
     _, output = normalise(x, read.norm, way, read.epsilon)
     _, right = normalise(x.double(), read.norm, MEAN, read.epsilon)
     return deviation(output, right, x)
@@ -591,7 +617,7 @@ def _inputs(reads: Sequence[_Read]) -> Table:
     return Table(title="What the norms read in a step", columns=columns, rows=tuple(rows))
 
 
-def _digits(number: Tensor) -> float:
+def _digits(number: "Tensor") -> float:
     return float(f"{number.item():.3g}")
 
 
@@ -646,3 +672,46 @@ def _findings(reads: Sequence[_Read], cases: _Cases) -> Iterator[Finding]:
 
 def _size(off: Deviation) -> float:
     return float("inf") if off.broken else off.error
+
+
+Widths = Annotated[
+    Numbers | None,
+    Option(
+        "Numbers in a row, as in 256,4096.", NUMBERS, takes=partial(positive_integers, option="--widths", limit=65_536)
+    ),
+]
+Epsilon = Annotated[
+    float | None,
+    Option(
+        "The number that is added under the root; 1e-5 if left out.",
+        NUMBERS,
+        takes=partial(positive_number, option="--epsilon"),
+    ),
+]
+
+
+def normalisation(
+    *, module: str | None, arg: tuple[str, ...] = (), model: Configuration, batch_size: int | None,
+    seq_len: int | None, scales: Numbers | None, widths: Widths, epsilon: Epsilon, device: str = "cpu",
+) -> Answer:  # fmt: skip
+    """RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe way.
+
+    With --module or --model CONFIG.json: on what the norms of that model read in a step.
+    """
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if answer := of_own_model("normalisation", module, model, arg, **sizes, device=device):
+        return answer
+    refuse_preset(model)
+    refuse_sizes(**sizes)
+    return study_normalisation(device=device, **given_ones({"scales": scales, "widths": widths, "epsilon": epsilon}))
+
+
+QUESTION = Question(
+    "normalisation",
+    normalisation,
+    examples=(
+        "stepscope study normalisation --scales 0.1,10,300 --widths 256,4096",
+        "stepscope study normalisation --from results/cpu/precision/normalisation.json --save normalisation.svg",
+    ),
+    defaults={"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"},
+)

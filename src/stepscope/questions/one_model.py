@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
-from stepscope.core.options import refuse_beside
+from stepscope.core.options import MODEL, Option, refuse_beside
 from stepscope.engine.request import Stage, Tell
 from stepscope.engine.workload_options import OneWorkload
+
+Configuration = Annotated[
+    str | None, Option("The config.json of a Hugging Face model, which gets random weights.", MODEL)
+]
 
 
 @dataclass(frozen=True, kw_only=True)

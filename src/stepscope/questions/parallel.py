@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -11,18 +11,22 @@ from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, as
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import doubt_mark, doubts_sentence
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.options import PARALLEL, Option
+from stepscope.core.parts import attention_names, named_kernels
 from stepscope.core.range_names import BACKWARD, FORWARD, GRADIENT_SYNC, OPTIMIZER, STEP
-from stepscope.core.run import Settings
-from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, strategy_named
+from stepscope.core.run import Settings, settings_from
+from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, spelled, strategy_named
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import Cell as SweepCell
-from stepscope.engine.request import grid, order_cells
+from stepscope.engine.request import TraceRequest, grid, order_cells
 from stepscope.questions.comparison import (
+    Compared,
     ComparedRun,
     Comparison,
     Pair,
     Sizes,
+    StepOptions,
     compare_runs,
     doubtful_runs,
     missing_cells,
@@ -32,6 +36,7 @@ from stepscope.questions.comparison import (
     times_as_fast,
     unlike_environments,
 )
+from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs import metrics
 from stepscope.runs.answer import bar
 
@@ -41,8 +46,6 @@ from stepscope.runs.answer import bar
 # device trains on in a second (on a CPU a thread), beside those of one process: the efficiency.
 
 
-STUDY = "parallel"
-QUESTION = "What do ranks gain that share a step, by which strategy, and what do they pay for it?"
 STRONG, WEAK, PHASES, COMMUNICATION, MEMORY, MISSING = (
     "Strong scaling: the same batch",
     "Weak scaling: the same batch for each rank",
@@ -143,7 +146,10 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
     if not pairs:
         raise InputError(
             nothing_to_compare(
-                strong, verb=STUDY, needs="is a training step that ranks share", measured="by ranks and by one process"
+                strong,
+                verb="parallel",
+                needs="is a training step that ranks share",
+                measured="by ranks and by one process",
             )
         )
     runs = [pair.other.run for pair in pairs]
@@ -153,8 +159,8 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
     more = [(cell, "", why) for cell, why in refused]
     return measured_answer(
         pairs[0].base.run.environment,
-        study=STUDY,
-        question=QUESTION,
+        study="parallel",
+        question="What do ranks gain that share a step, by which strategy, and what do they pay for it?",
         tables=(
             _scaling(STRONG, strong),
             _scaling(WEAK, weak),
@@ -496,6 +502,78 @@ def batches_of(scaling: str, batch_size: int, ranks: int) -> tuple[int, ...]:
     return {"strong": (batch_size,), "weak": (ranks * batch_size,)}.get(scaling, (batch_size, ranks * batch_size))
 
 
-def without_none(strategies: Sequence[str]) -> tuple[str, ...]:
-    """The strategies without `none`, which is measured in any case."""
-    return tuple(name for name in strategies if name != NOT_PARALLEL)
+Division = Annotated[
+    str,
+    Option("Whether ranks share one process's batch, or have one as large each.", PARALLEL, choices=SCALINGS),
+]
+
+
+def compare_strategies(
+    *,
+    options: StepOptions,
+    parallel: tuple[str, ...] | None,
+    ranks: tuple[int, ...] | None,
+    scaling: Division = "both",
+    attention: str | None,
+    kernels: str | None,
+    graph: str | None,
+    optimizer: str | None,
+    checkpointing: str | None,
+) -> Result | Cells:
+    """Strategies that share a step, beside one process and one another: step, communication, memory, scaling.
+
+    The batch is that of all ranks together; it is measured again with as many sequences for each rank. What is chosen
+    of the step holds for one process, too: strategies whose step --graph step cannot replay are named, not measured.
+    """
+    refused: list[tuple[str, str]] = []
+    choices = {"attention": attention, "graph": graph, "optimizer": optimizer, "checkpointing": checkpointing}
+    chosen: dict[str, Any] = {field: value for field, value in choices.items() if value is not None}
+    if attention is not None:
+        choose(attention, attention_names(), "attention")
+    if kernels is not None:
+        chosen |= named_kernels(kernels)
+    if graph == "step" and not options.from_ and options.device_type != "cuda":
+        raise InputError(f"--graph step captures CUDA graphs, which {options.device_type} has not: leave it out")
+
+    def answer(cells: list[SharedCell], unread: int) -> Answer:
+        return answer_parallel(cells, unread=unread, refused=refused)
+
+    compared = Compared(study="parallel", cell=SharedCell, answer=answer, options=options)
+    if options.from_:
+        wanted = None if parallel is None else ("none", *map(spelled, parallel))
+        fields = {**options.fields, "parallel": wanted, "ranks": ranks and (1, *ranks)}
+        return compared.stored({**fields, **{field: (value,) for field, value in chosen.items()}}, "--kernels")
+    sizes = options.sizes(options.usual(ON_CPU, ON_GPU))
+    sizes["settings"] = settings_from(None, options.steps, options.seconds)  # the profile says what nothing hides
+    cells, refused = parallel_cells(
+        strategies=[name for name in parallel or USUAL if name != NOT_PARALLEL],
+        ranks=ranks or usual_ranks(options.device_type),
+        scaling=scaling,
+        **chosen,
+        **sizes,
+    )
+    return compared.measured(cells, TraceRequest())
+
+
+QUESTION = Question(
+    "parallel",
+    compare_strategies,
+    examples=(
+        "stepscope study parallel --model large --parallel ddp-bucketed --ranks 2,4 --graph step --scaling weak",
+        "stepscope study parallel --model tiny --device cpu --save strategies.svg",
+    ),
+    shared=("save", "shown"),
+    defaults={
+        "model": "large; tiny on a CPU",
+        "seq_len": "512; 64 on a CPU",
+        "batch_size": "8; 4 on a CPU",
+        "dtype": "bf16; fp32 on a CPU",
+        "parallel": "the lessons, ddp and fsdp2",
+        "ranks": "every GPU, or 2 on a CPU",
+        "attention": "reference",
+        "kernels": "reference",
+        "graph": "none",
+        "optimizer": "adamw-foreach",
+        "checkpointing": "none",
+    },
+)

@@ -1,81 +1,50 @@
 """What precision does to training, as a study: one small transformer, real text, one seed, every precision.
 
-Each run has the same parameters at the start and the same batches (`training.py`), so that what differs is the
+Each run has the same parameters at the start and the same batches (`quality_training.py`), so that what differs is the
 precision. How much a difference means is told by runs of fp32 that start from the parameters of other seeds, over the
 same batches: with other batches too, differences in smoothed losses would be mostly the batches' own
-(`answer.py`).
+(`quality_answer.py`).
 """
 
 import contextlib
 import dataclasses
-import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import msgspec
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_map
-
+from stepscope.core import interrupts
 from stepscope.core.answer import Answer, Finding, note
 from stepscope.core.errors import InputError, choose
-from stepscope.core.model_config import ModelConfig
-from stepscope.core.workloads import TextbookWorkload
+from stepscope.core.options import MODEL, TRAINING, Option, completed
+from stepscope.engine.request import Stage, Tell
 from stepscope.questions.answers import computed_answer, threads_for
+from stepscope.questions.one_model import Configuration, of_own_model, refuse_preset, refuse_sizes
 from stepscope.questions.quality_answer import FinalLoss, RunsJudged, panels_of, quality_findings, tables_of
-from stepscope.questions.quality_text import BYTE_VALUES, LICENCE, WORKS, bundled_text
-from stepscope.questions.quality_training import (
-    REFERENCE,
-    VARIANTS,
-    PlannedRun,
-    Told,
-    Trained,
-    Trainee,
-    TrainingSize,
-    Variant,
-    adamw,
-    check_training,
-    judged_runs,
-    own_randomness,
-    planned_runs,
-    rate_at,
-    run_in_turn,
-    train,
-    train_steps,
-    train_whole_step,
-    whole_steps,
-)
-from stepscope.questions.steps import elements_of, factory_workload, in_fp32, step_of, trained_parameters
-from stepscope.recording.device import resolve_device
-from stepscope.recording.precision import matmul_precision
-from stepscope.training.scaled_products import plain_products
-from stepscope.training.training_step import check_choices, check_supported
-from stepscope.training.user_module.module_step import ModuleStep
-from stepscope.training.user_module.user_code import moved, user_errors
+from stepscope.questions.question import Question
 
-SIZES: dict[str, TrainingSize] = {
-    # fp16 products are slow on a CPU without instructions for them (five times fp32's step): two runs of ten have them.
-    "cpu": TrainingSize(
-        model=ModelConfig(name="quality-cpu", d_model=64, d_ff=128, layers=2, heads=2, vocabulary=BYTE_VALUES),
-        batch_size=8, seq_len=32, steps=600, learning_rate=3e-3,
-    ),
-    "gpu": TrainingSize(
-        model=ModelConfig(name="quality-gpu", d_model=384, d_ff=1024, layers=6, heads=6, vocabulary=BYTE_VALUES),
-        batch_size=16, seq_len=256, steps=1000, learning_rate=1e-3,
-    ),
-}  # fmt: skip
+if TYPE_CHECKING:
+    import torch
+
+    from stepscope.questions.quality_training import (
+        PlannedRun,
+        Subject,
+        Told,
+        Trained,
+        TrainingSize,
+        Variant,
+    )
+
 VALIDATION = FinalLoss(
     column="validation loss", where="in validation", evidence="validation", unit="nats", axis="nats a byte",
     decimals=4, held_out=True,
 )  # fmt: skip
-_BYTES_ALIKE = math.log(BYTE_VALUES)
+_BYTES_ALIKE = math.log(256)
 
 
 def study_quality(
-    tell: Told | None = None,
+    tell: "Told | None" = None,
     *,
-    size: str | TrainingSize | None = None,
+    size: "str | TrainingSize | None" = None,
     steps: int | None = None,
     learning_rate: float | None = None,
     variants: tuple[str, ...] | None = None,
@@ -90,18 +59,35 @@ def study_quality(
     step the fields of a Workload in which it differs from the plain one in fp32. Interrupted after the first run, the
     study is of the runs that ended, and says so. Raises InputError for what cannot be run here.
     """
+    from stepscope.core.workloads import TextbookWorkload
+    from stepscope.questions.quality_training import (
+        LICENCE,
+        REFERENCE,
+        WORKS,
+        bundled_text,
+        check_training,
+        judged_runs,
+        planned_runs,
+        run_in_turn,
+        train,
+        train_whole_step,
+        whole_steps,
+    )
+    from stepscope.recording.device import resolve_device
+    from stepscope.training.training_step import check_supported
+
     on = resolve_device(device)
     chosen = _size(size, on, steps, learning_rate)
     check_training(chosen.steps, chosen.learning_rate, seed)
 
-    def check(_name: str, variant: Variant) -> None:
+    def check(_name: str, variant: "Variant") -> None:
         check_supported(TextbookWorkload(model=chosen.model, dtype=variant.dtype), on)
 
     planned, left_out = planned_runs(variants, check, seed)
     planned += whole_steps(against, chosen, on, seed)
     text = bundled_text()
 
-    def trained(each: PlannedRun, told: Callable[[int], None]) -> Trained:
+    def trained(each: "PlannedRun", told: Callable[[int], None]) -> "Trained":
         if each.step is not None:
             return train_whole_step(each.step, chosen, text, device=on, seed=seed, tell_step=told)
         return train(each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=told)
@@ -130,8 +116,10 @@ def study_quality(
 
 
 def _size(
-    size: str | TrainingSize | None, device: torch.device, steps: int | None, learning_rate: float | None
-) -> TrainingSize:
+    size: "str | TrainingSize | None", device: "torch.device", steps: int | None, learning_rate: float | None
+) -> "TrainingSize":
+    from stepscope.questions.quality_training import SIZES, TrainingSize
+
     if not isinstance(size, TrainingSize):
         size = SIZES[choose(size or ("gpu" if device.type == "cuda" else "cpu"), tuple(SIZES), "model size")]
     return dataclasses.replace(
@@ -141,7 +129,7 @@ def _size(
     )
 
 
-def _threads(size: TrainingSize, device: torch.device) -> contextlib.AbstractContextManager[None]:
+def _threads(size: "TrainingSize", device: "torch.device") -> contextlib.AbstractContextManager[None]:
     model = size.model
     parameters = model.layers * (4 * model.d_model**2 + 3 * model.d_model * model.d_ff)
     tokens = size.batch_size * size.seq_len
@@ -183,7 +171,7 @@ OVER_THE_BATCHES = FinalLoss(
 
 
 def study_own_quality(
-    tell: Told | None = None,
+    tell: "Told | None" = None,
     *,
     own: str,
     arguments: Mapping[str, Any] | None = None,
@@ -200,18 +188,29 @@ def study_own_quality(
     fails is left out, and the answer says why. The other arguments are those of `study_quality`. Raises InputError for
     what cannot be run here, and where the module fails in fp32.
     """
+    from stepscope.questions.quality_training import (
+        OwnTraining,
+        Subject,
+        check_training,
+        judged_runs,
+        own_randomness,
+        planned_runs,
+        run_in_turn,
+    )
+    from stepscope.recording.device import resolve_device
+
     on = resolve_device(device)
     length, highest = STEPS if steps is None else steps, LEARNING_RATE if learning_rate is None else learning_rate
     check_training(length, highest, seed)
     with own_randomness(on):
-        subject = _Subject(own, arguments, on, seed)
+        subject = Subject(own, arguments, on, seed)
         if subject.optimizer is not None and learning_rate is not None:
             raise InputError(
                 f"{subject.name} gives an optimizer of its own, {subject.optimizer}, with its own learning rate: leave "
                 "out --learning-rate"
             )
         planned, left_out = planned_runs(variants, subject.check, seed)
-        training = _Training(subject, length, highest, left_out)
+        training = OwnTraining(subject, length, highest, left_out)
         with threads_for(*subject.elements):
             runs, interrupted = run_in_turn(planned, training.run, length, tell)
     outcomes = judged_runs(
@@ -239,134 +238,7 @@ def study_own_quality(
     )  # fmt: skip
 
 
-class _Subject:
-    """A user's own module, made anew for each run, with the batches and the start that all runs share."""
-
-    def __init__(self, own: str, arguments: Mapping[str, Any] | None, device: torch.device, seed: int) -> None:
-        self.workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
-        self.device = device
-        step = self._made(VARIANTS[REFERENCE], seed)
-        self.name = step.user_module.name
-        self.optimizer = None if step.user_module.optimizer is None else type(step.user_module.optimizer).__name__
-        self.batches: Sequence[Any] = [_copied(batch) for batch in step.batches]
-        self.elements = elements_of(step)
-        with user_errors(f"{self.name} has parameters that cannot be copied"):
-            self._start = [tensor.detach().clone() for tensor in _state(step.model)]
-        self.untrained_loss = self.judged(step)
-
-    def check(self, name: str, variant: Variant) -> None:
-        """Raise InputError for a variant that cannot run here, or of this module."""
-        check_choices(msgspec.structs.replace(self.workload, dtype=variant.dtype), self.device)
-        if variant.keeping not in (None, "nearest") and self.optimizer is not None:
-            raise InputError(
-                f"the parameters of {name} are kept by an AdamW of stepscope's, and the factory gives an optimizer of "
-                f"its own, {self.optimizer}: leave out {name}"
-            )
-
-    def step(self, variant: Variant, start_seed: int) -> ModuleStep:
-        """The step of a run, in the variant's dtype, with the shared batches; and with the shared start, unless it has
-        the start of another seed."""
-        step = self._made(variant, start_seed)
-        if start_seed == self.workload.seed:
-            with user_errors(f"{self.name} makes another module each time that it is called"), torch.no_grad():
-                for tensor, start in zip(_state(step.model), self._start, strict=True):
-                    tensor.copy_(start)
-        dtype = torch.float32 if variant.keeping is None else torch.bfloat16
-        step.batches = [moved(_copied(batch), self.device, dtype, self.name) for batch in self.batches]
-        return step
-
-    def starts_here(self, model: nn.Module) -> bool:
-        """Whether a module has the parameters of the shared start."""
-        found = list(model.parameters())
-        return all(torch.equal(one, other) for one, other in zip(found, self._start[: len(found)], strict=True))
-
-    def judged(self, step: ModuleStep) -> float:
-        """The mean loss over the shared batches of a module that is trained no more, in fp32 and eval mode."""
-        step.model.float().eval()
-        plain_products(step.model)
-        losses: list[Tensor] = []
-        with torch.no_grad(), matmul_precision("fp32"), user_errors(f"{self.name} fails in eval mode, which judges it"):
-            for batch in self.batches:
-                try:
-                    losses.append(step.forward_module(*_copied(batch)).double().reshape(()))
-                except InputError as error:
-                    raise InputError(f"in eval mode, which judges it, {error}") from error
-        return float(torch.stack(losses).mean())
-
-    def _made(self, variant: Variant, seed: int) -> ModuleStep:
-        step = step_of(msgspec.structs.replace(self.workload, dtype=variant.dtype, seed=seed), self.device)
-        assert isinstance(step, ModuleStep)
-        if variant.keeping is None:
-            in_fp32(step)
-        return step
-
-
-class _Training:
-    """Runs of a subject, and what was learned of them on the way."""
-
-    def __init__(self, subject: _Subject, steps: int, learning_rate: float, left_out: dict[str, str]) -> None:
-        self._subject, self._steps, self._learning_rate, self._left_out = subject, steps, learning_rate, left_out
-        self.same_starts = False
-        """Whether the factory makes the same parameters with another seed."""
-
-    def run(self, planned: PlannedRun, told: Callable[[int], None]) -> Trained | None:
-        """Train and judge; None for a run that fails or has no start of its own. Raises InputError where fp32 fails."""
-        gc.collect()  # A step and its phases refer to each other, and the run before may still hold its memory.
-        try:
-            step = self._subject.step(planned.variant, planned.start_seed)
-            if planned.of_starts and self._subject.starts_here(step.model):
-                self.same_starts = True
-                return None
-            return self._trained(step, planned.variant, told)
-        except InputError as error:
-            if planned.name == REFERENCE:
-                raise
-            self._left_out[planned.name] = str(error)
-            return None
-
-    def _trained(self, step: ModuleStep, variant: Variant, told: Callable[[int], None]) -> Trained:
-        subject = self._subject
-        # So that dropout, and rounding at random, are the same whatever ran before.
-        torch.manual_seed(subject.workload.seed)
-        with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
-            trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, told)
-        trained.final_loss = subject.judged(step)
-        return trained
-
-    def _trainee(self, step: ModuleStep, variant: Variant) -> Trainee:
-        def loss(_: int) -> Tensor:
-            step.prepare()
-            step.phases[0].run()
-            assert step.loss is not None
-            return step.loss.float().reshape(())  # A loss scale would overflow in a loss of fp16.
-
-        parameters = trained_parameters(step.model).values()
-        embeddings = {
-            id(parameter)
-            for module in step.model.modules()
-            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-            for parameter in module.parameters()
-        }
-        own = step.user_module.optimizer
-        return Trainee(
-            loss=loss,
-            optimizer=own or adamw(list(parameters), variant, step.device),
-            rate=None if own else lambda number: rate_at(number, self._steps, self._learning_rate),
-            counted=[parameter for parameter in parameters if id(parameter) not in embeddings],
-        )
-
-
-def _state(model: nn.Module) -> list[Tensor]:
-    """The tensors of a module that a start is made of: its parameters, then its buffers."""
-    return [*model.parameters(), *model.buffers()]
-
-
-def _copied(batch: Any) -> Any:
-    """A copy of a batch, so that a module that writes into its inputs changes no batch of another run."""
-    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
-
-
-def _own_learned(outcomes: RunsJudged, subject: _Subject) -> Finding:
+def _own_learned(outcomes: RunsJudged, subject: "Subject") -> Finding:
     found, before, learned = outcomes.reference.final_loss, outcomes.bar, outcomes.learned
     judged = "so it has learned" if learned else "so it has not learned, and its curves say little"
     if not math.isfinite(found):
@@ -381,7 +253,7 @@ def _own_learned(outcomes: RunsJudged, subject: _Subject) -> Finding:
     )
 
 
-def _nothing_held_out(subject: _Subject) -> Finding:
+def _nothing_held_out(subject: "Subject") -> Finding:
     count = len(subject.batches)
     batches = "the one batch that each run trains on" if count == 1 else f"the {count} batches that each run trains on"
     return note(
@@ -390,3 +262,60 @@ def _nothing_held_out(subject: _Subject) -> Finding:
         "nothing is held out, so it says nothing of other data.",
         {"batches": count},
     )
+
+
+TrainingSteps = Annotated[int | None, Option("Training steps of each run.", TRAINING)]
+ModelSize = Annotated[
+    str | None,
+    Option("What is trained: cpu or gpu; the device's if left out.", MODEL, complete=completed("cpu", "gpu")),
+]
+LearningRate = Annotated[float | None, Option("The highest learning rate, reached after the warm-up.", TRAINING)]
+Variants = Annotated[
+    tuple[str, ...] | None,
+    Option("Run only these variants beside fp32, as in bf16,fp16-unscaled,bf16-pure.", TRAINING),
+]
+Against = Annotated[
+    tuple[str, ...],
+    Option(
+        'Also train by the whole step of these options of `run`, as in "--kernels fused --dtype bf16-master".',
+        TRAINING,
+        metavar="OPTIONS",
+        repeated=True,
+    ),
+]
+
+
+def quality(
+    tell: Tell, options_in: Callable[[str], Mapping[str, Any]], *, module: str | None, arg: tuple[str, ...] = (),
+    model: Configuration, batch_size: int | None, seq_len: int | None, model_size: ModelSize, seed: int,
+    steps: TrainingSteps, learning_rate: LearningRate, variants: Variants, against: Against = (), device: str,
+) -> Answer:  # fmt: skip
+    """A small transformer trained on real text in every precision: quality, and the step at which a run departs.
+
+    With --module or --model CONFIG.json: that model, trained on its own batches, by its own optimizer or by AdamW. With
+    --against: by whole steps of these options, too, with their kernels, compiler, optimizer and graphs.
+    """
+    options: dict[str, Any] = {"steps": steps, "learning_rate": learning_rate, "variants": variants, "seed": seed}
+    read = [f"--{name.replace('_', '-')}" for name in options]
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if answer := of_own_model("quality", module, model, arg, *read, **sizes, **options, device=device):
+        return answer
+    refuse_preset(model)
+    refuse_sizes(**sizes)
+    changes = [options_in(text) for text in against]
+    with interrupts.keeping():
+        return study_quality(
+            lambda name, share: tell(Stage(name=name, fraction=share)),
+            size=model_size, against=changes, **options, device=device,
+        )  # fmt: skip
+
+
+QUESTION = Question(
+    "quality",
+    quality,
+    examples=(
+        "stepscope study quality --module train.py:make --save curves.svg",
+        'stepscope study quality --variants bf16 --against "--dtype bf16-master --kernels fused"',
+    ),
+    defaults={"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"},
+)

@@ -9,14 +9,19 @@ optimizer's arithmetic are fp32 (`training/optimizer.py`).
 """
 
 import contextlib
+import gc
+import gzip
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from stepscope.core.errors import DeviceError, InputError, choose, one_line
 from stepscope.core.model_config import LARGEST, ModelConfig, whole_number
@@ -34,15 +39,65 @@ from stepscope.questions.quality_answer import (
     starts_apart,
     window_of,
 )
-from stepscope.questions.quality_text import BundledText
 from stepscope.questions.scaling import DynamicLossScaler
+from stepscope.questions.steps import elements_of, factory_workload, in_fp32, step_of, trained_parameters
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
 from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
 from stepscope.training.scaled_products import plain_products, scale_products
-from stepscope.training.training_step import AssembledStep, Batch, ForwardLoss, check_supported, textbook_parts
+from stepscope.training.training_step import (
+    AssembledStep,
+    Batch,
+    ForwardLoss,
+    check_choices,
+    check_supported,
+    textbook_parts,
+)
 from stepscope.training.transformer import Transformer
+from stepscope.training.user_module.module_step import ModuleStep
+from stepscope.training.user_module.user_code import moved, user_errors
+
+# The text that is trained on, as bytes: `text/README.md` says whose it is and under what licence.
+
+
+WORKS = {"alice.txt.gz": "Carroll, Alice in Wonderland", "paradise_lost.txt.gz": "Milton, Paradise Lost"}
+LICENCE = "public domain"
+BYTE_VALUES = 256
+_HELD_OUT = 10
+"""One part in so many of each work, its last, is for validation."""
+
+
+@dataclass(frozen=True)
+class BundledText:
+    """The text that is trained on, and the text that is held out."""
+
+    train: bytes
+    held_out: bytes
+
+    @property
+    def unigram_loss(self) -> float:
+        """The loss on held-out text, in nats a byte, of a model that knows only how often each byte is in the other.
+
+        Every count is one more than it is, so that no byte is impossible.
+        """
+        counts, total = Counter(self.train), len(self.train) + BYTE_VALUES
+        held_out = Counter(self.held_out)
+        return -sum(n * math.log((counts[byte] + 1) / total) for byte, n in held_out.items()) / len(self.held_out)
+
+
+def bundled_text() -> BundledText:
+    """The text, read from the installed package: nothing is downloaded."""
+    works = [gzip.decompress(files("stepscope.questions").joinpath("text", name).read_bytes()) for name in WORKS]
+    cuts = [len(work) - len(work) // _HELD_OUT for work in works]
+    return BundledText(
+        train=b"".join(work[:cut] for work, cut in zip(works, cuts, strict=True)),
+        held_out=b"".join(work[cut:] for work, cut in zip(works, cuts, strict=True)),
+    )
+
+
+# One run.
+
 
 WATCHED_STEPS = 10
 """The last steps of a run, in which zero gradients and swallowed updates are counted."""
@@ -89,6 +144,19 @@ class TrainingSize:
     steps: int
     learning_rate: float
     """The highest learning rate of the run; `rate_at` gives that of a step."""
+
+
+SIZES: dict[str, TrainingSize] = {
+    # fp16 products are slow on a CPU without instructions for them (five times fp32's step): two runs of ten have them.
+    "cpu": TrainingSize(
+        model=ModelConfig(name="quality-cpu", d_model=64, d_ff=128, layers=2, heads=2, vocabulary=BYTE_VALUES),
+        batch_size=8, seq_len=32, steps=600, learning_rate=3e-3,
+    ),
+    "gpu": TrainingSize(
+        model=ModelConfig(name="quality-gpu", d_model=384, d_ff=1024, layers=6, heads=6, vocabulary=BYTE_VALUES),
+        batch_size=16, seq_len=256, steps=1000, learning_rate=1e-3,
+    ),
+}  # fmt: skip
 
 
 @dataclass
@@ -561,3 +629,133 @@ def _taken(step: AssembledStep, size: TrainingSize, trained: Trained) -> Callabl
         return step.mean_loss
 
     return take
+
+
+# A user's module, made anew for each run, and its runs.
+
+
+class Subject:
+    """A user's own module, made anew for each run, with the batches and the start that all runs share."""
+
+    def __init__(self, own: str, arguments: Mapping[str, Any] | None, device: torch.device, seed: int) -> None:
+        self.workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)
+        self.device = device
+        step = self._made(VARIANTS[REFERENCE], seed)
+        self.name = step.user_module.name
+        self.optimizer = None if step.user_module.optimizer is None else type(step.user_module.optimizer).__name__
+        self.batches: Sequence[Any] = [_copied(batch) for batch in step.batches]
+        self.elements = elements_of(step)
+        with user_errors(f"{self.name} has parameters that cannot be copied"):
+            self._start = [tensor.detach().clone() for tensor in _state(step.model)]
+        self.untrained_loss = self.judged(step)
+
+    def check(self, name: str, variant: Variant) -> None:
+        """Raise InputError for a variant that cannot run here, or of this module."""
+        check_choices(msgspec.structs.replace(self.workload, dtype=variant.dtype), self.device)
+        if variant.keeping not in (None, "nearest") and self.optimizer is not None:
+            raise InputError(
+                f"the parameters of {name} are kept by an AdamW of stepscope's, and the factory gives an optimizer of "
+                f"its own, {self.optimizer}: leave out {name}"
+            )
+
+    def step(self, variant: Variant, start_seed: int) -> ModuleStep:
+        """The step of a run, in the variant's dtype, with the shared batches; and with the shared start, unless it has
+        the start of another seed."""
+        step = self._made(variant, start_seed)
+        if start_seed == self.workload.seed:
+            with user_errors(f"{self.name} makes another module each time that it is called"), torch.no_grad():
+                for tensor, start in zip(_state(step.model), self._start, strict=True):
+                    tensor.copy_(start)
+        dtype = torch.float32 if variant.keeping is None else torch.bfloat16
+        step.batches = [moved(_copied(batch), self.device, dtype, self.name) for batch in self.batches]
+        return step
+
+    def starts_here(self, model: nn.Module) -> bool:
+        """Whether a module has the parameters of the shared start."""
+        found = list(model.parameters())
+        return all(torch.equal(one, other) for one, other in zip(found, self._start[: len(found)], strict=True))
+
+    def judged(self, step: ModuleStep) -> float:
+        """The mean loss over the shared batches of a module that is trained no more, in fp32 and eval mode."""
+        step.model.float().eval()
+        plain_products(step.model)
+        losses: list[Tensor] = []
+        with torch.no_grad(), matmul_precision("fp32"), user_errors(f"{self.name} fails in eval mode, which judges it"):
+            for batch in self.batches:
+                try:
+                    losses.append(step.forward_module(*_copied(batch)).double().reshape(()))
+                except InputError as error:
+                    raise InputError(f"in eval mode, which judges it, {error}") from error
+        return float(torch.stack(losses).mean())
+
+    def _made(self, variant: Variant, seed: int) -> ModuleStep:
+        step = step_of(msgspec.structs.replace(self.workload, dtype=variant.dtype, seed=seed), self.device)
+        assert isinstance(step, ModuleStep)
+        if variant.keeping is None:
+            in_fp32(step)
+        return step
+
+
+class OwnTraining:
+    """Runs of a subject, and what was learned of them on the way."""
+
+    def __init__(self, subject: Subject, steps: int, learning_rate: float, left_out: dict[str, str]) -> None:
+        self._subject, self._steps, self._learning_rate, self._left_out = subject, steps, learning_rate, left_out
+        self.same_starts = False
+        """Whether the factory makes the same parameters with another seed."""
+
+    def run(self, planned: PlannedRun, told: Callable[[int], None]) -> Trained | None:
+        """Train and judge; None for a run that fails or has no start of its own. Raises InputError where fp32 fails."""
+        gc.collect()  # A step and its phases refer to each other, and the run before may still hold its memory.
+        try:
+            step = self._subject.step(planned.variant, planned.start_seed)
+            if planned.of_starts and self._subject.starts_here(step.model):
+                self.same_starts = True
+                return None
+            return self._trained(step, planned.variant, told)
+        except InputError as error:
+            if planned.name == REFERENCE:
+                raise
+            self._left_out[planned.name] = str(error)
+            return None
+
+    def _trained(self, step: ModuleStep, variant: Variant, told: Callable[[int], None]) -> Trained:
+        subject = self._subject
+        # So that dropout, and rounding at random, are the same whatever ran before.
+        torch.manual_seed(subject.workload.seed)
+        with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
+            trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, told)
+        trained.final_loss = subject.judged(step)
+        return trained
+
+    def _trainee(self, step: ModuleStep, variant: Variant) -> Trainee:
+        def loss(_: int) -> Tensor:
+            step.prepare()
+            step.phases[0].run()
+            assert step.loss is not None
+            return step.loss.float().reshape(())  # A loss scale would overflow in a loss of fp16.
+
+        parameters = trained_parameters(step.model).values()
+        embeddings = {
+            id(parameter)
+            for module in step.model.modules()
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+            for parameter in module.parameters()
+        }
+        own = step.user_module.optimizer
+        return Trainee(
+            loss=loss,
+            optimizer=own or adamw(list(parameters), variant, step.device),
+            rate=None if own else lambda number: rate_at(number, self._steps, self._learning_rate),
+            counted=[parameter for parameter in parameters if id(parameter) not in embeddings],
+        )
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    """The tensors of a module that a start is made of: its parameters, then its buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def _copied(batch: Any) -> Any:
+    """A copy of a batch, so that a module that writes into its inputs changes no batch of another run."""
+    return tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)

@@ -20,8 +20,7 @@ from stepscope.core.errors import InputError, StepscopeError, choose
 from stepscope.core.figures import digits
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
-from stepscope.questions.against_float64 import DTYPES
-from stepscope.questions.answers import computed_answer
+from stepscope.questions.answers import computed_answer, dtype_of
 from stepscope.questions.replays import (
     Distance,
     StepResult,
@@ -507,7 +506,7 @@ def study_shadow(
     own: the factory of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
     what it is called with. Raises InputError where nothing can be changed.
     """
-    low, on, told = DTYPES[choose(to, LOW, "precision")], resolve_device(device), patient(tell)
+    low, on, told = dtype_of(choose(to, LOW, "precision")), resolve_device(device), patient(tell)
     workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
     with torch.random.fork_rng([on] if on.type == "cuda" else []):
         replay = Replay(Subject(workload, on), low, told)

@@ -4,24 +4,30 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, note, warning
 from stepscope.core.errors import InputError
+from stepscope.core.options import NUMBERS, Numbers, Option, finite_numbers
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.against_float64 import (
-    DTYPES,
+from stepscope.questions.answers import (
+    FEW_BITS,
     INPUT_OVERFLOWS,
     Deviation,
+    computed_answer,
+    curves,
     deviation,
+    dtype_of,
     last_number_where,
     next_number,
+    pivot,
 )
-from stepscope.questions.answers import computed_answer, curves, pivot
-from stepscope.recording.device import resolve_device
+from stepscope.questions.question import Question
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 # Softmax and attention in few bits, as their inputs grow.
 #
@@ -91,37 +97,37 @@ class AttentionCase:
     """The error of attention's output, or the word for what became of it."""
 
 
-def naive_softmax(x_RW: Tensor) -> Tensor:
+def naive_softmax(x_RW: "Tensor") -> "Tensor":
     """exp(x) / sum(exp(x)), in the input's format."""
     exponentials = x_RW.exp()
     return exponentials / exponentials.sum(dim=-1, keepdim=True)
 
 
-def safe_softmax(x_RW: Tensor) -> Tensor:
+def safe_softmax(x_RW: "Tensor") -> "Tensor":
     """Softmax with the maximum of each row subtracted first, in the input's format."""
     return naive_softmax(x_RW - x_RW.amax(dim=-1, keepdim=True))
 
 
-def online_softmax(x_RW: Tensor, block: int = BLOCK) -> Tensor:
+def online_softmax(x_RW: "Tensor", block: int = BLOCK) -> "Tensor":
     """Softmax with maximum and sum from one pass over blocks, both in the input's format; a second pass divides."""
-    maximum = torch.full_like(x_RW[..., :1], -math.inf)
-    total = torch.zeros_like(maximum)
+    maximum = x_RW.new_full((*x_RW.shape[:-1], 1), -math.inf)
+    total = maximum.new_zeros(maximum.shape)
     for part in x_RW.split(block, dim=-1):
-        larger = torch.maximum(maximum, part.amax(dim=-1, keepdim=True))
+        larger = maximum.maximum(part.amax(dim=-1, keepdim=True))
         total = total * (maximum - larger).exp() + (part - larger).exp().sum(dim=-1, keepdim=True)
         maximum = larger
     return (x_RW - maximum).exp() / total
 
 
-SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
+SOFTMAXES: "dict[str, Callable[[Tensor], Tensor]]" = {
     NAIVE: naive_softmax,
     SAFE: safe_softmax,
     ONLINE: online_softmax,
-    "PyTorch's own": lambda x_RW: F.softmax(x_RW, dim=-1),
+    "PyTorch's own": lambda x_RW: x_RW.softmax(dim=-1),
 }
 
 
-def attention_scores(q_HSD: Tensor, k_HSD: Tensor, division: str) -> Tensor:
+def attention_scores(q_HSD: "Tensor", k_HSD: "Tensor", division: str) -> "Tensor":
     """q k^T in the inputs' format, divided by sqrt(D) after the product, before it, or not at all."""
     root = math.sqrt(q_HSD.shape[-1])
     if division == BEFORE:
@@ -130,9 +136,9 @@ def attention_scores(q_HSD: Tensor, k_HSD: Tensor, division: str) -> Tensor:
     return scores_HST / root if division == AFTER else scores_HST
 
 
-def exp_limits(name: str, device: torch.device) -> ExpLimits:
+def exp_limits(name: str, device: "torch.device") -> ExpLimits:
     """Where exp leaves the format of this name."""
-    dtype = DTYPES[name]
+    dtype = dtype_of(name)
     last = last_number_where(lambda x: x.exp().isfinite(), dtype, device)
     return ExpLimits(
         format=name,
@@ -143,28 +149,32 @@ def exp_limits(name: str, device: torch.device) -> ExpLimits:
     )
 
 
-def softmax_cases(name: str, scales: Sequence[float], device: torch.device, seed: int) -> list[SoftmaxCase]:
+def softmax_cases(name: str, scales: Sequence[float], device: "torch.device", seed: int) -> list[SoftmaxCase]:
     """The cases of each softmax in one format: the same random numbers, multiplied by each scale."""
+    import torch
+
     # Made on the CPU: the same numbers on every device.
     generator = torch.Generator().manual_seed(seed)
     x64_RW = torch.randn(_ROWS, WIDTH, generator=generator, dtype=torch.float64)
     cases = []
     for way, softmax in SOFTMAXES.items():
         for scale in scales:
-            x_RW = (x64_RW * scale).to(device, DTYPES[name])
+            x_RW = (x64_RW * scale).to(device, dtype_of(name))
             result = deviation(softmax(x_RW), safe_softmax(x_RW.double()), x_RW)
             cases.append(SoftmaxCase(format=name, way=way, scale=scale, largest=x_RW.max().item(), result=result))
     return cases
 
 
-def attention_cases(head_dim: int, scale: float, device: torch.device, seed: int) -> list[AttentionCase]:
+def attention_cases(head_dim: int, scale: float, device: "torch.device", seed: int) -> list[AttentionCase]:
     """The cases of attention at one scale: in each format, with each softmax and each way of dividing."""
+    import torch
+
     generator = torch.Generator().manual_seed(seed)
     shape = (_HEADS, POSITIONS, head_dim)
     q64, k64, v64 = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     cases = []
-    for name, dtype in DTYPES.items():
-        q_HSD, k_HSD, v_HSD = (x.to(device, dtype) for x in (q64 * scale, k64 * scale, v64))
+    for name in FEW_BITS:
+        q_HSD, k_HSD, v_HSD = (x.to(device, dtype_of(name)) for x in (q64 * scale, k64 * scale, v64))
         for division in DIVISIONS:
             exact_HST = attention_scores(q_HSD.double(), k_HSD.double(), division)
             exact_weights_HST = safe_softmax(exact_HST)
@@ -355,10 +365,12 @@ def study_softmax(
     """
     if row is not None and not (row and all(map(math.isfinite, row))):
         raise InputError("the row is empty or not finite: give finite numbers")
+    from stepscope.recording.device import resolve_device
+
     on = resolve_device(device)
     scales = sorted(scales)
-    limits = [exp_limits(name, on) for name in DTYPES]
-    softmaxes = [case for name in DTYPES for case in softmax_cases(name, scales, on, seed)]
+    limits = [exp_limits(name, on) for name in FEW_BITS]
+    softmaxes = [case for name in FEW_BITS for case in softmax_cases(name, scales, on, seed)]
     attentions = [
         case for head_dim in head_dims for scale in scales for case in attention_cases(head_dim, scale, on, seed)
     ]
@@ -420,13 +432,15 @@ def study_softmax(
     )  # fmt: skip
 
 
-def _of_row(row: Sequence[float], device: torch.device) -> Table:
+def _of_row(row: Sequence[float], device: "torch.device") -> Table:
     """What each softmax makes of a row of one's own."""
+    import torch
+
     given_W = torch.tensor(row, dtype=torch.float64)
     right_1W = safe_softmax(given_W)[None]
     rows: list[tuple[Cell, ...]] = []
-    for name, dtype in DTYPES.items():
-        x_1W = given_W.to(device, dtype)[None]
+    for name in FEW_BITS:
+        x_1W = given_W.to(device, dtype_of(name))[None]
         for way, softmax in SOFTMAXES.items():
             p_1W = softmax(x_1W).double().cpu()
             off = deviation(p_1W, right_1W, x_1W)
@@ -434,3 +448,28 @@ def _of_row(row: Sequence[float], device: torch.device) -> Table:
     shown = ", ".join(f"{number:g}" for number in row[:6]) + (", …" if len(row) > 6 else "")
     columns = ("format", "way", "sum of the probabilities", "largest", "error, with the row's own rounding")
     return Table(title=f"Softmax of {shown}", columns=columns, rows=tuple(rows))
+
+
+Row = Annotated[
+    Numbers | None,
+    Option(
+        "What does each softmax make of these numbers? As in 10,11.5,89.",
+        NUMBERS,
+        takes=partial(finite_numbers, option="--row"),
+    ),
+]
+
+
+def softmax_by_scale(*, row: Row, scales: Numbers | None, device: str = "cpu") -> Answer:
+    """Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow."""
+    return study_softmax(row=row, device=device, scales=SCALES if scales is None else scales)
+
+
+QUESTION = Question(
+    "softmax",
+    softmax_by_scale,
+    examples=(
+        "stepscope study softmax --row 10,11.5,89",
+        "stepscope study softmax --from results/cpu/precision/softmax.json --only 'exp in each format'",
+    ),
+)

@@ -21,11 +21,14 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import DTYPES
 from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.request import TraceRequest
 from stepscope.questions.comparison import (
+    Compared,
     ComparedRun,
     Comparison,
     Pair,
     Sizes,
+    StepOptions,
     compare_runs,
     compared_answer,
     compared_cells,
@@ -40,6 +43,7 @@ from stepscope.questions.comparison import (
     unlike_environments,
     within,
 )
+from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import launch_bound_share, median_s, memory_of
 
 # A step run in several dtypes: how much faster it is than in fp32, and which part of it made the gain.
@@ -435,8 +439,6 @@ def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[
     yield from replaced_runs(study)
 
 
-STUDY = "speed"
-QUESTION = "How much faster are forward and backward in lower precision, and which part of them is it?"
 TIMES, MEMORY, PARTS, LAW, MISSING = (
     "Forward and backward: medians, with 95 % intervals",
     "Memory of the step, and its change against fp32",
@@ -453,13 +455,13 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
     """
     if not study.pairs:
         measured = f"in {BASELINE} and in another dtype"
-        raise InputError(nothing_to_compare(study, verb=STUDY, needs="has a backward", measured=measured))
+        raise InputError(nothing_to_compare(study, verb="speed", needs="has a backward", measured=measured))
     missing = missing_cells(MISSING, TimedCell.FIELD, study.unmeasured)
     return compared_answer(
         study,
         study.pairs[0].base,
-        study=STUDY,
-        question=QUESTION,
+        study="speed",
+        question="How much faster are forward and backward in lower precision, and which part of them is it?",
         tables=(_times(study), _memory(study), _parts(study), _law(study), missing),
         panels=_panels(study),
         findings=speed_findings(study, lacking, unread),
@@ -587,3 +589,40 @@ def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...
 def speed_cells(**sizes: Any) -> tuple[SweepCell, ...]:
     """A cell for each of the sizes, as `compared_cells` takes them. No optimizer: it is the same in each dtype."""
     return compared_cells(phase=["forward-backward"], optimizer=[None], **sizes)
+
+
+def compare_dtypes(
+    *, options: StepOptions, module: str | None, arg: tuple[str, ...] = (), warmup: int | None
+) -> Result | Cells:
+    """How much faster lower precision is by the model's size, and which part of the step makes the gain."""
+    lacking: tuple[str, ...] = ()
+
+    def answer(cells: list[TimedCell], unread: int) -> Answer:
+        return answer_speed(pair_up(cells, options.dtype or DTYPES), lacking=lacking, unread=unread)
+
+    compared = Compared(study="speed", cell=TimedCell, answer=answer, options=options)
+    if options.from_:
+        return compared.stored(options.fields)
+    usual = options.usual(ON_CPU, ON_GPU)
+    here, lacking = dtypes_here(options.dtype or usual.dtypes, options.device_type)
+    cells = options.user_cells(module, arg, warmup, dtype=here, phase=("forward-backward",))
+    if not cells:
+        cells = speed_cells(**{**options.sizes(usual, warmup), "dtypes": here})
+    return compared.measured(cells, TraceRequest(tools=("kineto",), steps=1))
+
+
+QUESTION = Question(
+    "speed",
+    compare_dtypes,
+    examples=(
+        "stepscope study speed --model small,medium --dtype fp32,bf16",
+        "stepscope study speed --from results/h200/precision-speed --only amdahl",
+    ),
+    shared=("save", "shown"),
+    defaults={
+        "model": "small to 2.7B; tiny,small on a CPU",
+        "seq_len": "512; 32 on a CPU",
+        "batch_size": "4; 1 on a CPU",
+        "dtype": "fp32,tf32,bf16",
+    },
+)

@@ -1,14 +1,20 @@
 """How many warm-up steps a measurement needs: cells and answer."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
 from stepscope.core.answer import TEXT, Answer, Cell, as_lines, table_of
 from stepscope.core.figures import figure
+from stepscope.core.model_config import configure
+from stepscope.core.options import MEASURING, Option
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import format_milliseconds, format_seconds
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.request import SweepPlan
+from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.answer import doubts, heading, status_word
 
 
@@ -58,11 +64,8 @@ def warmup_sentence(runs: Sequence[Run]) -> str:
 # How many warm-up steps does a measurement need? The same workload after 0, 1, 2 and 5 of them, in fresh processes.
 
 
-WARMUPS = (0, 1, 2, 5)
-
-
 def warmup_cells(
-    workload: TextbookWorkload, steps: int = 10, warmups: tuple[int, ...] = WARMUPS
+    workload: TextbookWorkload, steps: int = 10, warmups: tuple[int, ...] = (0, 1, 2, 5)
 ) -> tuple[SweepCell, ...]:
     """One cell for each number of warm-up steps; nothing else differs."""
     return tuple(
@@ -74,3 +77,40 @@ def warmup_cells(
         )
         for n in warmups
     )
+
+
+Warmup = Annotated[tuple[int, ...], Option("Numbers of warm-up steps.", MEASURING)]
+Steps = Annotated[int, Option("Measured steps.", MEASURING, least=2)]
+
+
+def compare_warmups(
+    *,
+    model: str = "tiny",
+    seq_len: int = 128,
+    batch_size: int = 4,
+    dtype: str = "fp32",
+    device: str,
+    warmup: Warmup = (0, 1, 2, 5),
+    steps: Steps = 10,
+    tag: str | None,
+    runs: Path,
+) -> Cells:
+    """Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process."""
+    workload = TextbookWorkload(model=configure(model), seq_len=seq_len, batch_size=batch_size, dtype=dtype)  # type: ignore[arg-type]
+    cells = warmup_cells(workload, steps, warmup)
+    return Cells(
+        plan=SweepPlan(cells=cells, devices=(device,), out=str(runs), tag=tag),
+        answer=lambda measured: Result(answer=answer_warmup(measured)),
+        lists_runs=True,
+    )
+
+
+QUESTION = Question(
+    "warmup",
+    compare_warmups,
+    examples=(
+        "stepscope study warmup --model small --seq-len 512",
+        "stepscope study warmup --warmup 0,1,10 --steps 20",
+    ),
+    shared=("shown",),
+)

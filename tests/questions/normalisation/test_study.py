@@ -14,7 +14,7 @@ from torch import Tensor
 from stepscope.core.answer import Answer, Table
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.against_float64 import DTYPES, deviation, last_number_where, next_number
+from stepscope.questions.answers import deviation, dtype_of, last_number_where, next_number
 from stepscope.questions.normalisation import IN_TURN, MEAN, NORMS, SUM, UPCAST, normalise, study_normalisation
 from stepscope.training.transformer import NORM_EPSILON, RMSNorm
 from tests.questions.verbs import answered
@@ -81,7 +81,7 @@ def test_small_squares_and_epsilon_vanish_in_fp16():
 @settings(max_examples=25, deadline=None)
 @given(seed=st.integers(0, 2**31), scale=st.floats(1e-3, 1e4), width=st.integers(2, 300))
 def test_upcasting_leaves_the_rounding_of_the_output(norm: str, name: str, seed: int, scale: float, width: int):
-    x = (torch.randn(2, width, generator=torch.Generator().manual_seed(seed)) * scale).to(DTYPES[name])
+    x = (torch.randn(2, width, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype_of(name))
     _, y = normalise(x, norm, UPCAST, 1e-5)
     exact = normalise(x.double(), norm, MEAN, 1e-5)[1]
     form = FORMATS[name]
@@ -102,7 +102,7 @@ def test_the_reference_is_torch_in_float64_and_upcasting_is_the_model():
 @pytest.mark.parametrize("name", ["fp32", "fp16", "bf16"])
 def test_limits_are_those_of_the_bits(name: str):
     """Found by trying; foretold by the format: x^2 is finite below largest + half a spacing."""
-    form, dtype = FORMATS[name], DTYPES[name]
+    form, dtype = FORMATS[name], dtype_of(name)
     last = last_number_where(lambda x: torch.isfinite(x * x), dtype, CPU)
     assert math.isfinite(form.round(last * last)) and not math.isfinite(form.round(next_number(last, dtype) ** 2))
     lost = last_number_where(lambda x: x * x == 0, dtype, CPU)
@@ -140,8 +140,8 @@ def test_where_each_way_breaks(found: Answer):
 def test_epsilon_is_swallowed_from_where_the_table_says(name: str, epsilon: float):
     found = study_normalisation(scales=(1.0,), widths=(8, 16), epsilon=epsilon)
     limits = {row[0]: row for row in found.table("Squares and epsilon in each format").rows}
-    start = torch.tensor(limits[name][6], dtype=DTYPES[name])
-    small = torch.tensor(epsilon, dtype=DTYPES[name])
+    start = torch.tensor(limits[name][6], dtype=dtype_of(name))
+    small = torch.tensor(epsilon, dtype=dtype_of(name))
     for factor in (1.0, 1.25, 1.5, 1.75, 2.0, 64.0):
         assert start * factor + small == start * factor
     assert start / 2 + small > start / 2

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 
 from stepscope.core.model_config import ModelConfig
-from stepscope.questions.quality_text import BundledText
 from stepscope.questions.quality_training import (
     VARIANTS,
+    BundledText,
     Trained,
     TrainingSize,
     train,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.questions.quality_text import WORKS, BundledText, bundled_text
+from stepscope.questions.quality_training import WORKS, BundledText, bundled_text
 
 
 def test_the_text_is_there_and_is_what_its_note_says():

@@ -11,11 +11,12 @@ import pytest
 
 from stepscope.core.answer import Answer, decode_answer, encode_answer, note
 from stepscope.core.errors import InputError
-from stepscope.questions import quality
-from stepscope.questions.quality import SIZES, VALIDATION, study_quality
+from stepscope.questions import quality_training
+from stepscope.questions.quality import VALIDATION, study_quality
 from stepscope.questions.quality_answer import ABOVE, BY_STEP, RUNS, RunJudged, RunsJudged, quality_findings, smoothed
 from stepscope.questions.quality_training import (
     LEAST_STEPS,
+    SIZES,
     VARIANTS,
     Trained,
     initial_model,
@@ -29,13 +30,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def little_text(monkeypatch: pytest.MonkeyPatch):
     """Judging on all of the held-out text would take longer than the training here."""
-    monkeypatch.setattr(quality, "bundled_text", lambda: WORDS)
+    monkeypatch.setattr(quality_training, "bundled_text", lambda: WORDS)
 
 
 @pytest.fixture(scope="module")
 def found() -> Answer:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(quality, "bundled_text", lambda: WORDS)
+        patch.setattr(quality_training, "bundled_text", lambda: WORDS)
         return study_quality(size=SMALL, device="cpu")
 
 
@@ -134,18 +135,18 @@ def test_a_rate_that_breaks_fp32_says_so_and_names_no_departure():
 
 
 def test_interrupted_it_keeps_the_runs_that_ended(monkeypatch: pytest.MonkeyPatch):
-    real = quality.train
+    real = quality_training.train
 
     def interrupted_in(variant: Any, *arguments: Any, **options: Any) -> Trained:
         if variant is VARIANTS["bf16"]:
             raise KeyboardInterrupt
         return real(variant, *arguments, **options)
 
-    monkeypatch.setattr(quality, "train", interrupted_in)
+    monkeypatch.setattr(quality_training, "train", interrupted_in)
     found = study_quality(size=SMALL, variants=("fp16-unscaled", "bf16", "bf16-pure"), device="cpu")
     assert [row[0] for row in found.table(RUNS).rows][3:] == ["fp16-unscaled"]
     assert found.findings[0].sentence.startswith("Interrupted in bf16: 4 of 6 runs ended")
-    monkeypatch.setattr(quality, "train", lambda *_a, **_o: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(quality_training, "train", lambda *_a, **_o: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         study_quality(size=SMALL, device="cpu")
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
 from stepscope.core.precisions import FORMATS
-from stepscope.questions.against_float64 import DTYPES
+from stepscope.questions.answers import FEW_BITS, dtype_of
 from stepscope.questions.softmax import (
     AFTER,
     BEFORE,
@@ -85,7 +85,7 @@ def test_online_is_safe_in_float64_for_any_block_and_shift(row: list[float], blo
 )
 def test_safe_and_online_are_finite_whatever_the_row(name: str, row: list[float], block: int):
     """And their sums are 1 to what rounding each of the terms, the sum, and each quotient leaves."""
-    x = torch.tensor([row]).to(DTYPES[name])
+    x = torch.tensor([row]).to(dtype_of(name))
     for probabilities in (safe_softmax(x), online_softmax(x, block)):
         assert probabilities.isfinite().all()
         steps = 3 + math.ceil(len(row) / block)
@@ -177,8 +177,8 @@ def test_sentences_quote_the_run(found: Answer):
 
 def test_a_row_of_ones_own(found: Answer):
     rows = {row[:2]: row[2:] for row in found.table("Softmax of 10, 11.5, 89").rows}
-    assert all(rows[name, NAIVE][2] == "nan" for name in DTYPES)
-    assert all(rows[name, way][:2] == (1.0, 1.0) for name in DTYPES for way in (SAFE, ONLINE))
+    assert all(rows[name, NAIVE][2] == "nan" for name in FEW_BITS)
+    assert all(rows[name, way][:2] == (1.0, 1.0) for name in FEW_BITS for way in (SAFE, ONLINE))
     large = study_softmax(scales=(1.0,), head_dims=(4,), row=(1e5, 1.0))
     rows = {row[:2]: row[4] for row in large.table("Softmax of 100000, 1").rows}
     assert rows["fp16", SAFE] == "input overflows" and rows["bf16", SAFE] == 0.0

@@ -1,83 +1,113 @@
-"""The command of a question: its answer is made, or read from a file; then shown, written as JSON, drawn."""
+"""The verb of a question: its answer is made, measured by a sweep, or read; then shown, written as JSON, drawn."""
 
 import functools
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
-from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
-from stepscope.core.answer import Answer, decode_answer
+from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean, sweep_progress
+from stepscope.core.answer import Answer
 from stepscope.core.environment import require_room_for_torch
-from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError
-from stepscope.core.files import read_named
-from stepscope.core.options import Alone, Verb, verb
+from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError, warn
+from stepscope.core.options import Alone, Verb, is_given
+from stepscope.questions.question import Cells, Question, Result, read_answer
 
-if TYPE_CHECKING:
-    from stepscope.engine.request import Tell
+_TOOLS = ("tell", "options_in")
+"""Parameters of a question that are no options: what is told of progress, and what reads the options of a workload."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Answering:
-    """What becomes of the answer of one study."""
+def verb_of(question: Question) -> Verb:
+    """The verb of a question: its options, and those that it shares with others."""
+    parameters = inspect.signature(question.measure).parameters
+    stated = [parameter for name, parameter in parameters.items() if name not in _TOOLS]
+    # What shows an answer comes after what is stored.
+    place = next((i for i, each in enumerate(stated, 1) if "from_" in _fields(each)), len(stated))
+    stated[place:place] = [inspect.signature(_shared).parameters[name] for name in question.shared]
 
-    study: str
-    shown: Presentation
-    save: Path | None = None
-
-    def run(self, made: "Callable[[Tell], Answer]") -> None:
-        """Make the answer, under a display, and show it. One that ended early shows what it has, and ends the command
-        with the code of an interrupt, or of a device that failed."""
+    @functools.wraps(question.measure)
+    def run(**options: Any) -> int | None:
+        shared = {name: options.pop(name) for name in question.shared}
+        save, stored = shared.pop("save", None), shared.pop("from_", None)
+        shown = shared.get("shown") or Presentation(**shared)
+        if stored is not None:
+            return _show(Result(answer=read_answer(stored, question.name)), shown, save)
+        if shown.only is not None and question.titles is not None and not is_given("--from"):
+            _check_only(shown.only, *question.titles())
+        if "from_" in question.shared:
+            require_room_for_torch()
         with stdout_kept_clean(), progress() as tell:
-            found = made(tell)
-        self.show(found)
-        if any(finding.kind == "interrupted" for finding in found.findings):
-            raise typer.Exit(EXIT_INTERRUPTED)
-        if any(finding.kind == "ended-early" for finding in found.findings):
-            raise typer.Exit(EXIT_DEVICE_FAILED)
+            if "tell" in parameters:
+                options["tell"] = tell
+            if "options_in" in parameters:
+                from stepscope.app.verbs.run import options_in
 
-    def read(self, path: Path) -> None:
-        """Show an answer that --json wrote."""
-        found = decode_answer(read_named(path), str(path))
-        if found.study != self.study:
-            raise InputError(f"{path} is of the study {found.study}: read it with `stepscope study {found.study}`")
-        self.show(found)
+                options["options_in"] = options_in
+            measured = question.measure(**options)
+        if isinstance(measured, Cells):
+            return _sweep(measured, shown, save)
+        return _show(Result(answer=measured) if isinstance(measured, Answer) else measured, shown, save)
 
-    def show(self, found: Answer) -> None:
-        self.shown.show(found, save=self.save)
+    run.__signature__ = inspect.Signature(stated)  # type: ignore[attr-defined]
+    conflicts = (Alone("--from"),) if "from_" in question.shared else ()
+    return Verb(f"study {question.name}", run, question.examples, conflicts, question.defaults)
 
 
-def study_verb(
-    study: str, *examples: str, plot: bool = True, **defaults: str
-) -> Callable[[Callable[..., Answer]], Verb]:
-    """A decorator that makes a verb of a function that answers: its options, and those that every study has.
-
-    A parameter `tell` of the function is no option: it is told of progress. plot: whether the answer has curves.
-    """
-    shared = inspect.signature(_every_study).parameters.values()
-
-    def make(measure: Callable[..., Answer]) -> Verb:
-        parameters = inspect.signature(measure).parameters
-
-        @functools.wraps(measure)
-        def run(*, from_: Path | None, shown: Presentation, save: Path | None = None, **options: Any) -> None:
-            answering = Answering(study=study, shown=shown, save=save)
-            if from_ is not None:
-                answering.read(from_)
-            else:
-                require_room_for_torch()
-                answering.run(lambda tell: measure(**options, **({"tell": tell} if "tell" in parameters else {})))
-
-        stated = [parameter for parameter in parameters.values() if parameter.name != "tell"]
-        stated += [parameter for parameter in shared if plot or parameter.name != "save"]
-        run.__signature__ = inspect.Signature(stated)  # type: ignore[attr-defined]
-        return verb(f"study {study}", *examples, conflicts=(Alone("--from"),), **defaults)(run)
-
-    return make
+def _fields(parameter: inspect.Parameter) -> dict[str, Any]:
+    """The fields of a parameter that is a record."""
+    return getattr(parameter.annotation, "__dataclass_fields__", {})
 
 
-def _every_study(*, from_: Path | None, shown: Presentation, save: Path | None) -> None:
-    """The options of every study, as the parameters of a verb."""
+def _shared(
+    *, from_: Path | None, shown: Presentation, save: Path | None, style: str, brief: bool = False, json: bool
+) -> None:
+    """Options that a question may share, as the parameters of a verb."""
+
+
+def _check_only(only: str, *titles: str) -> None:
+    """Raise InputError for what is in no title that the answer may have."""
+    if not only or not any(only.casefold() in title.casefold() for title in (*titles, "findings")):
+        raise InputError(f"--only {only!r} names no table: there are {', '.join(map(repr, titles))}, and findings")
+
+
+def _show(result: Result, shown: Presentation, save: Path | None) -> int:
+    """Show a result. One just measured that ended early has the exit code of an interrupt, or of a device that
+    failed."""
+    shown.show(result.answer, document=result.document, save=save)
+    kinds = {finding.kind for finding in result.answer.findings} if not is_given("--from") else set[str]()
+    if "interrupted" in kinds:
+        return EXIT_INTERRUPTED
+    if "ended-early" in kinds:
+        return EXIT_DEVICE_FAILED
+    if result.hint:
+        warn(result.hint)
+    if result.fault:
+        raise InputError(result.fault)
+    return result.exit_code
+
+
+def _sweep(cells: Cells, shown: Presentation, save: Path | None) -> int:
+    """Measure the cells, and show the answer from their runs."""
+    from stepscope.app.verbs.sweep import measure_and_report, report_runs, sweep_exit_code
+    from stepscope.core.run import Run
+    from stepscope.engine.request import Policy
+    from stepscope.engine.sweep import run_sweep
+
+    def report(runs: list[Run]) -> None:
+        result = cells.answer(runs)
+        if cells.lists_runs:
+            report_runs(runs, result.answer, shown)
+        else:
+            _show(result, shown, save)
+
+    if len(cells.around) == 1:
+        with cells.around[0]:
+            measure_and_report(cells.plan, Policy(), report)
+    runs: list[Run] = []
+    with sweep_progress() as tell:
+        for context in cells.around:
+            with context:
+                runs += run_sweep(cells.plan, Policy(fresh=True), tell)
+    report(runs)
+    raise typer.Exit(sweep_exit_code(runs))

@@ -6,7 +6,6 @@ import typer
 
 from stepscope.app.cli.verb import Verbs, study_now
 from stepscope.core.options import Verb
-from stepscope.questions.question import Question
 
 
 class _Studies(Verbs):
@@ -14,20 +13,20 @@ class _Studies(Verbs):
 
     verbs: ClassVar = {
         "warmup": (
-            "stepscope.app.cli.studies.steps:warmup",
+            "stepscope.questions.warmup:QUESTION",
             "Measure a step after 0, 1, 2 and 5 warm-up steps, each in a fresh process.",
         ),
         "allocator": (
-            "stepscope.app.cli.studies.steps:allocator",
+            "stepscope.questions.allocator:QUESTION",
             "Measure a step without a setting of the GPU's caching allocator and with it, each in a process of its "
             "own.",
         ),
         "kernels": (
-            "stepscope.app.cli.studies.steps:kernels",
+            "stepscope.questions.kernels:QUESTION",
             "Kernels by phase, their share, softmax and the rest, over models and sequence lengths.",
         ),
         "compile": (
-            "stepscope.app.cli.studies.steps:compiled",
+            "stepscope.questions.compile:QUESTION",
             "What torch.compile gives forward and the full step, what it costs, what it did, and which kernels it "
             "fused.",
         ),
@@ -40,12 +39,12 @@ class _Studies(Verbs):
             "Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why.",
         ),
         "normalisation": (
-            "stepscope.app.cli.studies.precision:normalisation_study",
+            "stepscope.questions.normalisation:QUESTION",
             "RMSNorm and LayerNorm in fp16, bf16 and fp32: where squares overflow and epsilon vanishes, and the safe "
             "way.",
         ),
         "softmax": (
-            "stepscope.app.cli.studies.precision:softmax_study",
+            "stepscope.questions.softmax:QUESTION",
             "Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow.",
         ),
         "underflow": (
@@ -77,25 +76,25 @@ class _Studies(Verbs):
             "error that this makes in the gradients, beside run-to-run noise.",
         ),
         "speed": (
-            "stepscope.app.cli.studies.steps:speed",
+            "stepscope.questions.speed:QUESTION",
             "How much faster lower precision is by the model's size, and which part of the step makes the gain.",
         ),
         "quality": (
-            "stepscope.app.cli.studies.precision:quality",
+            "stepscope.questions.quality:QUESTION",
             "A small transformer trained on real text in every precision: quality, and the step at which a run "
             "departs.",
         ),
         "attention": (
-            "stepscope.app.cli.studies.attention:attention",
+            "stepscope.questions.attention:QUESTION",
             "Attention by each implementation: right or wrong, time, memory and TFLOP/s by sequence length and "
             "head_dim.",
         ),
         "attention-step": (
-            "stepscope.app.cli.studies.steps:attention_step",
+            "stepscope.questions.attention_step:QUESTION",
             "A whole training step with each attention in it: time, memory, and where the difference comes from.",
         ),
         "attention-gate": (
-            "stepscope.app.cli.studies.attention:attention_gate",
+            "stepscope.questions.attention_gate:QUESTION",
             "Whether each implementation of attention is right: every dtype and shape, judged by float64.",
         ),
         "collectives": (
@@ -104,20 +103,17 @@ class _Studies(Verbs):
             "by size.",
         ),
         "parallel": (
-            "stepscope.app.cli.studies.steps:parallel",
+            "stepscope.questions.parallel:QUESTION",
             "Strategies that share a step, beside one process and one another: step, communication, memory, scaling.",
         ),
     }
 
     @staticmethod
     def verb_of(registered: Any) -> Verb:
-        """The verb of a Question, or a verb itself."""
-        if not isinstance(registered, Question):
-            return registered
-        from stepscope.app.cli.questions import study_verb
+        """The verb of the question that a line of the table names."""
+        from stepscope.app.cli.questions import verb_of
 
-        make = study_verb(registered.name, *registered.examples, plot=registered.has_curves, **registered.defaults)
-        return make(registered.measure)
+        return verb_of(registered)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, study_now(args))

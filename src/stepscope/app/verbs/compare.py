@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 from stepscope.app.cli.output import Presentation, draw
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
-from stepscope.app.verbs.sweep import captured
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, InputError, choose, warn
 from stepscope.core.files import json_document
 from stepscope.core.options import Argument, Needs, Option, verb
@@ -96,6 +95,8 @@ def _compared(names: Sequence[str], across: Sequence[str], value: str, runs: Pat
 
 def _digests(pair: "SidePair") -> "tuple[TraceDigest | None, TraceDigest | None]":
     """What the captures of both sides say; None where there is none, or polars is not installed."""
+    from stepscope.questions.comparison import captured
+
     before, after = pair.before.representative, pair.after.representative
     return (
         captured(before, pair.before_side.directory(before), keep=False),

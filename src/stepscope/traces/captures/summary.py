@@ -18,6 +18,7 @@ from stepscope.core.range_names import (
     ATTENTION_PARTS,
     BACKWARD,
     FORWARD,
+    FORWARD_AND_BACKWARD,
     GRADIENT_ACCUMULATION,
     PHASES,
     RECOMPUTATION,
@@ -286,8 +287,6 @@ def _described(path: list[_Segment], work: pl.DataFrame) -> pl.DataFrame:
 GEMM = "matrix multiplication"
 OUTSIDE = "outside"
 """The phase of work launched outside the three phases, or by no recorded call."""
-FORWARD_AND_BACKWARD = "forward + backward"
-"""The name of both phases taken as one."""
 
 
 NO_MODULE = "?"

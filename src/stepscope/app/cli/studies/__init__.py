@@ -1,1 +1,0 @@
-"""`stepscope study NAME`: one verb a file."""
