@@ -251,8 +251,8 @@ def memory_document(explained: Explained, moment: Moment) -> dict[str, Any]:
 
 def memory_findings(explained: Explained, growth: MemoryGrowth | None) -> tuple[Finding, ...]:
     """What a snapshot shows beyond its figures: memory that grows, and pools that hold what nobody else can use."""
-    found = (growth and growth_finding(growth), pool_finding(explained))
-    return tuple(finding for finding in found if finding)
+    findings = (growth and growth_finding(growth), pool_finding(explained))
+    return tuple(finding for finding in findings if finding)
 
 
 def tensor_of(row: dict[str, Any]) -> dict[str, Any] | None:

@@ -693,30 +693,30 @@ def _with_notes(snapshot: Snapshot, table: pl.DataFrame, replayed: Replay) -> tu
 
 def _remarks(snapshot: Snapshot, replayed: Replay, phases: tuple[PhaseSpan, ...]) -> list[str]:
     """Sentences on how far the figures can be trusted."""
-    said: list[str] = []
+    remarks: list[str] = []
     if not snapshot.has_times:
-        said.append("This history has no times: microseconds are places in it.")
+        remarks.append("This history has no times: microseconds are places in it.")
     if not replayed.start_known:
-        said.append(
+        remarks.append(
             "The snapshot does not say what the allocator held when the history began; it was worked out from the "
             "events and from the segments at the end."
         )
-    said += [
+    remarks += [
         f"The replay of the allocator failed: {fault}. Blocks may be larger than counted." for fault in replayed.faults
     ]
     if not phases:
-        said.append("Nothing in this snapshot tells the phases of the step.")
+        remarks.append("Nothing in this snapshot tells the phases of the step.")
     for has_history in (True, False):
         others = [str(other.device) for other in snapshot.others if bool(other.events) == has_history]
         named = f"device{'s' if len(others) > 1 else ''} {', '.join(others)}"
         if others and has_history:
-            said.append(f"This is device {snapshot.device}; the snapshot also holds {named} (--device opens it).")
+            remarks.append(f"This is device {snapshot.device}; the snapshot also holds {named} (--device opens it).")
         elif others:
-            said.append(f"Of {named} the snapshot holds no history, only what was there at its end.")
+            remarks.append(f"Of {named} the snapshot holds no history, only what was there at its end.")
     for event in snapshot.events:
         if event.action == "oom":
-            said.append(
+            remarks.append(
                 f"Out of memory: {format_count(event.size)} bytes were asked for when the driver had "
                 f"{format_count(event.device_free)} left; a limit set for the process is not in the snapshot."
             )
-    return said
+    return remarks

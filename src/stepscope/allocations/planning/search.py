@@ -48,10 +48,10 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def what_would_fit(self) -> str:
         """What needs less memory, in words: first what the question itself settles."""
-        own = ["another --checkpointing"] if self.checkpointings and "every-1" not in self.checkpointings else []
-        own += [] if is_kept(self.workload.attention) else ["--attention flash"]
+        changes = ["another --checkpointing"] if self.checkpointings and "every-1" not in self.checkpointings else []
+        changes += [] if is_kept(self.workload.attention) else ["--attention flash"]
         usual = "more ranks, a shorter sequence, optimizer state in 16 bits or more memory is needed"
-        return f"{' or '.join(own)} may fit; else {usual}" if own else usual
+        return f"{' or '.join(changes)} may fit; else {usual}" if changes else usual
 
     @property
     def tried(self) -> tuple[str, ...]:
