@@ -61,11 +61,11 @@ MARKS: dict[Severity, str] = {"error": "!", "warning": "*"}
 
 def doubt_mark(*runs: Run | None) -> str:
     """`!` where an error doubts one of the runs that a figure was made of, `*` for a warning, else nothing."""
-    given = [run for run in runs if run is not None]
-    severity = worst(finding for run in given for finding in run.findings)
+    known = [run for run in runs if run is not None]
+    severity = worst(finding for run in known for finding in run.findings)
     if severity is not None and severity in MARKS:
         return MARKS[severity]
-    return MARKS["warning"] if any(run.status == "interrupted" for run in given) else ""
+    return MARKS["warning"] if any(run.status == "interrupted" for run in known) else ""
 
 
 def marked(figure: str, *runs: Run | None) -> str:

@@ -73,7 +73,7 @@ def received() -> int | None:
     return _state.received
 
 
-def said() -> str:
+def interruption() -> str:
     """What interrupted this process, in words: "interrupted by SIGTERM", as a scheduler or a time limit sends it."""
     name = next((name for name in _NAMES if getattr(_signal, name) == _state.received), None)
     return f"interrupted by {name}" if name else "interrupted"

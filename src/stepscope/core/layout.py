@@ -248,7 +248,7 @@ def step_of(workload: TextbookWorkload, layout: Layout) -> TextbookWorkload | No
     names = _SHARDINGS if layout.ranks > 1 else (NOT_PARALLEL,)
     for name in names:
         try:
-            made = msgspec.structs.replace(
+            step = msgspec.structs.replace(
                 workload,
                 parallel=name,
                 ranks=layout.ranks,
@@ -257,9 +257,9 @@ def step_of(workload: TextbookWorkload, layout: Layout) -> TextbookWorkload | No
             )
         except InputError:
             continue  # the step has what this strategy does not take
-        found = layout_of(made)
-        if found is not None and _LESSONS.get(found.sharding) == layout.sharding:
-            found = msgspec.structs.replace(found, sharding=layout.sharding)
-        if found == layout:
-            return made
+        spread = layout_of(step)
+        if spread is not None and _LESSONS.get(spread.sharding) == layout.sharding:
+            spread = msgspec.structs.replace(spread, sharding=layout.sharding)
+        if spread == layout:
+            return step
     return None

@@ -488,11 +488,11 @@ def named_kernels(kernels: object) -> dict[Part, Kernels]:
     """The name of each part that `kernels` says: one name for all parts that have it, or a name by part. Raises
     InputError."""
     if isinstance(kernels, Mapping):
-        said = {str(part): str(name) for part, name in kernels.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
-        strangers = [part for part in said if part not in PARTS]
+        names = {str(part): str(name) for part, name in kernels.items()}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        strangers = [part for part in names if part not in PARTS]
         if strangers:
             raise InputError(f"kernels has the part {strangers[0]!r}: choose among {', '.join(PARTS)}")
-        return {part: choose(said[part], kernels_of(part), part) for part in PARTS if part in said}
+        return {part: choose(names[part], kernels_of(part), part) for part in PARTS if part in names}
     name = choose(str(kernels), KERNELS, "kernels")
     return {part: name for part, ways in PARTS.items() if name in ways}
 

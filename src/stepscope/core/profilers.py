@@ -98,10 +98,10 @@ def _run(command: list[str], target: Path, environment: dict[str, str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise StepscopeError(f"{command[0]}: {one_line(error)}") from None
     if done.returncode or not target.exists():
-        said = (
+        reason = (
             last_words(done.stderr) or last_words(done.stdout) or f"exit code {done.returncode}, and no {target.name}"
         )
-        raise StepscopeError(f"{Path(command[0]).name}: {said}")
+        raise StepscopeError(f"{Path(command[0]).name}: {reason}")
 
 
 # Escapes texts in a profiler's JSON that it wrote without escaping, as Kineto does with the names of ranges.

@@ -11,7 +11,7 @@ from stepscope.core.files import cache_file, read_cached, replace_file
 from stepscope.core.parts import PARTS
 from stepscope.core.processes import Change
 from stepscope.core.samples import Interval, Samples
-from stepscope.core.workloads import Workload
+from stepscope.core.workloads import Workload, kernels_at_once
 
 TUNED_FIELDS = (
     "attention", "dtype", "optimizer", "compile", "graph", "checkpointing", "accumulation", "parallel", *PARTS,
@@ -68,10 +68,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
 
 def change_words(change: Mapping[str, str | int]) -> str:
     """A change in words: `dtype bf16-master, kernels fused`, where all parts have one name."""
-    said, parts = dict(change), {change.get(part) for part in PARTS}
-    if len(parts) == 1 and None not in parts:
-        said = {name: value for name, value in change.items() if name not in PARTS} | {"kernels": parts.pop() or ""}
-    return ", ".join(f"{name} {value}" for name, value in said.items())
+    return ", ".join(f"{name} {value}" for name, value in kernels_at_once(change).items())
 
 
 class LossCurve(msgspec.Struct, frozen=True, kw_only=True):

@@ -135,22 +135,22 @@ def unmet(workload: Workload) -> tuple[str, ...]:
 
 
 def _unmet(fields: dict[str, Any], dtype: Dtype) -> Iterator[str]:
-    made = "bfloat16" if PRECISIONS[dtype].weights == 2 else "float32"
-    asked: dict[str, list[str]] = {}
+    stored = "bfloat16" if PRECISIONS[dtype].weights == 2 else "float32"
+    requested: dict[str, list[str]] = {}
     for path, value in _found(fields, _DTYPE):
         if value not in (None, "", "auto"):
             written = str(value).removeprefix("torch.")
-            asked.setdefault(_SPELLED.get(written, written), []).append(f"{path} {name_shown(str(value))}")
-    for name, words in asked.items():
-        if name != made:
+            requested.setdefault(_SPELLED.get(written, written), []).append(f"{path} {name_shown(str(value))}")
+    for name, words in requested.items():
+        if name != stored:
             nearest = _NEAREST.get(name, "no option makes them so")
             verb = "is" if len(words) == 1 else "are"
-            yield f"{' and '.join(words)} {verb} not followed: parameters are made in {made}; {nearest}"
+            yield f"{' and '.join(words)} {verb} not followed: parameters are made in {stored}; {nearest}"
     for path, value in _found(fields, _QUANTISED):
         if value:
             methods = [method for _, method in _found({"": value}, ("quant_method",))]
             words = name_shown(" ".join(map(str, (path, *methods))))
-            yield f"{words} is not followed: parameters are made in {made}, not quantised"
+            yield f"{words} is not followed: parameters are made in {stored}, not quantised"
     if any(value for _, value in _found(fields, ("gradient_checkpointing",))):
         yield "gradient_checkpointing is not followed: --checkpointing every-1 runs each block again in backward"
 

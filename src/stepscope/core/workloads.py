@@ -501,11 +501,16 @@ def _choices(
 ) -> list[tuple[str, object]]:
     """The fields of a step that are not the usual, with `kernels` in place of the model's parts where all have one
     name; and its phase."""
-    chosen = dict(_different(one, usual, without=without))
-    names = {chosen.get(part) for part in parts}
-    if len(names) == 1 and None not in names:
-        chosen = {name: value for name, value in chosen.items() if name not in PARTS} | {"kernels": names.pop()}
+    chosen = kernels_at_once(dict(_different(one, usual, without=without)), parts)
     return [*chosen.items(), *([("phase", one.phase)] if one.phase != "train" else [])]
+
+
+def kernels_at_once(fields: Mapping[str, object], parts: Iterable[str] = PARTS) -> dict[str, object]:
+    """The fields with `kernels` in place of the model's parts, where all have one name."""
+    names = {fields.get(part) for part in parts}
+    if len(names) > 1 or None in names:
+        return dict(fields)
+    return {name: value for name, value in fields.items() if name not in PARTS} | {"kernels": names.pop()}
 
 
 def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:

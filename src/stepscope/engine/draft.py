@@ -105,9 +105,9 @@ class RunDraft:
     def interrupt(self) -> None:
         """End the run as Ctrl-C asks. Once the times are whole the run stays done; the failure says what is missing."""
         if self.run.status == "unfinished":
-            self.set(status="interrupted", failure=Failure(message=interrupts.said(), during=self.stage))
+            self.set(status="interrupted", failure=Failure(message=interrupts.interruption(), during=self.stage))
         elif self.run.status == "done" and self.run.failure is None:
-            self.set(failure=Failure(message=f"{interrupts.said()}, after the timed steps", during=self.stage))
+            self.set(failure=Failure(message=f"{interrupts.interruption()}, after the timed steps", during=self.stage))
 
 
 class Draft(RunDraft):

@@ -297,7 +297,7 @@ class MeasuredCell:
         with contextlib.suppress(OSError, StepscopeError):
             run = _run_in(self._directory)
             if run is not None and run.status == "unfinished":
-                self._ended("interrupted", interrupts.said(), process.log)
+                self._ended("interrupted", interrupts.interruption(), process.log)
             elif run is None and self._directory is not None:
                 self._directory.rmdir()
 

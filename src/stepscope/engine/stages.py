@@ -163,7 +163,7 @@ def record_what_filled_the_memory(draft: Draft) -> None:
     try:
         capture = _record(draft, out_of_memory=True)
     except KeyboardInterrupt:
-        draft.note(f"no memory history: {interrupts.said()}")
+        draft.note(f"no memory history: {interrupts.interruption()}")
     except Exception as failure:  # the run failed already: what fails here is only said beside it
         draft.note(f"no memory history: {one_line(failure)}")
     else:

@@ -337,8 +337,8 @@ def data_copies(model: PlannedModel, layout: Layout, sizes: Bytes) -> Copies:
         return Copies(step=sharding.copied * held * sizes.gradients)
     gathered = sizes.compute if sharding.in_compute_dtype else sizes.parameters
     whole = held * (2 * gathered + (sizes.parameters + gathered) / layout.shard)
-    made = gathered  # gradients have the dtype of what backward used
-    reduced = held * (made + sizes.gradients)
+    gradient_bytes = gathered  # gradients have the dtype of what backward used
+    reduced = held * (gradient_bytes + sizes.gradients)
     if sharding.gathers == "each pass":
         return Copies(forward=whole, backward=whole + reduced)
     return Copies(backward=reduced, step=whole)
