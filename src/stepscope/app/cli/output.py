@@ -5,21 +5,26 @@ import io
 import os
 import shutil
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import msgspec
 
-from stepscope.core.answer import Answer, encode_answer
-from stepscope.core.errors import InputError, StepscopeError, choose, visible, warn
+from stepscope.core.answer import Answer, Finding, encode_answer, worst
+from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, InputError, StepscopeError, choose, visible, warn
 from stepscope.rendering.renderers import BARE, STYLES
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from stepscope.engine.request import Stage, SweepState
+
+
+def exit_code_of(findings: Iterable[Finding]) -> int:
+    """The exit code of a verb that ended: whether a check failed."""
+    return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
 
 
 def show(renderable: "RenderableType", stream: TextIO | None = None) -> None:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
 
 import msgspec
 
-from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
+from stepscope.app.cli.output import Presentation, exit_code_of, progress, stdout_kept_clean
 from stepscope.app.verbs.stored_runs import Measured, measured, records_of
-from stepscope.core.answer import worst
 from stepscope.core.environment import place_in_job, refuse_several
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -189,10 +188,11 @@ def run(
         trace=TraceRequest(tools=cast("tuple[TraceTool, ...]", tools), steps=trace_steps),
         memory=MemoryRequest(steps=memory_steps) if "memory" in recorded else None,
     )  # fmt: skip
+    tell = tell or (lambda _: None)
     if workload.parallel != NOT_PARALLEL:
-        return _measured_by_ranks(request, tell or _say_nothing)
+        return _measured_by_ranks(request, tell)
     with gradients_kept(model):
-        found, directory = measure_step(request, tell or _say_nothing, load=load)
+        found, directory = measure_step(request, tell, load=load)
     if exit_code(found) == EXIT_INTERRUPTED:
         warn(f"interrupted; what was measured is in {directory}")
         raise KeyboardInterrupt
@@ -220,10 +220,6 @@ def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
         warn(f"interrupted; what was measured is in {', '.join(map(str, interruption.kept)) or 'no directory'}")
         raise KeyboardInterrupt from None
     return measured(found, Path(request.out) / found.id)
-
-
-def _say_nothing(_: Stage) -> None:
-    pass
 
 
 # A module that exists already.
@@ -359,7 +355,7 @@ def exit_code(run: Run) -> int:
         return EXIT_INTERRUPTED
     if run.status != "done":
         return EXIT_DEVICE_FAILED
-    return EXIT_CHECK_FAILED if worst(run.findings) == "error" else EXIT_DONE
+    return exit_code_of(run.findings)
 
 
 def _show(run: Run, directory: Path, shown: Presentation, save: Path | None) -> None:

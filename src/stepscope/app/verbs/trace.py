@@ -5,11 +5,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from stepscope.app.cli.output import Presentation
+from stepscope.app.cli.output import Presentation, exit_code_of
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
-from stepscope.core.answer import Answer, Finding, name_of, worst
+from stepscope.core.answer import Answer, Finding, name_of
 from stepscope.core.environment import give_pages_back
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, InputError, warn
+from stepscope.core.errors import EXIT_DONE, InputError, warn
 from stepscope.core.options import OUTPUT, Alone, Conflict, Option, file_or_run, verb
 from stepscope.core.range_names import PHASES
 from stepscope.core.run_directory import find_place
@@ -251,11 +251,7 @@ def command(
         answer = answer_trace(part, findings, str(place), view)
         _check_only(answer, shown.only)
         shown.show(answer, document=document, save=save)
-    return _exit_code(findings)
-
-
-def _exit_code(findings: Sequence[Finding]) -> int:
-    return EXIT_CHECK_FAILED if worst(findings) == "error" else EXIT_DONE
+    return exit_code_of(findings)
 
 
 def _write_perfetto(captures: Sequence[tuple[str, "TraceSummary", int]], out: Path, sources: Sequence[Path]) -> None:
@@ -341,7 +337,7 @@ def _show_job(captures: list[Path], perfetto: Path | None, save: Path | None, sh
         _write_perfetto(ranks, perfetto, captures)
     answer = answer_job(job, findings, _folder_of(captures))
     shown.show(answer, document=lambda: job_as_json(job, findings), save=save)
-    return _exit_code(findings)
+    return exit_code_of(findings)
 
 
 def _compare_jobs(before: Path, captures: list[Path], shown: Presentation) -> None:

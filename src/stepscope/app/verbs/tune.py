@@ -6,10 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-from stepscope.app.cli.output import Presentation, stdout_kept_clean, sweep_progress
+from stepscope.app.cli.output import Presentation, exit_code_of, stdout_kept_clean, sweep_progress
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
-from stepscope.core.answer import worst
-from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, warn
+from stepscope.core.errors import EXIT_INTERRUPTED, InputError, warn
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.options import MEASURING, STORED, Alone, Option, verb
 from stepscope.core.strategies import shared_somehow
@@ -154,6 +153,4 @@ def command(
 
     answer = answer_tuned(tuned)
     shown.show(answer, document=lambda: json_document(tuned), save=save)
-    if tuned.interrupted:
-        return EXIT_INTERRUPTED
-    return EXIT_CHECK_FAILED if worst(answer.findings) == "error" else EXIT_DONE
+    return EXIT_INTERRUPTED if tuned.interrupted else exit_code_of(answer.findings)
