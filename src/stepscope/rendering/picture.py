@@ -58,26 +58,23 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
     for i, panel in enumerate(answer.panels):
         over.setdefault(_row_of(panel, i), []).append(panel)
     # Where nothing was measured there is no row to draw, unless nothing was measured anywhere.
-    drawn = [panels for panels in over.values() if any(map(_has_figures, panels))] or list(over.values())
+    with_figures = [
+        panels for panels in over.values() if any(panel.points or panel.nodes or panel.slices for panel in panels)
+    ]
+    abreast = {"curves": draw_series, "points": draw_points}
+    alone = {"icicle": draw_icicle, "timeline": draw_timeline, "heat": draw_heat}
     rows: list[alt.Chart | alt.ConcatChart | alt.VConcatChart | alt.LayerChart | alt.FacetChart] = []
-    for panels in drawn:
+    for panels in with_figures or list(over.values()):
         first = panels[0]
-        title, said = ("", "") if rows else (first.frame.heading or answer.question, subtitle)
-        match first.kind:
-            case "curves":
-                rows.append(draw_series(panels, title=title, subtitle=said))
-            case "points":
-                rows.append(draw_points(panels, title=title, subtitle=said))
-            case "icicle":
-                rows.append(draw_icicle(first, title=title, subtitle=said))
-            case "timeline":
-                rows.append(draw_timeline(first, title=title, subtitle=said))
-            case "heat":
-                rows.append(draw_heat(first, title=title, subtitle=said))
-            case "areas":
-                rows.append(draw_areas(first, title=title, subtitle=said, interactive=interactive))
-            case _:
-                rows.append(draw_bars(first, title=title, subtitle=said))
+        titles = {"title": "", "subtitle": ""}
+        if not rows:
+            titles = {"title": first.frame.heading or answer.question, "subtitle": subtitle}
+        if first.kind in abreast:
+            rows.append(abreast[first.kind](panels, **titles))
+        elif first.kind == "areas":
+            rows.append(draw_areas(first, **titles, interactive=interactive))
+        else:
+            rows.append(alone.get(first.kind, draw_bars)(first, **titles))
     if len(rows) == 1:
         return rows[0]
     return alt.vconcat(*rows).resolve_scale(color="independent", fill="independent")
@@ -100,10 +97,6 @@ def draw_panels(page: Page, folder: Path, suffix: str) -> int:
             written += 1
             save_plot(chart, folder / f"{written:02}-{name or panel.kind}.{suffix}")
     return written
-
-
-def _has_figures(panel: Panel) -> bool:
-    return bool(panel.points or panel.nodes or panel.slices)
 
 
 def _row_of(panel: Panel, place: int) -> tuple[object, ...]:

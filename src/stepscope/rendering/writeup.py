@@ -62,7 +62,15 @@ class Material:
         for run, directory in self.runs:
             if run.workload.layers and all(matches(run, *condition) for condition in conditions):
                 by_folder.setdefault(directory.parent, []).append((run, directory))
-        return sorted(by_folder.values(), key=_worth, reverse=True)
+
+        def worth(found: list[Found]) -> tuple[bool, int, int]:
+            done = [run for run, _ in found if run.status == "done"]
+            where = [run.environment for run, _ in found if run.environment is not None]
+            undoubted = {run.workload.key for run in done if not doubting_kinds(run)}
+            whole_device = all(one.memory_limit_bytes is None for one in where)
+            return whole_device, len(undoubted), len({run.workload.key for run in done})
+
+        return sorted(by_folder.values(), key=worth, reverse=True)
 
     @property
     def doubts(self) -> tuple[str, ...]:
@@ -93,17 +101,6 @@ class Material:
         return self._digests[directory, tool]
 
 
-def _worth(found: list[Found]) -> tuple[bool, int, int]:
-    """What a folder of runs is sorted by."""
-    done = [run for run, _ in found if run.status == "done"]
-    limited = any(run.environment is not None and run.environment.memory_limit_bytes is not None for run, _ in found)
-    return (
-        not limited,
-        len({run.workload.key for run in done if not doubting_kinds(run)}),
-        len({run.workload.key for run in done}),
-    )
-
-
 def gather(names: Iterable[str], out: Path) -> Material:
     """The material under paths, or of what a name means among the runs of `out`: a sweep, a tag, a set, a run.
 
@@ -122,7 +119,11 @@ def gather(names: Iterable[str], out: Path) -> Material:
             continue
         files = [place] if place.is_file() and place.name != RUN_FILE else []
         if not files:
-            _read_runs(place, runs, faults)
+            for file in find_run_files(place):
+                try:
+                    runs[file.parent.resolve()] = (load_run(file), file.parent)
+                except InputError as error:
+                    faults.append(str(error))
             files = sorted(file for file in place.rglob("*.json") if not (file.parent / RUN_FILE).exists())
         for file in files:
             answer = _answer_in(file, named=file == place)
@@ -133,14 +134,6 @@ def gather(names: Iterable[str], out: Path) -> Material:
         raise InputError(f"no run and no answer in {', '.join(asked)}{reason}")
     found = tuple((answer, file) for file, answer in answers.items())
     return Material(runs=tuple(runs.values()), answers=found, faults=tuple(faults))
-
-
-def _read_runs(place: Path, runs: dict[Path, Found], faults: list[str]) -> None:
-    for file in find_run_files(place):
-        try:
-            runs[file.parent.resolve()] = (load_run(file), file.parent)
-        except InputError as error:
-            faults.append(str(error))
 
 
 def _answer_in(file: Path, *, named: bool) -> Answer | None:
@@ -269,10 +262,19 @@ class WriteUp:
         return sum(one.answer is not None for one in self.answered)
 
     @property
-    def devices(self) -> tuple[str, ...]:
-        """The devices on which the answers were measured."""
-        named = (one.answer.device for one in self.answered if one.answer is not None)
-        return tuple(dict.fromkeys(device for device in named if device))
+    def sentence(self) -> str:
+        """How many questions are answered, and on which devices that was measured."""
+        devices = dict.fromkeys(one.answer.device for one in self.answered if one.answer is not None)
+        where = ", ".join(printable(device) for device in devices if device)
+        measured = f", measured on {where}" if where else ""
+        return f"{self.count} of {counted(len(self.answered), 'question')} answered{measured}."
+
+    @property
+    def unread(self) -> str:
+        """How many runs could not be read, and the first of them; empty where all were."""
+        if not self.faults:
+            return ""
+        return f"{counted(len(self.faults), 'run')} could not be read: {self.faults[0]}"
 
     def missing(self, store: Path) -> tuple[Measure, ...]:
         """What is to be measured, the cheapest first, each once: for questions without an answer, and what was
@@ -290,17 +292,16 @@ class WriteUp:
 
 def write_up(assignment: Assignment, material: Material) -> WriteUp:
     """Each question answered from the material."""
-    found = tuple(_answered(question, material) for question in assignment.questions)
-    return WriteUp(assignment=assignment, answered=found, faults=material.faults, doubts=material.doubts)
-
-
-def _answered(question: Question, material: Material) -> Answered:
-    try:
-        answer = question.source(material)
-    except InputError as error:
-        return Answered(question=question, why=str(error))
-    has_rows = answer is not None and any(table.rows for table in answer.tables)
-    return Answered(question=question, answer=answer if has_rows else None)
+    answered: list[Answered] = []
+    for question in assignment.questions:
+        try:
+            answer = question.source(material)
+        except InputError as error:
+            answered.append(Answered(question=question, why=str(error)))
+            continue
+        has_rows = answer is not None and any(table.rows for table in answer.tables)
+        answered.append(Answered(question=question, answer=answer if has_rows else None))
+    return WriteUp(assignment=assignment, answered=tuple(answered), faults=material.faults, doubts=material.doubts)
 
 
 SUFFIXES = (".md", ".html")
@@ -343,7 +344,8 @@ class Target:
                 write_atomically(render_page(as_page(found, scale, self.store)).encode(), self.file)
                 return
             plots = {one.question.id: svg for one in found.answered if (svg := _plot(one.answer))}
-            if self._is_ours():
+            # A folder that holds plots alone is ours, so that old ones may go.
+            if self.plots.is_dir() and all(file.suffix == ".svg" for file in self.plots.iterdir()):
                 shutil.rmtree(self.plots)
             if plots:
                 self.plots.mkdir(exist_ok=True)
@@ -354,18 +356,10 @@ class Target:
         except OSError as error:
             raise InputError(f"cannot write {self.file}: {error.strerror or one_line(error)}") from error
 
-    def _is_ours(self) -> bool:
-        """Whether the folder of plots holds plots alone, so that old ones may go."""
-        return self.plots.is_dir() and all(file.suffix == ".svg" for file in self.plots.iterdir())
-
 
 def as_markdown(found: WriteUp, scale: Scale, store: Path, images: dict[str, str]) -> str:
     """The write-up in Markdown. images: the path of each question's plot, by the question's id."""
-    answered = f"{found.count} of {counted(len(found.answered), 'question')} answered"
-    devices = ", ".join(map(printable, found.devices))
-    parts = [MARK, f"# {found.assignment.title}", f"{answered}{f', measured on {devices}' if devices else ''}."]
-    if found.faults:
-        parts.append(f"{counted(len(found.faults), 'run')} could not be read: {printable(found.faults[0])}")
+    parts = [MARK, f"# {found.assignment.title}", found.sentence, *([printable(found.unread)] if found.faults else [])]
     parts += map(printable, found.doubts)
     for title, questions in found.assignment.parts.items():
         parts.append(f"## {title}")
@@ -403,13 +397,10 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
         )
         return Section(title=one.question.asks, answer=where, part=part)
 
-    devices = ", ".join(map(printable, found.devices))
-    faults = f" {counted(len(found.faults), 'run')} could not be read: {found.faults[0]}" if found.faults else ""
     return Page(
         title=found.assignment.title,
         kind="write-up",
-        sentence=f"{found.count} of {counted(len(found.answered), 'question')} answered"
-        f"{f', measured on {devices}' if devices else ''}.{faults}{''.join(f' {doubt}' for doubt in found.doubts)}",
+        sentence=" ".join((found.sentence, *([found.unread] if found.faults else []), *found.doubts)),
         sections=tuple(
             section(title, found.of(question))
             for title, questions in found.assignment.parts.items()

@@ -39,7 +39,7 @@ from stepscope.core.samples import CONFIDENCE, FEWEST_FOR_PERCENTILE, OF_ONE_PRO
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_rate, format_seconds, format_share
 from stepscope.core.workloads import by_sizes
 from stepscope.runs import metrics
-from stepscope.runs.metrics import communication_tables, computation_of, waits_in_forward
+from stepscope.runs.metrics import communication_tables, waits_in_forward
 
 # The nodes of a cluster that measured a sweep's cells, and which of them are unlike the others.
 
@@ -209,7 +209,8 @@ def _about_ranks(run: Run, shared: RanksEvidence) -> Iterator[str]:
     if shared.start_s is not None:
         yield f"They had met {format_seconds(shared.start_s)} after the first was started."
     if waits_in_forward(run):
-        alone = computation_of(shared)
+        counts = ((figures.rank, figures.communication) for figures in shared.ranks)
+        alone = [(rank, time) for rank, of in counts if of is not None and (time := of.computation_s)]
         what = "what it computes in the profiled step, without any wait,"
     else:
         alone = [(figures.rank, time) for figures in shared.ranks if (time := _rank_median_s(figures, "forward"))]

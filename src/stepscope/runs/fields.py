@@ -46,32 +46,21 @@ class Field:
         return (2, 0.0, str(value))
 
 
-def _environment(name: str) -> Callable[[Run], Scalar]:
-    return lambda run: getattr(run.environment, name, None)
+def _at(path: str) -> Callable[[Run], Any]:
+    """Reads what lies at a path from the run, as at workload.model.heads; None where something on it is not there."""
 
+    def read(run: Run) -> Any:
+        value: Any = run
+        for name in path.split("."):
+            value = getattr(value, name, None)
+        return value
 
-def _workload(name: str) -> Callable[[Run], Scalar]:
-    return lambda run: getattr(run.workload, name, None)
-
-
-def _model(name: str) -> Callable[[Run], Scalar]:
-    """A size of the model; None where the model is not ours."""
-    return lambda run: getattr(run.workload.model, name, None)
-
-
-def _fixed_warmup(run: Run) -> Scalar:
-    settings = run.settings
-    return settings.warmup_floor if settings.warmup_floor == settings.warmup_cap else "until steady"
-
-
-def _arguments(run: Run) -> dict[str, Any]:
-    """What the factory of a model of the user's own was called with."""
-    return dict(run.workload.arguments)
+    return read
 
 
 def _argument(run: Run, name: str) -> Scalar:
-    """An argument of the factory as it was written; None where none was given."""
-    value = _arguments(run).get(name)
+    """An argument of the factory of a user's model, as it was written; None where none was given."""
+    value = dict(run.workload.arguments).get(name)
     plain = not isinstance(value, bool) and (value is None or isinstance(value, (str, int, float)))
     return value if plain else json.dumps(value)
 
@@ -90,40 +79,42 @@ _TIED: dict[bool | None, Scalar] = {True: "true", False: "false", None: None}
 
 FIELDS: dict[str, Field] = {
     "model": Field(read=lambda run: run.workload.name, order=tuple(PRESETS)),
-    "factory": Field(read=_workload("factory")),
-    "code": Field(read=_workload("code")),
+    "factory": Field(read=_at("workload.factory")),
+    "code": Field(read=_at("workload.code")),
     "parameters": Field(read=lambda run: parameters_of(run.workload)),
-    "d_model": Field(read=_model("d_model")),
-    "d_ff": Field(read=_model("d_ff")),
-    "layers": Field(read=_model("layers")),
-    "heads": Field(read=_model("heads")),
-    "kv_heads": Field(read=_model("key_heads")),
+    "d_model": Field(read=_at("workload.model.d_model")),
+    "d_ff": Field(read=_at("workload.model.d_ff")),
+    "layers": Field(read=_at("workload.model.layers")),
+    "heads": Field(read=_at("workload.model.heads")),
+    "kv_heads": Field(read=_at("workload.model.key_heads")),
     "tied": Field(read=lambda run: _TIED[getattr(run.workload.model, "tied", None)]),
-    "head_dim": Field(read=_model("head_dim")),
-    "vocabulary": Field(read=_model("vocabulary")),
-    "batch_size": Field(read=_workload("batch_size")),
-    "seq_len": Field(read=_workload("seq_len")),
-    "dtype": Field(read=_workload("dtype"), order=DTYPES),
-    "phase": Field(read=_workload("phase"), order=PHASES),
-    "attention": Field(read=_workload("attention"), order=attention_names()),
-    **{part: Field(read=_workload(part), order=kernels_of(part)) for part in PARTS},
-    "projections": Field(read=_workload("projections"), order=PROJECTIONS),
-    "compile": Field(read=_workload("compile"), order=COMPILES),
-    "graph": Field(read=_workload("graph"), order=GRAPHS),
-    "optimizer": Field(read=_workload("optimizer"), order=OPTIMIZERS),
-    "clip": Field(read=_workload("clip")),
-    "checkpointing": Field(read=_workload("checkpointing"), order=_CHECKPOINTINGS),
-    "accumulation": Field(read=_workload("accumulation")),
-    "parallel": Field(read=_workload("parallel"), order=(NOT_PARALLEL, *STRATEGIES)),
-    "ranks": Field(read=_workload("ranks")),
-    "micro_batch_size": Field(read=_workload("micro_batch_size")),
-    "seed": Field(read=_workload("seed")),
-    "warmup": Field(read=_fixed_warmup),
-    "device": Field(read=_environment("device_name")),
-    "memory_limit": Field(read=_environment("memory_limit_bytes")),
+    "head_dim": Field(read=_at("workload.model.head_dim")),
+    "vocabulary": Field(read=_at("workload.model.vocabulary")),
+    "batch_size": Field(read=_at("workload.batch_size")),
+    "seq_len": Field(read=_at("workload.seq_len")),
+    "dtype": Field(read=_at("workload.dtype"), order=DTYPES),
+    "phase": Field(read=_at("workload.phase"), order=PHASES),
+    "attention": Field(read=_at("workload.attention"), order=attention_names()),
+    **{part: Field(read=_at(f"workload.{part}"), order=kernels_of(part)) for part in PARTS},
+    "projections": Field(read=_at("workload.projections"), order=PROJECTIONS),
+    "compile": Field(read=_at("workload.compile"), order=COMPILES),
+    "graph": Field(read=_at("workload.graph"), order=GRAPHS),
+    "optimizer": Field(read=_at("workload.optimizer"), order=OPTIMIZERS),
+    "clip": Field(read=_at("workload.clip")),
+    "checkpointing": Field(read=_at("workload.checkpointing"), order=_CHECKPOINTINGS),
+    "accumulation": Field(read=_at("workload.accumulation")),
+    "parallel": Field(read=_at("workload.parallel"), order=(NOT_PARALLEL, *STRATEGIES)),
+    "ranks": Field(read=_at("workload.ranks")),
+    "micro_batch_size": Field(read=_at("workload.micro_batch_size")),
+    "seed": Field(read=_at("workload.seed")),
+    "warmup": Field(
+        read=lambda run: floor if (floor := run.settings.warmup_floor) == run.settings.warmup_cap else "until steady"
+    ),
+    "device": Field(read=_at("environment.device_name")),
+    "memory_limit": Field(read=_at("environment.memory_limit_bytes")),
     "torch": Field(read=lambda run: run.environment.versions.get("torch") if run.environment else None),
-    "tag": Field(read=lambda run: run.tag),
-    "status": Field(read=lambda run: run.status),
+    "tag": Field(read=_at("tag")),
+    "status": Field(read=_at("status")),
 }
 
 _ARGUMENT = "arg."
@@ -155,7 +146,8 @@ def check_arguments(runs: Iterable[Run], names: Iterable[str]) -> None:
 
 def argument_fields(runs: Iterable[Run]) -> list[str]:
     """The names of the fields that are arguments of these runs' factories."""
-    return [f"{_ARGUMENT}{name}" for name in dict.fromkeys(name for run in runs for name in _arguments(run))]
+    names = dict.fromkeys(name for run in runs for name in dict(run.workload.arguments))
+    return [f"{_ARGUMENT}{name}" for name in names]
 
 
 IDENTIFYING = (
@@ -183,8 +175,8 @@ class Value:
         if self.samples is None:
             stored = self.number(run) if self.number is not None else None
         else:
-            found = self.samples(run)
-            stored = found.median_s if found is not None else None
+            samples = self.samples(run)
+            stored = samples.median_s if samples is not None else None
         return stored * self.scale if stored is not None else None
 
 
@@ -196,14 +188,9 @@ def _while_measured(quantity: str, unit: str) -> Value:
     return Value(unit=unit, digits=0, number=lambda run: metrics.while_measured(run, quantity))
 
 
-def _first_step(run: Run) -> float | None:
-    samples = run.samples.get(STEP)
-    return samples.first_s if samples else None
-
-
-def _largest_step(run: Run) -> float | None:
-    samples = run.samples.get(STEP)
-    return samples.largest_s if samples else None
+def _of_steps(figure: str) -> Callable[[Run], Any]:
+    """Reads a figure of the samples of the step; None where there are none."""
+    return lambda run: getattr(run.samples.get(STEP), figure, None)
 
 
 def _predicted_peak(run: Run) -> int | None:
@@ -222,9 +209,9 @@ def _prediction_error(run: Run) -> float | None:
 
 VALUES: dict[str, Value] = {
     **{name: _time(name) for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, FORWARD_BACKWARD, STEP, "host")},
-    "first_step": Value(unit="ms", scale=1e3, number=_first_step),
-    "largest_step": Value(unit="ms", scale=1e3, number=_largest_step),
-    "steps": Value(unit="", digits=0, number=lambda run: run.samples[STEP].count if STEP in run.samples else None),
+    "first_step": Value(unit="ms", scale=1e3, number=_of_steps("first_s")),
+    "largest_step": Value(unit="ms", scale=1e3, number=_of_steps("largest_s")),
+    "steps": Value(unit="", digits=0, number=_of_steps("count")),
     "tokens_per_s": Value(unit="tokens/s", digits=0, number=metrics.tokens_per_s),
     "samples_per_s": Value(unit="samples/s", digits=0, number=metrics.samples_per_s),
     "model_flops_per_s": Value(unit="TFLOP/s", scale=1e-12, digits=1, number=metrics.model_flops_per_s),
@@ -238,11 +225,7 @@ VALUES: dict[str, Value] = {
     "power": _while_measured("power_w", "W"),
     "temperature": _while_measured("temperature_c", "°C"),
     "peak_memory": Value(unit="GiB", scale=1 / GIB, number=metrics.peak_bytes),
-    "saved_for_backward": Value(
-        unit="GiB",
-        scale=1 / GIB,
-        number=lambda run: run.evidence.memory.saved_for_backward if run.evidence.memory else None,
-    ),
+    "saved_for_backward": Value(unit="GiB", scale=1 / GIB, number=_at("evidence.memory.saved_for_backward")),
     "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=_predicted_peak),
     "prediction_error": Value(unit="%", scale=100, number=_prediction_error),
     "sent": Value(unit="MiB", scale=1 / MIB, number=metrics.sent_bytes),
@@ -251,11 +234,7 @@ VALUES: dict[str, Value] = {
     "exposed": Value(unit="ms", scale=1e3, number=metrics.exposed_s),
     "overlap": Value(unit="%", scale=100, digits=1, number=metrics.overlap_share),
     "kept": Value(unit="MiB", scale=1 / MIB, number=metrics.kept_bytes),
-    "compile_time": Value(
-        unit="s",
-        digits=1,
-        number=lambda run: run.evidence.compilation.compile_s if run.evidence.compilation else None,
-    ),
+    "compile_time": Value(unit="s", digits=1, number=_at("evidence.compilation.compile_s")),
 }
 
 
@@ -294,12 +273,12 @@ def conditions_in(text: str, option: str = "--where") -> list[Condition]:
 
 def is_field(name: str) -> bool:
     """Whether a name is that of a field, or of an argument of a factory."""
-    return name in FIELDS or name.startswith("arg.")
+    return name in FIELDS or name.startswith(_ARGUMENT)
 
 
 def holds_names(field: str) -> bool:
     """Whether values of this field may hold `name=` themselves."""
-    return field in _FREE or field.startswith("arg.")
+    return field in _FREE or field.startswith(_ARGUMENT)
 
 
 def matches(run: Run, field: str, wanted: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterator
 
 from stepscope.core.answer import TEXT, Cell, Table, as_lines, table_of
-from stepscope.core.evidence import Communication, RankFigures, RanksEvidence
+from stepscope.core.evidence import Communication, RankFigures
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, STEP, TIMED
 from stepscope.core.run import Run
@@ -79,7 +79,8 @@ def overlap_share(run: Run) -> float | None:
 
 def kept_bytes(run: Run) -> int | None:
     """Parameters and optimizer state of the rank that keeps most between steps; None of a step of one process."""
-    kept = [_kept(figures) for figures in run.shared.ranks] if run.shared is not None else []
+    ranks = run.shared.ranks if run.shared is not None else ()
+    kept = [figures.parameter_bytes + (figures.optimizer_bytes or 0) for figures in ranks]
     return max(kept, default=None)
 
 
@@ -112,21 +113,6 @@ def waits_in_forward(run: Run) -> bool:
     return any(call.phase in (FORWARD, FORWARD_BACKWARD) for call in calls)
 
 
-def figures_of(run: Run) -> dict[str, float | None]:
-    """The figures of the ranks for the run's summary; empty of a step of one process."""
-    if run.shared is None:
-        return {}
-    return {
-        "sent_bytes": sent_bytes(run),
-        "sent_bytes_by_formula": sent_by_formula(run),
-        "communication_s": communication_s(run),
-        "exposed_communication_s": exposed_s(run),
-        "overlap_share": overlap_share(run),
-        "kept_bytes": kept_bytes(run),
-        "kept_bytes_by_formula": kept_by_formula(run),
-    }
-
-
 def compared_ranks(before: Run, after: Run, title: str) -> Table:
     """What ranks send, wait for and keep in two runs; empty where one has no ranks."""
     figures = (
@@ -147,55 +133,51 @@ def compared_ranks(before: Run, after: Run, title: str) -> Table:
 def communication_tables(run: Run) -> Iterator[Table]:
     """What each rank communicates in a step, and by which collectives; nothing where nobody counted."""
     shared = run.shared
-    if shared is None or not any(_sent(figures) is not None for figures in shared.ranks):
+    counts = [(figures.rank, _of(figures)) for figures in shared.ranks] if shared is not None else []
+    if not any(each.sent_bytes is not None for _, each in counts):
         return
     formula = sent_by_formula(run)
-    timed = any(_of(figures).communication_s is not None for figures in shared.ranks)
+    timed = any(each.communication_s is not None for _, each in counts)
+    rows: list[tuple[Cell, ...]] = []
+    for rank, each in counts:
+        sent, hidden = each.sent_bytes, None
+        more = round(sent / formula - 1, 4) + 0.0 if formula and sent is not None else None
+        if each.communication_s and each.exposed_s is not None:
+            hidden = max(0.0, 1 - each.exposed_s / each.communication_s)
+        by_formula = (round(formula), more) if formula else ()
+        times = (each.communication_s, each.exposed_s, hidden) if timed else ()
+        rows.append((rank, sent, each.received_bytes, *by_formula, *times))
     yield table_of(
-        "rank",
-        ("sent", "B"),
-        ("received", "B"),
-        *((("by formula", "B"), ("sent more", "+%")) if formula else ()),
+        "rank", ("sent", "B"), ("received", "B"), *((("by formula", "B"), ("sent more", "+%")) if formula else ()),
         *((("communication", "s"), ("exposed", "s"), ("hidden", "%")) if timed else ()),
-        title="communication of a step",
-        rows=[_row(one, formula, timed=timed) for one in shared.ranks],
-        notes=as_lines(*_notes(run, formula, timed=timed)),
-    )
-    first = _of(shared.ranks[0]).calls
-    if first:
+        title="communication of a step", rows=rows, notes=as_lines(*_notes(run, formula, timed=timed)),
+    )  # fmt: skip
+    _, first = counts[0]
+    if first.calls:
         yield table_of(
-            "phase",
-            ("collective", TEXT),
-            "ranks",
-            "calls",
-            ("messages", "B"),
-            ("sent", "B"),
+            "phase", ("collective", TEXT), "ranks", "calls", ("messages", "B"), ("sent", "B"),
             title="collectives of rank 0",
             rows=[
-                (call.phase, call.kind, call.ranks, call.calls, call.message_bytes, call.sent_bytes) for call in first
+                (call.phase, call.kind, call.ranks, call.calls, call.message_bytes, call.sent_bytes)
+                for call in first.calls
             ],
-        )
-
-
-def _row(figures: RankFigures, formula: float | None, *, timed: bool) -> tuple[Cell, ...]:
-    found, sent = _of(figures), _sent(figures)
-    more = round(sent / formula - 1, 4) + 0.0 if formula and sent is not None else None
-    hidden = None
-    if found.communication_s and found.exposed_s is not None:
-        hidden = max(0.0, 1 - found.exposed_s / found.communication_s)
-    return (
-        figures.rank,
-        sent,
-        found.received_bytes,
-        *((round(formula), more) if formula else ()),
-        *((found.communication_s, found.exposed_s, hidden) if timed else ()),
-    )
+        )  # fmt: skip
 
 
 def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:
+    """What ranks send and keep beside the formulas, and what the times hold."""
     sent = sent_bytes(run)
     if formula and sent is not None:
-        yield _beside_the_formula(run, sent, formula)
+        difference = sent / formula - 1
+        why = ""
+        if getattr(run.workload, "accumulation", 1) > 1:
+            why = ": it is that of one micro-batch"
+        elif difference < 0 and PARAMETERS in _shards(run):
+            why = ": what is not let go after forward is not gathered again"
+        says = f"{abs(difference):.1%} {'more' if difference > 0 else 'less'} than the formula says{why}"
+        if abs(difference) < _AS_BY_FORMULA:
+            says = f"as the formula of {run.workload.parallel} says"
+        yield f"In the mean a rank sends {format_bytes(sent)} a step, {says}."
     kept, of_formula = kept_bytes(run), kept_by_formula(run)
     if kept is not None and of_formula:
         off = kept / of_formula - 1
@@ -210,19 +192,6 @@ def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:
         )
 
 
-def _beside_the_formula(run: Run, sent: float, formula: float) -> str:
-    difference = sent / formula - 1
-    mean = f"In the mean a rank sends {format_bytes(sent)} a step"
-    if abs(difference) < _AS_BY_FORMULA:
-        return f"{mean}, as the formula of {run.workload.parallel} says."
-    why = ""
-    if getattr(run.workload, "accumulation", 1) > 1:
-        why = ": it is that of one micro-batch"
-    elif difference < 0 and PARAMETERS in _shards(run):
-        why = ": what is not let go after forward is not gathered again"
-    return f"{mean}, {abs(difference):.1%} {'more' if difference > 0 else 'less'} than the formula says{why}."
-
-
 def _shards(run: Run) -> tuple[str, ...]:
     record = known_strategy(run.workload.parallel)
     return record.shards if record is not None else ()
@@ -232,24 +201,10 @@ def _of(figures: RankFigures) -> Communication:
     return figures.communication or Communication()
 
 
-def _sent(figures: RankFigures) -> int | None:
-    return _of(figures).sent_bytes
-
-
-def _kept(figures: RankFigures) -> int:
-    return figures.parameter_bytes + (figures.optimizer_bytes or 0)
-
-
 def _mean(run: Run, read: Callable[[Communication], float | None]) -> float | None:
     ranks = run.shared.ranks if run.shared is not None else ()
     found = [value for figures in ranks if (value := read(_of(figures))) is not None]
     return statistics.fmean(found) if found else None
-
-
-def computation_of(shared: RanksEvidence) -> list[tuple[int, float]]:
-    """The ranks that tell how long they computed in the profiled step, and how long."""
-    times = ((figures.rank, _of(figures).computation_s) for figures in shared.ranks)
-    return [(rank, time) for rank, time in times if time]
 
 
 WHILE_MEASURED = ("sm_clock_mhz", "power_w", "temperature_c")
@@ -422,8 +377,17 @@ def summarise(run: Run) -> dict[str, float | None]:
         "joules_per_step": joules_per_step(run),
         "joules_per_token": joules_per_token(run),
         **{quantity: while_measured(run, quantity) for quantity in WHILE_MEASURED},
-        **figures_of(run),
     }
+    if run.shared is not None:
+        figures |= {
+            "sent_bytes": sent_bytes(run),
+            "sent_bytes_by_formula": sent_by_formula(run),
+            "communication_s": communication_s(run),
+            "exposed_communication_s": exposed_s(run),
+            "overlap_share": overlap_share(run),
+            "kept_bytes": kept_bytes(run),
+            "kept_bytes_by_formula": kept_by_formula(run),
+        }
     return {**summary, **figures}
 
 

@@ -5,7 +5,7 @@ the field. Of several runs of one experiment the newest stands, and a note says 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -116,7 +116,9 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
     heads = [*query.rows]
     for label in labels:
         heads += [_head(label, name, query) for name in query.values]
-        heads += [_speedup_head(label, name, query) for name in _compared(label, query)]
+        for name in _compared(label, query):
+            value_name = f"{name} " if len(query.values) > 1 else ""
+            heads.append(f"{label} {value_name}speed-up over {query.speedup}")
     lines = []
     for row in rows:
         line = [field_text(value) for value in row]
@@ -126,8 +128,7 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
             line += [_figure(run, name, query.statistic) for name in query.values]
             line += [_speedup(run, base, name) for name in _compared(label, query)]
         lines.append(tuple(line))
-    notes += _about_percentiles(chosen, query)
-    notes += _about_intervals(chosen, query)
+    notes += _about_samples(chosen, query)
     doubts = doubts_sentence(chosen)
     notes += [doubts] if doubts else []
     labels_end = len(query.rows)
@@ -142,15 +143,12 @@ def build_table(runs: Sequence[Run], query: TableQuery) -> Table:
 
 def answer_table(runs: Sequence[Run], query: TableQuery, *, bare: bool) -> Answer:
     """The pivot of the runs; or, for programs, one row a run with bare figures as they are stored."""
-    return Answer(
-        study="table", question="", tables=(_records_table(runs, query) if bare else build_table(runs, query),)
-    )
-
-
-def _records_table(runs: Sequence[Run], query: TableQuery) -> Table:
+    if not bare:
+        return Answer(study="table", question="", tables=(build_table(runs, query),))
     records = build_records(runs, query)
     columns = tuple(dict.fromkeys(name for record in records for name in record))
-    return Table(title="", columns=columns, rows=tuple(tuple(map(record.get, columns)) for record in records))
+    rows = tuple(tuple(map(record.get, columns)) for record in records)
+    return Answer(study="table", question="", tables=(Table(title="", columns=columns, rows=rows),))
 
 
 def build_records(runs: Sequence[Run], query: TableQuery) -> list[dict[str, Scalar]]:
@@ -188,39 +186,25 @@ def _compared(label: str, query: TableQuery) -> list[str]:
     return [name for name in query.values if VALUES[name].samples is not None]
 
 
-def _about_percentiles(runs: list[Run], query: TableQuery) -> list[str]:
-    """Why percentiles are missing, and that speed-ups are none of percentiles."""
-    fewest = FEWEST_FOR_PERCENTILE.get(query.statistic)
-    if fewest is None:
-        return []
-    shown = _shown_samples(runs, query)
-    without = sum(samples.count < fewest for samples in shown)
-    notes = [f"{without} of {len(shown)} have no {query.statistic}: it needs {fewest} samples."] if without else []
-    return notes if query.speedup is None else [*notes, "Speed-ups are of medians."]
-
-
-def _shown_samples(runs: list[Run], query: TableQuery) -> list[Samples]:
-    """The samples behind the table's figures, without those that hold none."""
+def _about_samples(runs: Sequence[Run], query: TableQuery) -> Iterator[str]:
+    """Why percentiles are missing, what the intervals are of, and how many figures have none."""
     sampled = [VALUES[name].samples for name in query.values]
-    return [samples for read in sampled if read for run in runs if (samples := read(run)) and samples.count]
-
-
-def _about_intervals(runs: list[Run], query: TableQuery) -> list[str]:
-    """What the intervals are of, and how many figures have none."""
-    if query.statistic != "median-interval" and query.speedup is None:
-        return []
-    shown = _shown_samples(runs, query)
-    without = sum(samples.why_no_interval is not None for samples in shown)
-    if not shown:
-        return []
+    shown = [samples for read in sampled if read for run in runs if (samples := read(run)) and samples.count]
+    fewest = FEWEST_FOR_PERCENTILE.get(query.statistic)
+    if fewest is not None:
+        if without := sum(samples.count < fewest for samples in shown):
+            yield f"{without} of {len(shown)} have no {query.statistic}: it needs {fewest} samples."
+        if query.speedup is not None:
+            yield "Speed-ups are of medians."
+    if not shown or (query.statistic != "median-interval" and query.speedup is None):
+        return
     which = "Intervals" if query.statistic == "median-interval" else "The ± of a speed-up"
-    notes = [f"{which}: {CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each; other processes may differ by more."]
-    if without:
-        notes.append(
+    yield f"{which}: {CONFIDENCE * 100:.0f} %, {OF_ONE_PROCESS} each; other processes may differ by more."
+    if without := sum(samples.why_no_interval is not None for samples in shown):
+        yield (
             f"How exact {without} of {len(shown)} medians are cannot be told: their samples are too few, or too much "
             "like their neighbours, for an interval."
         )
-    return notes
 
 
 def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
@@ -245,11 +229,6 @@ def _head(label: str, value_name: str, query: TableQuery) -> str:
     name = value_name if len(query.values) > 1 or not label else ""
     percentile = query.statistic if value.samples and query.statistic in FEWEST_FOR_PERCENTILE else ""
     return " ".join(part for part in (label, name, percentile, f"({value.unit})" if value.unit else "") if part)
-
-
-def _speedup_head(label: str, value_name: str, query: TableQuery) -> str:
-    name = f"{value_name} " if len(query.values) > 1 else ""
-    return f"{label} {name}speed-up over {query.speedup}"
 
 
 def _figure(run: Run | None, value_name: str, statistic: Statistic) -> str:

@@ -8,7 +8,7 @@ import html
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any
@@ -280,7 +280,12 @@ def _table(table: Table, *, alone: bool) -> _Table:
     # Bare figures carry no mark of doubt.
     undoubted = (tuple(getattr(cell, "value", cell) for cell in row) for row in table.rows)
     plain = msgspec.structs.replace(table, rows=tuple(undoubted))
-    sums = _first_sum(table)
+    sums = len(table.rows)  # the place of the first of the rows that end the table with sums and rests
+    if len(table.rules) == 1:
+        sums = table.rules[0]
+    else:
+        while sums and _SUM.fullmatch(str(table.rows[sums - 1][0])):
+            sums -= 1
     rows = [
         _Row(
             cells=[
@@ -301,16 +306,6 @@ def _table(table: Table, *, alone: bool) -> _Table:
         filtered=len(rows) >= _FILTERED_FROM,
         left_out=max(0, len(rows) - _MOST_ROWS),
     )
-
-
-def _first_sum(table: Table) -> int:
-    """The place of the first of the rows that end the table with sums and rests."""
-    place = len(table.rows)
-    if len(table.rules) == 1:
-        return table.rules[0]
-    while place and _SUM.fullmatch(str(table.rows[place - 1][0])):
-        place -= 1
-    return place
 
 
 def pictures_of(page: Page) -> list[Answer]:
@@ -365,10 +360,13 @@ def redacted(page: Page, given: Iterable[str] = ()) -> Page:
 
     given: what the user named, paths or names: wherever they stand, and their parts, they are left out, too.
     """
-    names, asked = _names(), _given([*given, *_commits(page)])
+    tables = [table for section in page.sections for table in section.answer.tables]
+    # A commit that a table names may be digits alone.
+    commits = [str(row[1]) for table in tables for row in table.rows if row[0] == _COMMIT_ROW and len(row) > 1]
+    names, named = _names(), _given([*given, *commits])
 
     def clean(text: str) -> str:
-        text = asked.sub("[path]", text) if asked is not None else text
+        text = named.sub("[path]", text) if named is not None else text
         text = re.sub(_HOST, r"\1[host]", re.sub(_TAG, r"\1[tag]", text))
         text = re.sub(_MADE_BY, r"\1[source]", re.sub(_WATCHED_IN, r"\1[source]", text))
         text = re.sub(_COMMIT, "[commit]", text)
@@ -391,13 +389,6 @@ def _given(given: Iterable[str]) -> re.Pattern[str] | None:
     kept = sorted((name for name in found if len(name) > 3 and name not in _COMMON), key=len, reverse=True)
     # A part of a longer word is no name: `test` is none in `latest`, and `acme` is one in `acme_2`.
     return re.compile("|".join(rf"(?<![^\W_]){re.escape(name)}(?![^\W_])" for name in kept)) if kept else None
-
-
-def _commits(page: Page) -> Iterator[str]:
-    """The commits that tables name, which may be digits alone."""
-    for section in page.sections:
-        for table in section.answer.tables:
-            yield from (str(row[1]) for row in table.rows if row[0] == _COMMIT_ROW and len(row) > 1)
 
 
 def _names() -> re.Pattern[str] | None:
