@@ -127,7 +127,7 @@ def _finding(finding: Finding, *, named: bool) -> dict[str, Any]:
 
 def _rows(table: Table) -> list[str]:
     """Each row as `name: head figure, head figure`, without the empty cells."""
-    found: list[str] = []
+    lines: list[str] = []
     subject = next(iter(table.columns), "").partition(",")[0]
     heads = [_with_unit(head, unit_of(table, place)) for place, head in enumerate(table.columns)]
     for texts in row_texts(table) if table.columns else []:
@@ -136,12 +136,12 @@ def _rows(table: Table) -> list[str]:
             name = f"{subject} {name}".strip()
         cells = [one.format(text).strip() for one, text in zip(heads[1:], texts[1:], strict=True) if text]
         bare = "" if len(table.columns) > 1 else name
-        found.append(f"{name}: {', '.join(cells)}" if cells else bare)
-    return found
+        lines.append(f"{name}: {', '.join(cells)}" if cells else bare)
+    return lines
 
 
 def _with_unit(head: str, unit: str) -> str:
     """How a figure reads behind its head: with its unit, where neither names it."""
-    said = head.replace("{", "{{").replace("}", "}}")
+    escaped = head.replace("{", "{{").replace("}", "}}")
     short = re.match(r"\+?(ms|us) of ", unit)
-    return f"{said} {{}} {short[1]}" if short and short[1] not in head.split() else f"{said} {{}}"
+    return f"{escaped} {{}} {short[1]}" if short and short[1] not in head.split() else f"{escaped} {{}}"

@@ -121,9 +121,9 @@ def sentences_of(answer: Answer) -> list[Line]:
 def icicle_places(nodes: Sequence[Node]) -> list[tuple[float, int]]:
     """Where each node of an icicle begins, and how deep it lies: children stand side by side under their parent."""
     places: list[tuple[float, int]] = []
-    taken: defaultdict[int, float] = defaultdict(float)
+    filled: defaultdict[int, float] = defaultdict(float)
     for node in nodes:
         left, depth = places[node.parent] if node.parent >= 0 else (0.0, -1)
-        places.append((left + taken[node.parent], depth + 1))
-        taken[node.parent] += node.value
+        places.append((left + filled[node.parent], depth + 1))
+        filled[node.parent] += node.value
     return places

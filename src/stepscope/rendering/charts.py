@@ -366,7 +366,7 @@ def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt
     """A word for each point that has no place, in its line's colour at the height of that line's last point; at the top
     where the line has none."""
     last = {point.line: point.y for point in sorted(placed, key=lambda point: point.x)}
-    taken: Counter[tuple[float, float | None]] = Counter()
+    words_at: Counter[tuple[float, float | None]] = Counter()
     marks: list[alt.Chart] = []
     for point in panel.points:
         if _has_place(point):
@@ -380,10 +380,10 @@ def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt
         }
         place = y if height is not None else alt.value(0)
         mark = alt.Chart(alt.InlineData(values=[row])).mark_text(
-            baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * taken[point.x, height]
+            baseline="top", fontWeight="bold", dy=2 + _LABEL_PX * words_at[point.x, height]
         )
         marks.append(mark.encode(x=x, y=place, text="why:N", color=colour))
-        taken[point.x, height] += 1
+        words_at[point.x, height] += 1
     return marks
 
 
@@ -711,7 +711,7 @@ def _pointer(data: alt.InlineData, categories: list[str], scales: _Scales) -> al
 
 def _place_spans(spans: Sequence[Span], end_us: float) -> list[_SpanLabel]:
     """Each name over the middle of its span, on the first line with room; names that find none are left out."""
-    taken = [0.0, 0.0, 0.0]
+    used_px = [0.0, 0.0, 0.0]
     """For each line of labels, the pixels from the left that are used."""
     placed = []
     for span in sorted(spans, key=lambda span: span.begin):
@@ -719,9 +719,9 @@ def _place_spans(spans: Sequence[Span], end_us: float) -> list[_SpanLabel]:
         width = (len(text) + 2) * _CHARACTER_PX
         middle = (span.begin + span.end) / 2 / end_us * AREAS_WIDTH
         middle = min(max(middle, width / 2), AREAS_WIDTH - width / 2)
-        line = next((i for i, used in enumerate(taken) if used <= middle - width / 2), None)
+        line = next((i for i, used in enumerate(used_px) if used <= middle - width / 2), None)
         if line is not None:
-            taken[line] = middle + width / 2
+            used_px[line] = middle + width / 2
             placed.append(_SpanLabel(text=text, middle_us=middle / AREAS_WIDTH * end_us, line=line))
     return placed
 

@@ -205,8 +205,8 @@ def _text(slices: pl.DataFrame, category: str, pid: int, tid: int, origin: int) 
 def _object(head: Mapping[str, object], fields: Mapping[str, pl.Expr | pl.Series]) -> pl.Expr:
     """A JSON object as text: what all rows share, and fields that hold JSON already, without those that are null."""
     shared = msgspec.json.encode(head).decode()[1:-1]
-    own = [pl.concat_str(pl.lit(f'"{name}":'), value) for name, value in fields.items()]
-    parts = [*([pl.lit(shared)] if shared else []), *own]
+    texts = [pl.concat_str(pl.lit(f'"{name}":'), value) for name, value in fields.items()]
+    parts = [*([pl.lit(shared)] if shared else []), *texts]
     inside = pl.concat_str(parts, separator=",", ignore_nulls=True) if parts else pl.lit("")
     return pl.concat_str(pl.lit("{"), inside, pl.lit("}"))
 
@@ -275,8 +275,8 @@ def _tracks(rank: Rank) -> Iterator[_Track]:
     work, gaps = rank.attribution.work, rank.gaps
     if not rank.attribution.table.on_cpu:
         for device in work["device"].unique().sort().to_list():
-            own = gaps.filter(pl.col("device") == device) if gaps is not None else None
-            yield from _device_tracks(_device_group(rank, device), work.filter(pl.col("device") == device), own)
+            gaps_here = gaps.filter(pl.col("device") == device) if gaps is not None else None
+            yield from _device_tracks(_device_group(rank, device), work.filter(pl.col("device") == device), gaps_here)
     yield from _host_tracks(rank)
 
 
@@ -492,9 +492,9 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
         yield "cpu_op", host(operators)
         yield "cuda_runtime", host(_calls(attribution, open_then, ids))
     for kind, category in _CATEGORIES.items():
-        own = work.filter(pl.col("kind").cast(pl.String) == kind)
-        if own.height:
-            yield f"{category} {kind}", own.select(
+        of_kind = work.filter(pl.col("kind").cast(pl.String) == kind)
+        if of_kind.height:
+            yield f"{category} {kind}", of_kind.select(
                 "start_ns", "duration_ns", "name", pl.col("device").alias("process"), pl.col("stream").alias("thread"),
                 "external", "device", "stream", "correlation", "graph_node", "bytes", "registers", "occupancy",
                 pl.col("grid", "block").name.prefix(_JSON),

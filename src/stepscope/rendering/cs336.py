@@ -232,9 +232,9 @@ def arithmetic_of_peak(material: Material) -> Answer | None:
 
 def _predicted(answer: Answer, run: Run) -> Answer:
     """A prediction, which says that it is one and of which step, without what it says to the command line."""
-    said = Line(f"Predicted by arithmetic for {cell_name(run.workload)}; nothing here was measured.", "strong")
+    predicted = Line(f"Predicted by arithmetic for {cell_name(run.workload)}; nothing here was measured.", "strong")
     tables = [table for table in answer.tables if table.rows]
-    first = msgspec.structs.replace(tables[0], notes=(said, *tables[0].notes))
+    first = msgspec.structs.replace(tables[0], notes=(predicted, *tables[0].notes))
     return msgspec.structs.replace(answer, tables=(first, *tables[1:]))
 
 
@@ -265,10 +265,10 @@ _UNDOUBTED = 1_000
 """How many doubted pairs a pair that nothing doubts is worth."""
 
 
-def _pairs(found: list[Found], field: str, base: str) -> int:
+def _pairs(cells: list[Found], field: str, base: str) -> int:
     """How many runs that no finding doubts have such a counterpart of the base's value; a doubted one counts little."""
-    alike = [run.workload.words(field) for run, _ in found if getattr(run.workload, field) == base]
-    others = [run for run, _ in found if getattr(run.workload, field) != base and run.workload.words(field) in alike]
+    alike = [run.workload.words(field) for run, _ in cells if getattr(run.workload, field) == base]
+    others = [run for run, _ in cells if getattr(run.workload, field) != base and run.workload.words(field) in alike]
     return sum(1 if doubting_kinds(run) else _UNDOUBTED for run in others)
 
 

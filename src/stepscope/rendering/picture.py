@@ -138,10 +138,10 @@ class Drawer:
 
     def ask(self, answer: Answer) -> None:
         """Have the panels of an answer drawn, which `draw` will want."""
-        asked = msgspec.msgpack.encode(answer)
-        if asked not in self._asked:
-            self._asked.append(asked)
-            self._queue.put(asked)
+        request = msgspec.msgpack.encode(answer)
+        if request not in self._asked:
+            self._asked.append(request)
+            self._queue.put(request)
 
     def draw(self, answers: Sequence[Answer]) -> list[str]:
         """The panels of each answer as SVG, as `picture.draw_svg` makes it; drawn here where the process is gone."""
@@ -150,13 +150,13 @@ class Drawer:
         for answer in answers:
             self.ask(answer)
         if self._process is not None and self._process.stdout is not None:
-            for asked in self._asked[len(self._drawn) :]:
+            for request in self._asked[len(self._drawn) :]:
                 data = _read(self._process.stdout)
                 if data is None:
                     break
-                self._drawn[asked] = msgspec.msgpack.decode(data, type=str)
-        found = [self._drawn.get(msgspec.msgpack.encode(answer)) for answer in answers]
-        return [draw_svg(answer) if svg is None else svg for answer, svg in zip(answers, found, strict=True)]
+                self._drawn[request] = msgspec.msgpack.decode(data, type=str)
+        pictures = [self._drawn.get(msgspec.msgpack.encode(answer)) for answer in answers]
+        return [draw_svg(answer) if svg is None else svg for answer, svg in zip(answers, pictures, strict=True)]
 
     def close(self) -> None:
         """End the process."""
@@ -166,10 +166,10 @@ class Drawer:
             self._process = None
 
 
-def _write_all(stream: IO[bytes], asked: "queue.SimpleQueue[bytes]") -> None:
+def _write_all(stream: IO[bytes], requests: "queue.SimpleQueue[bytes]") -> None:
     with contextlib.suppress(OSError, ValueError):  # it is gone: the reader notices
         while True:
-            _write(stream, asked.get())
+            _write(stream, requests.get())
 
 
 def _write(stream: IO[bytes], data: bytes) -> None:

@@ -106,9 +106,9 @@ class _Layout:
             in_one = [dataclasses.replace(c, whole=c.most, least=min(c.most, least)) for c in columns]
             in_one[0] = dataclasses.replace(in_one[0], least=in_one[0].most)
             for count in range(len(in_one), 1, -1):
-                found = self.part(in_one[:count])
-                if found is not None:
-                    return found
+                part = self.part(in_one[:count])
+                if part is not None:
+                    return part
         return self._table
 
     def _under(self, labels: Sequence[_Measured], rest: Sequence[_Measured]) -> list[Table]:
@@ -217,8 +217,8 @@ def render_answer(answer: Answer, *, drawn: bool = False) -> RenderableType:
 
     drawn: also the measured steps one by one, as sparklines, behind the table of their phases.
     """
-    asked = (Line(answer.question, "strong"), Line(where_of(answer)))
-    lead = answer.lead or [line for line in asked if line.text]
+    heading = (Line(answer.question, "strong"), Line(where_of(answer)))
+    lead = answer.lead or [line for line in heading if line.text]
     parts: list[list[RenderableType]] = [[_line(line) for line in lead]]
     for table in answer.tables:
         title: list[RenderableType] = [Text(printable(table.title), style="bold")] if table.title else []

@@ -109,8 +109,8 @@ def gather(names: Iterable[str], out: Path) -> Material:
     runs: dict[Path, Found] = {}
     answers: dict[Path, Answer] = {}
     faults: list[str] = []
-    asked = list(names)
-    for name in asked:
+    requested = list(names)
+    for name in requested:
         place = Path(name)
         if not place.exists():
             side = side_named(name, out)
@@ -131,9 +131,9 @@ def gather(names: Iterable[str], out: Path) -> Material:
                 answers[file] = answer
     if not runs and not answers:
         reason = f": {faults[0]}" if faults else ": name a folder of runs, a sweep, or answers that --json wrote"
-        raise InputError(f"no run and no answer in {', '.join(asked)}{reason}")
-    found = tuple((answer, file) for file, answer in answers.items())
-    return Material(runs=tuple(runs.values()), answers=found, faults=tuple(faults))
+        raise InputError(f"no run and no answer in {', '.join(requested)}{reason}")
+    stored = tuple((answer, file) for file, answer in answers.items())
+    return Material(runs=tuple(runs.values()), answers=stored, faults=tuple(faults))
 
 
 def _answer_in(file: Path, *, named: bool) -> Answer | None:
@@ -337,13 +337,13 @@ class Target:
         """The folder of what `--run` measures."""
         return self.file.with_name(f"{self.file.stem}_data")
 
-    def write(self, found: WriteUp, scale: Scale) -> None:
+    def write(self, write_up: WriteUp, scale: Scale) -> None:
         """Write the document and its plots. Raises InputError where that cannot be."""
         try:
             if self.file.suffix.lower() == ".html":
-                write_atomically(render_page(as_page(found, scale, self.store)).encode(), self.file)
+                write_atomically(render_page(as_page(write_up, scale, self.store)).encode(), self.file)
                 return
-            plots = {one.question.id: svg for one in found.answered if (svg := _plot(one.answer))}
+            plots = {one.question.id: svg for one in write_up.answered if (svg := _plot(one.answer))}
             # A folder that holds plots alone is ours, so that old ones may go.
             if self.plots.is_dir() and all(file.suffix == ".svg" for file in self.plots.iterdir()):
                 shutil.rmtree(self.plots)
@@ -352,19 +352,20 @@ class Target:
             for name, svg in plots.items():
                 write_atomically(svg.encode(), self.plots / f"{name}.svg")
             images = {name: f"{self.plots.name}/{name}.svg" for name in plots}
-            write_atomically(as_markdown(found, scale, self.store, images).encode(), self.file)
+            write_atomically(as_markdown(write_up, scale, self.store, images).encode(), self.file)
         except OSError as error:
             raise InputError(f"cannot write {self.file}: {error.strerror or one_line(error)}") from error
 
 
-def as_markdown(found: WriteUp, scale: Scale, store: Path, images: dict[str, str]) -> str:
+def as_markdown(write_up: WriteUp, scale: Scale, store: Path, images: dict[str, str]) -> str:
     """The write-up in Markdown. images: the path of each question's plot, by the question's id."""
-    parts = [MARK, f"# {found.assignment.title}", found.sentence, *([printable(found.unread)] if found.faults else [])]
-    parts += map(printable, found.doubts)
-    for title, questions in found.assignment.parts.items():
+    parts = [MARK, f"# {write_up.assignment.title}", write_up.sentence]
+    parts += [printable(write_up.unread)] if write_up.faults else []
+    parts += map(printable, write_up.doubts)
+    for title, questions in write_up.assignment.parts.items():
         parts.append(f"## {title}")
         for question in questions:
-            one = found.of(question)
+            one = write_up.of(question)
             parts.append(f"### {question.asks}")
             if one.answer is None:
                 parts += [_lacking(one), f"```\n{question.measure.command(scale, store)}\n```"]
@@ -379,7 +380,7 @@ def as_markdown(found: WriteUp, scale: Scale, store: Path, images: dict[str, str
     return "\n\n".join(parts) + "\n"
 
 
-def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
+def as_page(write_up: WriteUp, scale: Scale, store: Path) -> Page:
     """The write-up as a page: a section for each question."""
 
     def section(part: str, one: Answered) -> Section:
@@ -398,12 +399,12 @@ def as_page(found: WriteUp, scale: Scale, store: Path) -> Page:
         return Section(title=one.question.asks, answer=where, part=part)
 
     return Page(
-        title=found.assignment.title,
+        title=write_up.assignment.title,
         kind="write-up",
-        sentence=" ".join((found.sentence, *([found.unread] if found.faults else []), *found.doubts)),
+        sentence=" ".join((write_up.sentence, *([write_up.unread] if write_up.faults else []), *write_up.doubts)),
         sections=tuple(
-            section(title, found.of(question))
-            for title, questions in found.assignment.parts.items()
+            section(title, write_up.of(question))
+            for title, questions in write_up.assignment.parts.items()
             for question in questions
         ),
     )

@@ -259,8 +259,8 @@ def status_in_short(run: Run) -> str:
     if run.failure is None or run.status != "out-of-memory":
         return status_sentence(run)
     where = run.environment.limited_device if run.environment else "the device"
-    asked = re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]i?B)", run.failure.message)
-    wanted = f": {asked[1]} more were asked for" if asked else ""
+    request = re.search(r"[Tt]ried to allocate ([\d.]+ [KMGT]i?B)", run.failure.message)
+    wanted = f": {request[1]} more were asked for" if request else ""
     return printable(f"Out of memory on {where}, in {run.failure.where}{wanted}.")
 
 
@@ -562,10 +562,11 @@ def _about_step(run: Run, timed: Mapping[str, Samples]) -> Iterator[str]:
     if run.evidence.attention:
         yield f"Attention auto picked {run.evidence.attention}."
     if parts := run.evidence.parts:  # modules that were left are a finding
-        taken = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in parts if one.replaced]
+        replaced = [f"{one.modules} {one.type} by {one.kernels} {one.part}" for one in parts if one.replaced]
         absent = [f"{one.part}, since {one.why.replace('it has', 'the model has')}" for one in parts if not one.modules]
         stays = f" Left as the model has it: {'; '.join(absent)}." if absent else ""
-        yield printable(f"Computed by other kernels, each held against its own code first: {', '.join(taken)}.{stays}")
+        taken = f"each held against its own code first: {', '.join(replaced)}"
+        yield printable(f"Computed by other kernels, {taken}.{stays}")
     if profile and profile.attention_operators:
         yield f"Attention ran as {', '.join(profile.attention_operators)}."
 

@@ -72,16 +72,16 @@ class Cut:
 def changes_of_level(values: Sequence[float], level: float) -> list[Cut]:
     """The changes of level in this series, in their order; `level` is the chance of one where there is
     none. Each part between two changes is a series of its own, with the same chance."""
-    found: list[Cut] = []
+    cuts: list[Cut] = []
     waiting = [(0, len(values))]
     while waiting:
         begin, end = waiting.pop()
         cut = _worst(values[begin:end])
         if cut is not None and cut.p_value <= level:
             place = begin + cut.place
-            found.append(Cut(place, cut.p_value))
+            cuts.append(Cut(place, cut.p_value))
             waiting += [(begin, place), (place, end)]
-    return sorted(found, key=lambda cut: cut.place)
+    return sorted(cuts, key=lambda cut: cut.place)
 
 
 def smallest_change(values: Sequence[float], level: float) -> float | None:
@@ -327,7 +327,7 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
         device = (where.device_name, where.memory_limit_bytes, where.threads, where.allocator) if where else ()
         group = (known[1], device, settings.warmup_floor, settings.warmup_cap, run.beside is not None)
         groups.setdefault(group, []).append(run)
-    trends = [_trend(str(group[0]), found) for group, found in groups.items()]
+    trends = [_trend(str(group[0]), members) for group, members in groups.items()]
     tested = max(1, sum(len(trend.moments) > 1 for trend in trends))
     return [_with_changes(trend, (1 - CONFIDENCE) / tested) for trend in trends if trend.moments or trend.unmeasured]
 
@@ -592,12 +592,12 @@ def judged_in(folder: Path) -> tuple[list[JudgedForecast], list[str]]:
     """
     forecasts, faults = read_forecasts(folder)
     keys = {forecast.workload for forecast in forecasts}
-    found: list[str] = []
+    names: list[str] = []
     if keys:
         with os.scandir(folder) as entries:
-            found = sorted(entry.name for entry in entries if entry.name.partition("-")[2] in keys)
+            names = sorted(entry.name for entry in entries if entry.name.partition("-")[2] in keys)
     runs: list[Run] = []
-    for name in found[-MOST_LOADED:]:
+    for name in names[-MOST_LOADED:]:
         try:
             runs.append(load_run(folder / name))
         except InputError as error:

@@ -254,7 +254,7 @@ def _find(place: str) -> tuple[list[str], set[str]]:
 
     As find_run_files does, but without a Path a file: ten thousand of them take a second.
     """
-    found: list[tuple[str, str]] = []
+    files: list[tuple[str, str]] = []
     links: set[str] = set()
     waiting = [place]
     while waiting:
@@ -266,7 +266,7 @@ def _find(place: str) -> tuple[list[str], set[str]]:
             continue
         for entry in inside:
             if entry.name == RUN_FILE:
-                found.append((folder.rpartition(os.sep)[2], entry.path))
+                files.append((folder.rpartition(os.sep)[2], entry.path))
                 if entry.is_symlink():
                     links.add(entry.path)
             try:
@@ -274,7 +274,7 @@ def _find(place: str) -> tuple[list[str], set[str]]:
                     waiting.append(entry.path)
             except OSError:
                 continue
-    return [path for _, path in sorted(found)], links
+    return [path for _, path in sorted(files)], links
 
 
 def _slim(run: Run) -> Run:

@@ -24,7 +24,7 @@ _AS_BY_FORMULA = 0.001
 
 def sent_bytes(run: Run) -> float | None:
     """Bytes that a rank sends in a step, in the mean of the ranks; None where nobody counted."""
-    return _mean(run, lambda found: found.sent_bytes)
+    return _mean(run, lambda counts: counts.sent_bytes)
 
 
 def sent_by_formula(run: Run) -> float | None:
@@ -63,12 +63,12 @@ def _activations(workload: TextbookWorkload) -> Activations:
 
 def communication_s(run: Run) -> float | None:
     """How long collectives are under way in the profiled step, in the mean of the ranks."""
-    return _mean(run, lambda found: found.communication_s)
+    return _mean(run, lambda counts: counts.communication_s)
 
 
 def exposed_s(run: Run) -> float | None:
     """The part of it in which a rank computes nothing, in the mean of the ranks."""
-    return _mean(run, lambda found: found.exposed_s)
+    return _mean(run, lambda counts: counts.exposed_s)
 
 
 def overlap_share(run: Run) -> float | None:
@@ -121,10 +121,10 @@ def compared_ranks(before: Run, after: Run, title: str) -> Table:
         ("exposed communication", exposed_s, format_seconds),
         ("kept by a rank", kept_bytes, format_bytes),
     )
-    found = [(name, read(before), read(after), shown) for name, read, shown in figures]
+    compared = [(name, read(before), read(after), shown) for name, read, shown in figures]
     rows: list[tuple[Cell, ...]] = [
         (name, shown(was), shown(now), now / was - 1 if was else None)
-        for name, was, now, shown in found
+        for name, was, now, shown in compared
         if was is not None and now is not None
     ]
     return table_of(title, ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=rows)
@@ -203,8 +203,8 @@ def _of(figures: RankFigures) -> Communication:
 
 def _mean(run: Run, read: Callable[[Communication], float | None]) -> float | None:
     ranks = run.shared.ranks if run.shared is not None else ()
-    found = [value for figures in ranks if (value := read(_of(figures))) is not None]
-    return statistics.fmean(found) if found else None
+    values = [value for figures in ranks if (value := read(_of(figures))) is not None]
+    return statistics.fmean(values) if values else None
 
 
 WHILE_MEASURED = ("sm_clock_mhz", "power_w", "temperature_c")

@@ -153,23 +153,23 @@ def change_of(before: RunSet, after: RunSet, part: str = STEP, confidence: float
     None where one side was not measured.
     """
     by_id = {run.id: run for run in before.measured}
-    found = [
+    ratios_s = [
         ratios.median_s
         for run in after.measured
         if run.beside in by_id and (ratios := paired_ratios(by_id[run.beside], run, part)) is not None
     ]
-    if found and len(found) >= min(FEWEST_PROCESSES, len(before.measured), len(after.measured)):
-        return change_of_pairs([ratio for ratio in found if ratio], confidence)
+    if ratios_s and len(ratios_s) >= min(FEWEST_PROCESSES, len(before.measured), len(after.measured)):
+        return change_of_pairs([ratio for ratio in ratios_s if ratio], confidence)
     return after.processes(part).change_from(before.processes(part), confidence)
 
 
 # A step that was measured in several processes, as an answer: its typical time, and how far processes differ.
 
 
-def answer_set(found: RunSet, folder: str | None = None) -> Answer:
+def answer_set(run_set: RunSet, folder: str | None = None) -> Answer:
     """The step by its parts over all processes, and the processes themselves."""
-    shown = found.representative
-    figures = {name: PartFigures.of(found.processes(name)) for name in (*found.parts, STEP)}
+    shown = run_set.representative
+    figures = {name: PartFigures.of(run_set.processes(name)) for name in (*run_set.parts, STEP)}
     timed = {name: part for name, part in figures.items() if part.typical_s is not None}
     points = tuple(
         Point(line="typical", name=name, y=(part.typical_s or 0.0) * 1e3, low=_ms(part.low_s), high=_ms(part.high_s))
@@ -180,18 +180,18 @@ def answer_set(found: RunSet, folder: str | None = None) -> Answer:
         question=f"What does a step of {cell_name(shown.workload)} take?",
         **measured_on(shown),
         lead=heading(shown),
-        tables=(*([_parts_table(found, timed)] if found.measured else []), _process_table(found)),
+        tables=(*([_parts_table(run_set, timed)] if run_set.measured else []), _process_table(run_set)),
         panels=(Panel(x_title="", y_title="typical, ms", points=points, kind="bars"),) if points else (),
         findings=tuple(
             finding
-            if count == len(found.runs)
+            if count == len(run_set.runs)
             else msgspec.structs.replace(
-                finding, sentence=f"{finding.sentence} (In {count} of {len(found.runs)} processes.)"
+                finding, sentence=f"{finding.sentence} (In {count} of {len(run_set.runs)} processes.)"
             )
-            for finding, count in found.findings
+            for finding, count in run_set.findings
         ),
-        checked=bool(found.measured),
-        origin=(f"Set {found.name}", *([f"Runs in {folder}"] if folder else [])),
+        checked=bool(run_set.measured),
+        origin=(f"Set {run_set.name}", *([f"Runs in {folder}"] if folder else [])),
     )
 
 
@@ -199,23 +199,23 @@ def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else seconds * 1e3
 
 
-def _parts_table(found: RunSet, timed: Mapping[str, PartFigures]) -> Table:
+def _parts_table(run_set: RunSet, timed: Mapping[str, PartFigures]) -> Table:
     """A row a part of the step, with how far processes differ; how many there are, and what their intervals say."""
     whole = timed[STEP].typical_s if STEP in timed else None
     rows: list[tuple[Cell, ...]] = [
         (
-            name, part.typical_s, interval_ms(found.processes(name).interval()), part.deviation, min(part.medians_s),
+            name, part.typical_s, interval_ms(run_set.processes(name).interval()), part.deviation, min(part.medians_s),
             max(part.medians_s), part.typical_s / whole if whole and part.typical_s else None,
         )
         for name, part in timed.items()
     ]  # fmt: skip
-    lost = [Line(f"{run.id}: {status_sentence(run)}", "bad") for run in found.runs if run.status != "done"]
-    count, step = len(found.measured), found.processes(STEP)
-    steps = [run.samples[STEP].count for run in found.measured]
+    lost = [Line(f"{run.id}: {status_sentence(run)}", "bad") for run in run_set.runs if run.status != "done"]
+    count, step = len(run_set.measured), run_set.processes(STEP)
+    steps = [run.samples[STEP].count for run in run_set.measured]
     each = f"{steps[0]}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
-    missing = f" of {found.asked} asked for" if count < found.asked else ""
+    missing = f" of {run_set.asked} asked for" if count < run_set.asked else ""
     notes = [f"{counted(count, 'process')}{missing}, each started afresh and measured over {each} steps."]
-    joules = [one for run in found.measured if (one := joules_per_step(run)) is not None]
+    joules = [one for run in run_set.measured if (one := joules_per_step(run)) is not None]
     if joules:
         spread = f" ({format_joules(min(joules))} to {format_joules(max(joules))})" if len(joules) > 1 else ""
         mean = format_joules(statistics.fmean(joules))
@@ -228,7 +228,7 @@ def _parts_table(found: RunSet, timed: Mapping[str, PartFigures]) -> Table:
     else:
         within = [
             interval.half_width / (run.samples[STEP].median_s or 1.0)
-            for run in found.measured
+            for run in run_set.measured
             if (interval := run.samples[STEP].interval())
         ]
         beside = f"; the steps of one process tell its median to ± {format_share(max(within))}" if within else ""
@@ -243,18 +243,18 @@ def _parts_table(found: RunSet, timed: Mapping[str, PartFigures]) -> Table:
     )  # fmt: skip
 
 
-def _process_table(found: RunSet) -> Table:
+def _process_table(run_set: RunSet) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    typical = found.processes(STEP).typical_s
-    for run in found.runs:
-        median = median_s(run, STEP) if run in found.measured else None
+    typical = run_set.processes(STEP).typical_s
+    for run in run_set.runs:
+        median = median_s(run, STEP) if run in run_set.measured else None
         rows.append((
             run.repeat.number if run.repeat else 1, run.id.partition("-")[0], status_word(run), figure(median, run),
             median / typical - 1 if median and typical else None, doubts(run),
         ))  # fmt: skip
     return table_of(
         "process", "run", "status", ("step", "s"), ("from typical", "+%"), "findings", rows=rows, title="processes",
-        tones={i: "bad" for i, run in enumerate(found.runs) if run.status != "done"},
+        tones={i: "bad" for i, run in enumerate(run_set.runs) if run.status != "done"},
     )  # fmt: skip
 
 
@@ -305,14 +305,14 @@ class Disagreement:
 def disagreement(shown: Run, others: Iterable[Run], part: str = STEP) -> Disagreement | None:
     """The run among the others that disagrees most with the one that is shown; None where none does."""
     base = samples_of(shown, part) if shown.status == "done" else None
-    found = [
+    disagreements = [
         Disagreement(shown=shown, other=other, part=part, ratio=ratio)
         for other in others
         if other.status == "done" and base is not None and (samples := samples_of(other, part)) is not None
         if (ratio := base.speedup_over(samples)) is not None and not ratio.undecided
         if not 1 / _WORTH <= ratio.value <= _WORTH
     ]
-    return max(found, key=lambda one: one.size, default=None)
+    return max(disagreements, key=lambda one: one.size, default=None)
 
 
 def disagreeing(found: Iterable[Disagreement | None]) -> Iterator[Finding]:

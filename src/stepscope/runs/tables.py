@@ -211,12 +211,12 @@ def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
     for name in (*IDENTIFYING, *argument_fields(candidates)):
         # A run that ended before it could look round knows no device: it contradicts none.
         values = {field_named(name).read(run) for run in candidates if run.environment is not None}
-        found = [field_text(value) for value in sorted(values, key=field_named(name).rank)]
-        if len(found) > 1:
+        texts = [field_text(value) for value in sorted(values, key=field_named(name).rank)]
+        if len(texts) > 1:
             cell = " ".join(field_text(label) for label in labels)
             raise InputError(
                 f"{len(candidates)} different runs share the cell '{cell}': they differ in {name} "
-                f"({', '.join(found)}); add {name} to --rows or --columns, or choose with --where {name}={found[0]}"
+                f"({', '.join(texts)}); add {name} to --rows or --columns, or choose with --where {name}={texts[0]}"
             )
 
 

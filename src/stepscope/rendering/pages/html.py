@@ -95,13 +95,13 @@ def lanes(panel: Panel) -> tuple[list[Lane], dict[str, int]]:
     for one in panel.slices:
         what = one.name or (f"{one.count} short pieces of work, most of them {one.kind}" if one.count > 1 else one.kind)
         kind = f", {one.kind}" if one.name else ""
-        said = f"{what}{kind}: {figure_text((one.end - one.begin) * 1e-3, 's')}"
+        text = f"{what}{kind}: {figure_text((one.end - one.begin) * 1e-3, 's')}"
         bars.setdefault(one.lane, []).append(
             Bar(
                 left=round((one.begin - begin) / span * 1000, 3),
                 width=round(max((one.end - one.begin) / span * 1000, _NARROWEST), 3),
                 hue=hues[one.kind],
-                said=said,
+                said=text,
             )
         )
     return [Lane(name=name, bars=tuple(found)) for name, found in bars.items()], hues
@@ -211,9 +211,9 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
         undefined=jinja2.StrictUndefined,
     )
     environment.filters["cut"] = lambda text: middle_cut(printable(text), _LONGEST_SENTENCE)
-    asked = [_to_draw(one.answer) for one in page.sections]
+    to_draw = [_to_draw(one.answer) for one in page.sections]
     drawn = iter(draw(pictures_of(page)) if draw is not None else map(draw_svg, pictures_of(page)))
-    pictures = ["" if one is None else next(drawn) for one in asked]
+    pictures = ["" if one is None else next(drawn) for one in to_draw]
     script = _file("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
@@ -393,10 +393,10 @@ def _given(given: Iterable[str]) -> re.Pattern[str] | None:
 
 def _names() -> re.Pattern[str] | None:
     """This machine's name and its user's, where they are long enough to be told from words."""
-    found: list[str] = [socket.gethostname(), socket.gethostname().partition(".")[0]]
+    names: list[str] = [socket.gethostname(), socket.gethostname().partition(".")[0]]
     with contextlib.suppress(OSError, KeyError):  # in a container a user may have no name
-        found.append(getpass.getuser())
-    distinct = sorted({name for name in found if len(name) > 3 and name != "localhost"}, key=len, reverse=True)
+        names.append(getpass.getuser())
+    distinct = sorted({name for name in names if len(name) > 3 and name != "localhost"}, key=len, reverse=True)
     return re.compile("|".join(rf"\b{re.escape(name)}\b" for name in distinct)) if distinct else None
 
 

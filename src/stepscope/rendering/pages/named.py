@@ -200,9 +200,9 @@ def _findings(runs: Sequence[Run]) -> tuple[Finding, ...]:
 
 def _axes(runs: Sequence[Run]) -> list[str]:
     """The fields in which the runs differ, numbers first; sizes that follow from the model's name are none."""
-    found = [name for name in (*_NUMBERS, *_CHOICES) if len({FIELDS[name].read(run) for run in runs}) > 1]
-    if "model" not in found:
-        return found
+    varying = [name for name in (*_NUMBERS, *_CHOICES) if len({FIELDS[name].read(run) for run in runs}) > 1]
+    if "model" not in varying:
+        return varying
     models = {FIELDS["model"].read(run) for run in runs}
 
     def follows(name: str) -> bool:
@@ -210,7 +210,7 @@ def _axes(runs: Sequence[Run]) -> list[str]:
             models
         )
 
-    return [name for name in found if not follows(name)]
+    return [name for name in varying if not follows(name)]
 
 
 def _curves(done: Sequence[Run]) -> tuple[Panel, ...]:
@@ -345,12 +345,12 @@ def page_of_run(
     )
 
 
-def page_of_set(found: RunSet) -> Page:
+def page_of_set(run_set: RunSet) -> Page:
     """The page of a step that was measured in several processes."""
-    answer, run, times = answer_set(found), found.representative, found.processes(STEP)
+    answer, run, times = answer_set(run_set), run_set.representative, run_set.processes(STEP)
     interval = times.interval()
     step_s = times.typical_s
-    enough = len(found.measured) >= FEWEST_PROCESSES
+    enough = len(run_set.measured) >= FEWEST_PROCESSES
     between = interval_ms(interval)
     sure = f", with 95 % confidence {between}" if between and enough else ""
     figures = (
@@ -362,17 +362,19 @@ def page_of_set(found: RunSet) -> Page:
         *_run_figures(run)[1:-1],
         gravest(answer.findings),
     )
+    sentence = "None of the processes measured a step."
+    if step_s:
+        measured = counted(len(run_set.measured), "process")
+        sentence = f"In {measured} a step typically takes {format_seconds(step_s)}{sure}."
     return Page(
-        title=f"{run.workload.name}: a training step in {counted(len(found.runs), 'process')}",
+        title=f"{run.workload.name}: a training step in {counted(len(run_set.runs), 'process')}",
         kind="set",
-        sentence=f"In {counted(len(found.measured), 'process')} a step typically takes {format_seconds(step_s)}{sure}."
-        if step_s
-        else "None of the processes measured a step.",
+        sentence=sentence,
         figures=figures,
         findings=answer.findings,
         checked=answer.checked,
         sections=(*heading_of(answer), *sections_of(answer), *_environment(run.environment)),
-        reproduce=tuple(f"{command} --repeat {len(found.runs)}" for command in commands_of(run)[:1]),
+        reproduce=tuple(f"{command} --repeat {len(run_set.runs)}" for command in commands_of(run)[:1]),
     )
 
 
@@ -385,7 +387,7 @@ def sentence_of(run: Run) -> str:
     if not step_s:
         return "No step was measured."
     parts = {
-        name: found / step_s for name in metrics.parts_of(run) if (found := metrics.median_s(run, name)) is not None
+        name: part_s / step_s for name in metrics.parts_of(run) if (part_s := metrics.median_s(run, name)) is not None
     }
     longest = max(parts, key=lambda name: parts[name], default=None)
     where = f", {format_share(parts[longest])} of it in {longest}" if longest is not None else ""
@@ -468,12 +470,12 @@ def _environment(where: Environment | None) -> Iterator[Section]:
     for when in ("before", "after"):
         reading = getattr(where, when)
         if reading is not None:
-            said = ", ".join(
+            quantities = ", ".join(
                 f"{_in_words(name)} {_with_unit(name, value)}"
                 for name, value in msgspec.to_builtins(reading).items()
                 if value not in (None, (), []) and name != "read_at_s"
             )
-            rows.append((f"GPU {when} the measured steps", said))
+            rows.append((f"GPU {when} the measured steps", quantities))
     table: Table = table_of("what", "on this machine", rows=rows)
     yield Section(title="Environment", answer=Answer(study="run", question="", tables=(table,)))
 
@@ -570,25 +572,25 @@ def page_of_comparison(names: Sequence[str], runs: Path, across: Sequence[str], 
     )
 
 
-def _figures_of_comparison(found: SideComparison, answer: Answer) -> tuple[Figure, ...]:
+def _figures_of_comparison(comparison: SideComparison, answer: Answer) -> tuple[Figure, ...]:
     """The change with its interval and its processes; of several pairs the largest change."""
-    changes = [(change, place) for place, change in enumerate(found.changes) if change is not None]
+    changes = [(change, place) for place, change in enumerate(comparison.changes) if change is not None]
     if not changes:
         return (gravest(answer.findings),)
     change, place = max(changes, key=lambda one: abs(one[0].share))
-    several = len(found.pairs) > 1
+    several = len(comparison.pairs) > 1
     within = change.interval
     return (
-        *((Figure(name="pairs", value=f"{len(found.pairs)}"),) if several else ()),
+        *((Figure(name="pairs", value=f"{len(comparison.pairs)}"),) if several else ()),
         Figure(
             name="largest change" if several else "change",
             value=f"{change.share * 100:+.1f} %",
-            note=short_names(found)[place],
+            note=short_names(comparison)[place],
         ),
         Figure(
             name="its 95 % interval" if several else "95 % interval",
             value=f"{(within.low - 1) * 100:+.1f} to {(within.high - 1) * 100:+.1f} %" if within else "none",
-            note=verdict(change, found.stands[place]),
+            note=verdict(change, comparison.stands[place]),
         ),
         Figure(name="processes", value=" / ".join(map(str, change.processes)), note="before / after"),
         gravest(answer.findings, note="" if answer.checked else "nothing to doubt was found"),
@@ -740,10 +742,10 @@ def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:
         raise InputError("several names are runs, or captures of ranks: name each set by itself")
     if all(place.is_file() and place.name != RUN_FILE for place in files):
         return _of_ranks(files, [str(file) for file in files], say)
-    found, faults = load_runs(files)
+    members, faults = load_runs(files)
     for fault in faults:
         say(f"left out: {fault}")
-    return page_of_runs(found, " ".join(names), list(dict.fromkeys(map(str, files))))
+    return page_of_runs(members, " ".join(names), list(dict.fromkeys(map(str, files))))
 
 
 def _of_ranks(captures: list[Path], places: Sequence[str], say: Say) -> Page:

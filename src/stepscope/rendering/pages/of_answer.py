@@ -193,14 +193,14 @@ def sections_of_capture(summary: TraceSummary, answer: Answer) -> tuple[Section,
     whole = summary.part is None
     icicle = icicle_panel(summary) if whole else None
     timeline = timeline_panel([("", summary.attribution, summary.occupation, 0)]) if whole else None
-    found = (
+    contents = (
         ("Where the time went", [icicle] if icicle else [], places["time"]),
         ("The longest kernels", bars, places["kernels"]),
         ("Against the device's peaks", roof, places["roofline"]),
         ("What ran when, and what stood idle", [timeline] if timeline else [], places["when"]),
     )
     return tuple(
-        section(title, answer, tables=tables, panels=panels) for title, panels, tables in found if tables or panels
+        section(title, answer, tables=tables, panels=panels) for title, panels, tables in contents if tables or panels
     )
 
 
@@ -279,12 +279,14 @@ _RANKS_DRAWN = 8
 def sections_of_digest(digest: TraceDigest, *, on_cpu: bool) -> tuple[Section, ...]:
     """Where the time went, the longest kernels, and how near the families come to the device's peaks."""
     noun = "operator" if on_cpu else "kernel"
-    found = (
+    contents = (
         ("Where the time went", digest_icicles(digest, noun), [_phases(digest, noun)]),
         ("The longest kernels", [], list(_longest(digest))),
         ("Against the device's peaks", [], [_roofs(digest)]),
     )
-    sections = (_section(title, panels, [table for table in tables if table.rows]) for title, panels, tables in found)
+    sections = (
+        _section(title, panels, [table for table in tables if table.rows]) for title, panels, tables in contents
+    )
     return tuple(one for one in sections if one.answer.panels or one.answer.tables)
 
 

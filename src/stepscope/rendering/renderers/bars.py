@@ -25,8 +25,8 @@ _LEVELS_ASCII = "_.-=+*#@"
 def render(answer: Answer) -> str:
     """Every panel as bars, or as a sparkline a line; then the sentences. Figures stand beside what is drawn."""
     blocks = says_blocks()
-    asked = [line.text for line in answer.lead] or [answer.question, where_of(answer)]
-    parts = [printable(line) for line in asked if line]
+    heading = [line.text for line in answer.lead] or [answer.question, where_of(answer)]
+    parts = [printable(line) for line in heading if line]
     for panel in answer.panels:
         drawn = _bars(panel, blocks) if panel.kind in ("bars", "stack") else _sparklines(panel, blocks)
         parts += ["", printable(panel.frame.heading or panel.y_title), *drawn] if drawn else []
@@ -60,8 +60,8 @@ def coloured(answer: Answer) -> Text:
 
 def step_by_step(answer: Answer) -> list[str]:
     """The time of every measured step of a run, a sparkline a part; nothing for an answer without such a curve."""
-    found = [panel for panel in answer.panels if panel.kind == "curves" and panel.x_title == MEASURED_STEP]
-    return [line for panel in found for line in (f"{panel.frame.heading}, ms", *_sparklines(panel, says_blocks()))]
+    panels = [panel for panel in answer.panels if panel.kind == "curves" and panel.x_title == MEASURED_STEP]
+    return [line for panel in panels for line in (f"{panel.frame.heading}, ms", *_sparklines(panel, says_blocks()))]
 
 
 def bar_of(share: float, width: int, *, blocks: bool) -> str:

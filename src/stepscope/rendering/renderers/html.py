@@ -21,8 +21,8 @@ _LONGEST_SENTENCE = 4000
 
 def render(answer: Answer) -> str:
     """A `div` of paragraphs and tables. All text is escaped, and in ASCII, so that no page's encoding matters."""
-    asked = (Line(answer.question, "strong"), Line(where_of(answer)))
-    lead = answer.lead or [line for line in asked if line.text]
+    heading = (Line(answer.question, "strong"), Line(where_of(answer)))
+    lead = answer.lead or [line for line in heading if line.text]
     parts = [_paragraph(line.text, line.tone) for line in lead]
     for table in answer.tables:
         parts += [_paragraph(table.title, "strong")] if table.title else []
@@ -39,21 +39,21 @@ def _paragraph(text: str, tone: Tone) -> str:
 
 
 def _table(table: Table) -> str:
-    sides = ["text-align:right" if is_figures(table, i) else "text-align:left" for i in range(len(table.columns))]
+    aligned = ["text-align:right" if is_figures(table, i) else "text-align:left" for i in range(len(table.columns))]
     heads = "".join(
-        f"<th{_style(side)}>{_text(printable(head))}</th>" for head, side in zip(table.columns, sides, strict=True)
+        f"<th{_style(side)}>{_text(printable(head))}</th>" for head, side in zip(table.columns, aligned, strict=True)
     )
     lines = ["<table>", f"<thead><tr>{heads}</tr></thead>", "<tbody>"]
     for i, row in enumerate(row_texts(table)):
         of_row = ("border-top:1px solid" if i in table.rules else "", _STYLES[table.tones.get(i, "")])
-        cells = (f"<td{_style(side, *of_row)}>{_text(text)}</td>" for side, text in zip(sides, row, strict=True))
+        cells = (f"<td{_style(side, *of_row)}>{_text(text)}</td>" for side, text in zip(aligned, row, strict=True))
         lines.append(f"<tr>{''.join(cells)}</tr>")
     return "\n".join([*lines, "</tbody>", "</table>"])
 
 
 def _style(*declarations: str) -> str:
-    said = ";".join(declaration for declaration in declarations if declaration)
-    return f' style="{said}"' if said else ""
+    joined = ";".join(declaration for declaration in declarations if declaration)
+    return f' style="{joined}"' if joined else ""
 
 
 def _text(text: str) -> str:
