@@ -266,7 +266,9 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
                 f"{panel.y_title} against {x_title} has a value of zero or less: no logarithmic axis can show it"
             )
         ends = (min(values) / 1.2, max(values) * 1.2) if log else (min(0.0, *values), max(values) * 1.08 or 1.0)
-        y, low = _y_axes(panel.y_title, ends, log=log)
+        scale = alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False)
+        axis = log_axis(*ends) if log else alt.Axis(format=NUMBER, tickCount=6)
+        y, low = (alt.Y(name, title=panel.y_title, scale=scale, axis=axis) for name in ("y:Q", "low:Q"))
         charts.append(alt.layer(*_layers(panel, x, y, low, channels)).properties(width=width, height=height))
     return alt.concat(*charts, columns=2).properties(title=_titled(title, subtitle))
 
@@ -302,13 +304,6 @@ def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
     ticks: dict[str, Any] = {"values": xs} if chosen else {}
     axis = alt.Axis(format=NUMBER, labelOverlap="greedy", grid=False, **ticks)
     return alt.X("x:Q", title=title, scale=scale, axis=axis)
-
-
-def _y_axes(title: str, ends: tuple[float, float], *, log: bool) -> tuple[alt.Y, alt.Y]:
-    """For the figures, and for the lower ends of their bars."""
-    scale = alt.Scale(type="log" if log else "linear", domain=list(ends), nice=False)
-    axis = log_axis(*ends) if log else alt.Axis(format=NUMBER, tickCount=6)
-    return alt.Y("y:Q", title=title, scale=scale, axis=axis), alt.Y("low:Q", title=title, scale=scale, axis=axis)
 
 
 def _channels(
@@ -611,10 +606,16 @@ def draw_areas(
         top=highest / byte_size / (1 - (lines + 1.8) * _LINE_PX / AREAS_HEIGHT),
     )  # fmt: skip
     data = _table(moments)
+    named_spans: list[alt.Chart] = []
+    for label in labels:
+        place = alt.Chart(alt.InlineData(values=[{"time": scales.time(round(label.middle_us))}])).encode(
+            x=scales.x, y=alt.value((label.line + 0.7) * _LINE_PX)
+        )
+        named_spans += _haloed(place, text=label.text, clip=True, fontWeight="bold", baseline="middle")
     layers = [
         *_bands(spans, scales),
         *_areas(data, peak, scales),
-        *_span_labels(labels, scales),
+        *named_spans,
         *(layer for guide in guides for layer in _level(guide, scales, left=peak_us > end_us / 2)),
         *_peak(peak_us, peak_bytes, [guide.y[0] for guide in guides], scales),
     ]
@@ -641,7 +642,9 @@ def _table(moments: _Moments) -> alt.InlineData:
     stand still.
     """
     rows = list(zip(*moments.held.values(), strict=True))
-    lines = [",".join((_TIME, *map(_quoted, moments.held), "lowest"))]
+    doubled = {name: name.replace('"', '""') for name in moments.held}
+    heads = [f'"{text}"' if text != name or "," in name else name for name, text in doubled.items()]
+    lines = [",".join((_TIME, *heads, "lowest"))]
     for i, row in enumerate(rows):
         changed = (place for place, held in enumerate(row) if held != rows[i - 1][place])
         # The first row begins every edge, and the last ends every edge.
@@ -651,11 +654,6 @@ def _table(moments: _Moments) -> alt.InlineData:
         values="\n".join([*lines, ""]),
         format=alt.CsvDataFormat(type="csv", parse=dict.fromkeys((_TIME, *moments.held, "lowest"), "number")),
     )
-
-
-def _quoted(name: str) -> str:
-    doubled = name.replace('"', '""')
-    return f'"{doubled}"' if doubled != name or "," in name else name
 
 
 def _areas(data: alt.InlineData, peak: dict[str, float], scales: _Scales) -> list[alt.Chart]:
@@ -744,16 +742,6 @@ def _bands(spans: Sequence[Span], scales: _Scales) -> list[alt.Chart]:
         .mark_rule(clip=True, color=FAINT, strokeDash=[3, 3], strokeWidth=1, opacity=0.7)
         .encode(x=scales.x),
     ]
-
-
-def _span_labels(labels: list[_SpanLabel], scales: _Scales) -> list[alt.Chart]:
-    layers = []
-    for label in labels:
-        place = alt.Chart(alt.InlineData(values=[{"time": scales.time(round(label.middle_us))}])).encode(
-            x=scales.x, y=alt.value((label.line + 0.7) * _LINE_PX)
-        )
-        layers += _haloed(place, text=label.text, clip=True, fontWeight="bold", baseline="middle")
-    return layers
 
 
 def _level(guide: Guide, scales: _Scales, *, left: bool) -> list[alt.Chart]:

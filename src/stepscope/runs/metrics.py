@@ -109,7 +109,8 @@ def waits_in_forward(run: Run) -> bool:
     """Whether ranks wait for one another in forward, so that its time is not each rank's own."""
     calls = _of(run.shared.ranks[0]).calls if run.shared is not None else None
     if calls is None:
-        return PARAMETERS in _shards(run)
+        record = known_strategy(run.workload.parallel)
+        return record is not None and PARAMETERS in record.shards
     return any(call.phase in (FORWARD, FORWARD_BACKWARD) for call in calls)
 
 
@@ -169,10 +170,10 @@ def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:
     sent = sent_bytes(run)
     if formula and sent is not None:
         difference = sent / formula - 1
-        why = ""
+        why, record = "", known_strategy(run.workload.parallel)
         if getattr(run.workload, "accumulation", 1) > 1:
             why = ": it is that of one micro-batch"
-        elif difference < 0 and PARAMETERS in _shards(run):
+        elif difference < 0 and record is not None and PARAMETERS in record.shards:
             why = ": what is not let go after forward is not gathered again"
         says = f"{abs(difference):.1%} {'more' if difference > 0 else 'less'} than the formula says{why}"
         if abs(difference) < _AS_BY_FORMULA:
@@ -190,11 +191,6 @@ def _notes(run: Run, formula: float | None, *, timed: bool) -> Iterator[str]:
             "Times are of one step under the profiler. Communication holds the waiting for other ranks; what is "
             "exposed passes while the rank computes nothing."
         )
-
-
-def _shards(run: Run) -> tuple[str, ...]:
-    record = known_strategy(run.workload.parallel)
-    return record.shards if record is not None else ()
 
 
 def _of(figures: RankFigures) -> Communication:

@@ -172,7 +172,13 @@ def answer_set(run_set: RunSet, folder: str | None = None) -> Answer:
     figures = {name: PartFigures.of(run_set.processes(name)) for name in (*run_set.parts, STEP)}
     timed = {name: part for name, part in figures.items() if part.typical_s is not None}
     points = tuple(
-        Point(line="typical", name=name, y=(part.typical_s or 0.0) * 1e3, low=_ms(part.low_s), high=_ms(part.high_s))
+        Point(
+            line="typical",
+            name=name,
+            y=(part.typical_s or 0.0) * 1e3,
+            low=None if part.low_s is None else part.low_s * 1e3,
+            high=None if part.high_s is None else part.high_s * 1e3,
+        )
         for name, part in timed.items()
     )
     return Answer(
@@ -193,10 +199,6 @@ def answer_set(run_set: RunSet, folder: str | None = None) -> Answer:
         checked=bool(run_set.measured),
         origin=(f"Set {run_set.name}", *([f"Runs in {folder}"] if folder else [])),
     )
-
-
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else seconds * 1e3
 
 
 def _parts_table(run_set: RunSet, timed: Mapping[str, PartFigures]) -> Table:
