@@ -23,6 +23,7 @@ from stepscope.core.answer import (
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.units import counted, format_count, format_rate, format_share, in_ms
+from stepscope.traces.captures.details import each_step
 from stepscope.traces.ranks import COMPUTATION, Excess, Job, Rank
 
 _ROWS = 8
@@ -68,9 +69,10 @@ def _tables(job: Job) -> Iterator[Table]:
     yield _rank_table(job)
     if len(job.ranks) > 2:
         waits = job.waits.head(_ROWS).filter(pl.col("waiting_ns") > 0)
-        who, a_step = pl.format("rank {} for rank {}", "rank", "late"), pl.col("waiting_ns", "stalled_ns") / job.steps
+        who = pl.format("rank {} for rank {}", "rank", "late")
+        a_step = each_step(waits, job.steps, "waiting_ns", "stalled_ns")
         heads = ("collectives", "d"), ("ms a step", "ms of ns"), ("stalled", "ms of ns")
-        yield table_of("who waits for whom", *heads, rows=waits.select(who, "waits", a_step).rows())
+        yield table_of("who waits for whom", *heads, rows=waits.select(who, "waits", *a_step).rows())
     yield _collective_table(job)
     yield _uneven_table(job)
 
@@ -101,10 +103,11 @@ def _collective_table(job: Job) -> Table:
     peak = spec.link_bytes_per_s if spec else None
     link = (("of the link", "%"),) if peak else ()
     transfer = (pl.col("transfer_ns") / pl.col("calls")).alias("transfer")
-    bus = pl.col("bus_bytes_per_s")
-    share = [pl.when(bus > 0).then(bus / peak).alias("share")] if peak else []
-    rows = job.collectives.head(_ROWS).select(
-        "kind", "bytes", "group_size", "calls", transfer, bus, *share, "skew_ns", "largest_skew_ns"
+    shown = job.collectives.head(_ROWS)
+    shares = [rate / peak if rate else None for rate in shown["bus_bytes_per_s"]] if peak else []
+    share = [pl.Series("share", shares, dtype=pl.Float64)] if peak else []
+    rows = shown.select(
+        "kind", "bytes", "group_size", "calls", transfer, "bus_bytes_per_s", *share, "skew_ns", "largest_skew_ns"
     )
     left = job.collectives[_ROWS:]
     notes = [f"{counted(left.height, 'further size')} with {left['calls'].sum()} calls."] if left.height else []

@@ -722,6 +722,14 @@ def _rows(frame: pl.DataFrame, labels: Iterable[str], *columns: pl.Expr | pl.Ser
     return frame.select(pl.Series("label", list(labels), dtype=pl.String), *columns).rows()
 
 
+def each_step(frame: pl.DataFrame, steps: int, *names: str) -> list[pl.Series]:
+    """These columns over the steps; polars would multiply by a rounded inverse, and lose the last digit."""
+    return [
+        pl.Series(name, [None if total is None else total / steps for total in frame[name]], dtype=pl.Float64)
+        for name in names
+    ]
+
+
 @_detail("host calls, a step", shown=True)
 def _host_calls(head: str, summary: TraceSummary, _: View) -> Table:
     frame = host_calls(summary.attribution, _on_host(summary, summary.attribution.table.calls))
@@ -734,12 +742,14 @@ def _host_calls(head: str, summary: TraceSummary, _: View) -> Table:
         f"{format_share(queue.empty_share)} of the time."
         for queue in _queues(summary)
     ]
-    waited = pl.when(pl.col("waits") > 0).then(pl.col("waits", "waited_ns") / steps)
+    waited = each_step(
+        frame.with_columns(pl.when(pl.col("waits") > 0).then(pl.col("waits", "waited_ns"))), steps, "waits", "waited_ns"
+    )
     labels = (name_shown(name or "?") for name in frame["name"])
     return table_of(
         head, ("calls", "g"), ("ms", "ms of ns"), ("median us", "us of ns"), ("longest us", "us of ns"),
         ("waits", "g"), ("waited ms", "ms of ns"),
-        rows=_rows(frame, labels, pl.col("calls", "total_ns") / steps, "median_ns", "max_ns", waited),
+        rows=_rows(frame, labels, *each_step(frame, steps, "calls", "total_ns"), "median_ns", "max_ns", *waited),
         notes=as_lines(*words),
     )  # fmt: skip
 
@@ -748,20 +758,20 @@ def _host_calls(head: str, summary: TraceSummary, _: View) -> Table:
 def _copies(head: str, summary: TraceSummary, _: View) -> Table:
     frame = copy_totals(summary.attribution)
     memory = pl.Series("memory", [name_shown(memory or "") for memory in frame["memory"]], dtype=pl.String)
-    a_step = pl.col("calls", "busy_ns", "bytes") / summary.steps
+    a_step = each_step(frame, summary.steps, "calls", "busy_ns", "bytes")
     return table_of(
         head, "memory", "size", ("calls", "g"), ("ms", "ms of ns"), ("bytes", "B"), ("bandwidth", "B/s"),
-        rows=_rows(frame, frame["direction"], memory, "size", a_step, "bytes_per_s"),
+        rows=_rows(frame, frame["direction"], memory, "size", *a_step, "bytes_per_s"),
     )  # fmt: skip
 
 
 @_detail("data loading, a step", shown=True)
 def _data_loading(head: str, summary: TraceSummary, _: View) -> Table:
     frame = data_loading(summary)
-    a_step = pl.col("calls", "total_ns") / summary.steps
+    a_step = each_step(frame, summary.steps, "calls", "total_ns")
     return table_of(
         head, ("calls", "g"), ("ms", "ms of ns"), ("median us", "us of ns"), ("longest us", "us of ns"),
-        rows=_rows(frame, map(name_shown, frame["name"]), a_step, "median_ns", "max_ns"),
+        rows=_rows(frame, map(name_shown, frame["name"]), *a_step, "median_ns", "max_ns"),
     )  # fmt: skip
 
 
@@ -796,7 +806,7 @@ def _graph_nodes(head: str, summary: TraceSummary, view: View) -> Table:
 @_detail("operators, a step")
 def _operators(head: str, summary: TraceSummary, _: View) -> Table:
     frame = operator_totals(summary)
-    a_step = pl.col("calls", "kernels", "busy_ns", "host_ns", "flops", "bytes", "bound_ns") / summary.steps
+    sums = ("calls", "kernels", "busy_ns", "host_ns", "flops", "bytes", "bound_ns")
     labels = (
         " ".join(filter(None, (name_shown(name or "?"), name_shown(shapes_label(shapes)))))
         for name, shapes in frame.select("name", "shapes").iter_rows()
@@ -804,7 +814,7 @@ def _operators(head: str, summary: TraceSummary, _: View) -> Table:
     return table_of(
         head, ("calls", "g"), ("kernels", "g"), ("ms", "ms of ns"), ("host ms", "ms of ns"),
         ("FLOPs", "FLOP"), ("bytes", "B"), ("bound ms", "ms of ns"), ("bound", TEXT),
-        rows=_rows(frame, labels, a_step, "bound"),
+        rows=_rows(frame, labels, *each_step(frame, summary.steps, *sums), "bound"),
     )  # fmt: skip
 
 
@@ -849,9 +859,10 @@ def _queue_table(head: str, summary: TraceSummary, _: View) -> Table:
 def _tree_table(head: str, summary: TraceSummary, view: View) -> Table:
     tree = operator_tree if head.startswith("operator") else range_tree
     nodes = _whole(summary, tree(summary.attribution, view.top or MOST_NODES))
-    a_step = pl.col("calls", "kernels", "device_ns", "self_device_ns", "host_ns", "self_host_ns") / summary.steps
+    sums = ("calls", "kernels", "device_ns", "self_device_ns", "host_ns", "self_host_ns")
     labels = (f"{'. ' * depth}{name_shown(name)}" for depth, name in nodes.select("depth", "name").iter_rows())
     return table_of(
         head, ("calls", "g"), ("kernels", "g"), ("device ms", "ms of ns"), ("of it own", "ms of ns"),
-        ("host ms", "ms of ns"), ("of it own", "ms of ns"), rows=_rows(nodes, labels, a_step),
+        ("host ms", "ms of ns"), ("of it own", "ms of ns"),
+        rows=_rows(nodes, labels, *each_step(nodes, summary.steps, *sums)),
     )  # fmt: skip
