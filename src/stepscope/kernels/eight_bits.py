@@ -115,14 +115,10 @@ def _scale(x: Tensor, end: float) -> Tensor:
     bits = x.contiguous().view(torch.int16)
     programs = max(1, min(_PROGRAMS, tiles_of(x.numel(), _BLOCK)))
     maxima = torch.empty(programs, dtype=torch.int32, device=x.device)
-    scale = _fake_scale(x, end)
+    scale = torch.empty((), dtype=torch.float32, device=x.device)
     launch_at(x, largest_of_eight_bits, (programs,), bits, maxima, x.numel(), BLOCK=_BLOCK, num_warps=8)
     launch_at(x, scale_to_eight_bits, (1,), maxima, scale, programs, 1 / end, SMALLEST, BLOCK=_PROGRAMS, num_warps=4)
     return scale
-
-
-def _fake_scale(x: Tensor, end: float) -> Tensor:
-    return torch.empty((), dtype=torch.float32, device=x.device)
 
 
 def _layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, along: bool, across: bool) -> tuple[Tensor, Tensor]:
@@ -147,7 +143,11 @@ def _fake_layouts(x: Tensor, scale: Tensor, dtype: torch.dtype, along: bool, acr
     return first, second
 
 
-define("eight_bit_scale(Tensor x, float end) -> Tensor", _scale, _fake_scale)
+define(
+    "eight_bit_scale(Tensor x, float end) -> Tensor",
+    _scale,
+    lambda x, _end: torch.empty((), dtype=torch.float32, device=x.device),
+)
 define(
     "eight_bit_layouts(Tensor x, Tensor scale, ScalarType dtype, bool along, bool across) -> (Tensor, Tensor)",
     _layouts,

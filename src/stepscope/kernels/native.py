@@ -429,19 +429,15 @@ def teach(
                 "name": forward.operation.name,
                 "any_order": any_order,
                 "inputs": forward.inputs,
-                "forward": _as_dict(forward.ran),
+                "forward": {**vars(forward.ran)},
                 "saved": forward.saved,
                 "by_python": by_python,
-                "backward": None if backward is None else _as_dict(backward),
+                "backward": None if backward is None else {**vars(backward)},
                 "gradients": list(gradients),
             },
         )
         if full:  # it has forgotten all others, which may be taught again
             _tries.clear()
-
-
-def _as_dict(ran: Pass) -> dict[str, Any]:
-    return {"made": ran.made, "launches": ran.launches, "results": ran.results}
 
 
 def forget() -> None:

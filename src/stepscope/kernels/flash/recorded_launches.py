@@ -142,7 +142,12 @@ class Recording:
     def launch(self, kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: int) -> Any:
         """Run a kernel and record its arguments."""
         compiled = kernel[grid](*arguments, **options)
-        if compiled is None or not all(type(a) in _FIXED or self._is_known(a) for a in arguments):
+        others = [each for each in arguments if type(each) not in _FIXED]
+        known = all(
+            hasattr(each, "__dict__") and id(each.base if _is_descriptor(each) else each) in self._place_of
+            for each in others
+        )
+        if compiled is None or not known:
             self._repeatable = False
             return compiled
         operands: list[Operand] = []
@@ -159,10 +164,6 @@ class Recording:
         self._direct.append(_direct(compiled, grid, template, operands))
         self.launches.append((compiled, grid, template, operands))
         return compiled
-
-    def _is_known(self, argument: Any) -> bool:
-        base = argument.base if _is_descriptor(argument) else argument
-        return id(base) in self._place_of and hasattr(argument, "__dict__")
 
     def finish(self) -> bool:
         """Release the tensors. Returns whether the call can be repeated: not if it allocates between launches."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from stepscope.core.errors import InputError
 from stepscope.recording.held_tensors import local_part, whole_numel
-from stepscope.training.parallel.collective import broadcast
+from stepscope.training.parallel.collective import broadcast, trained
 from stepscope.training.parallel.step import Spread, Whole, replicated
 from stepscope.training.parallel.strategies.ddp_textbook import BucketedDataParallel
 from stepscope.training.training_step import Ranks
@@ -126,8 +126,7 @@ def zero1(whole: Whole, ranks: Ranks) -> Spread:
     module = BucketedDataParallel(whole.forward)
     optimizer = None
     if (make := whole.make_optimizer) is not None:
-        trained = [parameter for parameter in whole.model.parameters() if parameter.requires_grad]
-        optimizer = ShardedOptimizer(trained, lambda groups, **_: make(groups))
+        optimizer = ShardedOptimizer(trained(whole.model), lambda groups, **_: make(groups))
     return replicated(
         whole, module, optimizer=optimizer, finish=module.finish_gradient_synchronization, local=module.no_sync
     )
