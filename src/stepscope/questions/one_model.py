@@ -1,14 +1,75 @@
-"""The model that a question looks at, by its options: the textbook's by its sizes, or a user's."""
+"""Questions that look at one model in PyTorch: their options, and their way to the textbook's model or a user's.
 
-from collections.abc import Mapping, Sequence
+What measures is in the file of each question, which needs PyTorch: `_FUNCTIONS` names it. A user's model is looked at
+with the user's rights, in a process apart.
+"""
+
+import importlib
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from stepscope.core.answer import Answer
-from stepscope.core.errors import InputError
-from stepscope.core.options import MODEL, Option, refuse_beside
+from stepscope.core import interrupts
+from stepscope.core.answer import Answer, decode_answer, encode_answer
+from stepscope.core.errors import InputError, warn
+from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.options import MEASURING, MODEL, NUMBERS, TRAINING, WORKLOAD, Option, completed, refuse_beside
+from stepscope.core.workloads import is_configuration
 from stepscope.engine.request import Stage, Tell
+from stepscope.engine.user_code import answer_apart, ask_apart
 from stepscope.engine.workload_options import OneWorkload
+from stepscope.questions.question import Question
+
+_FUNCTIONS = {
+    "autocast": "stepscope.questions.autocast:study_autocast",
+    "underflow": "stepscope.questions.underflow:study_underflow",
+    "scaling": "stepscope.questions.scaling:study_scaling",
+    "swallowed": "stepscope.questions.swallowed:study_swallowed",
+    "normalisation": "stepscope.questions.normalisation:study_own_normalisation",
+    "quality": "stepscope.questions.quality:study_own_quality",
+    "parity": "stepscope.questions.parity:study_parity",
+    "shadow": "stepscope.questions.shadow:study_shadow",
+}
+"""The place of each study's function."""
+
+_KEEPING = ("quality",)
+"""Studies that answer from what is done already when they are interrupted."""
+
+
+def study_apart(study: str, named: str, arguments: Mapping[str, Any], **options: Any) -> Answer:
+    """What a study answers, with these options, of the module that a factory or a configuration makes of these
+    arguments."""
+    what = f"--model {named}" if is_configuration(named) else f"--module {named}"
+    said = json.dumps({"own": named, "arguments": arguments, **options})
+    return decode_answer(ask_apart(__name__, named, study, said, what=what, keeps=study in _KEEPING), what)
+
+
+def study_function(study: str) -> Callable[..., Answer]:
+    """The function of a study. PyTorch comes with it."""
+    place, _, name = _FUNCTIONS[study].partition(":")
+    return getattr(importlib.import_module(place), name)
+
+
+def main(_named: str, study: str, said: str) -> str:
+    """The answer as JSON, for `study_apart`."""
+    answer = study_function(study)
+    told = {"tell": _teller()} if "tell" in inspect.signature(answer).parameters else {}
+    return encode_answer(answer(**json.loads(said), **told))
+
+
+def _teller() -> Callable[[str, float], None]:
+    """A function that says on stderr how far a study is that takes a while, each part of it once."""
+    said: list[str] = []
+
+    def tell(name: str, _share: float) -> None:
+        if name not in said[-1:]:
+            said.append(name)
+            warn(name)
+
+    return tell
+
 
 Configuration = Annotated[
     str | None, Option("The config.json of a Hugging Face model, which gets random weights.", MODEL)
@@ -31,8 +92,6 @@ class OneModel:
 
         Raises InputError for options that say nothing of such a model.
         """
-        from stepscope.questions.study_apart import study_apart, study_function
-
         named = {name: getattr(self, name) for name in ("model", "module", "arg", "batch_size", "seq_len")}
         said: Mapping[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
         own = OneWorkload(said).user_workload
@@ -65,8 +124,6 @@ def of_own_model(
     own = OneWorkload({name: value for name, value in named.items() if value not in (None, ())}).user_workload
     if own is None:
         return None
-    from stepscope.questions.study_apart import study_apart
-
     refuse_beside("--module" if module else "--model", "--arg", "--batch-size", "--seq-len", *takes)
     return study_apart(study, own.factory, own.arguments, **options)
 
@@ -87,3 +144,250 @@ def refuse_sizes(**sizes: int | None) -> None:
     given = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
     if given:
         raise InputError(f"{given} belongs to --model CONFIG.json here: leave it out, or name one")
+
+
+# What vanishes, overflows and rounds away in 16 bits.
+
+
+Steps = Annotated[int, Option("Training steps of each run.", TRAINING)]
+
+
+Format = Annotated[
+    str,
+    Option(
+        "The format of the table by kind of module: fp16, bf16, fp8-e5m2 or fp8-e4m3.",
+        NUMBERS,
+        complete=completed("fp16", "bf16", "fp8-e5m2", "fp8-e4m3"),
+    ),
+]
+
+
+def underflow(
+    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, vocabulary: int | None, batch_size: int | None,
+    seq_len: int | None, seed: int, format: Format = "fp16", device: str,
+) -> Answer:  # fmt: skip
+    """The exponents of a training step's gradients against each format, without and with a loss scale."""
+    options: dict[str, Any] = {"seed": seed, "format_name": format, "device": device}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if found := of_own_model("underflow", module, model, arg, "--seed", "--format", **sizes, **options):
+        return found
+    from stepscope.questions.underflow import study_underflow
+
+    named = configure(model or "tiny", vocabulary=vocabulary)
+    return study_underflow(model=named, **given_ones(sizes), **options)
+
+
+GrowthInterval = Annotated[int, Option("Steps without an overflow until the scale grows.", TRAINING)]
+OverflowAt = Annotated[tuple[int, ...] | None, Option("Steps that are made to overflow, as in 7,8,60.", TRAINING)]
+
+
+def scaling(
+    *, module: str | None, arg: tuple[str, ...] = (), model: Configuration, batch_size: int | None,
+    seq_len: int | None, steps: Steps = 200, growth_interval: GrowthInterval = 20, overflow_at: OverflowAt, seed: int,
+    device: str,
+) -> Answer:  # fmt: skip
+    """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
+    options: dict[str, Any] = {
+        "steps": steps,
+        "growth_interval": growth_interval,
+        "planted": overflow_at,
+        "device": device,
+        "seed": seed,
+    }
+    takes = ("--steps", "--growth-interval", "--overflow-at", "--seed")
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if found := of_own_model("scaling", module, model, arg, *takes, **sizes, **options):
+        return found
+    refuse_preset(model)
+    refuse_sizes(**sizes)
+    from stepscope.questions.scaling import study_scaling
+
+    return study_scaling(**options)
+
+
+LearningRates = Annotated[tuple[float, ...], Option("Learning rates at which swallowed updates are counted.", TRAINING)]
+RemediesAt = Annotated[float, Option("The learning rate at which the remedies are compared.", TRAINING)]
+
+
+def swallowed(
+    *, module: str | None, arg: tuple[str, ...] = (), model: str | None, d_model: int = 64, d_ff: int = 256,
+    layers: int = 2, vocabulary: int = 256, batch_size: int | None, seq_len: int | None, seed: int, steps: Steps = 40,
+    learning_rate: LearningRates = (1e-5, 1e-4, 1e-3, 1e-2), remedies_at: RemediesAt = 1e-4, device: str,
+) -> Answer:  # fmt: skip
+    """Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside fp32."""
+    options: dict[str, Any] = {
+        "steps": steps,
+        "learning_rates": learning_rate,
+        "remedies_at": remedies_at,
+        "device": device,
+        "seed": seed,
+    }
+    takes = ("--steps", "--learning-rate", "--remedies-at", "--seed")
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if found := of_own_model("swallowed", module, model, arg, *takes, **sizes, **options):
+        return found
+    from stepscope.questions.swallowed import study_swallowed
+
+    named = configure(model or "tiny", d_model=d_model, d_ff=d_ff, layers=layers, vocabulary=vocabulary)
+    return study_swallowed(model=named, **given_ones(sizes), **options)
+
+
+UNDERFLOW = Question(
+    "underflow",
+    underflow,
+    examples=(
+        "stepscope study underflow --model small --save underflow.svg",
+        "stepscope study underflow --from results/h200/precision/underflow.json --only 'by format'",
+    ),
+    defaults={
+        "model": "tiny",
+        "batch_size": "1",
+        "seq_len": "64",
+    },
+)
+
+SCALING = Question(
+    "scaling",
+    scaling,
+    examples=(
+        "stepscope study scaling --steps 100 --overflow-at 7,8,60",
+        "stepscope study scaling --from results/h200/precision/scaling.json --only findings",
+    ),
+    defaults={
+        "batch_size": "4 of a config.json",
+        "seq_len": "512 of a config.json",
+    },
+)
+
+SWALLOWED = Question(
+    "swallowed",
+    swallowed,
+    examples=(
+        "stepscope study swallowed --learning-rate 1e-4,1e-3",
+        "stepscope study swallowed --from results/cpu/precision/swallowed.json --save swallowed.svg",
+    ),
+    defaults={
+        "model": "tiny",
+        "batch_size": "4",
+        "seq_len": "32",
+    },
+)
+
+
+# What dtype everything has under autocast.
+
+
+ToyOrModel = Annotated[
+    str | None,
+    Option("A toy, a preset, or the config.json of a Hugging Face model.", MODEL, choices=("toy", *PRESETS)),
+]
+AutocastDtype = Annotated[str, Option("", WORKLOAD, choices=("fp16", "bf16"))]
+Rules = Annotated[
+    str | None,
+    Option(
+        "Whose rules autocast goes by; without a GPU, cuda's as PyTorch registers them.",
+        MEASURING,
+        choices=("cpu", "cuda"),
+    ),
+]
+
+
+def autocast(
+    *, model: ToyOrModel = None, module: str | None, arg: tuple[str, ...] = (), batch_size: int | None,
+    seq_len: int | None, dtype: AutocastDtype = "bf16", device: str, rules: Rules,
+) -> Answer:  # fmt: skip
+    """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "rules": rules}
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if found := of_own_model("autocast", module, model, arg, "--dtype", "--rules", **sizes, **options):
+        return found
+    refuse_sizes(**sizes)
+    from stepscope.questions.autocast import study_autocast
+
+    return study_autocast(model or "toy", **options)
+
+
+AUTOCAST = Question(
+    "autocast",
+    autocast,
+    examples=(
+        "stepscope study autocast --model tiny --dtype fp16 --rules cuda",
+        "stepscope study autocast --module train.py:make --arg width=64 --only modules",
+    ),
+    shared=("from_", "shown"),
+    defaults={
+        "model": "toy",
+        "rules": "the device's",
+        "batch_size": "4 of a config.json",
+        "seq_len": "512 of a config.json",
+    },
+)
+
+
+# One batch, run in other ways, against the plain step.
+
+
+def parity(
+    tell: Tell, *, asked: OneModel, dtype: str = "fp32", accumulation: tuple[int, ...] | None,
+    compile: tuple[str, ...] | None, attention: tuple[str, ...] | None, checkpointing: tuple[str, ...] | None,
+    device: str,
+) -> Answer:  # fmt: skip
+    """Whether one step gives the same loss and gradients in other micro-batches, compiled, checkpointed, or with
+    another attention; and which module departs first where it does not. What is asked for is compared, or all that can
+    be."""
+    return asked.answer(
+        "parity", tell, dtype=dtype, accumulation=accumulation, compile=compile, attention=attention,
+        checkpointing=checkpointing, device=device,
+    )  # fmt: skip
+
+
+PARITY = Question(
+    "parity",
+    parity,
+    examples=(
+        "stepscope study parity --module train.py:make --accumulation 2,4",
+        "stepscope study parity --model tiny --attention sdpa,flash-tiled --checkpointing every-1,selective",
+    ),
+    defaults={
+        "accumulation": "2 and 4 where the batch can be cut",
+        "checkpointing": "every-1 where there are blocks",
+        "attention": "sdpa; of a model of your own sdpa-math, where it calls PyTorch's",
+        "compile": "default",
+        "model": "tiny",
+        "batch_size": "4",
+        "seq_len": "64",
+    },
+)
+
+
+# One step, with each module alone in 16 bits.
+
+
+To = Annotated[str, Option("The precision that one module at a time gets.", WORKLOAD, choices=("bf16", "fp16"))]
+
+
+def shadow(tell: Tell, *, asked: OneModel, to: To = "bf16", device: str) -> Answer:
+    """Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the error that
+    this makes in the gradients, beside run-to-run noise."""
+    return asked.answer("shadow", tell, to=to, device=device)
+
+
+SHADOW = Question(
+    "shadow",
+    shadow,
+    examples=(
+        "stepscope study shadow --module train.py:make --arg width=64",
+        "stepscope study shadow --model tiny --to fp16 --save shadow.svg",
+    ),
+    defaults={
+        "model": "tiny",
+        "batch_size": "4",
+        "seq_len": "64",
+    },
+)
+
+
+if __name__ == "__main__":
+    interrupts.install()
+    with interrupts.keeping():  # until the answer is written
+        answer_apart(main)

@@ -48,30 +48,30 @@ class _Studies(Verbs):
             "Softmax, naive, safe and online, and attention's scores: where each overflows as its inputs grow.",
         ),
         "underflow": (
-            "stepscope.questions.gradients_question:UNDERFLOW",
+            "stepscope.questions.one_model:UNDERFLOW",
             "The exponents of a training step's gradients against each format, without and with a loss scale.",
         ),
         "scaling": (
-            "stepscope.questions.gradients_question:SCALING",
+            "stepscope.questions.one_model:SCALING",
             "A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler.",
         ),
         "swallowed": (
-            "stepscope.questions.gradients_question:SWALLOWED",
+            "stepscope.questions.one_model:SWALLOWED",
             "Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside "
             "fp32.",
         ),
         "autocast": (
-            "stepscope.questions.autocast_question:QUESTION",
+            "stepscope.questions.one_model:AUTOCAST",
             "The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator.",
         ),
         "parity": (
-            "stepscope.questions.parity_question:QUESTION",
+            "stepscope.questions.one_model:PARITY",
             "Whether one step gives the same loss and gradients in other micro-batches, compiled, checkpointed, or "
             "with another attention; and which module departs first where it does not. What is asked for is "
             "compared, or all that can be.",
         ),
         "shadow": (
-            "stepscope.questions.shadow_question:QUESTION",
+            "stepscope.questions.one_model:SHADOW",
             "Which module's precision matters: the step again with one module at a time in 16 bits, ranked by the "
             "error that this makes in the gradients, beside run-to-run noise.",
         ),
