@@ -3,6 +3,7 @@
     measured = stepscope.run(net, batch, loss, record="kineto")    # a module of your own, or the textbook's by name
     measured.trace, measured.samples["backward"].median_s
     stepscope.measure({"forward": forward, "backward": backward})  # phases of anything, on the same timer
+    stepscope.bench({"mine": f, "torch": g}, shape="4096x1024")    # a kernel of your own: right, and faster?
     stepscope.trace("trace.json.gz")                               # any capture of torch.profiler or nsys, explained
     stepscope.memory("snapshot.pickle")                            # any snapshot of PyTorch's allocator, explained
     stepscope.fit(net, batch, loss, memory="80GiB")                # will it fit? Or fit("xl", seq_len=1024, ...)
@@ -22,6 +23,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stepscope.app.verbs.bench import Benched, bench
     from stepscope.app.verbs.compare import Compared, compare
     from stepscope.app.verbs.fit import Fitted, fit
     from stepscope.app.verbs.measure import Timed, measure
@@ -37,12 +39,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "Replaced", "StepscopeError", "Timed",
-    "Traced", "Watched", "__version__", "compare", "fit", "measure", "memory", "replace_parts", "run", "show",
-    "trace", "tune", "watch",
+    "Benched", "Compared", "Fitted", "Found", "InputError", "Measured", "Remembered", "Replaced", "StepscopeError",
+    "Timed", "Traced", "Watched", "__version__", "bench", "compare", "fit", "measure", "memory", "replace_parts", "run",
+    "show", "trace", "tune", "watch",
 ]  # fmt: skip
 
 _WHERE = {
+    **dict.fromkeys(("bench", "Benched"), "app.verbs.bench"),
     **dict.fromkeys(("compare", "Compared"), "app.verbs.compare"),
     **dict.fromkeys(("fit", "Fitted"), "app.verbs.fit"),
     **dict.fromkeys(("measure", "Timed"), "app.verbs.measure"),

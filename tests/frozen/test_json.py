@@ -33,6 +33,7 @@ STORED = {
     "fit, what would fit": "--model xl --seq-len 1024 --memory 20GB",
     "fit, against runs": "--against results/h200/first",
     "history, changes": "results/cpu/history",
+    "bench": "--from results/h100/bench/preset.json",
     "tune, a search": "--from results/h200/tune/large.json",
     "show, of a GPU": "xl-b4-s512-fp32 --runs results/h200/limit-80GiB",
     "show, ranks": "tiny-b8-s64-fp32-train-zero1-x2 --runs results/cpu/study-parallel",

@@ -20,14 +20,12 @@ from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from stepscope.core.formulas import Convention, Work
+from stepscope.core.formulas import CausalConvention, Convention, Work
 from stepscope.core.formulas.operator_formulas import Operand, OperatorCall, TensorList, Unknown, Value
 from stepscope.core.formulas.operator_rules import call_work, is_product
 from stepscope.core.parts import PARTS
 from stepscope.recording.precision import SCALED_CAST_KERNELS, SCALED_CASTS
 from stepscope.recording.step import Recorder
-
-CONVENTION = Convention(causal="full", recompute=True)
 
 _PRODUCT = re.compile(
     r"mm(?![ai])|matmul|mv$|dot|conv|attention|transformer|rnn|lstm|gru|bilinear|linear|einsum|fft|outer|cdist|"
@@ -43,15 +41,17 @@ _NO_WORK = ("profiler", "prim", "prims", "inductor", "c10d", "_c10d_functional",
 """Namespaces of operators that do no arithmetic of the model's own."""
 
 
-def product_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object) -> int | None:
+def product_flops(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: object, causal: CausalConvention = "full"
+) -> int | None:
     """FLOPs of an operator that multiplies; None where nothing says that it does.
 
-    By the rules that also read traces (core/formulas/operator_rules.py), with attention as the full square; where they
-    do not know the operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where none
-    knows them, and what such a formula raises.
+    By the rules that also read traces (core/formulas/operator_rules.py), with causal attention as `causal` has it;
+    where they do not know the operator or these arguments, by its formula in PyTorch's counter. Raises Unknown where
+    none knows them, and what such a formula raises.
     """
     multiplies = not isinstance(func, HigherOrderOperator) and is_product(func._schema.name)
-    work = call_work(_call(func, args, kwargs), "full") if multiplies else None
+    work = call_work(_call(func, args, kwargs), causal) if multiplies else None
     if work is not None:
         return work.flops
     packet = getattr(func, "_overloadpacket", func)
@@ -102,8 +102,10 @@ class FlopCounts(TorchDispatchMode, Recorder):
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, causal: CausalConvention = "full") -> None:
+        """causal: whether causal attention counts as half of the square, or as all of it."""
         super().__init__()
+        self._causal: CausalConvention = causal
         self.unknown: Counter[str] = Counter()
         """Calls of what may multiply and has no formula, by the operator's or the kernel's name."""
         self._flops: dict[str, int] = {}
@@ -129,12 +131,15 @@ class FlopCounts(TorchDispatchMode, Recorder):
     @property
     def work(self) -> dict[str, Work]:
         """The work of each phase."""
-        return {phase: Work(flops=flops, convention=CONVENTION) for phase, flops in self._flops.items()}
+        return {
+            phase: Work(flops=flops, convention=Convention(causal=self._causal, recompute=True))
+            for phase, flops in self._flops.items()
+        }
 
     def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *, inside: bool) -> bool:
         """Whether the operator has FLOPs. `inside`: whether one that it calls had some, and it needs none."""
         try:
-            flops = product_flops(func, args, kwargs, out)
+            flops = product_flops(func, args, kwargs, out, self._causal)
         except Exception:
             self.unknown[func.name().partition(".")[0]] += 1
             return False

@@ -81,6 +81,7 @@ STARTS = {
         "import torch; q, k, v = torch.randn(3, 1, 2, 32, 16)\n",
         "import torch; q, k, v = torch.randn(3, 2, 1, 64, 16)\n",
     ],
+    "docs/experiments/own-kernel.md": [""],
     "docs/experiments/parity.md": [""],
     "docs/experiments/shadow.md": [""],
     "docs/experiments/watched-scripts.md": [OF_A_LOOP],

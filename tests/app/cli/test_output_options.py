@@ -135,6 +135,7 @@ INPUTS: dict[str, list[Callable[[Path], tuple[str, ...]]]] = {
     "run": [_alone(*TINY)],
     "sweep": [_alone(*TINY)],
     "tune": [_tuned],
+    "bench": [_alone("--from", str(ROOT / "results" / "h100" / "bench" / "preset.json"))],
     "writeup": [_runs()],
     "study attention-gate": [_alone("--from", str(ROOT / "results" / "cpu" / "attention" / "gate.json"))],
     "study attention-step": [_answer("attention")],

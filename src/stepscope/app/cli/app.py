@@ -47,6 +47,10 @@ class _Command(Verbs):
             "Run a training script unchanged, and measure some of its steps: data, forward, backward, optimizer, the "
             "rest.",
         ),
+        "bench": (
+            "bench",
+            "Judge a function of your own by float64, and time it beside its rivals: a kernel, a layer, an attention.",
+        ),
         "sweep": ("sweep", "Measure a grid of workloads. The same command resumes a sweep that was interrupted."),
         "compare": (
             "compare",

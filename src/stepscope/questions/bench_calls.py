@@ -1,0 +1,543 @@
+"""The bench itself: each size judged, then one pass for first call and memory, then all that is right timed in turns.
+
+Functions of one size take turns pass by pass, with the L2 cache of a GPU overwritten before each (`recording/timer.py`,
+the only loop that times). What was measured is told as it comes; Ctrl-C leaves it.
+"""
+
+import contextlib
+import gc
+import inspect
+import math
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from stepscope.core.errors import InputError, named_line, one_line
+from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.samples import Samples
+from stepscope.core.units import format_seconds
+from stepscope.questions.attention_calls import settings_for
+from stepscope.questions.bench_gate import (
+    AS_TIMED,
+    DTYPES,
+    Call,
+    Case,
+    Function,
+    leaves_of,
+    results_of,
+    variations,
+)
+from stepscope.questions.bench_gate import (
+    SMALL as SMALL_CASE,
+)
+from stepscope.questions.bench_inputs import TensorSpec, odd, size_words, smaller
+from stepscope.questions.bench_result import Bench, Timed, Timing, Verdict, Work
+from stepscope.recording.device import is_out_of_memory, let_go, timing_device
+from stepscope.recording.environment import read_environment
+from stepscope.recording.flops import FlopCounts
+from stepscope.recording.held_tensors import saved_tensors
+from stepscope.recording.precision import matmul_precision
+from stepscope.recording.step import Phase, drive
+from stepscope.recording.timer import (
+    Leads,
+    Measurement,
+    StepFailed,
+    launches_hidden,
+    measure,
+    overwrite_cache,
+    with_lead,
+)
+
+MOST_JUDGED = {"cuda": 1 << 27, "cpu": 1 << 22}
+"""The most numbers of a call's inputs that are judged as they are timed."""
+SMALL_SIZE = {"cuda": 512, "cpu": 128}
+"""The largest size of the calls on which functions are judged besides."""
+MOST_PASSES = 2000
+"""Passes of a function on one size: more say nothing more, and fill the document."""
+PATIENCE_S = 120.0
+"""How long a first call may compile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What is asked of a bench."""
+
+    functions: Mapping[str, Function]
+    """By name; the first is the one that the others are set beside."""
+    spelled: Mapping[str, str]
+    reference: Function | None
+    reference_name: str
+    yardstick: str = ""
+    """The name of the function whose error in the same dtype says what is too far; empty for the reference."""
+    specs: Sequence[TensorSpec] = ()
+    make: Callable[..., Any] | None = None
+    """A factory of inputs, in place of `specs`."""
+    sizes: Sequence[Mapping[str, int]] = ({},)
+    dtype: str
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    backward: bool = True
+    seconds: float = 1.0
+    patience_s: float = PATIENCE_S
+
+    def call(self, sizes: Mapping[str, int], device: torch.device) -> Call:
+        """The call of this size."""
+        if self.make is None:
+            specs = tuple(spec.sized(sizes) for spec in self.specs)
+            return Call.draw(specs, DTYPES[self.dtype], device, self.arguments)
+        takes = inspect.signature(self.make).parameters
+        given = {"device": device, "dtype": DTYPES[self.dtype]}
+        anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        given = {name: value for name, value in given.items() if name in takes or anything}
+        torch.manual_seed(0)
+        made = Call.of(self.make(**sizes, **given), "the factory of inputs")
+        placed = made.changed(lambda t: t.detach().to(device).requires_grad_(t.requires_grad))
+        return Call(placed.args, {**placed.kwargs, **self.arguments})
+
+
+class CallPass:
+    """Forward, and backward where there is one, of one call, as a subject of `measure`."""
+
+    def __init__(self, function: Function, call: Call, *, backward: bool) -> None:
+        self._function = function
+        self._ready, self.leaves = leaves_of(call, backward=backward)
+        self._upstream: list[Tensor] = []
+        self._gradients: tuple[Tensor | None, ...] = ()
+        self._asked: list[Tensor] = []
+        self.outs: dict[str, Tensor] = {}
+        self.lead: Callable[[], object] | None = None
+
+    @property
+    def phases(self) -> Sequence[Phase]:
+        backward = (Phase(name=BACKWARD, run=self.backward),) if self.leaves else ()
+        return with_lead(self.lead, Phase(name=FORWARD, run=self.forward), *backward)
+
+    def prepare(self) -> None:
+        self.outs, self._asked, self._gradients = {}, [], ()
+
+    def forward(self) -> None:
+        with torch.enable_grad() if self.leaves else torch.no_grad():
+            self.outs = results_of(self._function(*self._ready.args, **self._ready.kwargs))
+
+    def backward(self) -> None:
+        self._asked = [out for out in self.outs.values() if out.requires_grad]
+        if len(self._upstream) != len(self._asked):
+            self._upstream = [torch.randn_like(out) for out in self._asked]
+        # Not `.backward()`, which would add to what a pass before left, or copy.
+        self._gradients = torch.autograd.grad(self._asked, self.leaves, self._upstream, allow_unused=True)
+
+    def run(self) -> None:
+        """Forward, and backward where there is one."""
+        for phase in self.phases:
+            phase.run()
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the outputs and of the gradients that are alive."""
+        kept = [*self.outs.values(), *(gradient for gradient in self._gradients if gradient is not None)]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+
+    def saved_bytes(self, *, beside: bool) -> int:
+        """Bytes that autograd keeps for backward. beside: without the inputs and the outputs. What autograd wraps as
+        tensors without a dimension lies on the host."""
+        known = {t.untyped_storage().data_ptr() for t in (*self._ready.tensors, *self.outs.values())}
+        storages: dict[int, int] = {}
+        for out in self.outs.values():
+            for saved in saved_tensors(out.grad_fn) if out.grad_fn is not None else ():
+                if saved.tensor.ndim:
+                    storage = saved.tensor.untyped_storage()
+                    storages[storage.data_ptr()] = storage.nbytes()
+        return sum(nbytes for pointer, nbytes in storages.items() if not beside or pointer not in known)
+
+
+Tell = Callable[[str], object]
+Grown = Callable[[Bench], object]
+
+
+def run_bench(
+    asked: Asked, device: torch.device, *, tell: Tell = lambda _: None, grown: Grown = lambda _: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Bench:  # fmt: skip
+    """Judge and time every function on every size. tell: is told what is measured. grown: is given what there is, after
+    each size. Raises InputError for inputs that cannot be made, and for a reference that cannot be run."""
+    bench = Bench(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=read_environment(device),
+        functions=dict(asked.spelled),
+        reference=asked.reference_name,
+        yardstick=asked.yardstick,
+        dtype=asked.dtype,
+        arguments={name: str(value) for name, value in asked.arguments.items()},
+        backward=asked.backward,
+        seconds=asked.seconds,
+    )
+    room = _Room(asked, device, clock)
+    try:
+        with matmul_precision("fp32"):
+            for sizes in asked.sizes:
+                label = size_words(sizes) or "the shape"
+                tell(f"{label}: right or wrong")
+                call = room.made(sizes)
+                room.call_first(call)
+                judged = room.judge(sizes, call)
+                bench = msgspec.structs.replace(bench, verdicts=(*bench.verdicts, *judged))
+                tell(f"{label}: {_verdicts_words(judged, asked.functions)}time")
+                timings, work = room.time(sizes, call, bench.verdicts)
+                bench = msgspec.structs.replace(
+                    bench, timings=(*bench.timings, *timings), works=(*bench.works, *work),
+                    interpreted=tuple(room.interpreted), interrupted=room.interrupted,
+                )  # fmt: skip
+                times = [f"{row.function} {format_seconds(row.seconds)}" for row in timings if row.seconds]
+                tell(f"{label}: {', '.join(times) or 'nothing has a time'}")
+                grown(bench)
+                if room.interrupted:
+                    break
+    except KeyboardInterrupt:
+        bench = msgspec.structs.replace(bench, interrupted=True)
+    return bench
+
+
+def _verdicts_words(verdicts: Sequence[Verdict], functions: Mapping[str, Function]) -> str:
+    """Who is wrong, for a display: `mine is wrong, `; empty where nobody is."""
+    wrong = {verdict.function for verdict in verdicts if verdict.judged == "wrong"}
+    return "".join(f"{name} is wrong, " for name in functions if name in wrong)
+
+
+class _Room:
+    """One bench on one device: what stays from size to size."""
+
+    def __init__(self, asked: Asked, device: torch.device, clock: Callable[[], float]) -> None:
+        self.asked, self.device, self._clock = asked, device, clock
+        self._timing = timing_device(device)
+        self._settings = msgspec.structs.replace(settings_for(asked.seconds), steps_cap=MOST_PASSES)
+        self._leads: Leads | None = None
+        self.interrupted = False
+        self._judged: set[tuple[str, str]] = set()
+        """Cases, and their inputs, that functions were judged on: several sizes share their small ones."""
+        self.given_up: dict[str, str] = {}
+        """Functions whose first call did not end, and that in words."""
+        self._first_s: dict[str, float] = {}
+        self.interpreted = [name for name, function in asked.functions.items() if is_interpreted(function)]
+
+    def made(self, sizes: Mapping[str, int]) -> Call:
+        """The inputs of this size. Raises InputError where they cannot be made."""
+        try:
+            call = self.asked.call(sizes, self.device)
+        except InputError:
+            raise
+        except Exception as error:  # a user's factory may raise anything; memory runs out in its own way
+            raise InputError(
+                f"the inputs{' of ' + size_words(sizes) if sizes else ''} fail: {named_line(error)}"
+            ) from error
+        if not call.tensors:
+            raise InputError("the inputs hold no tensor: a bench needs one")
+        return call
+
+    # ---- the first call, which compiles
+
+    def call_first(self, call: Call) -> None:
+        """Time the first call of every function on this size. One that has not ended in time is given up."""
+        self._first_s = {}
+        for name, function in self.asked.functions.items():
+            if name in self.interpreted or name in self.given_up:
+                continue
+            one = CallPass(function, call, backward=self.asked.backward)
+            self._timing.synchronize()
+            began = self._clock()
+            try:
+                with patience(self.asked.patience_s):
+                    one.run()
+                    self._timing.synchronize()
+                self._first_s[name] = self._clock() - began
+            except TimeoutError as error:
+                self.given_up[name] = f"its first call {error}"
+            except Exception as error:  # the gate says what it raises
+                let_go(error)
+            one.prepare()
+        self._clean_up()
+
+    # ---- right or wrong
+
+    def judge(self, sizes: Mapping[str, int], call: Call) -> list[Verdict]:
+        """The verdicts of every function on the call and on its variations."""
+        asked = self.asked
+        if asked.reference is None:
+            return []
+        verdicts: list[Verdict] = []
+        for label, varied in self._variations(sizes, call):
+            alike = (label, AS_TIMED) if label == SMALL_CASE else (label,)
+            if any((one, varied.words) in self._judged for one in alike):
+                continue
+            self._judged.add((label, varied.words))
+            case = self._case(label, varied)
+            if isinstance(case, str):
+                verdicts += [
+                    Verdict(function=name, case=label, inputs=varied.words, dtype=asked.dtype, judged="not judged",
+                            reason=case)
+                    for name in asked.functions
+                ]  # fmt: skip
+                continue
+            for name, function in asked.functions.items():
+                if name in self.given_up:
+                    continue
+                try:
+                    with patience(asked.patience_s):
+                        verdicts.append(case.judge(name, function))
+                except Exception as error:
+                    if not is_out_of_memory(error) and not isinstance(error, TimeoutError):
+                        raise
+                    verdicts.append(Verdict(function=name, case=label, inputs=varied.words, dtype=asked.dtype,
+                                            judged="not judged", reason=one_line(error)))  # fmt: skip
+                    let_go(error)
+        self._clean_up()
+        return verdicts
+
+    def _variations(self, sizes: Mapping[str, int], call: Call) -> Iterator[tuple[str, Call]]:
+        asked, most = self.asked, SMALL_SIZE[self.device.type]
+        numbers = sum(tensor.numel() for tensor in call.tensors)
+        if numbers <= MOST_JUDGED[self.device.type] and not self.interpreted:
+            yield AS_TIMED, call
+        if asked.make is not None:
+            small = call if numbers <= MOST_JUDGED["cpu"] else None
+            odd_sizes = {name: value - 1 - value % 2 if value > 2 else value for name, value in sizes.items()}
+            other = self.made(odd_sizes) if odd_sizes != dict(sizes) and small is not None else None
+            yield from variations(small, other) if small is not None else ()
+            return
+        specs = tuple(spec.sized(sizes) for spec in asked.specs)
+        draw = lambda some: Call.draw(some, DTYPES[asked.dtype], self.device, asked.arguments)  # noqa: E731
+        yield from variations(draw(smaller(specs, most)), draw(odd(specs, most)))
+
+    def _case(self, label: str, call: Call) -> Case | str:
+        """The case, or why nobody can be judged by it. Raises InputError where the reference does not run at all."""
+        asked = self.asked
+        assert asked.reference is not None
+        yardstick = asked.functions.get(asked.yardstick, asked.reference)
+        try:
+            names = call.names(*asked.functions.values(), asked.reference)
+            return Case.make(label, asked.dtype, call, asked.reference, yardstick, names=names, backward=asked.backward)
+        except Exception as error:
+            why = "float64 does not fit into the memory" if is_out_of_memory(error) else named_line(error)
+            fits = is_out_of_memory(error)
+            let_go(error)
+            if label == SMALL_CASE and not fits:
+                raise InputError(
+                    f"the reference, {asked.reference_name}, cannot judge: in float64 it raises {why}; give another "
+                    "one with --reference"
+                ) from error
+            return f"the reference: {why}"
+
+    # ---- time
+
+    def time(
+        self, sizes: Mapping[str, int], call: Call, verdicts: Sequence[Verdict]
+    ) -> tuple[list[Timing], list[Work]]:
+        """The times of what is right, in turns, and the work of this size."""
+        asked, words = self.asked, call.words
+        rows: dict[str, Timing] = {}
+
+        def row(name: str, outcome: Timed, reason: str = "", **fields: Any) -> Timing:
+            return Timing(function=name, sizes=dict(sizes), inputs=words, dtype=asked.dtype, outcome=outcome,
+                          reason=reason, **fields)  # fmt: skip
+
+        passes: dict[str, CallPass] = {}
+        firsts: dict[str, dict[str, Any]] = {}
+        for name, function in asked.functions.items():
+            refused = next((v for v in verdicts if v.function == name and v.judged == "wrong"), None)
+            if refused is not None:
+                rows[name] = row(name, "wrong", f"{refused.case} ({refused.inputs}): {refused.reason}")
+                continue
+            if name in self.interpreted:
+                rows[name] = row(
+                    name, "interpreted", "its kernels ran in Triton's interpreter, whose times say nothing"
+                )
+                continue
+            if name in self.given_up:
+                rows[name] = row(name, "failed", self.given_up[name])
+                continue
+            one = CallPass(function, call, backward=asked.backward)
+            try:
+                firsts[name] = {"first_s": self._first_s.get(name), **self._memory(one)}
+                passes[name] = one
+            except Exception as error:  # whatever it raises is its own row
+                outcome: Timed = "out of memory" if is_out_of_memory(error) else "failed"
+                rows[name] = row(name, outcome, named_line(error))
+                one.prepare()
+                let_go(error)
+                self._clean_up()
+        work = self._work(sizes, call, passes)
+        for name, measured in self._in_turns(passes, rows, row).items():
+            samples = measured.samples
+            rows[name] = row(name, "measured" if samples[FORWARD].count else "interrupted", forward=samples[FORWARD],
+                             backward=samples.get(BACKWARD), host=samples["host"], hidden=launches_hidden(measured),
+                             **firsts[name])  # fmt: skip
+        self._clean_up()
+        return with_ratios([rows[name] for name in asked.functions if name in rows]), work
+
+    def _memory(self, one: CallPass) -> dict[str, int | None]:
+        """What a pass saves for backward, and takes beside its inputs and results. A pass before it makes what is made
+        once."""
+        one.run()
+        one.prepare()
+        gc.collect()
+        before = self._reset_peak()
+        one.forward()
+        saved = one.saved_bytes(beside=True) if one.leaves else None
+        if one.leaves:
+            one.backward()
+        self._timing.synchronize()
+        beyond = None
+        if before is not None:
+            beyond = max(0, torch.cuda.max_memory_allocated(self.device) - before - one.result_bytes)
+        one.prepare()
+        return {"saved_bytes": saved, "beyond_bytes": beyond}
+
+    def _reset_peak(self) -> int | None:
+        if self.device.type != "cuda":
+            return None
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return torch.cuda.memory_allocated(self.device)
+
+    def _in_turns(
+        self, passes: dict[str, CallPass], rows: dict[str, Timing], row: Callable[..., Timing]
+    ) -> dict[str, Measurement]:
+        """Times of the passes, taken in turns. One that fails gets its row; the others start again without it."""
+        while passes:
+            try:
+                if self.device.type == "cuda":
+                    self._leads = self._leads or Leads(self._timing, overwrite_cache(self.device))
+                    for name, one in passes.items():
+                        self._leads.give(name, one)
+                measured = measure(passes, device=self._timing, settings=self._settings)
+            except StepFailed as failure:
+                cause = failure.__cause__ or failure
+                outcome = "out of memory" if is_out_of_memory(cause) else "failed"
+                rows[failure.subject] = row(failure.subject, outcome, named_line(cause))
+                let_go(failure)
+                passes.pop(failure.subject).prepare()
+                self._clean_up()
+                continue
+            self.interrupted = any(one.interrupted for one in measured.values())
+            return measured
+        return {}
+
+    def _work(self, sizes: Mapping[str, int], call: Call, passes: Mapping[str, CallPass]) -> list[Work]:
+        """The work of this size: FLOPs as the operators of the reference, or else of the last function, count."""
+        function = self.asked.reference or [*self.asked.functions.values()][-1]
+        one = CallPass(function, call, backward=self.asked.backward)
+        counts = FlopCounts("half")
+        try:
+            with counts.running():
+                drive(one, counts)
+            self._timing.synchronize()
+        except Exception as error:  # of what it cannot run it knows no work
+            let_go(error)
+            counts.unknown["the reference"] += 1
+            one = next(iter(passes.values()), one)
+            with contextlib.suppress(Exception):
+                one.forward()
+        inputs = sum(tensor.nbytes for tensor in call.tensors)
+        outputs = sum(out.nbytes for out in one.outs.values())
+        leaves = sum(leaf.nbytes for leaf in one.leaves)
+        one.prepare()
+        kept = self._kept(one)
+        flops = {phase: work.flops for phase, work in counts.work.items()} if not counts.unknown else {}
+        return [
+            Work(
+                sizes=dict(sizes), inputs=call.words,
+                forward_flops=flops.get(FORWARD), backward_flops=flops.get(BACKWARD),
+                forward_bytes=inputs + outputs,
+                backward_bytes=kept + outputs + leaves if leaves else 0,
+            )
+        ]  # fmt: skip
+
+    def _kept(self, one: CallPass) -> int:
+        """What its backward reads beside the outputs' gradients: all that autograd keeps."""
+        try:
+            one.forward()
+            return one.saved_bytes(beside=False)
+        except Exception as error:  # what cannot run keeps nothing that is known
+            let_go(error)
+            return 0
+        finally:
+            one.prepare()
+
+    def _clean_up(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device that failed says so in the next call
+                torch.cuda.synchronize(self.device)
+                torch.cuda.empty_cache()
+
+
+def with_ratios(rows: Sequence[Timing]) -> list[Timing]:
+    """The rows with how many times as long each takes as the first of them that has a time, pair by pair."""
+    base = next((row.both for row in rows if row.both is not None and row.both.count), None)
+    if base is None:
+        return list(rows)
+    found: list[Timing] = []
+    for row in rows:
+        both = row.both
+        ratios = (
+            () if both is None else tuple(b / a for a, b in zip(base.values_s, both.values_s, strict=False) if a > 0)
+        )
+        if not ratios:
+            found.append(row)
+            continue
+        samples = Samples(values_s=ratios, clock="ratio")
+        found.append(msgspec.structs.replace(row, ratio=samples.median_s, interval=samples.interval()))
+    return found
+
+
+@contextlib.contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """While open, the code inside may run for so long, and then TimeoutError is raised in it. In a thread that gets no
+    signals it may run on."""
+    if threading.current_thread() is not threading.main_thread() or not math.isfinite(seconds):
+        yield
+        return
+
+    def over(*_: object) -> None:
+        raise TimeoutError(f"had not ended after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def is_interpreted(function: Function) -> bool:
+    """Whether the function calls a kernel that Triton's interpreter runs: itself, or what it names in its own file."""
+    return "triton" in sys.modules and any(type(one).__name__ == "InterpretedFunction" for one in _reached(function))
+
+
+def _reached(function: Any) -> Iterator[Any]:
+    """The function, and what it names in its own file, and so on."""
+    waiting, seen = [function], set[int]()
+    while waiting:
+        one = waiting.pop()
+        one = inspect.unwrap(one) if callable(one) else one
+        one = getattr(one, "__self__", one)  # the class of `Function.apply`
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        yield one
+        if isinstance(one, type):
+            methods = [getattr(value, "__func__", value) for value in vars(one).values()]
+            waiting += [method for method in methods if inspect.isfunction(method)]
+        elif inspect.isfunction(one):
+            here = one.__globals__
+            near = [here[name] for name in one.__code__.co_names if name in here]
+            waiting += [value for value in near if getattr(value, "__module__", one.__module__) == one.__module__]
+        elif hasattr(one, "fn"):  # a kernel under an autotuner
+            waiting.append(one.fn)

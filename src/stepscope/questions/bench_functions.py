@@ -1,0 +1,225 @@
+"""The functions that a bench calls: found by how they are spelled, and called as their signature has it."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from stepscope.core.errors import InputError, choose, named_line
+from stepscope.core.parts import ATTENTIONS
+from stepscope.questions.bench_calls import Asked
+from stepscope.questions.bench_gate import Function, judgeable_dtype
+from stepscope.questions.bench_inputs import parse_shape, parse_sizes
+from stepscope.training.attention import implementation
+from stepscope.training.user_module.loading import find_factory
+
+ALIKE = (("is_causal", "causal"), ("attn_mask", "mask"), ("scale", "softmax_scale"), ("enable_gqa", "gqa"))
+"""Arguments that functions of attention call by either name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A question that many ask: its inputs, and whom they are set beside."""
+
+    words: str
+    shape: str
+    dtype: str
+    arguments: Mapping[str, Any]
+    against: tuple[str, ...]
+
+
+PRESETS: dict[str, Preset] = {
+    "cs336-attention": Preset(
+        words="causal attention, forward and backward, as the course's leaderboard has it: 1 x 16 x 16384 x 64 in bf16",
+        shape="1x16x16384x64*3", dtype="bf16", arguments={"is_causal": True},
+        against=("torch.nn.functional.scaled_dot_product_attention", "flash"),
+    ),
+}  # fmt: skip
+
+
+def load_function(spelled: str, option: str) -> Function:
+    """The function that `path/file.py:name`, `package.module:name`, `package.module.name` or an attention of stepscope
+    names. Raises InputError that says what is missing."""
+    if spelled in ATTENTIONS:
+        return attention_called(spelled)
+    if ":" in spelled:
+        try:
+            target = find_factory(spelled).target
+        except InputError as error:
+            raise InputError(str(error).replace("--module ", f"{option} ", 1)) from error
+    else:
+        target = _dotted(spelled, option)
+    if isinstance(target, type) and issubclass(target, torch.autograd.Function):
+        return target.apply
+    if isinstance(target, type) and issubclass(target, nn.Module):
+        raise InputError(f"{option} {spelled} is a class of modules: name a function, or a module that is made")
+    if not callable(target):
+        raise InputError(f"{option} {spelled} is {type(target).__name__}, which cannot be called: name a function")
+    return target
+
+
+def _dotted(spelled: str, option: str) -> Any:
+    place, dot, name = spelled.rpartition(".")
+    if not dot or not place:
+        raise InputError(
+            f"{option} {spelled!r}: write path/file.py:name, package.module:name, package.module.name, or one of "
+            f"stepscope's attentions: {', '.join(ATTENTIONS)}"
+        )
+    try:
+        home = importlib.import_module(place)
+    except Exception as error:  # a package may raise anything when it is imported
+        raise InputError(f"{option} {spelled}: {place} cannot be imported: {named_line(error)}") from error
+    if not hasattr(home, name):
+        raise InputError(f"{option} {spelled}: {place} has no {name}")
+    return getattr(home, name)
+
+
+def attention_called(name: str) -> Function:
+    """An attention of stepscope, with the arguments of PyTorch's."""
+    run = implementation(name)
+
+    def attention(q: Any, k: Any, v: Any, *, is_causal: bool = False, scale: float | None = None) -> Any:
+        return run(q, k, v, causal=is_causal, scale=scale)
+
+    attention.__name__ = name
+    return attention
+
+
+def names_of(spelled: Sequence[str]) -> dict[str, str]:
+    """A short name for each function, and how it was spelled. Raises InputError where one is named twice."""
+    short: dict[str, str] = {}
+    for one in spelled:
+        if one in short.values():
+            raise InputError(f"{one} is named twice: a function beside itself says nothing")
+        name = one.replace(":", ".").rpartition(".")[2]
+        short[one if name in short else name] = one
+    return short
+
+
+def called_with(function: Function, arguments: Mapping[str, Any]) -> Function:
+    """The function, called with these keyword arguments by the names that its signature has for them, or by their
+    place where it has none, as `torch.autograd.Function.apply`. What it does not take is left out: if that matters,
+    the gate sees it."""
+    try:
+        parameters = inspect.signature(function).parameters if arguments else {}
+    except (TypeError, ValueError):  # a function written in C takes what its documentation says
+        return function
+    if not parameters or (any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and "args" not in parameters):
+        return function
+    names = {name: _name_in(parameters, name) for name in arguments}
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        return _positional(function, [name for name, taken in names.items() if taken is None])
+    if all(taken == name for name, taken in names.items()):
+        return function
+
+    @functools.wraps(function)
+    def renaming(*args: Any, **kwargs: Any) -> Any:
+        taken = {names.get(name, name): value for name, value in kwargs.items()}
+        return function(*args, **{name: value for name, value in taken.items() if name is not None})
+
+    return renaming
+
+
+def left_out(function: Function, arguments: Mapping[str, Any]) -> list[str]:
+    """The arguments that `called_with` does not give to the function."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return []
+    if any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters.values()):
+        return []
+    return [name for name in arguments if _name_in(parameters, name) is None]
+
+
+def _name_in(parameters: Mapping[str, inspect.Parameter], name: str) -> str | None:
+    """What a signature calls this argument; None where it has no such parameter."""
+    others = [a if name == b else b for a, b in ALIKE if name in (a, b)]
+    return next((one for one in (name, *others) if one in parameters), None)
+
+
+def _positional(function: Function, names: Sequence[str]) -> Function:
+    @functools.wraps(function)
+    def positional(*args: Any, **kwargs: Any) -> Any:
+        rest = {name: value for name, value in kwargs.items() if name not in names}
+        return function(*args, *(kwargs[name] for name in names if name in kwargs), **rest)
+
+    return positional
+
+
+def asked_by_name(
+    function: str, against: Sequence[str], *, reference: str | None, preset: str | None, shape: str | None,
+    inputs: str | None, sizes: Sequence[str], arguments: Mapping[str, Any], dtype: str | None, backward: bool,
+    seconds: float,
+) -> Asked:  # fmt: skip
+    """What the command line asks for. Raises InputError for what is missing, or excludes something else."""
+    known = PRESETS[choose(preset, tuple(PRESETS), "preset")] if preset is not None else None
+    if known is not None:
+        shape, dtype = shape or known.shape, dtype or known.dtype
+        arguments = {**known.arguments, **arguments}
+        against = against or tuple(one for one in known.against if one != function)
+    if (shape is None) == (inputs is None):
+        raise InputError(
+            "bench needs what to call the function with: --shape 4096x1024, --inputs mine.py:make, or --preset "
+            f"{next(iter(PRESETS))}"
+            if shape is None
+            else "--shape and --inputs both say what to call the function with: leave one out"
+        )
+    spelled = names_of((function, *against))
+    functions = {
+        name: called_with(load_function(one, "--against" if one in against else "bench"), arguments)
+        for name, one in spelled.items()
+    }
+    judge = reference or next((one for one in against if one not in ATTENTIONS), None)
+    return Asked(
+        functions=functions,
+        spelled=spelled,
+        reference=called_with(load_function(judge, "--reference"), arguments) if judge is not None else None,
+        reference_name=judge or "",
+        yardstick=next((name for name, one in spelled.items() if one == judge), ""),
+        specs=parse_shape(shape) if shape is not None else (),
+        make=load_function(inputs, "--inputs") if inputs is not None else None,
+        sizes=parse_sizes(sizes),
+        dtype=judgeable_dtype(dtype or "fp32"),
+        arguments=arguments,
+        backward=backward,
+        seconds=seconds,
+    )
+
+
+def asked_by_functions(
+    functions: Mapping[str, Function], *, reference: Function | None, shape: str | None, inputs: Function | None,
+    sizes: Mapping[str, Sequence[int] | int], arguments: Mapping[str, Any], dtype: str, backward: bool, seconds: float,
+) -> Asked:  # fmt: skip
+    """What Python asks for: the first function beside the others. Raises InputError for what is missing."""
+    if not functions:
+        raise InputError("bench needs a function: bench({'mine': f, 'torch': g}, shape='4096x1024')")
+    for name, function in functions.items():
+        if not callable(function):
+            raise InputError(f"{name} is {type(function).__name__}, which cannot be called")
+    if (shape is None) == (inputs is None):
+        raise InputError("bench needs either shape= or inputs=: what to call the functions with")
+    written = [
+        f"{name}={','.join(map(str, [values] if isinstance(values, int) else values))}"
+        for name, values in sizes.items()
+    ]
+    first = [*functions][1] if len(functions) > 1 else None
+    judge = reference if reference is not None else functions[first] if first is not None else None
+    return Asked(
+        functions={name: called_with(function, arguments) for name, function in functions.items()},
+        spelled={name: name for name in functions},
+        reference=called_with(judge, arguments) if judge is not None else None,
+        reference_name="" if judge is None else "reference" if reference is not None else first or "",
+        yardstick="" if reference is not None else first or "",
+        specs=parse_shape(shape) if shape is not None else (),
+        make=inputs,
+        sizes=parse_sizes(written),
+        dtype=judgeable_dtype(dtype),
+        arguments=arguments,
+        backward=backward,
+        seconds=seconds,
+    )

@@ -1,0 +1,159 @@
+"""Inputs of a function on the command line: shapes, dtypes and sizes, without PyTorch.
+
+--shape 8x16xNx64*3 --size N=1024,2048         three tensors, for two values of N
+--shape 4096xV,4096:int64<V --size V=50257     logits, and targets below V
+--shape 2xSx64*3,mask=SxS:bool --size S=512    a mask by its name
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from stepscope.core.errors import InputError
+
+Size = int | str
+"""A dimension: a number, or the name of a size."""
+
+FLOATS = ("fp64", "fp32", "bf16", "fp16")
+INTEGERS = ("int64", "int32", "int8", "uint8")
+DTYPES = (*FLOATS, *INTEGERS, "bool")
+MOST_CASES = 64
+MOST_NUMBERS = 2**40
+_ARGUMENT = re.compile(
+    r"(?:(?P<name>[^\W\d]\w*)=)?(?P<dims>(?:\d+|[A-Z][A-Z0-9_]*)(?:x(?:\d+|[A-Z][A-Z0-9_]*))*)"
+    r"(?:\*(?P<times>\d+))?(?::(?P<dtype>\w+)(?:<(?P<below>\d+|[A-Z][A-Z0-9_]*))?)?"
+)
+_HOW = "write sizes joined by x, as in 8x16x1024x64*3 for three tensors, or 4096x1000,4096:int64<1000"
+
+
+class TensorSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One tensor of a call."""
+
+    shape: tuple[Size, ...]
+    dtype: str = ""
+    """Empty for the dtype that the call is measured in."""
+    below: Size | None = None
+    """What integers are below; they are drawn from 0 on."""
+    name: str = ""
+    """The keyword by which it is given; empty for one given by its place."""
+
+    def sized(self, sizes: Mapping[str, int]) -> "TensorSpec":
+        """The tensor with the numbers of these sizes. Raises InputError for one that has none."""
+        below = None if self.below is None else _number(self.below, sizes)
+        return msgspec.structs.replace(self, shape=tuple(_number(one, sizes) for one in self.shape), below=below)
+
+
+def parse_shape(text: str) -> tuple[TensorSpec, ...]:
+    """The tensors that --shape names. Raises InputError for what cannot be read."""
+    specs: list[TensorSpec] = []
+    for part in text.replace(" ", "").split(","):
+        found = _ARGUMENT.fullmatch(part)
+        if found is None:
+            raise InputError(f"--shape {text!r}: {part!r} is no shape: {_HOW}")
+        dtype, below = found["dtype"] or "", found["below"]
+        if dtype and dtype not in DTYPES:
+            raise InputError(f"--shape {text!r}: {dtype!r} is no dtype: choose among {', '.join(DTYPES)}")
+        if (dtype in INTEGERS) != (below is not None):
+            raise InputError(f"--shape {text!r}: integers need what they are below, as in int64<50257, and only these")
+        times = int(found["times"] or 1)
+        if not 1 <= times <= 16 or (times > 1 and found["name"]):
+            raise InputError(f"--shape {text!r}: {part!r}: *N repeats a tensor without a name, up to 16 times")
+        spec = TensorSpec(
+            shape=tuple(map(_size, found["dims"].split("x"))), dtype=dtype, name=found["name"] or "",
+            below=None if below is None else _size(below),
+        )  # fmt: skip
+        specs += [spec] * times
+    named = [spec.name for spec in specs if spec.name]
+    if len(named) != len(set(named)):
+        raise InputError(f"--shape {text!r} names an argument twice")
+    return tuple(specs)
+
+
+def parse_sizes(written: Sequence[str]) -> tuple[dict[str, int], ...]:
+    """The cases that `NAME=1024,2048` texts name: every combination of their values, the first name slowest."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for text in written:
+        name, _, values = text.partition("=")
+        if not re.fullmatch(r"[^\W\d]\w*", name) or not re.fullmatch(r"\d+(,\d+)*", values):
+            raise InputError(f"--size {text!r}: write NAME=NUMBER,NUMBER, as in N=1024,2048")
+        if name in sizes:
+            raise InputError(f"--size {name} is given twice: write its values once, as in --size {name}=1024,2048")
+        sizes[name] = tuple(dict.fromkeys(map(int, values.split(","))))
+        if min(sizes[name]) < 1 or max(sizes[name]) > MOST_NUMBERS:
+            raise InputError(f"--size {text!r}: sizes are whole numbers from 1 to {MOST_NUMBERS}")
+    cases = math.prod(map(len, sizes.values()))
+    if cases > MOST_CASES:
+        raise InputError(f"--size makes {cases} cases, at most {MOST_CASES} are measured at once: give fewer values")
+    return tuple(dict(zip(sizes, values, strict=True)) for values in itertools.product(*sizes.values()))
+
+
+def size_words(sizes: Mapping[str, int]) -> str:
+    """The sizes of a case in words: `N 1024, D 64`."""
+    return ", ".join(f"{name} {value}" for name, value in sizes.items())
+
+
+def shape_words(specs: Sequence[TensorSpec]) -> str:
+    """The tensors in the spelling of --shape."""
+    words: list[str] = []
+    for spec, run in itertools.groupby(specs):
+        times = len(list(run))
+        bound = "" if spec.below is None else f"<{spec.below}"
+        words.append(
+            (f"{spec.name}=" if spec.name else "")
+            + "x".join(map(str, spec.shape))
+            + (f"*{times}" if times > 1 else "")
+            + (f":{spec.dtype}{bound}" if spec.dtype else "")
+        )
+    return ",".join(words)
+
+
+def _size(text: str) -> Size:
+    return int(text) if text.isdigit() else text
+
+
+def _number(size: Size, sizes: Mapping[str, int]) -> int:
+    if isinstance(size, str) and size not in sizes:
+        raise InputError(f"--shape has the size {size}, which has no value: give --size {size}=1024")
+    number = sizes[size] if isinstance(size, str) else size
+    if not 1 <= number <= MOST_NUMBERS:
+        raise InputError(f"--shape has the size {number}: sizes are whole numbers from 1 to {MOST_NUMBERS}")
+    return number
+
+
+# The shapes on which a function is judged beside the one that is timed: small ones, and odd ones that no tile divides.
+
+_LINKED = 64
+"""Sizes up to it stay as they are: widths of heads, batches, numbers of heads."""
+
+
+def smaller(specs: Sequence[TensorSpec], most: int) -> tuple[TensorSpec, ...]:
+    """The tensors with every larger size cut to `most`. Sizes that are equal stay equal."""
+    return _changed(specs, {size: min(size, most) for size in _sizes(specs)})
+
+
+def odd(specs: Sequence[TensorSpec], most: int) -> tuple[TensorSpec, ...]:
+    """The tensors with every size above 64 made odd, and none above `most`. Sizes that are equal stay equal."""
+    changes: dict[int, int] = {}
+    for size in sorted(_sizes(specs)):
+        number = min(size, most) - 1 - 2 * len(changes)
+        changes[size] = size if size <= _LINKED else number - (number % 2 == 0)
+    return _changed(specs, changes)
+
+
+def _sizes(specs: Sequence[TensorSpec]) -> set[int]:
+    return {size for spec in specs for size in (*spec.shape, *([] if spec.below is None else [spec.below]))
+            if isinstance(size, int)}  # fmt: skip
+
+
+def _changed(specs: Sequence[TensorSpec], changes: Mapping[int, int]) -> tuple[TensorSpec, ...]:
+    return tuple(
+        msgspec.structs.replace(
+            spec,
+            shape=tuple(changes.get(size, size) if isinstance(size, int) else size for size in spec.shape),
+            below=changes.get(spec.below, spec.below) if isinstance(spec.below, int) else spec.below,
+        )
+        for spec in specs
+    )
