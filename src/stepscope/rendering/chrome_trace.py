@@ -442,10 +442,10 @@ def _document(attribution: Attribution) -> Iterator[str]:
         if frame.height:
             yield separator + _events(frame, category, origin)
             separator = ",\n"
-    links = table.links
-    if parts["cpu_op"].height and links.height:
+    links, operators = table.links, parts.get("cpu_op")
+    if operators is not None and operators.height and links.height:
         own = links.join(
-            parts["cpu_op"].select("process", "thread", "start_ns").unique(),
+            operators.select("process", "thread", "start_ns").unique(),
             on=["process", "thread", "start_ns"],
             how="semi",
         )

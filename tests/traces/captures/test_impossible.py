@@ -294,6 +294,13 @@ def test_a_cut_invents_no_fault(tmp_path: Path, by_us: float):
     assert set(said(cut_again(events, tmp_path))) == ({"clocks-disagree"} if by_us else set())
 
 
+def test_a_cut_of_kernels_whose_launches_nobody_recorded(tmp_path: Path):
+    """As a window of an export of Nsight Systems may hold them: no call and no operator begins in it."""
+    events = kernels(capture())
+    again = cut_again(events, tmp_path)
+    assert again.busy_ns == summary_of(events, tmp_path).busy_ns == STEPS * PRODUCTS * LONG_US * 1000
+
+
 @pytest.mark.parametrize("of_calls", [False, True])
 def test_a_cut_keeps_launches_that_arrows_told(tmp_path: Path, of_calls: bool):
     events = capture()
