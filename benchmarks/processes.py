@@ -95,9 +95,9 @@ class Result(msgspec.Struct, kw_only=True):
 
 def workload(backward_ms: float) -> FactoryWorkload:
     """The step of the example, with this delay."""
-    said = OneWorkload({"module": FACTORY, "arg": (f"backward_ms={backward_ms:.4f}",)}).own
-    assert said is not None
-    return said
+    found = OneWorkload({"module": FACTORY, "arg": (f"backward_ms={backward_ms:.4f}",)}).user_workload
+    assert found is not None
+    return found
 
 
 def measure(rounds: int, slower: float) -> Result:

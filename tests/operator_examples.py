@@ -14,7 +14,7 @@ DTYPES = {
 
 
 def operator_work(
-    operator: str, shapes: str, dtypes: str, causal: CausalConvention = "half", **more: Any
+    operator: str, shapes: str | None, dtypes: str | None, causal: CausalConvention = "half", **more: Any
 ) -> Work | None:
     """The work of one call as `recorded_call` takes it and `call_work` counts it."""
     call = recorded_call(operator, shapes, dtypes, **more)

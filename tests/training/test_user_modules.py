@@ -702,7 +702,7 @@ def test_what_is_wrong_with_a_configuration_is_one_line(
 
 def test_what_names_the_experiment(file: str):
     _, workload = made(f"{file}:attribute")
-    assert workload.model.name == "WithLoss" and workload.model.batch_size == 4
+    assert workload.model.name == "WithLoss" and workload.batch_size == 4
     assert {name: str(one) for name, one in workload.model.inputs.items()} == {
         "x": "float32[4, 8]", "labels": "int64[4]",
     }  # fmt: skip

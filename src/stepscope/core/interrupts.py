@@ -14,7 +14,7 @@ exit code stays. Without one, a signal has the system's own effect: the process 
 code.
 """
 
-import _signal
+import _signal  # pyright: ignore[reportMissingModuleSource]  (a builtin, cheaper than signal)
 import atexit
 import os
 import sys
