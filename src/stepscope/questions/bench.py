@@ -145,12 +145,17 @@ def _right(bench: Bench) -> Table:
         if verdict.judged != "right":
             tones[len(rows)] = "bad" if verdict.judged == "wrong" else "care"
         bits = {one.repeats for one in verdicts if one.judged == "right"}
-        rows.append((
-            function, case or verdict.case, verdict.inputs, verdict.judged,
-            *((worst.result, worst.error, worst.allowed, worst.rival) if worst is not None else (None,) * 4),
-            None if verdict.judged != "right" else "no" if False in bits else "yes",
-            verdict.reason if verdict.judged != "not judged" else None,
-        ))  # fmt: skip
+        rows.append(
+            (
+                function,
+                case or verdict.case,
+                verdict.inputs,
+                verdict.judged,
+                *((worst.result, worst.error, worst.allowed, worst.rival) if worst is not None else (None,) * 4),
+                None if verdict.judged != "right" else "no" if False in bits else "yes",
+                verdict.reason if verdict.judged != "not judged" else None,
+            )
+        )
     columns = (
         "function", ("case", TEXT), ("inputs", TEXT), ("verdict", TEXT), ("nearest to its bound", TEXT),
         ("error", ".2g"), ("allowed", ".2g"), ("yardstick's", ".2g"), ("same bits", TEXT), ("why", PROSE),
@@ -203,12 +208,19 @@ def _time(bench: Bench) -> Table:
     )  # fmt: skip
     hidden = [row for row in bench.timings if row.forward is not None and not row.hidden]
     notes = [
-        Line("Medians; as long: beside the first function, pass by pass in turns. saved: what autograd keeps beside "
-             "inputs and outputs.", "aside")
-    ]  # fmt: skip
+        Line(
+            "Medians; as long: beside the first function, pass by pass in turns. saved: what autograd keeps beside "
+            "inputs and outputs.",
+            "aside",
+        )
+    ]
     if hidden and bench.environment.device_type == "cuda":
-        notes.append(Line("The host was slower than the device where launches could not be hidden: those times hold "
-                          "launches.", "care"))  # fmt: skip
+        notes.append(
+            Line(
+                "The host was slower than the device where launches could not be hidden: those times hold launches.",
+                "care",
+            )
+        )
     return _shown(TIME, columns, rows, tones=tones, rules=tuple(rules), notes=tuple(notes))
 
 
@@ -222,16 +234,26 @@ def _ceiling(bench: Bench) -> Table:
             continue
         flops, moved = work.flops, work.moved_bytes
         limit = roofline_s(bench, work)
-        rows.append((
-            size_words(row.sizes) or row.inputs, row.function,
-            flops / seconds if flops else None, moved / seconds,
-            flops / moved if flops else None, limit[1] if limit else None,
-            limit[0] / seconds if limit else None,
-        ))  # fmt: skip
+        rows.append(
+            (
+                size_words(row.sizes) or row.inputs,
+                row.function,
+                flops / seconds if flops else None,
+                moved / seconds,
+                flops / moved if flops else None,
+                limit[1] if limit else None,
+                limit[0] / seconds if limit else None,
+            )
+        )
     columns = (
-        ("inputs", TEXT), ("function", TEXT), ("FLOP/s", "FLOP/s"), ("B/s", "B/s"), ("FLOP a byte", ".1f"),
-        ("bound by", TEXT), ("of the roofline", "%"),
-    )  # fmt: skip
+        ("inputs", TEXT),
+        ("function", TEXT),
+        ("FLOP/s", "FLOP/s"),
+        ("B/s", "B/s"),
+        ("FLOP a byte", ".1f"),
+        ("bound by", TEXT),
+        ("of the roofline", "%"),
+    )
     of = (
         "FLOPs of matrix products, causal attention as half of the square. Bytes: inputs, outputs, their gradients and "
         "what the reference keeps for backward, once."
@@ -259,25 +281,41 @@ def _panels(bench: Bench) -> Iterator[Panel]:
     name = varied[0]
     points = [
         Point(
-            line=row.function, x=float(row.sizes[name]), y=row.seconds or 0.0,
+            line=row.function,
+            x=float(row.sizes[name]),
+            y=row.seconds or 0.0,
             missing="" if row.seconds else row.outcome,
             doubted=False,
         )
         for row in bench.timings
-    ]  # fmt: skip
-    yield Panel(x_title=name, y_title="time (s)", points=tuple(points), x_log=True, y_log=True,
-                frame=Frame(heading="Forward and backward" if bench.backward else "Forward"))  # fmt: skip
+    ]
+    yield Panel(
+        x_title=name,
+        y_title="time (s)",
+        points=tuple(points),
+        x_log=True,
+        y_log=True,
+        frame=Frame(heading="Forward and backward" if bench.backward else "Forward"),
+    )
 
 
 def _findings(bench: Bench) -> Iterator[Finding]:
     if not bench.reference:
-        yield warning("not-judged", "Nothing judged these functions: their times are of whatever they compute.", {},
-                      "--against or --reference names a function that is right in float64")  # fmt: skip
+        yield warning(
+            "not-judged",
+            "Nothing judged these functions: their times are of whatever they compute.",
+            {},
+            "--against or --reference names a function that is right in float64",
+        )
     for function in bench.functions:
         wrong = bench.wrong(function)
         if wrong:
-            yield error("wrong", f"{function} is wrong in {counted(len(wrong), 'case')}, first with {wrong[0].case} "
-                        f"({wrong[0].inputs}): {wrong[0].reason}.", {"cases": len(wrong)})  # fmt: skip
+            yield error(
+                "wrong",
+                f"{function} is wrong in {counted(len(wrong), 'case')}, first with {wrong[0].case} "
+                f"({wrong[0].inputs}): {wrong[0].reason}.",
+                {"cases": len(wrong)},
+            )
             if all(v.case == "fully masked rows" for v in wrong):
                 yield note(
                     "masked-rows",
@@ -286,14 +324,20 @@ def _findings(bench: Bench) -> Iterator[Finding]:
                 )
         refused = _of(bench, function, "refused")
         if refused and not wrong:
-            yield warning("refuses", f"{function} refuses {' and '.join(dict.fromkeys(v.case for v in refused))}: "
-                          f"{refused[0].reason}.", {"cases": len(refused)})  # fmt: skip
+            yield warning(
+                "refuses",
+                f"{function} refuses {' and '.join(dict.fromkeys(v.case for v in refused))}: {refused[0].reason}.",
+                {"cases": len(refused)},
+            )
         other_bits = [
             v for v in bench.verdicts if v.function == function and v.repeats is False and v.judged == "right"
         ]
         if other_bits:
-            yield note("not-deterministic", f"{function} gives other bits when it is called again "
-                       f"({other_bits[0].case}): it is right each time.", {"cases": len(other_bits)})  # fmt: skip
+            yield note(
+                "not-deterministic",
+                f"{function} gives other bits when it is called again ({other_bits[0].case}): it is right each time.",
+                {"cases": len(other_bits)},
+            )
     unjudged = [v for v in bench.verdicts if v.judged == "not judged"]
     for reason in dict.fromkeys(v.reason for v in unjudged):
         cases = list(dict.fromkeys(v.case for v in unjudged if v.reason == reason))
@@ -308,8 +352,12 @@ def _findings(bench: Bench) -> Iterator[Finding]:
     yield from _slow_to_compile(bench)
     yield from _of_the_device(bench)
     if bench.interrupted:
-        yield warning("interrupted", "The bench was interrupted: what it had not reached is not in it.", {},
-                      "the same command begins again")  # fmt: skip
+        yield warning(
+            "interrupted",
+            "The bench was interrupted: what it had not reached is not in it.",
+            {},
+            "the same command begins again",
+        )
 
 
 def _of(bench: Bench, function: str, judged: str) -> list[Verdict]:

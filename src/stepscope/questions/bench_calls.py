@@ -163,9 +163,13 @@ Grown = Callable[[Bench], object]
 
 
 def run_bench(
-    asked: Asked, device: torch.device, *, tell: Tell = lambda _: None, grown: Grown = lambda _: None,
+    asked: Asked,
+    device: torch.device,
+    *,
+    tell: Tell = lambda _: None,
+    grown: Grown = lambda _: None,
     clock: Callable[[], float] = time.perf_counter,
-) -> Bench:  # fmt: skip
+) -> Bench:
     """Judge and time every function on every size. tell: is told what is measured. grown: is given what there is, after
     each size. Raises InputError for inputs that cannot be made, and for a reference that cannot be run."""
     bench = Bench(
@@ -192,9 +196,12 @@ def run_bench(
                 tell(f"{label}: {_verdicts_words(judged, asked.functions)}time")
                 timings, work = room.time(sizes, call, bench.verdicts)
                 bench = msgspec.structs.replace(
-                    bench, timings=(*bench.timings, *timings), works=(*bench.works, *work),
-                    interpreted=tuple(room.interpreted), interrupted=room.interrupted,
-                )  # fmt: skip
+                    bench,
+                    timings=(*bench.timings, *timings),
+                    works=(*bench.works, *work),
+                    interpreted=tuple(room.interpreted),
+                    interrupted=room.interrupted,
+                )
                 times = [f"{row.function} {format_seconds(row.seconds)}" for row in timings if row.seconds]
                 tell(f"{label}: {', '.join(times) or 'nothing has a time'}")
                 grown(bench)
@@ -280,10 +287,16 @@ class _Room:
             case = self._case(label, varied)
             if isinstance(case, str):
                 verdicts += [
-                    Verdict(function=name, case=label, inputs=varied.words, dtype=asked.dtype, judged="not judged",
-                            reason=case)
+                    Verdict(
+                        function=name,
+                        case=label,
+                        inputs=varied.words,
+                        dtype=asked.dtype,
+                        judged="not judged",
+                        reason=case,
+                    )
                     for name in asked.functions
-                ]  # fmt: skip
+                ]
                 continue
             for name, function in asked.functions.items():
                 if name in self.given_up:
@@ -375,9 +388,15 @@ class _Room:
         work = self._work(sizes, call, passes)
         for name, measured in self._in_turns(passes, rows, row).items():
             samples = measured.samples
-            rows[name] = row(name, "measured" if samples[FORWARD].count else "interrupted", forward=samples[FORWARD],
-                             backward=samples.get(BACKWARD), host=samples["host"], hidden=launches_hidden(measured),
-                             **firsts[name])  # fmt: skip
+            rows[name] = row(
+                name,
+                "measured" if samples[FORWARD].count else "interrupted",
+                forward=samples[FORWARD],
+                backward=samples.get(BACKWARD),
+                host=samples["host"],
+                hidden=launches_hidden(measured),
+                **firsts[name],
+            )
         self._clean_up()
         return with_ratios([rows[name] for name in asked.functions if name in rows]), work
 
@@ -451,12 +470,14 @@ class _Room:
         flops = {phase: work.flops for phase, work in counts.work.items()} if not counts.unknown else {}
         return [
             Work(
-                sizes=dict(sizes), inputs=call.words,
-                forward_flops=flops.get(FORWARD), backward_flops=flops.get(BACKWARD),
+                sizes=dict(sizes),
+                inputs=call.words,
+                forward_flops=flops.get(FORWARD),
+                backward_flops=flops.get(BACKWARD),
                 forward_bytes=inputs + outputs,
                 backward_bytes=kept + outputs + leaves if leaves else 0,
             )
-        ]  # fmt: skip
+        ]
 
     def _kept(self, one: CallPass) -> int:
         """What its backward reads beside the outputs' gradients: all that autograd keeps."""

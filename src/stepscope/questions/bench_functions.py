@@ -36,10 +36,12 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "cs336-attention": Preset(
         words="causal attention, forward and backward, as the course's leaderboard has it: 1 x 16 x 16384 x 64 in bf16",
-        shape="1x16x16384x64*3", dtype="bf16", arguments={"is_causal": True},
+        shape="1x16x16384x64*3",
+        dtype="bf16",
+        arguments={"is_causal": True},
         against=("torch.nn.functional.scaled_dot_product_attention", "flash"),
     ),
-}  # fmt: skip
+}
 
 
 def load_function(spelled: str, option: str) -> Function:

@@ -33,8 +33,14 @@ DTYPES: dict[str, torch.dtype] = {
     "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
 AS_TIMED, SMALL, ODD, VIEWS, LARGE, TINY, MASKED = (
-    "as timed", "small", "odd lengths", "views", "large numbers", "tiny numbers", "fully masked rows",
-)  # fmt: skip
+    "as timed",
+    "small",
+    "odd lengths",
+    "views",
+    "large numbers",
+    "tiny numbers",
+    "fully masked rows",
+)
 MAY_REFUSE = (ODD, VIEWS)
 """Cases that a function may refuse to take by raising an error."""
 SLACK = 2.0
@@ -159,9 +165,14 @@ class WrongKind(Exception):
 
 
 def run(
-    function: Function, call: Call, names: Sequence[str], upstream: Mapping[str, Tensor] | None, *, backward: bool,
+    function: Function,
+    call: Call,
+    names: Sequence[str],
+    upstream: Mapping[str, Tensor] | None,
+    *,
+    backward: bool,
     like: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:  # fmt: skip
+) -> dict[str, Tensor]:
     """Outputs and gradients by name. upstream: the gradients of the outputs; None: ones drawn here are not needed.
 
     like: outputs whose number, shapes, dtypes and device these must have. Raises WrongKind where they do not, and

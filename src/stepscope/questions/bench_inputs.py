@@ -62,9 +62,11 @@ def parse_shape(text: str) -> tuple[TensorSpec, ...]:
         if not 1 <= times <= 16 or (times > 1 and found["name"]):
             raise InputError(f"--shape {text!r}: {part!r}: *N repeats a tensor without a name, up to 16 times")
         spec = TensorSpec(
-            shape=tuple(map(_size, found["dims"].split("x"))), dtype=dtype, name=found["name"] or "",
+            shape=tuple(map(_size, found["dims"].split("x"))),
+            dtype=dtype,
+            name=found["name"] or "",
             below=None if below is None else _size(below),
-        )  # fmt: skip
+        )
         specs += [spec] * times
     named = [spec.name for spec in specs if spec.name]
     if len(named) != len(set(named)):
@@ -144,8 +146,12 @@ def odd(specs: Sequence[TensorSpec], most: int) -> tuple[TensorSpec, ...]:
 
 
 def _sizes(specs: Sequence[TensorSpec]) -> set[int]:
-    return {size for spec in specs for size in (*spec.shape, *([] if spec.below is None else [spec.below]))
-            if isinstance(size, int)}  # fmt: skip
+    return {
+        size
+        for spec in specs
+        for size in (*spec.shape, *([] if spec.below is None else [spec.below]))
+        if isinstance(size, int)
+    }
 
 
 def _changed(specs: Sequence[TensorSpec], changes: Mapping[int, int]) -> tuple[TensorSpec, ...]:

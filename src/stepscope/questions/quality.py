@@ -306,8 +306,11 @@ def quality(
     with interrupts.keeping():
         return study_quality(
             lambda name, share: tell(Stage(name=name, fraction=share)),
-            size=model_size, against=changes, **options, device=device,
-        )  # fmt: skip
+            size=model_size,
+            against=changes,
+            **options,
+            device=device,
+        )
 
 
 QUESTION = Question(

@@ -170,11 +170,15 @@ def ranks_table(run: Run) -> Table:
     has_peaks = any(peak is not None for peak in peaks)
     rows: list[tuple[Cell, ...]] = [
         (
-            figures.rank, figures.host, *(_rank_median_s(figures, name) for name in times), figures.parameter_bytes,
-            figures.optimizer_bytes, *((peak,) if has_peaks else ()),
+            figures.rank,
+            figures.host,
+            *(_rank_median_s(figures, name) for name in times),
+            figures.parameter_bytes,
+            figures.optimizer_bytes,
+            *((peak,) if has_peaks else ()),
         )
         for figures, peak in zip(shared.ranks, peaks, strict=True)
-    ]  # fmt: skip
+    ]
     return table_of(
         "rank", ("host", TEXT), *((name, "s") for name in times), ("parameters", "B"), ("optimizer state", "B"),
         *((("peak", "B"),) if has_peaks else ()), rows=rows, title="ranks", notes=as_lines(*_about_ranks(run, shared)),
@@ -406,8 +410,10 @@ def measured_on(run: Run) -> dict[str, Any]:
     """What an Answer says of where and when its run was measured."""
     where = run.environment
     return {
-        "device": where.device_name if where else "", "versions": where.versions if where else {}, "date": run.day,
-    }  # fmt: skip
+        "device": where.device_name if where else "",
+        "versions": where.versions if where else {},
+        "date": run.day,
+    }
 
 
 def heading(run: Run) -> tuple[Line, ...]:
@@ -643,9 +649,10 @@ def _about_energy(run: Run) -> Iterator[str]:
     if run.environment is None or (during := run.environment.during) is None:
         return
     quantities = (
-        ("SM clock", during.sm_clock_mhz, "MHz"), ("power", during.power_w, "W"),
+        ("SM clock", during.sm_clock_mhz, "MHz"),
+        ("power", during.power_w, "W"),
         ("temperature", during.temperature_c, "°C"),
-    )  # fmt: skip
+    )
     states = [
         f"{name} {extent.median:,.0f} {unit} ({extent.lowest:,.0f} to {extent.highest:,.0f})"
         for name, extent, unit in quantities

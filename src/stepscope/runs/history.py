@@ -289,11 +289,15 @@ class Trend:
         """What `--json` shows of it."""
         points = [
             TrendPoint(
-                run=one.run.id, created=one.run.created, commit=one.code[0], dirty=one.code[1], step_s=one.step_s,
+                run=one.run.id,
+                created=one.run.created,
+                commit=one.code[0],
+                dirty=one.code[1],
+                step_s=one.step_s,
                 processes=len(one.runs.measured),
             )
             for one in self.moments
-        ]  # fmt: skip
+        ]
         changes = [
             TrendChange(
                 before=change.before.run.id, after=change.after.run.id,
@@ -303,9 +307,13 @@ class Trend:
             for change in self.changes
         ]  # fmt: skip
         return TrendDocument(
-            workload=self.key, device=self.device, unmeasured=self.unmeasured, detectable=self.detectable,
-            points=points, changes=changes,
-        )  # fmt: skip
+            workload=self.key,
+            device=self.device,
+            unmeasured=self.unmeasured,
+            detectable=self.detectable,
+            points=points,
+            changes=changes,
+        )
 
 
 def trends_of(runs: Iterable[Run]) -> list[Trend]:
@@ -353,11 +361,15 @@ def _with_changes(trend: Trend, level: float) -> Trend:
     ]
     changes = [
         LevelChange(
-            before=moments[cut.place - 1], after=moments[cut.place], before_s=typical[i], after_s=typical[i + 1],
-            p_value=cut.p_value, place=cut.place,
+            before=moments[cut.place - 1],
+            after=moments[cut.place],
+            before_s=typical[i],
+            after_s=typical[i + 1],
+            p_value=cut.p_value,
+            place=cut.place,
         )
         for i, cut in enumerate(cuts)
-    ]  # fmt: skip
+    ]
     return dataclasses.replace(trend, changes=changes, detectable=smallest_change(logarithms[ends[-2] :], level))
 
 
@@ -397,11 +409,15 @@ def answer_trend(trend: Trend) -> Answer:
     begins = {change.place for change in trend.changes}
     rows: list[tuple[Cell, ...]] = [
         (
-            one.run.created[:16].replace("T", " "), one.commit or None, one.step_s, len(one.runs.measured), one.run.tag,
+            one.run.created[:16].replace("T", " "),
+            one.commit or None,
+            one.step_s,
+            len(one.runs.measured),
+            one.run.tag,
             "new level" if i in begins else None,
         )
         for i, one in enumerate(trend.moments)
-    ]  # fmt: skip
+    ]
     points = counted(len(trend.moments), "point")
     could_be_found = f"{points}: too few in the newest level to find a change in it, however large."
     if trend.detectable is not None:
@@ -546,8 +562,11 @@ class Forecasts(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             forecasts=[
                 RanForecast(
-                    **msgspec.structs.asdict(one.forecast), run=one.run.id if one.run else None, measured=one.measured,
-                    error=one.error, came_true=one.came_true,
+                    **msgspec.structs.asdict(one.forecast),
+                    run=one.run.id if one.run else None,
+                    measured=one.measured,
+                    error=one.error,
+                    came_true=one.came_true,
                 )
                 for one in judged
             ],
@@ -555,7 +574,7 @@ class Forecasts(msgspec.Struct, frozen=True, kw_only=True):
             median_error=statistics.median(errors) if errors else None,
             least_error=min(errors, default=None),
             largest_error=max(errors, default=None),
-        )  # fmt: skip
+        )
 
 
 def _errors(judged: Sequence[JudgedForecast]) -> list[float]:

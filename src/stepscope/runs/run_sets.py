@@ -94,9 +94,7 @@ class PartFigures(msgspec.Struct, frozen=True, kw_only=True):
         """The figures of these processes."""
         interval = part.interval()
         low, high = (interval.low, interval.high) if interval else (None, None)
-        return cls(
-            typical_s=part.typical_s, low_s=low, high_s=high, deviation=part.deviation, medians_s=part.medians_s
-        )  # fmt: skip
+        return cls(typical_s=part.typical_s, low_s=low, high_s=high, deviation=part.deviation, medians_s=part.medians_s)
 
 
 class SetDocument(msgspec.Struct, frozen=True, kw_only=True):
@@ -396,11 +394,14 @@ def answer_against(before: RunSet, after: RunSet, folder: str | None = None) -> 
     change = changes[STEP]
     rows: list[tuple[Cell, ...]] = [
         (
-            part, before.processes(part).typical_s, after.processes(part).typical_s, of.ratio if of else None,
+            part,
+            before.processes(part).typical_s,
+            after.processes(part).typical_s,
+            of.ratio if of else None,
             interval_text(of.interval) if of else "",
         )
         for part, of in changes.items()
-    ]  # fmt: skip
+    ]
     notes: list[str] = []
     if change is not None:
         count = counted(change.processes[1], "process")

@@ -175,9 +175,10 @@ def step_held_together(run: Run) -> Iterator[Finding]:
             break
     if observation is not None:
         places = (
-            ("the whole step", observation.autocast_outside), (BACKWARD, observation.autocast_in_backward),
+            ("the whole step", observation.autocast_outside),
+            (BACKWARD, observation.autocast_in_backward),
             ("the optimizer", observation.autocast_in_optimizer),
-        )  # fmt: skip
+        )
         if wrapped := [place for place, on in places if on]:
             yield error(
                 "autocast-scope",

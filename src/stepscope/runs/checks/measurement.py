@@ -131,9 +131,12 @@ def compiled_while_measured(run: Run) -> Iterator[Finding]:
     if compiled is None or not compiled.count or step is None or not step.count:
         return
     kinds = {
-        "frame": compiled.frames, "graph": compiled.graphs, "CUDA graph recording": compiled.recordings,
-        "Triton kernel": compiled.kernels, "kernel tuning": compiled.tunings,
-    }  # fmt: skip
+        "frame": compiled.frames,
+        "graph": compiled.graphs,
+        "CUDA graph recording": compiled.recordings,
+        "Triton kernel": compiled.kernels,
+        "kernel tuning": compiled.tunings,
+    }
     what = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in kinds.items() if count]
     spent = f" (dynamo: {format_seconds(compiled.compile_s)})" if compiled.compile_s else ""
     figures = ("frames", "graphs", "recordings", "kernels", "tunings", "compile_s")
