@@ -134,11 +134,6 @@ class CallPass:
         # Not `.backward()`, which would add to what a pass before left, or copy.
         self._gradients = torch.autograd.grad(self._asked, self.leaves, self._upstream, allow_unused=True)
 
-    def run(self) -> None:
-        """Forward, and backward where there is one."""
-        for phase in self.phases:
-            phase.run()
-
     @property
     def result_bytes(self) -> int:
         """Bytes of the outputs and of the gradients that are alive."""
@@ -261,7 +256,7 @@ class _Room:
             began = self._clock()
             try:
                 with patience(self.asked.patience_s):
-                    one.run()
+                    drive(one)
                     self._timing.synchronize()
                 self._first_s[name] = self._clock() - began
             except TimeoutError as error:
@@ -403,7 +398,7 @@ class _Room:
     def _memory(self, one: CallPass) -> dict[str, int | None]:
         """What a pass saves for backward, and takes beside its inputs and results. A pass before it makes what is made
         once."""
-        one.run()
+        drive(one)
         one.prepare()
         gc.collect()
         before = self._reset_peak()

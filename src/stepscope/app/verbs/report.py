@@ -38,10 +38,7 @@ Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of sou
     "report",
     "stepscope report last --open",
     "stepscope report results/h200/plain -o sweep.html --plots plots",
-    conflicts=(
-        Needs("--across", "--compare", "it says in what the two sides may differ"),
-        Needs("--plots-as", "--plots", "name the folder for the plots, as in --plots plots"),
-    ),
+    conflicts=(Needs("--across", "--compare", "it says in what the two sides may differ"),),
 )
 def command(
     what: Annotated[
@@ -65,7 +62,10 @@ def command(
 ) -> None:
     """Write one HTML page that needs nothing else: look at it, print it, send it."""
     give_pages_back()
+    # A form that there is not is said first, whether or not there are plots.
     choose(plots_as or "svg", ("svg", "png"), "--plots-as")
+    if plots_as is not None and plots is None:
+        raise InputError("--plots-as belongs to --plots: name the folder for the plots, as in --plots plots")
     target = output or _target(what, runs)
     _check(target, plots)
     drawer = Drawer()  # it gets ready while the runs are read

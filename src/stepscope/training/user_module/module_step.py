@@ -437,13 +437,16 @@ class UserStep:
                 f"{name} gave a step whose phases are {type(phases).__name__}: give a list of (name, function)"
             )
         checked: list[Phase] = []
-        for phase in phases:
-            pair = (phase.name, phase.run) if hasattr(phase, "run") and hasattr(phase, "name") else phase
+        for user_phase in phases:
+            named = hasattr(user_phase, "run") and hasattr(user_phase, "name")
+            pair = (user_phase.name, user_phase.run) if named else user_phase
             match pair:
                 case (str(phase_name), run) if isinstance(pair, tuple) and phase_name and callable(run):
                     checked.append(Phase(name=phase_name, run=functools.partial(self._first.run, phase_name, run)))
                 case _:
-                    raise InputError(f"{name} gave a step with the phase {phase!r:.60}: each is a name and a function")
+                    raise InputError(
+                        f"{name} gave a step with the phase {user_phase!r:.60}: each is a name and a function"
+                    )
         return tuple(checked)
 
     @property
