@@ -614,6 +614,10 @@ def _instance_of(original: type[nn.Module], part: Part, name: Kernels, way: _Way
     return replacement.__new__(replacement)
 
 
+_made_again = _instance_of
+"""The name in models that were pickled before."""
+
+
 def _takes(module: nn.Module, x: object) -> bool:
     """Whether a kernel takes this input: a floating tensor where the module's weights lie, neither of them spread."""
     weight = next(module.parameters())
