@@ -379,6 +379,12 @@ def test_sizes_make_a_curve_and_the_document_comes_back(mine: Path):
     assert decode_bench(encode_bench(found), "file") == found
 
 
+def test_an_argument_that_a_function_does_not_take_is_said():
+    found = bench_of(lambda x: x.softmax(-1), torch.softmax, "8x16", arguments={"dim": -1})
+    assert found.left_out == {"mine": ("dim",)} and not found.wrong("mine")
+    assert "mine has no parameter dim, and was called without" in shown(answer_bench(found))
+
+
 def test_what_is_asked_needs_inputs_once():
     more: dict[str, Any] = {"reference": None, "sizes": (), "arguments": {}, "dtype": None, "backward": True}
     more |= {"seconds": 1.0}

@@ -307,6 +307,12 @@ def _findings(bench: Bench) -> Iterator[Finding]:
             {},
             "--against or --reference names a function that is right in float64",
         )
+    for function, names in bench.left_out.items():
+        yield note(
+            "argument-left-out",
+            f"{function} has no parameter {' and '.join(names)}, and was called without.",
+            {"arguments": len(names)},
+        )
     for function in bench.functions:
         wrong = bench.wrong(function)
         if wrong:

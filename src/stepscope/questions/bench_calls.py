@@ -84,6 +84,8 @@ class Asked:
     sizes: Sequence[Mapping[str, int]] = ({},)
     dtype: str
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict[str, tuple[str, ...]])
+    """By function, the arguments that it has no parameter for."""
     backward: bool = True
     seconds: float = 1.0
     patience_s: float = PATIENCE_S
@@ -175,6 +177,7 @@ def run_bench(
         yardstick=asked.yardstick,
         dtype=asked.dtype,
         arguments={name: str(value) for name, value in asked.arguments.items()},
+        left_out=dict(asked.left_out),
         backward=asked.backward,
         seconds=asked.seconds,
     )

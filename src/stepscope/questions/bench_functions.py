@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -172,22 +173,18 @@ def asked_by_name(
             else "--shape and --inputs both say what to call the function with: leave one out"
         )
     spelled = names_of((function, *against))
-    functions = {
-        name: called_with(load_function(one, "--against" if one in against else "bench"), arguments)
-        for name, one in spelled.items()
-    }
     judge = reference or next((one for one in against if one not in ATTENTIONS), None)
-    return Asked(
-        functions=functions,
-        spelled=spelled,
-        reference=called_with(load_function(judge, "--reference"), arguments) if judge is not None else None,
+    return _asked(
+        {name: load_function(one, "--against" if one in against else "bench") for name, one in spelled.items()},
+        spelled,
+        reference=load_function(judge, "--reference") if judge is not None else None,
         reference_name=judge or "",
         yardstick=next((name for name, one in spelled.items() if one == judge), ""),
-        specs=parse_shape(shape) if shape is not None else (),
+        shape=shape,
         make=load_function(inputs, "--inputs") if inputs is not None else None,
-        sizes=parse_sizes(sizes),
-        dtype=judgeable_dtype(dtype or "fp32"),
+        sizes=sizes,
         arguments=arguments,
+        dtype=dtype or "fp32",
         backward=backward,
         seconds=seconds,
     )
@@ -209,19 +206,44 @@ def asked_by_functions(
         f"{name}={','.join(map(str, [values] if isinstance(values, int) else values))}"
         for name, values in sizes.items()
     ]
-    first = [*functions][1] if len(functions) > 1 else None
-    judge = reference if reference is not None else functions[first] if first is not None else None
-    return Asked(
-        functions={name: called_with(function, arguments) for name, function in functions.items()},
-        spelled={name: name for name in functions},
-        reference=called_with(judge, arguments) if judge is not None else None,
-        reference_name="" if judge is None else "reference" if reference is not None else first or "",
-        yardstick="" if reference is not None else first or "",
-        specs=parse_shape(shape) if shape is not None else (),
+    first = next(itertools.islice(functions, 1, None), "")
+    return _asked(
+        functions,
+        {name: name for name in functions},
+        reference=reference if reference is not None else functions.get(first),
+        reference_name="reference" if reference is not None else first,
+        yardstick="" if reference is not None else first,
+        shape=shape,
         make=inputs,
-        sizes=parse_sizes(written),
-        dtype=judgeable_dtype(dtype),
+        sizes=written,
         arguments=arguments,
+        dtype=dtype,
         backward=backward,
         seconds=seconds,
+    )
+
+
+def _asked(
+    functions: Mapping[str, Function],
+    spelled: Mapping[str, str],
+    *,
+    reference: Function | None,
+    shape: str | None,
+    sizes: Sequence[str],
+    dtype: str,
+    arguments: Mapping[str, Any],
+    **more: Any,
+) -> Asked:
+    """What is asked, of functions that are at hand: each is called by the names that its signature has."""
+    left = {name: tuple(left_out(function, arguments)) for name, function in functions.items()}
+    return Asked(
+        functions={name: called_with(function, arguments) for name, function in functions.items()},
+        spelled=spelled,
+        reference=called_with(reference, arguments) if reference is not None else None,
+        specs=parse_shape(shape) if shape is not None else (),
+        sizes=parse_sizes(sizes),
+        dtype=judgeable_dtype(dtype),
+        arguments=arguments,
+        left_out={name: names for name, names in left.items() if names},
+        **more,
     )

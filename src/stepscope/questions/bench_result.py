@@ -124,6 +124,8 @@ class Bench(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     arguments: dict[str, str] = {}
     """Arguments that are no tensors, as they were given."""
+    left_out: dict[str, tuple[str, ...]] = {}
+    """By function, the arguments that it has no parameter for, and was called without."""
     backward: bool
     seconds: float
     """How long each function was timed on each size."""
