@@ -1,8 +1,10 @@
 """The bench of any function: inputs as they are spelled, faults that the gate must see, times, and what is said."""
 
+import dataclasses
 import math
 import re
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -260,6 +262,42 @@ def test_every_fault_is_seen_in_the_case_that_shows_it(fault: Callable[[Tensor],
     timing = {row.function: row for row in found.timings}
     assert timing["mine"].outcome == "wrong" and timing["mine"].seconds is None and timing["rival"].seconds
     assert "Wrong, so it has no time" in shown(answer_bench(found))
+
+
+def test_a_function_that_a_later_size_shows_to_be_wrong_has_no_time_on_any():
+    def up_to_64(x: Tensor) -> Tensor:
+        return x.softmax(-1) if x.shape[0] <= 64 else torch.zeros_like(x).requires_grad_()
+
+    found = bench_of(up_to_64, lambda x: x.softmax(-1), "Nx32", sizes={"N": [16, 100]})
+    assert {(row.function, row.outcome) for row in found.timings} == {("mine", "wrong"), ("rival", "measured")}
+    assert all(row.ratio in (None, 1.0) for row in found.timings)
+
+
+def test_a_first_call_that_writes_to_its_inputs_changes_nobody_s():
+    def spoils(x: Tensor) -> Tensor:
+        out = x.softmax(-1)
+        x.data.fill_(float("nan"))
+        return out
+
+    found = bench_of(spoils, lambda x: x.softmax(-1), "64x192")
+    assert "it writes to" in found.wrong("mine")[0].reason
+    rival = [verdict.judged for verdict in found.verdicts if verdict.function == "rival"]
+    assert set(rival) == {"right"}
+
+
+def test_a_first_call_that_does_not_end_is_given_up():
+    def slow(x: Tensor) -> Tensor:
+        time.sleep(30)
+        return x.softmax(-1)
+
+    asked = asked_by_functions(
+        {"mine": slow, "rival": lambda x: x.softmax(-1)}, reference=None, shape="8x8", inputs=None, sizes={},
+        arguments={}, dtype="fp32", backward=True, seconds=0.02,
+    )  # fmt: skip
+    found = run_bench(dataclasses.replace(asked, patience_s=0.2), CPU)
+    mine, rival = found.timings
+    assert mine.outcome == "failed" and "its first call had not ended after 0.2 s" in mine.reason
+    assert rival.seconds and verdict_of(found, "rival").startswith("right")
 
 
 def test_a_case_that_is_refused_is_no_fault_and_is_said():

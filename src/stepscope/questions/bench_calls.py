@@ -187,8 +187,8 @@ def run_bench(
             for sizes in asked.sizes:
                 label = size_words(sizes) or "the shape"
                 tell(f"{label}: right or wrong")
-                call = room.made(sizes)
-                room.call_first(call)
+                room.call_first(room.made(sizes))
+                call = room.made(sizes)  # afresh: the first call may have written to its inputs
                 judged = room.judge(sizes, call)
                 bench = msgspec.structs.replace(bench, verdicts=(*bench.verdicts, *judged))
                 tell(f"{label}: {_verdicts_words(judged, asked.functions)}time")
@@ -207,7 +207,28 @@ def run_bench(
                     break
     except KeyboardInterrupt:
         bench = msgspec.structs.replace(bench, interrupted=True)
-    return bench
+    return without_times_of_wrong(bench)
+
+
+def without_times_of_wrong(bench: Bench) -> Bench:
+    """The bench without the times of a function that a later size showed to be wrong; ratios are to who is left."""
+    refused = {name: wrong[0] for name in bench.functions if (wrong := bench.wrong(name))}
+    by_inputs: dict[str, list[Timing]] = {}
+    for row in bench.timings:
+        kept = msgspec.structs.replace(row, ratio=None, interval=None)
+        if row.function in refused:
+            verdict = refused[row.function]
+            kept = Timing(
+                function=row.function,
+                sizes=row.sizes,
+                inputs=row.inputs,
+                dtype=row.dtype,
+                outcome="wrong",
+                reason=f"{verdict.case} ({verdict.inputs}): {verdict.reason}",
+            )
+        by_inputs.setdefault(row.inputs, []).append(kept)
+    timings = [row for rows in by_inputs.values() for row in with_ratios(rows)]
+    return msgspec.structs.replace(bench, timings=tuple(timings))
 
 
 def _verdicts_words(verdicts: Sequence[Verdict], functions: Mapping[str, Function]) -> str:
@@ -396,7 +417,7 @@ class _Room:
                 **firsts[name],
             )
         self._clean_up()
-        return with_ratios([rows[name] for name in asked.functions if name in rows]), work
+        return [rows[name] for name in asked.functions if name in rows], work
 
     def _memory(self, one: CallPass) -> dict[str, int | None]:
         """What a pass saves for backward, and takes beside its inputs and results. A pass before it makes what is made
