@@ -517,7 +517,7 @@ def explain(snapshot: Snapshot) -> Explained:
         table = table.drop(*_ON_THE_WAY, strict=False)
         workload = snapshot.notes.workload if snapshot.notes else None
         if (shapes := by_sizes(workload, shapes_by_size) if workload is not None else None) is not None:
-            # Of allocations without a note.
+            # An allocation without a note is named by its size, where the model has a tensor of it.
             known = pl.DataFrame(
                 {"requested": list(shapes), "by_size": [list(shape) for shape in shapes.values()]},
                 schema={"requested": pl.Int64, "by_size": pl.List(pl.Int64)},

@@ -506,7 +506,7 @@ class CollectiveCalls(msgspec.Struct, frozen=True, kw_only=True):
     """How many take part."""
     calls: int
     message_bytes: int
-    """Of all calls together."""
+    """The bytes of the messages of all calls together."""
     sent_bytes: int
     """What has to leave this rank, whatever algorithm the backend chooses."""
     received_bytes: int
@@ -565,7 +565,7 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     gradient_spread: float
     gradient_allowed: float
     update_error: float
-    """Of what the steps made of the parameters."""
+    """The error of the parameters after the steps."""
     update_spread: float
     update_allowed: float
     worst: str
@@ -581,7 +581,7 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     batch_size: int | None = None
     """The sequences of all ranks together; None where the whole batch was taken."""
     loss_error: float | None = None
-    """Of the losses of steps of AdamW; None in runs from before they were compared."""
+    """The error of the losses of AdamW's steps; None in runs from before they were compared."""
     loss_spread: float | None = None
     loss_allowed: float | None = None
 
@@ -612,9 +612,10 @@ class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):
     start_s: float | None = None
     """From the start of the ranks' processes until all had met."""
     whole_parameter_bytes: int | None = None
-    """Of the parameters of all ranks together, each once; None where no rank has them all, and in older runs."""
+    """The bytes of the parameters of all ranks, each counted once; None where no rank has them all, and in older
+    runs."""
     whole_gradient_bytes: int | None = None
-    """Of those that are trained."""
+    """The bytes of the gradients of the parameters that are trained, counted likewise."""
 
     @property
     def one_host(self) -> bool:

@@ -235,8 +235,8 @@ def order_cells(cells: list[Cell]) -> tuple[Cell, ...]:
     unique = {msgspec.json.encode(cell): cell for cell in cells}
 
     def order(cell: Cell) -> tuple[int, int, int, int]:
-        # Those whose sizes are not known beforehand stay in their order. Repeated ones go in rounds, all cells once and
-        # then again: what drifts on the machine then meets all alike.
+        # Cells whose sizes are not known beforehand stay in their order. Repeated cells go in rounds, all of them once
+        # and then again: what drifts on the machine then meets all alike.
         workload, number = cell.workload, cell.repeat.number if cell.repeat else 0
         return number, parameters_of(workload) or 0, workload.seq_len or 0, workload.batch_size or 0
 

@@ -159,7 +159,7 @@ class OneWorkload:
         return _with_parts(self.options)
 
     def joined(self, ranks: int) -> "OneWorkload":
-        """The same on the ranks of a job that is there. Raises InputError where other ranks are given."""
+        """The options, for the ranks of a job that is there already. Raises InputError where other ranks are given."""
         given = self.options.get("ranks", ranks)
         if given != ranks:
             raise InputError(f"--ranks {given}, and this job has {ranks}: leave it out")
