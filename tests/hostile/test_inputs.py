@@ -111,11 +111,11 @@ def test_a_full_stderr_keeps_the_exit_code():
             assert run_verb(*arguments, stdout=subprocess.PIPE, stderr=full).returncode == 2
 
 
-@pytest.mark.parametrize("verb", [("run",), ("study", "softmax"), ("device",)])
+@pytest.mark.parametrize("verb", [("run",), ("study", "softmax"), ("device",), ("bench", "torch:relu")])
 def test_too_little_memory_for_torch_is_one_line(verb: tuple[str, ...], tmp_path: Path):
     limited = ["bash", "-c", 'ulimit -v 600000; exec "$@"', "-", *COMMAND, *verb]
     done = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=60)
-    is_refused(done, "raise the limit", code=3)
+    is_refused(done, "raise the limit to 2 GiB", code=3)
 
 
 def test_a_long_value_is_echoed_in_part_with_the_remedy():

@@ -13,7 +13,7 @@ from stepscope.app.cli import study
 from stepscope.app.cli.output import emit, mend
 from stepscope.app.cli.verb import Verbs, help_width
 from stepscope.core import interrupts
-from stepscope.core.environment import address_space_limit
+from stepscope.core.environment import address_space_limit, require_room_for_torch
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, warn
 from stepscope.core.units import format_bytes
 
@@ -135,8 +135,18 @@ def _root(
     pass
 
 
+class _RoomForTorch:
+    """Finds nothing: refuses PyTorch, whoever imports it first, where it would raise, abort or retry for ever."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> None:
+        if name == "torch":
+            require_room_for_torch()
+
+
 def main() -> NoReturn:
     """Run the command. Every failure that stepscope names is one line on stderr and its exit code."""
+    sys.meta_path.insert(0, _RoomForTorch)
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     interrupts.install()

@@ -9,7 +9,6 @@ import typer
 
 from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean, sweep_progress
 from stepscope.core.answer import Answer
-from stepscope.core.environment import require_room_for_torch
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError, warn
 from stepscope.core.options import Alone, Verb, is_given
 from stepscope.questions.question import Cells, Question, Result, read_answer
@@ -35,8 +34,6 @@ def verb_of(question: Question) -> Verb:
             return _show(Result(answer=read_answer(stored, question.name)), shown, save)
         if shown.only is not None and question.titles is not None and not is_given("--from"):
             _check_only(shown.only, *question.titles())
-        if "from_" in question.shared:
-            require_room_for_torch()
         with stdout_kept_clean(), progress() as tell:
             if "tell" in parameters:
                 options["tell"] = tell

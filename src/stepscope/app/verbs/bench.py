@@ -10,7 +10,6 @@ import msgspec
 
 from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
-from stepscope.core.environment import require_room_for_torch
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
 from stepscope.core.options import CALLS, MEASURING, Alone, Argument, Conflict, Option, verb
@@ -166,7 +165,6 @@ def command(
     else:
         if function is None:
             raise InputError("bench needs a function: stepscope bench mine.py:softmax --shape 4096x1024")
-        require_room_for_torch()
         if not Path("/dev/nvidiactl").exists():
             os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
         from stepscope.core.user_model import parse_arguments
