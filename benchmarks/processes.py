@@ -27,8 +27,8 @@ from stepscope.core.processes import Change, Processes, change_of_pairs
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import FactoryWorkload
-from stepscope.engine.request import Cell, Policy, SweepPlan
 from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan
 from stepscope.engine.workload_options import OneWorkload
 from stepscope.runs.run_sets import paired_ratios
 from stored import keep

@@ -30,9 +30,10 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Settings
 from stepscope.core.units import counted
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.request import Cell, Policy, StepRequest, SweepPlan
+from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan
 from stepscope.recording.device import resolve_device
 from stepscope.recording.environment import HostLoad, read_environment
 from stored import measure_or_show

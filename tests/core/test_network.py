@@ -2,9 +2,10 @@
 
 import pytest
 
-from stepscope.core.device_spec import DATASHEET, NETWORKS, network_for, parse_network
+from stepscope.core.device_spec import DATASHEET
 from stepscope.core.errors import InputError
 from stepscope.core.layout import Layout, parse_layout
+from stepscope.core.networks import NETWORKS, network_for, parse_network
 
 H100 = NETWORKS["nvlink4-ib400"]
 

@@ -10,7 +10,8 @@ from stepscope.core.model_config import PRESETS, ModelConfig, configure
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.request import Cell, SweepPlan, grid
+from stepscope.engine.request import grid
+from stepscope.engine.sweep_plan import Cell, SweepPlan
 from tests.conftest import workload
 from tests.textbook import textbook
 

@@ -6,7 +6,7 @@ from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.forecast import cells_that_will_not_fit, is_foretold
-from stepscope.engine.request import Cell, SweepPlan
+from stepscope.engine.sweep_plan import Cell, SweepPlan
 
 STEP = TextbookWorkload(
     model=configure("8B"), batch_size=2, seq_len=4096, dtype="bf16", attention="sdpa", checkpointing="every-1",

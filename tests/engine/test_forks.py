@@ -14,8 +14,8 @@ import pytest
 from stepscope.core.evidence import ProcessStart
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.workloads import FactoryWorkload, UserModel
-from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState
 from stepscope.engine.sweep import COMPILER_ON_GPU, Series, run_sweep
+from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState
 from tests.conftest import at_length
 from tests.engine.test_sweep import (
     QUICK,

@@ -18,8 +18,8 @@ from stepscope.core.errors import InputError, StepscopeError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.engine.cell_process import MARK
-from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState
 from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState
 from tests.conftest import at_length, mini
 from tests.engine.test_forks import made, own  # noqa: F401  (a fixture)
 from tests.engine.test_sweep import ENDLESS, QUICK, statuses, wait_for

@@ -16,8 +16,8 @@ from stepscope.core.errors import InputError
 from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import create_run_directory, load_runs, save_run
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.request import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.sweep import Series, run_sweep
+from stepscope.engine.sweep_plan import Cell, CellState, Policy, SweepPlan, SweepState, order_cells
 from stepscope.engine.user_code import load_recipe
 from stepscope.questions.warmup import warmup_cells
 from tests.command import stepscope

@@ -25,7 +25,8 @@ from stepscope.core.model_config import configure
 from stepscope.core.run import Repeat, Run, Settings
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workloads import TextbookWorkload, WatchedWorkload
-from stepscope.engine.request import Cell, MemoryRequest, SweepPlan, TraceRequest
+from stepscope.engine.request import MemoryRequest, TraceRequest
+from stepscope.engine.sweep_plan import Cell, SweepPlan
 from tests.frozen.json_keys import key_paths
 
 ROOT = Path(__file__).parents[2]

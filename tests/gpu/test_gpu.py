@@ -18,9 +18,10 @@ from stepscope.core.parts import ATTENTIONS, PARTS, Attention
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, Dtype
-from stepscope.engine.request import Cell, StepRequest, SweepPlan
+from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.engine.sweep import run_sweep
+from stepscope.engine.sweep_plan import Cell, SweepPlan
 from stepscope.recording.device import CudaDevice
 from stepscope.recording.driven import observe_step, profile_step, step_operators
 from stepscope.recording.nvml import nvml_kept_open, read_gpu

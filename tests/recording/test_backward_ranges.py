@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from stepscope.core.parts import Attention
 from stepscope.core.range_names import ATTENTION_PARTS, GRADIENT_ACCUMULATION, MARKING
 from stepscope.recording import driven, ranges
+from stepscope.recording.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.recording.device import HostDevice
-from stepscope.recording.ranges import BackwardRanges, SequenceNotes
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini
 from tests.recording.test_capture import LAYERS, Recorder, ranges_of_forward

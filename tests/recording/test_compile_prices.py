@@ -17,7 +17,7 @@ from stepscope.core.samples import Samples
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak
 from stepscope.core.workloads import FactoryWorkload, UserModel
 from stepscope.questions.compile_prices import answer_prices, compile_prices
-from stepscope.recording.compilation import Pricing, place_named
+from stepscope.recording.compile_prices import Pricing, place_named
 from stepscope.training.user_module.loading import make_user_step, take_object
 from stepscope.training.user_module.module_step import ModuleStep
 

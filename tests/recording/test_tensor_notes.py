@@ -1,7 +1,7 @@
 """Which tensor is noted as what."""
 
+from stepscope.recording.backward_ranges import SequenceNotes
 from stepscope.recording.memory_history import TensorNotes
-from stepscope.recording.ranges import SequenceNotes
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini
 from tests.recording.test_memory_capture import CPU

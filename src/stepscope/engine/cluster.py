@@ -28,7 +28,8 @@ from stepscope.core.run_directory import (
 from stepscope.engine.cell_process import cell_environment
 from stepscope.engine.forks import Forks
 from stepscope.engine.measured_cell import INTERRUPT_GRACE_S, REFUSED, MeasuredCell, PlaceLost, record
-from stepscope.engine.request import Policy, Stage, StepRequest, SweepPlan, Tell
+from stepscope.engine.request import Stage, StepRequest, Tell
+from stepscope.engine.sweep_plan import Policy, SweepPlan
 
 # What runs on a node: one cell, measured as a local sweep would, whose files go home.
 #

@@ -9,7 +9,7 @@ from stepscope.core.attention_support import is_predicted
 from stepscope.core.layout import layout_of
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.workloads import TextbookWorkload, Workload
-from stepscope.engine.request import SweepPlan
+from stepscope.engine.sweep_plan import SweepPlan
 from stepscope.recording.nvml import smallest_gpu
 
 _FAR_BELOW = 0.6

@@ -28,17 +28,8 @@ from stepscope.engine.cell_process import CellProcess, kill_marked
 from stepscope.engine.cluster import Cluster, terms_of
 from stepscope.engine.forks import Forks
 from stepscope.engine.measured_cell import REFUSED, DevicePlace, Place, PlaceLost, record
-from stepscope.engine.request import (
-    BROKEN,
-    Cell,
-    CellState,
-    Policy,
-    Stage,
-    StepRequest,
-    SweepPlan,
-    SweepState,
-    TellSweep,
-)
+from stepscope.engine.request import Stage, StepRequest
+from stepscope.engine.sweep_plan import BROKEN, Cell, CellState, Policy, SweepPlan, SweepState, TellSweep
 from stepscope.recording.nvml import smallest_gpu
 
 FEWEST_FORKED = 2

@@ -41,7 +41,6 @@ from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watched_script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
 from stepscope.recording.environment import HostLoad, launcher, read_environment
-from stepscope.recording.held_tensors import weakly, weakly_each
 from stepscope.recording.nvml import read_gpu, sampler_of
 from stepscope.recording.updates import Changes, most_updates
 from stepscope.recording.watch.finder import backward_has_run
@@ -57,6 +56,7 @@ from stepscope.recording.watch.stages import (
 )
 from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, Watch, watching
+from stepscope.recording.weak_attributes import weakly, weakly_each
 from stepscope.runs.checks import check_run
 from stepscope.runs.metrics import summarise
 from stepscope.training.user_module.user_code import source_digest, structure_digest

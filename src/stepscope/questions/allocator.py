@@ -13,8 +13,9 @@ from stepscope.core.options import Option
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.units import format_bytes, format_share
-from stepscope.engine.request import Cell as SweepCell
-from stepscope.engine.request import SweepPlan, type_of_device
+from stepscope.engine.request import type_of_device
+from stepscope.engine.sweep_plan import Cell as SweepCell
+from stepscope.engine.sweep_plan import SweepPlan
 from stepscope.engine.workload_options import OneWorkload, Timing
 from stepscope.questions.comparison import child_environment, times_as_fast
 from stepscope.questions.question import Cells, Question, Result

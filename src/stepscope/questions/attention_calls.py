@@ -36,18 +36,11 @@ from stepscope.core.run import Settings
 from stepscope.kernels.operators import compile_for_each_shape
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.environment import read_environment
-from stepscope.recording.held_tensors import saved_tensors
+from stepscope.recording.leads import Leads, launches_hidden, overwrite_cache, with_lead
 from stepscope.recording.precision import matmul_precision
+from stepscope.recording.saved_tensors import saved_tensors
 from stepscope.recording.step import Phase
-from stepscope.recording.timer import (
-    Leads,
-    Measurement,
-    StepFailed,
-    launches_hidden,
-    measure,
-    overwrite_cache,
-    with_lead,
-)
+from stepscope.recording.timer import Measurement, StepFailed, measure
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.gate import LONG, check_attention_matrix
 from stepscope.training.attention.inputs import TORCH_DTYPES

@@ -44,18 +44,11 @@ from stepscope.questions.bench_result import Bench, Timed, Timing, Verdict, Work
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.environment import read_environment
 from stepscope.recording.flops import FlopCounts
-from stepscope.recording.held_tensors import saved_tensors
+from stepscope.recording.leads import Leads, launches_hidden, overwrite_cache, with_lead
 from stepscope.recording.precision import matmul_precision
+from stepscope.recording.saved_tensors import saved_tensors
 from stepscope.recording.step import Phase, drive
-from stepscope.recording.timer import (
-    Leads,
-    Measurement,
-    StepFailed,
-    launches_hidden,
-    measure,
-    overwrite_cache,
-    with_lead,
-)
+from stepscope.recording.timer import Measurement, StepFailed, measure
 
 MOST_JUDGED = {"cuda": 1 << 27, "cpu": 1 << 22}
 """The most numbers of a call's inputs that are judged as they are timed."""

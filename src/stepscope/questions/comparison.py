@@ -28,8 +28,9 @@ from stepscope.core.run import Run, Settings, settings_from
 from stepscope.core.run_directory import find_run_files, load_run
 from stepscope.core.samples import INTERVALS, INTERVALS_OF_SETS, Ratio, Samples
 from stepscope.core.workloads import DTYPES, PHASES, is_configuration
-from stepscope.engine.request import Cell as SweepCell
-from stepscope.engine.request import SweepPlan, TraceRequest, grid, order_cells, repeated, type_of_device
+from stepscope.engine.request import TraceRequest, grid, type_of_device
+from stepscope.engine.sweep_plan import Cell as SweepCell
+from stepscope.engine.sweep_plan import SweepPlan, order_cells, repeated
 from stepscope.engine.workload_options import ManyWorkloads, factory_arguments
 from stepscope.questions.question import Cells, Result, read_answer
 from stepscope.runs.answer import bar, status_word

@@ -20,7 +20,7 @@ from stepscope.core.samples import Ratio
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
 from stepscope.core.units import counted, format_bytes, format_seconds
 from stepscope.core.workloads import FactoryWorkload
-from stepscope.engine.request import Cell as SweepCell
+from stepscope.engine.sweep_plan import Cell as SweepCell
 from stepscope.engine.user_code import answer_apart, ask_apart
 from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
@@ -235,7 +235,7 @@ def compile_prices(
 def main(request: str) -> str:
     """The prices as JSON, for `compile_prices`."""
     from stepscope.questions.steps import step_of
-    from stepscope.recording.compilation import Pricing
+    from stepscope.recording.compile_prices import Pricing
     from stepscope.recording.device import resolve_device
     from stepscope.recording.environment import read_environment
     from stepscope.recording.precision import matmul_precision

@@ -16,7 +16,7 @@ from stepscope.core.options import OUTPUT, STORED, Option, refuse_beside
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_AND_BACKWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run, settings_from
 from stepscope.core.workloads import by_sizes
-from stepscope.engine.request import SweepPlan
+from stepscope.engine.sweep_plan import SweepPlan
 from stepscope.engine.workload_options import Record, Recording, TraceSteps
 from stepscope.questions.comparison import ComparedRun, compared_cells, stored_runs, table_of_rows
 from stepscope.questions.question import Cells, Question, Result

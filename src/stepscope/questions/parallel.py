@@ -18,8 +18,9 @@ from stepscope.core.run import Settings, settings_from
 from stepscope.core.strategies import NOT_PARALLEL, SCALINGS, STRATEGIES, spelled, strategy_named
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_share
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.request import Cell as SweepCell
-from stepscope.engine.request import TraceRequest, grid, order_cells
+from stepscope.engine.request import TraceRequest, grid
+from stepscope.engine.sweep_plan import Cell as SweepCell
+from stepscope.engine.sweep_plan import order_cells
 from stepscope.questions.comparison import (
     Compared,
     ComparedRun,

@@ -25,7 +25,7 @@ from stepscope.core.files import read_named
 
 if TYPE_CHECKING:
     from stepscope.core.run import Run
-    from stepscope.engine.request import SweepPlan
+    from stepscope.engine.sweep_plan import SweepPlan
 
 
 @dataclass(frozen=True, kw_only=True)

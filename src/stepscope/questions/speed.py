@@ -20,8 +20,8 @@ from stepscope.core.figures import (
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import DTYPES
-from stepscope.engine.request import Cell as SweepCell
 from stepscope.engine.request import TraceRequest
+from stepscope.engine.sweep_plan import Cell as SweepCell
 from stepscope.questions.comparison import (
     Compared,
     ComparedRun,

@@ -17,9 +17,10 @@ from stepscope.allocations.prediction.estimate import estimate_quickly
 from stepscope.allocations.prediction.fit import Budget
 from stepscope.core.answer import worst
 from stepscope.core.attention_support import is_predicted
-from stepscope.core.device_spec import DeviceSpec, Network, find_device_spec, measured_network, network_for
+from stepscope.core.device_spec import DeviceSpec, find_device_spec
 from stepscope.core.environment import Environment
 from stepscope.core.errors import DeviceError, InputError
+from stepscope.core.networks import Network, measured_network, network_for
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, settings_from
@@ -30,8 +31,8 @@ from stepscope.core.units import format_bytes
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
-from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.engine.sweep import Series, run_sweep
+from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.questions.tuning_curves import STEPS, TRAININGS
 from stepscope.recording.nvml import smallest_gpu
 from stepscope.runs.run_sets import RunSet, change_of, paired_ratios, sets_of

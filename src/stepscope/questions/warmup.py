@@ -12,8 +12,8 @@ from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, Settings
 from stepscope.core.units import format_milliseconds, format_seconds
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.request import Cell as SweepCell
-from stepscope.engine.request import SweepPlan
+from stepscope.engine.sweep_plan import Cell as SweepCell
+from stepscope.engine.sweep_plan import SweepPlan
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.answer import doubts, heading, status_word
 

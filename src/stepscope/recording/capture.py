@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 import torch
@@ -16,11 +16,8 @@ from torch.profiler import ProfilerActivity
 from stepscope.core import interrupts
 from stepscope.core.evidence import KernelTotal, ProfiledStep
 from stepscope.core.profilers import with_texts_escaped
-from stepscope.core.range_names import BACKWARD, MARKING
 from stepscope.recording import ranges
-from stepscope.recording.device import Device, Mark
-from stepscope.recording.ranges import BackwardRanges, SequenceNotes
-from stepscope.recording.step import Recorder, Step
+from stepscope.recording.step import Step
 
 # One step under torch.profiler: kernels, busy time, and what profiling costs.
 
@@ -139,69 +136,6 @@ def capture_range(device: torch.device) -> Iterator[None]:
         with interrupts.expected():
             torch.cuda.profiler.stop()
             time.sleep(AFTER_CAPTURE_S)
-
-
-class Unmarked:
-    """A device without marks: it only synchronises.
-
-    Reading an event calls cudaEventElapsedTime_v2, new in CUDA 12.8. An older importer of Nsight Systems does not know
-    that name, and drops all kernels of a buffer that holds such a call.
-    """
-
-    clock_name = "none"
-
-    def __init__(self, device: Device) -> None:
-        self.synchronize = device.synchronize
-
-    def mark(self) -> Mark:
-        return None
-
-    def elapsed_s(self, start: Mark, end: Mark) -> float:
-        return 0.0
-
-
-class BackwardMarks(Recorder):
-    """Emits to a watching NVTX tool the ranges of a Kineto trace, and those of modules in backward.
-
-    Before each backward the nodes of the graph get their ranges. This has a range of its own, so that its time counts
-    neither to forward nor to backward.
-    """
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._notes = SequenceNotes(path for path, _ in step.model.named_modules() if path)
-        self._backward = BackwardRanges(ranges.current_emitters())
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Self]:
-        """A context in which steps emit every range."""
-        try:
-            with ranges.emitted_to(self._notes), details(self._step):
-                yield self
-        finally:
-            self._backward.release()
-
-    def step_begins(self) -> None:
-        self._backward.release()
-        self._notes.clear()
-
-    def phase_begins(self, name: str) -> None:
-        if name != BACKWARD:
-            return
-        with ranges.named_range(MARKING):
-            self._notes.closed = True  # what checkpointing runs again during backward made none of these nodes
-            loss = self._step.loss
-            if loss is not None and loss.grad_fn is not None:
-                self._backward.attach(loss.grad_fn, self._notes)
-
-    def phase_ends(self, name: str) -> None:
-        if name == BACKWARD:
-            self._backward.close()
-            # A step of several micro-batches builds a graph for each: the next forward is marked anew.
-            self.step_begins()
-
-    def phase_failed(self, name: str) -> None:
-        self.phase_ends(name)
 
 
 def details(step: Step) -> contextlib.AbstractContextManager[None]:

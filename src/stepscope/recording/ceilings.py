@@ -16,7 +16,7 @@ from stepscope.core.run import Settings
 from stepscope.recording.device import timing_device
 from stepscope.recording.environment import cpu_name
 from stepscope.recording.precision import matmul_precision, scaled_mm
-from stepscope.recording.timer import LedCall, measure_one
+from stepscope.recording.timer import measure_one
 
 CEILING_DTYPES: tuple[Dtype, ...] = ("fp32", "tf32", "bf16", "fp16")
 _TORCH_DTYPE = {
@@ -145,6 +145,8 @@ def _copy_ceiling(device: torch.device) -> Ceiling | None:
 
 
 def _time(device: torch.device, operation: Callable[[], object], settings: Settings) -> tuple[float, int]:
+    from stepscope.recording.leads import LedCall  # noqa: PLC0415  (where no ceiling is stored)
+
     try:
         samples = measure_one(LedCall(operation), device=timing_device(device), settings=settings)["call"]
     except Exception as error:

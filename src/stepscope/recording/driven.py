@@ -20,23 +20,9 @@ from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
 from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
-from stepscope.recording.capture import (
-    BackwardMarks,
-    Unmarked,
-    export_kineto,
-    kineto_session,
-    profiled_step,
-    profiler_for,
-)
+from stepscope.recording.capture import export_kineto, kineto_session, profiled_step, profiler_for
 from stepscope.recording.device import Device
-from stepscope.recording.observe import (
-    Observer,
-    OperatorCounts,
-    PhasePeaks,
-    TrafficCounts,
-    look_at_batches,
-    parameter_bytes,
-)
+from stepscope.recording.observe import Observer, OperatorCounts, look_at_batches, parameter_bytes
 from stepscope.recording.step import Driven, Step, drive, optimizers_of
 from stepscope.recording.timer import ALONE, Peers, timed_steps
 
@@ -64,6 +50,8 @@ def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -
         graphs_alive = seen.graphs_alive
         memory = PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=seen.saved_bytes)
         if device.type == "cuda":
+            from stepscope.recording.phase_peaks import PhasePeaks  # noqa: PLC0415  (for GPUs)
+
             peaks = PhasePeaks(step, device, held_before_bytes)
             drive(step, peaks)
             memory = peaks.memory()
@@ -121,6 +109,8 @@ def step_flops(step: Driven, timing: Device) -> tuple[dict[str, Work], dict[str,
 
 def step_traffic(step: Driven, timing: Device) -> tuple[CollectiveCalls, ...]:
     """Run a step that ranks share, and count the collectives that this one calls."""
+    from stepscope.recording.traffic import TrafficCounts  # noqa: PLC0415  (for steps that ranks share)
+
     step.prepare()
     with ranges.silenced(), torch.compiler.set_stance("force_eager"), TrafficCounts() as counts:
         drive(step, counts)
@@ -166,6 +156,8 @@ def trace_nvtx(
 
     Timed by the host alone: what the phases took on the device is for the trace to say.
     """
+    from stepscope.recording.backward_ranges import BackwardMarks, Unmarked  # noqa: PLC0415  (where a tool watches)
+
     timing = Unmarked(timing)
     if step.compiled:
         samples = timed_steps(step, timing, steps, peers=peers)

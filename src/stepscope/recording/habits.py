@@ -26,9 +26,10 @@ from stepscope.core.evidence import CodeLine, Habits, Unchanged
 from stepscope.core.formulas.operator_formulas import Unknown
 from stepscope.core.range_names import BACKWARD, DATA, EVALUATION, FORWARD, OPTIMIZER
 from stepscope.recording.flops import product_flops
-from stepscope.recording.held_tensors import local_part, weakly, weakly_each
+from stepscope.recording.held_tensors import local_part
 from stepscope.recording.step import Recorder
 from stepscope.recording.updates import Changes, held_by, most_updates
+from stepscope.recording.weak_attributes import weakly, weakly_each
 
 # Looks at what trains: which parameters get a gradient, and which of those do not change.
 

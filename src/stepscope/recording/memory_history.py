@@ -25,6 +25,7 @@ from torch._C._profiler import _ExtraFields_Allocation, _ExtraFields_TorchOp, _P
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.profiler import ProfilerActivity
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepscope.core.errors import portable_path
 from stepscope.core.evidence import (
@@ -41,17 +42,12 @@ from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, GRAD
 from stepscope.core.run_directory import MEMORY_FILE
 from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
-from stepscope.recording.held_tensors import (
-    Keepers,
-    local_part,
-    model_tensors,
-    optimizer_tensors,
-    plain_parts,
-    saved_tensors,
-)
-from stepscope.recording.observe import PhasePeaks, gradient_bytes, parameter_bytes
-from stepscope.recording.precision import cast_copy
-from stepscope.recording.ranges import BackwardRanges, SequenceNotes
+from stepscope.recording.backward_ranges import BackwardRanges, SequenceNotes
+from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts
+from stepscope.recording.keepers import Keepers
+from stepscope.recording.observe import parameter_bytes
+from stepscope.recording.phase_peaks import PhasePeaks, gradient_bytes
+from stepscope.recording.saved_tensors import saved_tensors
 from stepscope.recording.step import Recorder, Step, optimizers_of
 
 # Which tensor lies at which address, noted while a step runs: what a snapshot of the allocator cannot know.
@@ -697,3 +693,42 @@ class MemoryRecorder(Recorder):
         if self._gradients_wait:
             self._notes.gradients()
             self._gradients_wait = False
+
+
+# Where autocast keeps its 16-bit copies of parameters.
+#
+# Autocast casts a parameter when a product first asks for it, and keeps the copy until its region ends. The cache has
+# no reader. But a product under autocast is called with the copy, so a product that is caught below autocast, before it
+# runs, shows the copy that the cache holds; nothing is computed and nothing allocated.
+
+
+class _NotCached(Exception):
+    """Raised when autocast asks for a new copy, since its cache holds none."""
+
+
+class _Caught(TorchDispatchMode):
+    """Ends every operator before it runs, and keeps what the product was called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operand: torch.Tensor | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name != "aten::mm":
+            # This cast would be cached: autocast would keep any tensor that it returned as the parameter's copy.
+            raise _NotCached
+        self.operand = args[0]
+        return args[0]
+
+
+def cast_copy(parameter: torch.Tensor) -> torch.Tensor | None:
+    """The copy of this parameter that autocast holds now, on this thread; None where it holds none."""
+    if not torch.is_autocast_enabled(parameter.device.type) or not torch.is_autocast_cache_enabled():
+        return None
+    try:
+        # Modes that see functions of PyTorch must not see this one: their own operators would be caught.
+        with torch.no_grad(), torch._C.DisableTorchFunction(), _Caught() as caught:
+            torch.mm(parameter, parameter)
+    except _NotCached:
+        return None
+    return caught.operand if caught.operand is not parameter else None

@@ -12,22 +12,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
-import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from stepscope.core.evidence import CollectiveCalls, PhaseMemory, StepObservation, StepOperators
-from stepscope.core.formulas.communication import OTHER, kind_of, sent_and_received
+from stepscope.core.evidence import StepObservation, StepOperators
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER
 from stepscope.recording import ranges
 from stepscope.recording.capture import profiler_for
 from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts, whole_numel
-from stepscope.recording.nvml import read_gpu
 from stepscope.recording.precision import SCALED_PRODUCTS
 from stepscope.recording.step import Recorder, Step, optimizers_of
 
@@ -79,7 +75,7 @@ class Observer(Recorder):
         self._forwards: dict[str, int] = {}
         self._passes = {BACKWARD: 0, OPTIMIZER: 0, _BLOCK_AGAIN: 0}
         self._taken: list[torch.Tensor] = []
-        self._owned = _storages(_resident_tensors(step, device)).keys()
+        self._owned = storages_of(resident_tensors(step, device)).keys()
         self._saved: weakref.WeakSet[_Saved] = weakref.WeakSet()
         self._saved_storages: dict[int, int] = {}
         self._saved_bytes = 0
@@ -207,85 +203,12 @@ def look_at_batches(step: Step) -> Batches:
     return Batches(min(fewest), len(seen)) if fewest else Batches(None, None)
 
 
-class PhasePeaks(Recorder):
-    """Records a GPU allocator's counters around the phases of one step; of phases of one name, the largest figure.
-
-    Make it just before the step: what is allocated then counts as what was there before.
-    """
-
-    def __init__(self, step: Step, device: torch.device, held_before_bytes: int = 0) -> None:
-        self._step, self._device = step, device
-        torch.cuda.synchronize(device)
-        self._before = torch.cuda.memory_allocated(device)
-        self._requested_before = torch.cuda.memory_stats(device).get("requested_bytes.all.current")
-        self._reserved_before = torch.cuda.memory_reserved(device)
-        self._expected = sum(_storages(_resident_tensors(step, device)).values()) + held_before_bytes
-        self._peaks: dict[str, int] = {}
-        self._reserved = self._at_start = 0
-        self._saved: int | None = None
-        self._gradients: int | None = None
-
-    def phase_begins(self, name: str) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._at_start = torch.cuda.memory_allocated(self._device)
-
-    def phase_ends(self, name: str) -> None:
-        self.phase_failed(name)
-        if name == FORWARD:
-            self._saved = max(torch.cuda.memory_allocated(self._device) - self._at_start, self._saved or 0)
-        elif name in (BACKWARD, FORWARD_BACKWARD):
-            self._gradients = gradient_bytes(self._step)
-
-    def phase_failed(self, name: str) -> None:
-        """Read the peaks of a phase that has ended, or that ran out of memory: it also had one."""
-        peak = torch.cuda.max_memory_allocated(self._device)
-        self._peaks[name] = max(peak, self._peaks.get(name, 0))
-        self._reserved = max(self._reserved, torch.cuda.max_memory_reserved(self._device))
-
-    def memory(self) -> PhaseMemory:
-        """The memory of each phase. A step that replays CUDA graphs has no peaks: a replayed graph's tensors live in
-        its private pool, which is reserved but never counted as allocated, so the peaks would be too low.
-        """
-        torch.cuda.synchronize(self._device)
-        # What this process holds beyond its allocator: the driver's context, the libraries' kernels and workspaces. The
-        # driver counts all processes together, so it is not known where there are, or may be, others.
-        reading, outside = read_gpu(self._device), None
-        if reading is not None and reading.other_processes == 0:
-            free, total = torch.cuda.mem_get_info(self._device)
-            outside = total - free - torch.cuda.memory_reserved(self._device)
-        memory = PhaseMemory(
-            parameter_bytes=parameter_bytes(self._step),
-            after_parameters=self._before,
-            requested_before=self._requested_before,
-            reserved_before=self._reserved_before,
-            reserved_peak=self._reserved,
-            outside_allocator=outside,
-        )
-        if self._step.cuda_graphs:
-            return memory
-        return msgspec.structs.replace(
-            memory,
-            resident_expected=self._expected,
-            forward_peak=self._peaks.get(FORWARD),
-            turns_peak=self._peaks.get(FORWARD_BACKWARD),
-            saved_for_backward=self._saved if BACKWARD in self._peaks else None,
-            backward_peak=self._peaks.get(BACKWARD),
-            gradient_bytes=self._gradients,
-            optimizer_peak=self._peaks.get(OPTIMIZER),
-        )
-
-
-def gradient_bytes(step: Step) -> int:
-    """Bytes of the gradients on the parameters, as tensors."""
-    return sum(_storages(p.grad for p in step.model.parameters() if p.grad is not None).values())
-
-
 def parameter_bytes(step: Step) -> int:
     """Bytes of the parameters, as tensors."""
-    return sum(_storages(step.model.parameters()).values())
+    return sum(storages_of(step.model.parameters()).values())
 
 
-def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
+def resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
     """Every tensor on the device that should be alive between steps: parameters, gradients kept, buffers, state,
     batches."""
     tensors = [tensor for _, _, tensor in model_tensors(step.model)]
@@ -296,7 +219,7 @@ def _resident_tensors(step: Step, device: torch.device) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.device == device]
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Address and bytes of every storage of the tensors, once."""
     storages = (part.untyped_storage() for tensor in tensors for part in plain_parts(tensor))
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -343,93 +266,6 @@ class OperatorCounts(Recorder):
             if before:
                 calls[phases[before - 1][1]][event.name] += 1
         return StepOperators(calls={phase: dict(sorted(counted.items())) for phase, counted in calls.items()})
-
-
-# Counts the collectives that this rank calls in a step: kinds, messages, and the bytes that it sends and receives.
-#
-# Every collective of PyTorch is an operator of the dispatcher: those of `torch.distributed`, those of DTensor and of
-# compiled graphs (functional collectives), and those that the C++ of DistributedDataParallel calls in backward. A mode
-# that is told of every operator sees them all. An operator of a DTensor is let through first, so that the collectives
-# that it is made of are seen.
-
-
-_NAMESPACES = ("c10d", "_c10d_functional")
-_ROOTS = ("root_rank", "src", "root")
-"""Names of arguments that say which rank of the group is the root."""
-
-_Key = tuple[str, str, int]
-"""Phase, kind and number of ranks."""
-
-
-class TrafficCounts(TorchDispatchMode, Recorder):
-    """Counts the collectives of the next step by phase, which must run eagerly: compiled modules communicate the
-    same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._phase = ""
-        self._calls: Counter[_Key] = Counter()
-        self._message, self._sent, self._received = Counter[_Key](), Counter[_Key](), Counter[_Key]()
-
-    def phase_begins(self, name: str) -> None:
-        self._phase = name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # a DTensor's own dispatch calls what it is made of, under this mode
-        out = func(*args, **(kwargs or {}))
-        if func.namespace in _NAMESPACES:
-            self._count(func, args, out)
-        return out
-
-    def _count(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
-        """Add a call, if it is one of a collective."""
-        name = func._schema.name.partition("::")[2]
-        kind = kind_of(name)
-        if kind is OTHER:
-            return
-        arguments = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-        message = max((_bytes(value) for value in (*arguments.values(), out)), default=0)
-        # A call names its process group by itself, by its name, or not at all.
-        group: Any = None
-        if (group_name := arguments.get("group_name")) is not None:
-            group = dist.distributed_c10d._resolve_process_group(group_name)  # pyright: ignore[reportPrivateImportUsage]
-        elif (boxed := arguments.get("process_group")) is not None:
-            group = dist.ProcessGroup.unbox(boxed)
-        size = group.size() if group is not None else dist.get_world_size()
-        root = next((arguments[name] for name in _ROOTS if name in arguments), None)
-        is_root = root is not None and root == (group.rank() if group is not None else dist.get_rank())
-        sent, received = sent_and_received(
-            kind.name, message, size, is_root=is_root, receives=name.startswith(("recv", "irecv"))
-        )
-        key = (self._phase, kind.name, size)
-        self._calls[key] += 1
-        self._message[key] += message
-        self._sent[key] += round(sent)
-        self._received[key] += round(received)
-
-    @property
-    def counted(self) -> tuple[CollectiveCalls, ...]:
-        """What was counted, in the order in which the kinds came."""
-        return tuple(
-            CollectiveCalls(
-                phase=phase,
-                kind=kind,
-                ranks=ranks,
-                calls=calls,
-                message_bytes=self._message[phase, kind, ranks],
-                sent_bytes=self._sent[phase, kind, ranks],
-                received_bytes=self._received[phase, kind, ranks],
-            )
-            for (phase, kind, ranks), calls in self._calls.items()
-        )
-
-
-def _bytes(value: Any) -> int:
-    """The bytes of a tensor, or of all in a list."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size()
-    return sum(map(_bytes, value)) if isinstance(value, (list, tuple)) else 0
 
 
 def whole_bytes(parameters: Iterable[Tensor]) -> tuple[int, int]:

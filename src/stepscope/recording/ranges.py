@@ -6,22 +6,16 @@ are emitted in traced steps alone (`detailed`), and the timed steps stay cheap. 
 shared null context and costs nothing measurable.
 """
 
-import bisect
 import contextlib
 import functools
 import importlib.util
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch._C._autograd import _get_sequence_nr
-from torch.autograd.graph import Node
-from torch.utils.hooks import RemovableHandle
-
-from stepscope.core.range_names import GRADIENT_ACCUMULATION
 
 _NVTX_TOOLS = ("NVTX_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID")
 NO_NVTX = "this PyTorch emits no NVTX ranges, and the package that does is missing: pip install 'stepscope[nsys]'"
@@ -192,107 +186,3 @@ def detailed(model: torch.nn.Module | None) -> Iterator[None]:
             del module
         del model  # a watched loop's may end before this context
         yield
-
-
-# Ranges of modules in the backward pass, for NVTX tools.
-#
-# Autograd runs backward on threads of its own, where no module's forward is on the stack: an NVTX tool sees kernels
-# without a name. Yet every node of the graph carries the number of the moment that forward made it. So forward's ranges
-# note these numbers as they begin and end, and before backward every node is given hooks that open the range of the
-# module that made it: `blocks.3.attention`, and inside it the part, `softmax`.
-
-
-class SequenceNotes:
-    """An emitter that notes at which of autograd's sequence numbers each range begins and ends, on one thread."""
-
-    def __init__(self, module_paths: Iterable[str]) -> None:
-        self._paths = frozenset(module_paths)
-        self._thread = threading.get_ident()
-        self._open: list[str] = []
-        self._from: list[int] = []
-        self._owners: list[tuple[str, ...]] = []
-        self.closed = False
-
-    def push(self, name: str) -> None:
-        if not self.closed and threading.get_ident() == self._thread:
-            self._open.append(name)
-            self._note()
-
-    def pop(self) -> None:
-        if self._open and not self.closed and threading.get_ident() == self._thread:
-            self._open.pop()
-            self._note()
-
-    def clear(self) -> None:
-        """Forget everything, before another forward."""
-        for notes in (self._open, self._from, self._owners):
-            notes.clear()
-        self.closed = False
-
-    def owner(self, sequence_nr: int) -> tuple[str, ...]:
-        """Path of the innermost module that ran when forward made the node of this number, and the part inside it.
-
-        Both are empty for a node that no module made, such as those of the loss.
-        """
-        i = bisect.bisect_right(self._from, sequence_nr) - 1
-        return self._owners[i] if i >= 0 else ()
-
-    def _note(self) -> None:
-        # A note's number is that of the next node to be made. Where several ranges begin or end at one number, the last
-        # note holds, which is the one that bisect_right finds.
-        self._from.append(_get_sequence_nr())
-        innermost = max((i for i, name in enumerate(self._open) if name in self._paths), default=None)
-        self._owners.append(tuple(self._open[innermost:]) if innermost is not None else ())
-
-
-class BackwardRanges:
-    """Hooks on the nodes of one graph at a time; `release` takes them off.
-
-    With `operators`, each range holds one more inside: the node's own name, `MulBackward0`.
-    """
-
-    def __init__(self, emitters: tuple[Emitter, ...], *, operators: bool = False) -> None:
-        self._emitters = emitters
-        self._operators = operators
-        self._local = threading.local()
-        self._handles: list[RemovableHandle] = []
-
-    def attach(self, root: Node, notes: SequenceNotes) -> int:
-        """Hook every node below `root`; returns how many there are."""
-        seen, waiting = {root}, [root]
-        while waiting:
-            node = waiting.pop()
-            below = [edge for edge, _ in node.next_functions if edge is not None]
-            is_leaf = node.name() == "torch::autograd::AccumulateGrad"
-            names = (GRADIENT_ACCUMULATION,) if is_leaf else notes.owner(node._sequence_nr())  # type: ignore[attr-defined]
-            if self._operators and not is_leaf:
-                names = (*names, node.name())
-            # Between two nodes the engine sums gradients that meet. This is work of the node just run, so its range
-            # lasts until the next node begins on the same thread. A node that leads to no other may be the last on its
-            # thread, so its range ends with it.
-            self._handles.append(node.register_prehook(lambda _gradients, names=names: self._open(names)))
-            if not below:
-                self._handles.append(node.register_hook(lambda _inputs, _outputs: self.close()))
-            fresh = set(below) - seen  # a set: a node may be reached twice from one, as x is from x * x
-            waiting += fresh
-            seen |= fresh
-        return len(seen)
-
-    def close(self) -> None:
-        """End the ranges that are open on this thread."""
-        for _ in range(getattr(self._local, "depth", 0)):
-            for emitter in reversed(self._emitters):
-                emitter.pop()
-        self._local.depth = 0
-
-    def release(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _open(self, names: tuple[str, ...]) -> None:
-        self.close()
-        for name in names:
-            for emitter in self._emitters:
-                emitter.push(name)
-        self._local.depth = len(names)

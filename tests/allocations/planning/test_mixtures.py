@@ -14,9 +14,10 @@ from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory
 from stepscope.core.checkpointing import KEEPING, keeping, selective_of
-from stepscope.core.device_spec import DATASHEET, NETWORKS
+from stepscope.core.device_spec import DATASHEET
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import configure
+from stepscope.core.networks import NETWORKS
 from stepscope.core.units import GIB
 from tests.allocations.planning.test_search import CONFIG, machine, question
 

@@ -11,9 +11,10 @@ from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import budget_of_device, budget_of_memory, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory
 from stepscope.core.checkpointing import offload_of
-from stepscope.core.device_spec import DATASHEET, NETWORKS, pcie_generation
+from stepscope.core.device_spec import DATASHEET, pcie_generation
 from stepscope.core.layout import Layout
 from stepscope.core.model_config import configure
+from stepscope.core.networks import NETWORKS
 from stepscope.core.units import GIB
 from tests.allocations.planning.test_search import question
 

@@ -10,10 +10,11 @@ from stepscope.allocations.planning.search import Machine, Question, Space, sear
 from stepscope.allocations.planning.times import rates_of
 from stepscope.allocations.prediction.fit import budget_of_memory, divisors, fit
 from stepscope.allocations.prediction.layouts import RankMemory
-from stepscope.core.device_spec import DATASHEET, NETWORKS
-from stepscope.core.formulas.transformer import PlannedModel
+from stepscope.core.device_spec import DATASHEET
+from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.layout import Layout, parse_layout, settled
 from stepscope.core.model_config import ModelConfig
+from stepscope.core.networks import NETWORKS
 from stepscope.core.units import GIB
 from stepscope.core.workloads import TextbookWorkload
 

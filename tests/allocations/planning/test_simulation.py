@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.allocations.planning.times import StepTime, Work, schedule, simulate
-from stepscope.core.formulas.transformer import bubble_turns, chunks_in_flight
+from stepscope.core.formulas.planned_model import bubble_turns, chunks_in_flight
 from stepscope.core.layout import Layout
 
 

@@ -26,12 +26,14 @@ from stepscope.allocations.planning.times import (
     rates_of,
 )
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
-from stepscope.core.device_spec import DATASHEET, DeviceSpec, Network
+from stepscope.core.device_spec import DATASHEET, DeviceSpec
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.communication import Copies, data_copies
-from stepscope.core.formulas.transformer import PlannedModel, step_flops
+from stepscope.core.formulas.planned_model import PlannedModel
+from stepscope.core.formulas.transformer import step_flops
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
+from stepscope.core.networks import Network
 from stepscope.core.run_directory import load_runs
 from stepscope.core.workloads import TextbookWorkload
 

@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.allocations.planning.answer import PUBLISHED, answer_verification
 from stepscope.allocations.prediction.layouts import RankMemory, bytes_of
-from stepscope.core.formulas.transformer import PlannedModel
+from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.layout import Layout, layout_of, step_of
 from stepscope.core.model_config import configure
 from stepscope.core.run_directory import load_runs

@@ -15,7 +15,8 @@ from stepscope.allocations.prediction.layouts import (
     moved_by_stage,
     stage_needs,
 )
-from stepscope.core.formulas.transformer import PlannedModel, parameter_count
+from stepscope.core.formulas.planned_model import PlannedModel
+from stepscope.core.formulas.transformer import parameter_count
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.workloads import TextbookWorkload

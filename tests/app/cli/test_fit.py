@@ -17,7 +17,7 @@ from stepscope.core.model_config import PRESETS
 from stepscope.core.run_directory import load_runs
 from stepscope.core.units import GIB, MIB
 from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
-from stepscope.engine.request import Cell, SweepPlan
+from stepscope.engine.sweep_plan import Cell, SweepPlan
 from stepscope.rendering.picture import draw_answer
 from stepscope.rendering.plots import save_plot
 from tests.command import stepscope

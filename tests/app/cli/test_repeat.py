@@ -7,7 +7,7 @@ import pytest
 
 from stepscope.core.run import Settings
 from stepscope.core.run_directory import load_runs
-from stepscope.engine.request import Cell, SweepPlan, order_cells, repeated
+from stepscope.engine.sweep_plan import Cell, SweepPlan, order_cells, repeated
 from tests.command import stepscope
 from tests.conftest import mini
 

@@ -7,7 +7,7 @@ import pytest
 
 from stepscope.app.cli.output import sweep_progress
 from stepscope.core.study_results import TUNED_FIELDS
-from stepscope.engine.request import Cell, CellState, SweepState
+from stepscope.engine.sweep_plan import Cell, CellState, SweepState
 from tests.command import stepscope
 from tests.conftest import make_run, workload
 

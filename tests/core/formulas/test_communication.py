@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepscope.core.device_spec import NETWORKS, Network, measured_network
 from stepscope.core.formulas.communication import (
     Bytes,
     Group,
@@ -15,15 +14,11 @@ from stepscope.core.formulas.communication import (
     transfer_s,
     transfers_of,
 )
-from stepscope.core.formulas.transformer import (
-    PlannedModel,
-    block_shapes,
-    bubble_turns,
-    chunks_in_flight,
-    parameter_count,
-)
+from stepscope.core.formulas.planned_model import PlannedModel, bubble_turns, chunks_in_flight
+from stepscope.core.formulas.transformer import block_shapes, parameter_count
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.model_config import PUBLIC_SHAPES, ModelConfig
+from stepscope.core.networks import NETWORKS, Network, measured_network
 from stepscope.core.strategies import STRATEGIES
 from stepscope.core.study_results import CollectiveFit
 

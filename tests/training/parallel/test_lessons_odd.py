@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from stepscope import parallel
 from stepscope.core.errors import InputError
-from stepscope.recording.observe import TrafficCounts, whole_bytes
+from stepscope.recording.observe import whole_bytes
+from stepscope.recording.traffic import TrafficCounts
 from tests.training.parallel.ranks import on_ranks
 
 

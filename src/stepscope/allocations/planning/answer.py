@@ -48,13 +48,14 @@ from stepscope.core.answer import (
 )
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import offload_of, selective_of
-from stepscope.core.device_spec import DATASHEET, MOST_RANKS, DeviceSpec, Network, find_device_spec, network_for
+from stepscope.core.device_spec import DATASHEET, DeviceSpec, find_device_spec
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.communication import bus_bandwidth, transfer_s, transfers_of
+from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.formulas.spelled import cell_name, run_command
-from stepscope.core.formulas.transformer import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, settled, step_of
 from stepscope.core.model_config import configure
+from stepscope.core.networks import MOST_RANKS, Network, network_for
 from stepscope.core.run import Run
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import GIB, counted, format_bytes, format_rate, format_seconds, format_share

@@ -13,9 +13,10 @@ from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.fit import QUICK_SAFETY, SAFETY, Budget, divisors, will_fit
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, memory_of_ranks
 from stepscope.core.checkpointing import KEEPING, keeping, most_that_fit, offload_of, spans_of
-from stepscope.core.device_spec import DeviceSpec, Network
-from stepscope.core.formulas.transformer import PlannedModel
+from stepscope.core.device_spec import DeviceSpec
+from stepscope.core.formulas.planned_model import PlannedModel
 from stepscope.core.layout import SHARDINGS, Layout, layout_of
+from stepscope.core.networks import Network
 from stepscope.core.parts import REFERENCE, is_kept, scores_of
 from stepscope.core.units import GIB
 from stepscope.core.workloads import TextbookWorkload

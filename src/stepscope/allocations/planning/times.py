@@ -19,7 +19,7 @@ import msgspec
 from stepscope.allocations.prediction.layouts import Moved, RankMemory, bytes_of
 from stepscope.core.answer import Slice
 from stepscope.core.checkpointing import OFFLOAD, most_that_fit, offload_of, spans_of
-from stepscope.core.device_spec import DeviceSpec, Network, pcie_generation, product_dtype
+from stepscope.core.device_spec import DeviceSpec, pcie_generation, product_dtype
 from stepscope.core.errors import InputError
 from stepscope.core.formulas import adamw_work
 from stepscope.core.formulas.communication import (
@@ -35,8 +35,10 @@ from stepscope.core.formulas.communication import (
     tensor_transfers,
     transfer_s,
 )
-from stepscope.core.formulas.transformer import PlannedModel, bubble_turns, largest_stage, moment_bytes
+from stepscope.core.formulas.planned_model import PlannedModel, bubble_turns, largest_stage
+from stepscope.core.formulas.transformer import moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.networks import Network
 from stepscope.core.parts import REFERENCE, scores_of
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.workloads import OF_ONE_LAUNCH, TextbookWorkload

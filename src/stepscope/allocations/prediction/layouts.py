@@ -43,15 +43,14 @@ from stepscope.allocations.prediction.symbolic_tensors import (
 from stepscope.core.checkpointing import OFFLOAD, of_fewer_layers, spans_of
 from stepscope.core.evidence import CATEGORIES
 from stepscope.core.formulas.communication import Bytes
-from stepscope.core.formulas.transformer import (
+from stepscope.core.formulas.planned_model import (
     PlannedModel,
-    Shapes,
     chunks_in_flight,
     largest_stage,
     local_keys,
     local_shapes,
-    moment_bytes,
 )
+from stepscope.core.formulas.transformer import Shapes, moment_bytes
 from stepscope.core.layout import SHARDINGS, Layout
 from stepscope.core.parts import REFERENCE, scores_of
 from stepscope.core.precisions import PRECISIONS

@@ -19,7 +19,8 @@ from stepscope.rendering.renderers import BARE, STYLES
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from stepscope.engine.request import Stage, SweepState
+    from stepscope.engine.request import Stage
+    from stepscope.engine.sweep_plan import SweepState
 
 
 def exit_code_of(findings: Iterable[Finding]) -> int:

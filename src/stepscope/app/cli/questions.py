@@ -88,8 +88,8 @@ def _sweep(cells: Cells, shown: Presentation, save: Path | None) -> int:
     """Measure the cells, and show the answer from their runs."""
     from stepscope.app.verbs.sweep import measure_and_report, report_runs, sweep_exit_code
     from stepscope.core.run import Run
-    from stepscope.engine.request import Policy
     from stepscope.engine.sweep import run_sweep
+    from stepscope.engine.sweep_plan import Policy
 
     def report(runs: list[Run]) -> None:
         result = cells.answer(runs)

@@ -9,8 +9,8 @@ import msgspec
 
 from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation
-from stepscope.core.device_spec import NETWORKS
 from stepscope.core.errors import InputError, warn
+from stepscope.core.networks import NETWORKS
 from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Alone, Conflict, Option, Unread, completed, verb
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
@@ -18,7 +18,7 @@ from stepscope.engine.workload_options import OneWorkload
 if TYPE_CHECKING:
     from stepscope.allocations.planning.answer import Planning
     from stepscope.allocations.planning.search import Plan, Question
-    from stepscope.core.device_spec import Network
+    from stepscope.core.networks import Network
 
 Device = Annotated[
     str,
@@ -104,10 +104,10 @@ def command(
         return
     step, checkpointings = _step(workload, batch_tokens)
     from stepscope.allocations.planning.search import Question
-    from stepscope.core.device_spec import MOST_RANKS
-    from stepscope.core.formulas.transformer import PlannedModel
+    from stepscope.core.formulas.planned_model import PlannedModel
     from stepscope.core.layout import parse_layout
     from stepscope.core.model_config import whole_number
+    from stepscope.core.networks import MOST_RANKS
 
     whole_number(ranks, "--ranks", 1, MOST_RANKS)
     question = Question(
@@ -150,7 +150,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
     from stepscope.allocations.planning.search import Machine, search
     from stepscope.allocations.planning.times import STEP_SPREAD, rates_of, simulate
     from stepscope.allocations.prediction.fit import budget_of_total, device_named
-    from stepscope.core.device_spec import network_for
+    from stepscope.core.networks import network_for
 
     spread = STEP_SPREAD if shares["spread"] is None else shares["spread"]
     if not 0 <= spread < 0.5:
@@ -179,7 +179,7 @@ def _planned(question: "Question", device: str, network: str | None, shares: Map
 
 def _network(text: str, usual: "Network") -> "Network":
     """The network that --network says: by name or figures, or as a file of `study collectives` has measured it."""
-    from stepscope.core.device_spec import measured_network, parse_network
+    from stepscope.core.networks import measured_network, parse_network
 
     file, _, figures = text.partition(",")
     if not file.endswith(".json"):
@@ -230,7 +230,7 @@ def _keep(planning: "Planning", runs: Path) -> None:
 
 def _verify(against: tuple[Path, ...], network: str | None, save: Path | None, shown: Presentation) -> None:
     from stepscope.allocations.planning.answer import answer_verification
-    from stepscope.core.device_spec import network_for
+    from stepscope.core.networks import network_for
     from stepscope.core.run_directory import load_runs
 
     runs, faults = load_runs(list(against)) if against else ([], [])

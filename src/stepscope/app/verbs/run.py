@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from stepscope.engine.request import Cell, SweepPlan
+    from stepscope.engine.sweep_plan import Cell, SweepPlan
     from stepscope.training.user_module.loading import Loaded
 
 
@@ -201,8 +201,8 @@ def run(
 
 def _measured_by_ranks(request: StepRequest, tell: Tell) -> Measured:
     """Start the processes that share the step, and wait for what they measured."""
-    from stepscope.engine.request import Cell, Policy, SweepPlan, SweepState
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
+    from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState
 
     def tell_of_cell(state: SweepState) -> None:
         (cell,) = state.cells
@@ -318,7 +318,8 @@ def command(
     if not is_shared:
         refuse_several(os.environ, "measure a step of its own", "say --parallel, or start it without torchrun")
     if repeat > 1 or against is not None or (is_shared and place is None):
-        from stepscope.engine.request import SweepPlan, type_of_device
+        from stepscope.engine.request import type_of_device
+        from stepscope.engine.sweep_plan import SweepPlan
 
         cells = _cells(workload, against, runs, timing.settings, repeat, on_gpu=type_of_device(device) == "cuda")
         plan = SweepPlan(
@@ -386,7 +387,7 @@ def _cells(
     workload: OneWorkload, against: str | None, runs: Path, settings: Settings, repeat: int, *, on_gpu: bool
 ) -> "tuple[Cell, ...]":
     """What is measured in processes of their own: the workload, or two that take turns."""
-    from stepscope.engine.request import Cell, order_cells, repeated
+    from stepscope.engine.sweep_plan import Cell, order_cells, repeated
 
     usual = usual_sizes(on_gpu=on_gpu)
     first = workload.any_workload(**usual)
@@ -409,7 +410,7 @@ def _cells(
 def _measure_in_processes(plan: "SweepPlan", shown: Presentation, save: Path | None) -> NoReturn:
     """Measure one step in several processes, or two, and show what they say; leaves with the exit code."""
     from stepscope.app.verbs.sweep import measure_and_report
-    from stepscope.engine.request import Policy
+    from stepscope.engine.sweep_plan import Policy
 
     def report(runs: list[Run]) -> None:
         from stepscope.runs.run_sets import answer_against, answer_set, compare_sets, sets_of

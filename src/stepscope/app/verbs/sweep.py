@@ -23,7 +23,7 @@ from stepscope.core.units import counted
 from stepscope.engine.workload_options import ManyWorkloads, Recording, Timing
 
 if TYPE_CHECKING:
-    from stepscope.engine.request import Policy, SweepPlan
+    from stepscope.engine.sweep_plan import Policy, SweepPlan
 
 
 _UNFIT_NAMED = 6
@@ -83,7 +83,7 @@ def command(
     shown: Presentation,
 ) -> None:
     """Measure a grid of workloads. The same command resumes a sweep that was interrupted."""
-    from stepscope.engine.request import Cell, Policy, SweepPlan, order_cells, repeated
+    from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, order_cells, repeated
     from stepscope.engine.user_code import load_recipe
 
     if recipe is not None:
@@ -128,8 +128,8 @@ def measure_and_report(
     from typer import Exit
 
     from stepscope.engine.measured_cell import leaves_nothing
-    from stepscope.engine.request import BROKEN
     from stepscope.engine.sweep import SweepInterrupted, run_sweep
+    from stepscope.engine.sweep_plan import BROKEN
 
     if policy.on is None:
         _foretell(plan)

@@ -23,15 +23,10 @@ from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from stepscope.core.checkpointing import spans_of
-from stepscope.core.device_spec import Network
-from stepscope.core.formulas.transformer import (
-    PlannedModel,
-    block_shapes,
-    largest_stage,
-    local_keys,
-    shapes_outside_blocks,
-)
+from stepscope.core.formulas.planned_model import PlannedModel, largest_stage, local_keys
+from stepscope.core.formulas.transformer import block_shapes, shapes_outside_blocks
 from stepscope.core.layout import SHARDINGS, Layout
+from stepscope.core.networks import Network
 from stepscope.core.study_results import LatencyAndBandwidth
 
 # Collectives: their kinds, the size of a message, and the bytes that a link carries for it.

@@ -45,7 +45,7 @@ from stepscope.kernels.flash.launch import (
     sums_for,
 )
 from stepscope.kernels.flash.tuning_cache import Choice, device_name, keep
-from stepscope.recording.timer import median_call_s
+from stepscope.recording.leads import median_call_s
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from stepscope.core.range_names import BACKWARD
-from stepscope.recording.held_tensors import weakly
 from stepscope.recording.step import Recorder
 from stepscope.recording.watch.loop import (
     BackwardSeen,
@@ -34,6 +33,7 @@ from stepscope.recording.watch.loop import (
     whole_round,
 )
 from stepscope.recording.watch.phases import Phases, Undo, end_with_backward, replace, uncompiled, watch_backward
+from stepscope.recording.weak_attributes import weakly
 
 _ORIGINAL_CALL = nn.Module.__call__
 _MOST_OF_ONE = 12

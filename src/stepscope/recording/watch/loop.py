@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from stepscope.core.units import counted
-from stepscope.recording.held_tensors import local_part, weakly
+from stepscope.recording.held_tensors import local_part
 from stepscope.recording.updates import held_by
+from stepscope.recording.weak_attributes import weakly
 
 # ---- what a loop called while it was looked at
 #

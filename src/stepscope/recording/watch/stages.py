@@ -20,17 +20,19 @@ from stepscope.core.range_names import BACKWARD, EVALUATION, FORWARD, PHASES, RE
 from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
-from stepscope.recording.capture import BackwardMarks, capture_range, export_kineto, kineto_session
+from stepscope.recording.backward_ranges import BackwardMarks
+from stepscope.recording.capture import capture_range, export_kineto, kineto_session
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.habits import STEPS, HabitsRecorder
-from stepscope.recording.held_tensors import weakly, weakly_each
 from stepscope.recording.memory_history import MemoryRecorder
-from stepscope.recording.observe import PhasePeaks, parameter_bytes
+from stepscope.recording.observe import parameter_bytes
+from stepscope.recording.phase_peaks import PhasePeaks
 from stepscope.recording.step import Phase, Recorder, Step
 from stepscope.recording.updates import Changes
 from stepscope.recording.watch.loop import LoopStep
 from stepscope.recording.watch.phases import Phases, ScriptProfilers
 from stepscope.recording.watch.stopwatch import Stopwatch, marks_for
+from stepscope.recording.weak_attributes import weakly, weakly_each
 
 
 class WatchedStep:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from stepscope.core.run import Settings
-from stepscope.recording import timer as lead
-from stepscope.recording.timer import Leads, LedCall, Measurement, launches_hidden, measure, median_call_s
+from stepscope.recording import leads
+from stepscope.recording.leads import Leads, LedCall, launches_hidden, median_call_s
+from stepscope.recording.timer import Measurement, measure
 from tests.conftest import FakeClock, FakeDevice
 
 FIXED = Settings(warmup_floor=1, warmup_cap=1, steps_floor=3, steps_cap=3, seconds=0)
@@ -89,8 +90,8 @@ def test_on_a_gpu_a_call_gets_a_lead(monkeypatch: pytest.MonkeyPatch):
     def fill(_: torch.device) -> Callable[[], object]:
         return lambda: (clock.pass_s(0.001), device.give(0.01))
 
-    monkeypatch.setattr(lead, "timing_device", lambda _: device)
-    monkeypatch.setattr(lead, "overwrite_cache", fill)
+    monkeypatch.setattr(leads, "timing_device", lambda _: device)
+    monkeypatch.setattr(leads, "overwrite_cache", fill)
     monkeypatch.setattr("stepscope.recording.timer.HostClock", lambda: clock)
     (run,) = [phase.run for phase in call.phases]
     assert median_call_s(run, torch.device("cuda", 0), FIXED) == pytest.approx(OWN_S)
