@@ -22,9 +22,9 @@ from stepscope.questions.speed import (
     MISSING,
     PARTS,
     TIMES,
-    Amdahl,
     Parts,
     TimedCell,
+    amdahl,
     answer_speed,
     dtypes_here,
     pair_up,
@@ -50,8 +50,7 @@ def parts(products: float, rest: float, between: float | None, **more: float) ->
 
 def test_amdahl_by_hand():
     """fp32: 80 s of products, 15 of other kernels, 5 without. bf16: 8, 18, 10. So 100 s become 36."""
-    law = Amdahl(base=parts(80, 15, 5), other=parts(8, 18, 10))
-    law.self_check()
+    law = amdahl(parts(80, 15, 5), parts(8, 18, 10))
     assert law.product_share == 0.8
     assert (law.products, law.rest) == (10, 15 / 18)
     assert law.whole == 100 / 36
@@ -63,8 +62,7 @@ def test_amdahl_by_hand():
 
 
 def test_amdahl_where_a_part_takes_no_time():
-    law = Amdahl(base=parts(80, 0, None), other=parts(20, 5, None))
-    law.self_check()
+    law = amdahl(parts(80, 0, None), parts(20, 5, None))
     assert (law.products, law.rest, law.limit, law.between_gain_s) == (4, None, None, None)
     assert law.by_products_alone == 4 and law.whole == 80 / 25
 
@@ -74,8 +72,7 @@ seconds = st.floats(1e-6, 1e3)
 
 @given(st.tuples(seconds, seconds, seconds), st.tuples(seconds, seconds, seconds))
 def test_the_law_gives_the_whole_and_gains_add_up(base: tuple[float, ...], other: tuple[float, ...]):
-    law = Amdahl(base=parts(*base), other=parts(*other))
-    law.self_check()
+    law = amdahl(parts(*base), parts(*other))
     total = law.base.total_s
     shares = [part / total for part in base]
     ratios = [a / b for a, b in zip(base, other, strict=True)]

@@ -33,7 +33,6 @@ from stepscope.questions.comparison import (
     stored_runs,
     times_as_fast,
     unlike_environments,
-    unread,
 )
 from stepscope.questions.question import Cells, Question, Result, read_answer
 from stepscope.runs.metrics import median_s, memory_of, peak_bytes
@@ -504,8 +503,8 @@ def answer_stored(places: Sequence[Path], keep_digests: bool) -> Answer:
         files = [file for place in places for file in sorted(place.glob("*.json"))]
         remedy = f"give one of its files, as in {files[0]}" if files else "give one that this study filled"
         raise InputError(f"no run of a training step in {', '.join(map(str, places))}: {remedy}")
-    cells = cells_of(StepCell, runs, keep_digests)
-    return answer_steps(cells, unread=unread(cells))
+    cells, unread = cells_of(StepCell, runs, keep_digests)
+    return answer_steps(cells, unread=unread)
 
 
 QUESTION = Question(
@@ -517,10 +516,7 @@ QUESTION = Question(
     ),
     shared=("save", "shown"),
     defaults={
-        "model": "tiny",
-        "seq_len": "1024; 64 on a CPU",
-        "batch_size": "4; 1 on a CPU",
-        "dtype": "bf16; fp32 on a CPU",
+        **ON_GPU.in_words(ON_CPU),
         "attention": "reference,sdpa-cudnn,flash; reference,sdpa on a CPU",
     },
     titles=lambda: TITLES,

@@ -18,7 +18,7 @@ import msgspec
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table, measured_answer, note, warning
 from stepscope.core.errors import InputError, choose, warn
-from stepscope.core.figures import digits, doubt_mark
+from stepscope.core.figures import digits, doubt_mark, median_within_ms, times_within
 from stepscope.core.formulas.spelled import parameters_of
 from stepscope.core.model_config import ModelConfig, configure
 from stepscope.core.options import STORED, Option, refuse_beside
@@ -93,10 +93,6 @@ class ComparedRun:
     def label(self) -> str:
         """The cell with the field's value, as a sentence names it."""
         return f"{self.name}, {self.value}"
-
-    @property
-    def model(self) -> str:
-        return self.run.workload.name
 
     @property
     def shape(self) -> str:
@@ -200,19 +196,11 @@ class Pair(Generic[C]):
         return ratio
 
     @property
-    def slower(self) -> bool:
-        """Whether it is slower than the base, and not by chance as far as the samples tell."""
-        return not self.speed_up.undecided and self.speed_up.value < 1
-
-    @property
-    def untold(self) -> bool:
-        """Whether the samples do not tell which is faster, for want of an interval."""
-        return self.speed_up.undecided and self.speed_up.interval is None
-
-    @property
-    def level(self) -> bool:
-        """Whether the interval of the speed-up holds 1."""
-        return self.speed_up.undecided and self.speed_up.interval is not None
+    def verdict(self) -> str:
+        """faster or slower; level where the interval of the speed-up holds 1, untold where there is no interval."""
+        if self.speed_up.undecided:
+            return "untold" if self.speed_up.interval is None else "level"
+        return "slower" if self.speed_up.value < 1 else "faster"
 
     @property
     def doubted(self) -> bool:
@@ -258,10 +246,6 @@ class Comparison(Generic[C, P]):
         paired = {id(cell) for pair in self.pairs for cell in (pair.base, pair.other)}
         return tuple(cell for cell in self.cells if id(cell) not in paired)
 
-    def pair_of(self, cell: C) -> P | None:
-        """The pair in which this run is set beside its base."""
-        return next((pair for pair in self.pairs if pair.other is cell), None)
-
     @property
     def lines(self) -> dict[tuple[str, str], list[P]]:
         """The pairs of one value and shape, over the models, by (value, shape)."""
@@ -277,37 +261,30 @@ def compare_runs(cells: Iterable[C], pair: Callable[..., P], *, order: Callable[
     Of several runs of one cell, one with a capture goes before one without, then the newest. Runs of a cell that was
     measured in several processes go together, by the one in the middle.
     """
-    best: dict[tuple[object, ...], C] = {}
-    every: dict[tuple[object, ...], list[Run]] = {}
-    replaced = 0
+    by_cell: dict[tuple[object, ...], list[C]] = {}
     relevant = [cell for cell in cells if cell.relevant]
     for cell in sorted(relevant, key=lambda c: (c.measured, c.captured, c.run.instant, c.run.id)):
-        key = (*cell.group, cell.value)
-        replaced += key in best
-        best[key] = cell
-        every.setdefault(key, []).append(cell.run)
-    sets: dict[tuple[object, ...], list[C]] = {}
-    for cell in relevant:
-        if cell.run.repeat is not None:
-            sets.setdefault((*cell.group, cell.value, cell.run.repeat.set), []).append(cell)
-    for key, cell in best.items():
-        together = sets.get((*key, cell.run.repeat.set), []) if cell.run.repeat is not None else []
+        by_cell.setdefault((*cell.group, cell.value), []).append(cell)
+    shown: list[C] = []
+    disagreements: list[Disagreement | None] = []
+    replaced = 0
+    for every in by_cell.values():
+        cell, repeat = every[-1], every[-1].run.repeat
+        together = [other for other in every if repeat and other.run.repeat and other.run.repeat.set == repeat.set]
         if len(together) > 1:
             (processes,) = sets_of(other.run for other in together)
             middle = next(other for other in together if other.run is processes.representative)
-            best[key] = replace(middle, processes=processes.measured)
-            replaced -= len(together) - 1
-    ordered = sorted(best.values(), key=order)
+            cell = replace(middle, processes=processes.measured)
+        shown.append(cell)
+        replaced += len(every) - max(1, len(together))
+        left_out = [other.run for other in every if other.run not in (cell.processes or (cell.run,))]
+        disagreements.append(disagreement(cell.run, left_out, cell.PART))
+    ordered = sorted(shown, key=order)
     measured = [cell for cell in ordered if cell.measured]
     alike: dict[tuple[object, ...], list[Run]] = {}
     for cell in measured:
         alike.setdefault(same_part(cell.run, cell.PART), []).append(cell.run)
-    disagreements = [
-        disagreement(cell.run, [run for run in every[key] if run not in (cell.processes or (cell.run,))], cell.PART)
-        for key, cell in best.items()
-        if len(every[key]) > 1
-    ]
-    disagreements += [disagreement(runs[0], runs[1:], measured[0].PART) for runs in alike.values() if len(runs) > 1]
+    disagreements += [disagreement(runs[0], runs[1:], measured[0].PART) for runs in alike.values()]
     bases = {cell.group: cell for cell in measured if cell.is_base}
     pairs = [pair(base=bases[cell.group], other=cell) for cell in measured if cell.group in bases and not cell.is_base]
     return Comparison(
@@ -336,8 +313,9 @@ def table_of_rows(title: str, rows: Iterable[Mapping[str, Cell]], *, known: bool
     return Table(title=title, columns=tuple(heads), rows=tuple(tuple(row.get(head) for head in heads) for row in maps))
 
 
-def within(head: str, low_head: str, figures: Sequence[Cell]) -> dict[str, Cell]:
-    """A figure and the ends of its interval under their heads: `low_head from` and `low_head to`."""
+def within(head: str, low_head: str, of: Samples | Ratio | None) -> dict[str, Cell]:
+    """A median in ms, or a ratio, and the ends of its interval under their heads: `low_head from`, `low_head to`."""
+    figures = median_within_ms(of) if isinstance(of, Samples) else times_within(of)
     return dict(zip((head, f"{low_head} from".strip(), f"{low_head} to".strip()), figures, strict=True))
 
 
@@ -414,11 +392,6 @@ def listed(labels: Iterable[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
-def speed_ups_of(pairs: Iterable[Pair[Any]]) -> dict[str, float]:
-    """The speed-ups by the pairs' names."""
-    return {pair.label: pair.speed_up.value for pair in pairs}
-
-
 def doubtful_runs(study: Comparison[Any, Any]) -> Iterator[Finding]:
     """Runs whose own checks found their figures wrong."""
     wrong = [f"{cell.label} ({kind})" for cell in study.cells for kind in cell.errors]
@@ -466,6 +439,19 @@ class Sizes:
     batch_size: int
     dtypes: tuple[str, ...]
 
+    def in_words(self, on_cpu: "Sizes") -> dict[str, str]:
+        """The options' defaults as the help states them: these, and those `on_cpu` where they differ."""
+        here, cpu = (
+            {
+                "model": ",".join(sizes.models),
+                "seq_len": str(sizes.seq_len),
+                "batch_size": str(sizes.batch_size),
+                "dtype": ",".join(sizes.dtypes),
+            }
+            for sizes in (self, on_cpu)
+        )
+        return {name: word if word == cpu[name] else f"{word}; {cpu[name]} on a CPU" for name, word in here.items()}
+
 
 def compared_cells(
     *,
@@ -511,14 +497,13 @@ def captured(run: Run, directory: Path, keep: bool) -> "TraceDigest | None":
         return None
 
 
-def cells_of(kind: type[C], runs: Iterable[tuple[Run, Path]], keep: bool) -> list[C]:
-    """What is compared of these runs, each with its directory. keep: whether what a capture says is written there."""
-    return [kind(run=run, digest=captured(run, directory, keep)) for run, directory in runs]
+def cells_of(kind: type[C], runs: Iterable[tuple[Run, Path]], keep: bool) -> tuple[list[C], int]:
+    """What is compared of these runs, each with its directory; and how many of their captures nothing here can read.
 
-
-def unread(cells: Iterable[ComparedRun]) -> int:
-    """How many captures nothing here can read."""
-    return 0 if reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
+    keep: whether what a capture says is written there.
+    """
+    cells = [kind(run=run, digest=captured(run, directory, keep)) for run, directory in runs]
+    return cells, 0 if reads_captures() else sum("kineto" in cell.run.artifacts for cell in cells)
 
 
 def stored_runs(places: Iterable[Path]) -> Iterator[tuple[Run, Path]]:
@@ -655,8 +640,7 @@ class Compared:
     def of_runs(self, runs: Iterable[tuple[Run, Path]], again: str = "") -> Result:
         """The answer from these runs, each with its directory. again: where they are read again if a capture cannot be
         read here."""
-        cells = cells_of(self.cell, runs, self.options.keep_digests)
-        lost = unread(cells)
+        cells, lost = cells_of(self.cell, runs, self.options.keep_digests)
         hint = f"the captures lie in {self.options.runs}: `{again}` answers from them where polars is"
         return Result(answer=self.answer(cells, unread=lost), hint=hint if lost and again else "")
 

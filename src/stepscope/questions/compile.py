@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note, warning
 from stepscope.core.errors import InputError, choose
-from stepscope.core.figures import (
-    digits,
-    doubting_kinds,
-    gibibytes,
-    median_within_ms,
-    milliseconds,
-    percent,
-    times_within,
-)
+from stepscope.core.figures import digits, doubting_kinds, gibibytes, milliseconds, percent
 from stepscope.core.options import WORKLOAD, Option
 from stepscope.core.range_names import BACKWARD, FORWARD, OPTIMIZER, PHASES, STEP
 from stepscope.core.run import Run
@@ -27,29 +19,8 @@ from stepscope.core.samples import Samples
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import COMPILES
 from stepscope.engine.request import TraceRequest
-from stepscope.questions.comparison import (
-    Compared,
-    ComparedRun,
-    Comparison,
-    Pair,
-    Sizes,
-    StepOptions,
-    bars_of,
-    child_environment,
-    compare_runs,
-    compared_answer,
-    compared_cells,
-    doubtful_runs,
-    listed,
-    missing_cells,
-    nothing_to_compare,
-    over_sizes,
-    replaced_runs,
-    speed_ups_of,
-    table_of_rows,
-    unlike_environments,
-    within,
-)
+from stepscope.questions import comparison
+from stepscope.questions.comparison import Compared, ComparedRun, Comparison, Pair, Sizes, StepOptions, listed, within
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import median_s, memory_of
 
@@ -105,16 +76,16 @@ class Total:
 def kernels_of_capture(digest: "TraceDigest") -> dict[str, Total]:
     """Calls and time of a captured step's kernels by kind; all that ran in the optimizer's phase is of its kind."""
     rows = [row for row in digest.families if row.family != _NO_KERNEL]
-    figures = [(_kind(row), row.calls, row.busy_ns * 1e-9) for row in rows]
+
+    def kind(row: "FamilyRow") -> str:
+        return OPTIMIZER_KERNELS if row.phase == OPTIMIZER else _KIND_OF.get(row.family, OTHER)
+
+    figures = [(kind(row), row.calls, row.busy_ns * 1e-9) for row in rows]
     # A generated kernel has the family of the heaviest operator in it; here it is one of the generated.
     for row in digest.generated:
-        figures.append((_kind(row), -row.calls, -row.busy_ns * 1e-9))
+        figures.append((kind(row), -row.calls, -row.busy_ns * 1e-9))
         figures.append((OPTIMIZER_KERNELS if row.phase == OPTIMIZER else GENERATED, row.calls, row.busy_ns * 1e-9))
     return {kind: total for kind, total in _totals(figures).items() if total.calls > 0}
-
-
-def _kind(row: "FamilyRow") -> str:
-    return OPTIMIZER_KERNELS if row.phase == OPTIMIZER else _KIND_OF.get(row.family, OTHER)
 
 
 def kernels_of_profile(run: Run) -> dict[str, Total]:
@@ -145,12 +116,6 @@ class CompileCell(ComparedRun):
 
     FIELD = "compile"
     BASELINE = "eager"
-
-    @property
-    def first_step_s(self) -> float | None:
-        """The process' first step: compilation is in it. None where warm-up steps were not kept."""
-        samples = self.samples(STEP)
-        return samples.warmup_s[0] if samples and samples.warmup_s else None
 
     @cached_property
     def fault(self) -> Finding | None:
@@ -243,7 +208,13 @@ def payback(base: Samples, other: Samples) -> Payback | None:
     base_s, other_s = (sum(s.warmup_s) - len(s.warmup_s) * (s.median_s or 0.0) for s in (base, other))
     extra_s = other_s - base_s
     won_s = base.median_s - other.median_s
-    steps = _even_after(base, other, extra_s)
+    steps = None
+    if won_s > 0:
+        warm = max(len(base.warmup_s), len(other.warmup_s))
+        steps = max(warm, math.ceil(extra_s / won_s - _ROUNDING))
+        # Within the warm-up the steps are not equal: back from its end as long as the compiled process is ahead.
+        while 1 < steps <= warm and _spent_s(other, steps - 1) <= _spent_s(base, steps - 1):
+            steps -= 1
     least = most = None
     if ratio.interval and steps is not None:
         ends = [base.median_s * (1 - 1 / end) if end else 0.0 for end in (ratio.interval.high, ratio.interval.low)]
@@ -253,22 +224,6 @@ def payback(base: Samples, other: Samples) -> Payback | None:
 
 
 _ROUNDING = 1e-9
-
-
-def _even_after(base: Samples, other: Samples, extra_s: float) -> int | None:
-    assert base.median_s and other.median_s
-    won_s = base.median_s - other.median_s
-    if won_s <= 0:
-        return None
-    warm = max(len(base.warmup_s), len(other.warmup_s))
-    even = math.ceil(extra_s / won_s - _ROUNDING)
-    if even > warm:
-        return even
-    # Within the warm-up the steps are not equal: back from its end as long as the compiled process is ahead.
-    ahead = warm
-    while ahead > 1 and _spent_s(other, ahead - 1) <= _spent_s(base, ahead - 1):
-        ahead -= 1
-    return ahead
 
 
 def _spent_s(samples: Samples, steps: int) -> float:
@@ -313,18 +268,18 @@ CompileStudy = Comparison[CompileCell, CompilePair]
 
 def pair_up(cells: Iterable[CompileCell]) -> CompileStudy:
     """Cells in the order of their size, and each compiled one beside the eager one."""
-    return compare_runs(cells, CompilePair, order=_order)
+
+    def order(cell: CompileCell) -> tuple[object, ...]:
+        workload = cell.run.workload
+        size = (workload.phase, workload.dtype, workload.seq_len or 0, workload.batch_size or 0, cell.parameters)
+        return (*size, cell.name, COMPILES.index(workload.compile))
+
+    return comparison.compare_runs(cells, CompilePair, order=order)
 
 
 def with_kernels(study: CompileStudy) -> list[tuple[CompilePair, Kernels]]:
     """Pairs of which a step's kernels are known on both sides."""
     return [(pair, pair.kernels) for pair in study.pairs if pair.kernels is not None]
-
-
-def _order(cell: CompileCell) -> tuple[object, ...]:
-    workload = cell.run.workload
-    size = (workload.phase, workload.dtype, workload.seq_len or 0, workload.batch_size or 0, cell.parameters)
-    return (*size, cell.name, COMPILES.index(workload.compile))
 
 
 # What follows from a step run eager and compiled: sentences made from its figures.
@@ -336,14 +291,6 @@ _SAME = 0.05
 """Products whose time changes by less are the same products."""
 _MUCH = 0.1
 """Share of the step's change: if the optimizer, which is not compiled, changes by as much, a finding says so."""
-
-
-def compile_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
-    """Every finding: did compiled code run, how fast, what it costs, what changed, and what to doubt."""
-    return chain(
-        _what_ran(study), _speed_ups(study), _cost_findings(study), _kernel_findings(study), _launches(study),
-        _memory_findings(study), _doubt_findings(study, unread),
-    )  # fmt: skip
 
 
 def _what_ran(study: CompileStudy) -> Iterator[Finding]:
@@ -391,11 +338,12 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
 def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
     """The speed-up over the models, for each shape and mode, by phase, and where there is none."""
     for (mode, shape), pairs in study.lines.items():
-        speed_ups = "; ".join(f"{pair.other.model} {pair.speed_up.value:.2f}{_by_phase(pair)}" for pair in pairs)
+        named = [(pair.other.run.workload.name, pair) for pair in pairs]
+        speed_ups = "; ".join(f"{name} {pair.speed_up.value:.2f}{_by_phase(pair)}" for name, pair in named)
         yield note(
             "speed-up",
             f"compile {mode} against eager ({shape}), speed-up of the step: {speed_ups}.",
-            {pair.other.model: pair.speed_up.value for pair in pairs},
+            {name: pair.speed_up.value for name, pair in named},
         )
     shares = {pair: (median_s(pair.other.run, OPTIMIZER) or 0.0) / pair.other.time_s for pair in study.pairs}
     most = max(shares, key=lambda pair: shares[pair])
@@ -409,7 +357,7 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
         )
     yield from _process_noise(study)
     for pair in study.pairs:
-        if pair.slower and not pair.is_noise:
+        if pair.verdict == "slower" and not pair.is_noise:
             yield warning(
                 "slower",
                 f"Compiling does not pay for {pair.label}: a step takes {format_seconds(pair.other.time_s)}, "
@@ -423,20 +371,14 @@ def _speed_ups(study: CompileStudy) -> Iterator[Finding]:
             "optimizer, which is the same code in both.",
             {"cells": len(noise)},
         )
-    if untold := [pair for pair in study.pairs if pair.untold]:
-        yield note(
-            "cannot-be-told",
-            f"Whether compiling pays cannot be told for {listed(pair.label for pair in untold)}: "
-            f"{untold[0].speed_up.why_undecided}.",
-            speed_ups_of(untold),
-        )
-    if level := [pair for pair in study.pairs if pair.level]:
-        yield warning(
-            "no-difference",
-            f"Compiling does not pay for {listed(pair.label for pair in level)}: the interval of the step's "
-            "speed-up holds 1.",
-            speed_ups_of(level),
-        )
+    if untold := [pair for pair in study.pairs if pair.verdict == "untold"]:
+        which, why = listed(pair.label for pair in untold), untold[0].speed_up.why_undecided
+        sentence = f"Whether compiling pays cannot be told for {which}: {why}."
+        yield note("cannot-be-told", sentence, {pair.label: pair.speed_up.value for pair in untold})
+    if level := [pair for pair in study.pairs if pair.verdict == "level"]:
+        which = listed(pair.label for pair in level)
+        sentence = f"Compiling does not pay for {which}: the interval of the step's speed-up holds 1."
+        yield warning("no-difference", sentence, {pair.label: pair.speed_up.value for pair in level})
 
 
 def _by_phase(pair: CompilePair) -> str:
@@ -647,9 +589,9 @@ def _doubt_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
             "kinds-by-name",
             f"Kernels of {named} pairs are sorted by their names alone, as the profiled step has them ({reason}).",
         )
-    yield from doubtful_runs(study)
-    yield from unlike_environments(study.pairs)
-    yield from replaced_runs(study)
+    yield from comparison.doubtful_runs(study)
+    yield from comparison.unlike_environments(study.pairs)
+    yield from comparison.replaced_runs(study)
 
 
 TIMES, COST, REPORT, KERNELS, MEMORY, MISSING = (
@@ -674,17 +616,24 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
     Raises InputError where no cell was measured both eager and compiled.
     """
     if not study.pairs:
-        raise InputError(
-            nothing_to_compare(study, verb="compile", needs="was measured", measured=f"{BASELINE} and compiled")
-        )
-    return compared_answer(
+        measured = f"{BASELINE} and compiled"
+        raise InputError(comparison.nothing_to_compare(study, verb="compile", needs="was measured", measured=measured))
+    return comparison.compared_answer(
         study,
         study.pairs[0].base,
         study="compile",
         question="What does torch.compile give the whole model, and what does it cost?",
         tables=(_times(study), _cost(study), _report(study), _kernels(study), _memory(study), _missing(study)),
         panels=_panels(study),
-        findings=compile_findings(study, unread),
+        findings=chain(
+            _what_ran(study),
+            _speed_ups(study),
+            _cost_findings(study),
+            _kernel_findings(study),
+            _launches(study),
+            _memory_findings(study),
+            _doubt_findings(study, unread),
+        ),
     )
 
 
@@ -702,25 +651,28 @@ def _times(study: CompileStudy) -> Table:
                         "cell": pair.other.name,
                         "compile": pair.other.value,
                         "phase": part,
-                        **within("eager ms", "eager", median_within_ms(base)),
-                        **within("compiled ms", "compiled", median_within_ms(other)),
-                        **within("speed-up", "speed-up", times_within(ratio)),
+                        **within("eager ms", "eager", base),
+                        **within("compiled ms", "compiled", other),
+                        **within("speed-up", "speed-up", ratio),
                         "findings": ", ".join(kinds) if part == STEP else "",
                     }
                 )
-    return table_of_rows(TIMES, rows)
+    return comparison.table_of_rows(TIMES, rows)
 
 
 def _cost(study: CompileStudy) -> Table:
     rows: list[dict[str, Cell]] = []
     for pair in study.pairs:
         paid, report = pair.payback, pair.other.run.evidence.compilation
+        # The first step has the compilation in it; warm-up steps are not kept of every run.
+        steps = [cell.samples(STEP) for cell in (pair.base, pair.other)]
+        first = [step.warmup_s[0] if step and step.warmup_s else None for step in steps]
         rows.append(
             {
                 "cell": pair.other.name,
                 "compile": pair.other.value,
-                "eager first step s": digits(pair.base.first_step_s),
-                "compiled first step s": digits(pair.other.first_step_s),
+                "eager first step s": digits(first[0]),
+                "compiled first step s": digits(first[1]),
                 "of it dynamo's s": digits(report.compile_s) if report else None,
                 "costs s": digits(paid.extra_s) if paid else None,
                 "a step wins ms": milliseconds(paid.won_s) if paid else None,
@@ -730,7 +682,7 @@ def _cost(study: CompileStudy) -> Table:
                 "of eager steps s": digits(paid.steps * pair.base.time_s) if paid and paid.steps is not None else None,
             }
         )
-    return table_of_rows(COST, rows)
+    return comparison.table_of_rows(COST, rows)
 
 
 def _report(study: CompileStudy) -> Table:
@@ -753,7 +705,7 @@ def _report(study: CompileStudy) -> Table:
                 "reasons": "; ".join(reasons),
             }
         )
-    return table_of_rows(REPORT, rows)
+    return comparison.table_of_rows(REPORT, rows)
 
 
 def _kernels(study: CompileStudy) -> Table:
@@ -787,7 +739,7 @@ def _memory(study: CompileStudy) -> Table:
 def _missing(study: CompileStudy) -> Table:
     lacking = {cell: "compiled" if cell.is_base else BASELINE for cell in study.alone}
     alone = [(cell.name, cell.value, f"no {counterpart} run beside it") for cell, counterpart in lacking.items()]
-    return missing_cells(MISSING, CompileCell.FIELD, study.unmeasured, alone)
+    return comparison.missing_cells(MISSING, CompileCell.FIELD, study.unmeasured, alone)
 
 
 def _panels(study: CompileStudy) -> tuple[Panel, ...]:
@@ -796,9 +748,9 @@ def _panels(study: CompileStudy) -> tuple[Panel, ...]:
     paid = [(pair.other, pair.payback.steps, pair.doubted) for pair in study.pairs if pair.payback]
     steps = [(cell, float(count), doubted) for cell, count, doubted in paid if count is not None]
     return (
-        *over_sizes("speed-up of the step over eager", speed_ups, several_shapes=several),
-        *over_sizes("steps until compiling is paid for", steps, several_shapes=several, y_log=True),
-        *bars_of(study, STEP),
+        *comparison.over_sizes("speed-up of the step over eager", speed_ups, several_shapes=several),
+        *comparison.over_sizes("steps until compiling is paid for", steps, several_shapes=several, y_log=True),
+        *comparison.bars_of(study, STEP),
     )
 
 
@@ -830,7 +782,7 @@ def cold_caches() -> Generator[None]:
     """
     with tempfile.TemporaryDirectory(prefix="stepscope-inductor-", ignore_cleanup_errors=True) as folder:
         wanted = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_CACHE_DIR": folder}
-        with child_environment(wanted):
+        with comparison.child_environment(wanted):
             yield
 
 
@@ -873,8 +825,8 @@ def compare_modes(
     phases, modes = phase or ("forward", "train"), (BASELINE, *check_modes(compile or ("default",)))
     cells = options.user_cells(module, arg, warmup, dtype=dtypes, phase=phases, attention=attention, compile=modes)
     if not cells:
-        attentions = attention or ("reference",)
-        cells = compared_cells(phase=phases, attention=attentions, compile=modes, **options.sizes(usual, warmup))
+        choices = {"phase": phases, "attention": attention or ("reference",), "compile": modes}
+        cells = comparison.compared_cells(**choices, **options.sizes(usual, warmup))
     trace = TraceRequest(tools=() if options.device_type == "cpu" else ("kineto",), steps=1)
     return compared.measured(cells, trace, cold_caches())
 
@@ -888,10 +840,7 @@ QUESTION = Question(
     ),
     shared=("save", "shown"),
     defaults={
-        "model": "small,large,2.7B; tiny on a CPU",
-        "seq_len": "512; 32 on a CPU",
-        "batch_size": "4; 1 on a CPU",
-        "dtype": "bf16; fp32 on a CPU",
+        **ON_GPU.in_words(ON_CPU),
         "phase": "forward,train",
         "attention": "reference",
         "compile": "default",

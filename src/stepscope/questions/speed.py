@@ -8,41 +8,14 @@ from typing import Any
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note, warning
 from stepscope.core.errors import InputError, choose
-from stepscope.core.figures import (
-    digits,
-    doubting_kinds,
-    gibibytes,
-    median_within_ms,
-    milliseconds,
-    percent,
-    times_within,
-)
+from stepscope.core.figures import digits, doubting_kinds, gibibytes, milliseconds, percent
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.units import format_bytes, format_seconds, format_share
 from stepscope.core.workloads import DTYPES
 from stepscope.engine.request import TraceRequest
 from stepscope.engine.sweep_plan import Cell as SweepCell
-from stepscope.questions.comparison import (
-    Compared,
-    ComparedRun,
-    Comparison,
-    Pair,
-    Sizes,
-    StepOptions,
-    compare_runs,
-    compared_answer,
-    compared_cells,
-    doubtful_runs,
-    listed,
-    missing_cells,
-    nothing_to_compare,
-    over_sizes,
-    replaced_runs,
-    speed_ups_of,
-    table_of_rows,
-    unlike_environments,
-    within,
-)
+from stepscope.questions import comparison
+from stepscope.questions.comparison import Compared, ComparedRun, Comparison, Pair, Sizes, StepOptions, listed, within
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs.metrics import launch_bound_share, median_s, memory_of
 
@@ -96,66 +69,52 @@ class Amdahl:
 
     base: Parts
     other: Parts
-
-    @property
-    def product_share(self) -> float:
-        """p: the share of fp32's time, gaps included, that lies in products."""
-        return self.base.products_s / self.base.total_s
-
-    @property
-    def products(self) -> float | None:
-        """s_p: how many times as fast the products are."""
-        return _speed_up(self.base.products_s, self.other.products_s)
-
-    @property
-    def rest(self) -> float | None:
-        """s_o: how many times as fast all other kernels are."""
-        return _speed_up(self.base.rest_s, self.other.rest_s)
-
-    @property
-    def kernels(self) -> float | None:
-        """How many times as fast all kernels together are: the speed-up of the step if it had no gaps."""
-        return _speed_up(self.base.kernels_s, self.other.kernels_s)
-
-    @property
-    def whole(self) -> float | None:
-        """S: the speed-up of the three parts together; it is the measured one, unless capturing slowed the kernels."""
-        return _speed_up(self.base.total_s, self.other.total_s)
-
-    @property
-    def by_products_alone(self) -> float:
-        """What S would be if only the products had changed: 1 / (p / s_p + 1 - p)."""
-        return self.base.total_s / (self.base.total_s - self.base.products_s + self.other.products_s)
-
-    @property
-    def limit(self) -> float | None:
-        """What products that take no time would give, beside the rest as fp32 has it: 1 / (1 - p)."""
-        return _speed_up(self.base.total_s, self.base.total_s - self.base.products_s)
-
-    @property
-    def products_gain_s(self) -> float:
-        """Seconds that a step wins in products; below zero, loses. The three gains add up to the whole."""
-        return self.base.products_s - self.other.products_s
-
-    @property
-    def rest_gain_s(self) -> float:
-        return self.base.rest_s - self.other.rest_s
-
-    @property
-    def between_gain_s(self) -> float | None:
-        if self.base.between_s is None or self.other.between_s is None:
-            return None
-        return self.base.between_s - self.other.between_s
-
-    def self_check(self) -> None:
-        """Raise AssertionError unless gains add up to the difference of the steps."""
-        gains = self.products_gain_s + self.rest_gain_s + (self.between_gain_s or 0.0)
-        whole = self.base.total_s - self.other.total_s
-        assert abs(gains - whole) <= 1e-9 * (self.base.total_s + self.other.total_s), "gains do not add up"
+    product_share: float
+    """p: the share of fp32's time, gaps included, that lies in products."""
+    products: float | None
+    """s_p: how many times as fast the products are."""
+    rest: float | None
+    """s_o: how many times as fast all other kernels are."""
+    kernels: float | None
+    """How many times as fast all kernels together are: the speed-up of the step if it had no gaps."""
+    whole: float | None
+    """S: the speed-up of the three parts together; it is the measured one, unless capturing slowed the kernels."""
+    by_products_alone: float
+    """What S would be if only the products had changed: 1 / (p / s_p + 1 - p)."""
+    limit: float | None
+    """What products that take no time would give, beside the rest as fp32 has it: 1 / (1 - p)."""
+    products_gain_s: float
+    """Seconds that a step wins in products; below zero, loses. The three gains add up to the whole."""
+    rest_gain_s: float
+    between_gain_s: float | None
 
 
-def _speed_up(base_s: float, other_s: float) -> float | None:
-    return base_s / other_s if base_s and other_s else None
+def amdahl(base: Parts, other: Parts) -> Amdahl:
+    """Amdahl's law for the parts of two steps."""
+
+    def speed_up(base_s: float, other_s: float) -> float | None:
+        return base_s / other_s if base_s and other_s else None
+
+    gains = [base.products_s - other.products_s, base.rest_s - other.rest_s]
+    between_gain_s = None
+    if base.between_s is not None and other.between_s is not None:
+        between_gain_s = base.between_s - other.between_s
+    whole_s = base.total_s - other.total_s
+    assert abs(sum(gains) + (between_gain_s or 0.0) - whole_s) <= 1e-9 * (base.total_s + other.total_s)
+    return Amdahl(
+        base=base,
+        other=other,
+        product_share=base.products_s / base.total_s,
+        products=speed_up(base.products_s, other.products_s),
+        rest=speed_up(base.rest_s, other.rest_s),
+        kernels=speed_up(base.kernels_s, other.kernels_s),
+        whole=speed_up(base.total_s, other.total_s),
+        by_products_alone=base.total_s / (base.total_s - base.products_s + other.products_s),
+        limit=speed_up(base.total_s, base.total_s - base.products_s),
+        products_gain_s=gains[0],
+        rest_gain_s=gains[1],
+        between_gain_s=between_gain_s,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -194,10 +153,6 @@ class TimedCell(ComparedRun):
             kernels=sum(phase.kernels for phase in known),
         )
 
-    @property
-    def fused_attention(self) -> bool:
-        return self.digest is not None and any(row.family == FUSED for row in self.digest.families)
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SpeedPair(Pair[TimedCell]):
@@ -208,9 +163,7 @@ class SpeedPair(Pair[TimedCell]):
         """Amdahl's law for the two steps; None unless both have a captured step."""
         if self.base.parts is None or self.other.parts is None:
             return None
-        law = Amdahl(base=self.base.parts, other=self.other.parts)
-        law.self_check()
-        return law
+        return amdahl(self.base.parts, self.other.parts)
 
     @property
     def peaks_ratio(self) -> float | None:
@@ -229,13 +182,13 @@ def pair_up(cells: Iterable[TimedCell], order: Sequence[str]) -> SpeedStudy:
 
     Runs without a backward say nothing here and are left out.
     """
-    return compare_runs(cells, SpeedPair, order=lambda cell: _order(cell, order))
 
+    def place(cell: TimedCell) -> tuple[object, ...]:
+        workload = cell.run.workload
+        of_dtype = order.index(cell.value) if cell.value in order else len(order)
+        return (workload.seq_len or 0, workload.batch_size or 0, cell.parameters, cell.name, of_dtype, cell.value)
 
-def _order(cell: TimedCell, order: Sequence[str]) -> tuple[object, ...]:
-    workload = cell.run.workload
-    place = order.index(cell.value) if cell.value in order else len(order)
-    return (workload.seq_len or 0, workload.batch_size or 0, cell.parameters, cell.name, place, cell.value)
+    return comparison.compare_runs(cells, SpeedPair, order=place)
 
 
 # What follows from a step run in several dtypes: sentences made from its figures.
@@ -250,18 +203,12 @@ _RISE = 0.001
 """A peak that is higher by less is the same peak: allocators round."""
 
 
-def speed_findings(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[Finding]:
-    """Every finding: how fast by size, where slower, memory, what bounds the gain, and what to doubt."""
-    return itertools.chain(
-        _by_size(study), _slower(study), _memory_findings(study), _bounds(study), _doubts(study, lacking, unread)
-    )
-
-
 def _by_size(study: SpeedStudy) -> Iterator[Finding]:
     """The speed-up over the models, for each dtype and shape."""
     for (dtype, shape), pairs in study.lines.items():
         ratios = [pair.speed_up for pair in pairs]
-        speed_ups = ", ".join(f"{pair.other.model} {pair.speed_up.value:.2f}" for pair in pairs)
+        named = [(pair.other.run.workload.name, pair.speed_up.value) for pair in pairs]
+        speed_ups = ", ".join(f"{name} {value:.2f}" for name, value in named)
         grows = ""
         if len(pairs) > 1 and all(b.surely_above(a) for a, b in itertools.pairwise(ratios)):
             grows = "; it grows with the model"
@@ -270,14 +217,14 @@ def _by_size(study: SpeedStudy) -> Iterator[Finding]:
         yield note(
             "speed-up",
             f"{dtype} against fp32 ({shape}), speed-up of forward and backward: {speed_ups}{grows}.",
-            {pair.other.model: pair.speed_up.value for pair in pairs},
+            dict(named),
         )
 
 
 def _slower(study: SpeedStudy) -> Iterator[Finding]:
     """Lower precision is said to be faster: where it is not, and what took the gain."""
     for pair in study.pairs:
-        if not pair.slower:
+        if pair.verdict != "slower":
             continue
         yield warning(
             "slower",
@@ -285,14 +232,15 @@ def _slower(study: SpeedStudy) -> Iterator[Finding]:
             f"for {format_seconds(pair.base.time_s)}{_lost_where(pair)}.",
             {"speed_up": pair.speed_up.value, **_law_evidence(pair.amdahl)},
         )
-    if untold := [pair for pair in study.pairs if pair.untold]:
+    if untold := [pair for pair in study.pairs if pair.verdict == "untold"]:
         which = f"{listed(pair.label for pair in untold)} differ{'s' if len(untold) == 1 else ''}"
         sentence = f"Whether {which} from fp32 cannot be told: {untold[0].speed_up.why_undecided}."
-        yield note("cannot-be-told", sentence, speed_ups_of(untold), remedy="measure more steps: --steps 30")
-    if level := [pair for pair in study.pairs if pair.level]:
+        evidence = {pair.label: pair.speed_up.value for pair in untold}
+        yield note("cannot-be-told", sentence, evidence, remedy="measure more steps: --steps 30")
+    if level := [pair for pair in study.pairs if pair.verdict == "level"]:
         which = listed(pair.label for pair in level)
         sentence = f"No difference from fp32 is measured for {which}: the interval of the speed-up holds 1."
-        yield note("no-difference", sentence, speed_ups_of(level))
+        yield note("no-difference", sentence, {pair.label: pair.speed_up.value for pair in level})
 
 
 def _lost_where(pair: SpeedPair) -> str:
@@ -429,14 +377,15 @@ def _doubts(study: SpeedStudy, lacking: Sequence[str], unread: int) -> Iterator[
             f"{len(bare)} of {len(study.cells)} runs are shown without a captured step ({reason}): their share of "
             "products is not known.",
         )
-    yield from doubtful_runs(study)
-    yield from unlike_environments(study.pairs)
-    fused = [cell.label for cell in study.cells if cell.fused_attention]
+    yield from comparison.doubtful_runs(study)
+    yield from comparison.unlike_environments(study.pairs)
+    captures = [(cell.label, cell.digest) for cell in study.cells if cell.digest]
+    fused = [label for label, digest in captures if any(row.family == FUSED for row in digest.families)]
     if fused:
         yield note(
             "fused-attention", f"Attention is one kernel in {listed(fused)}: its products stand with the other kernels."
         )
-    yield from replaced_runs(study)
+    yield from comparison.replaced_runs(study)
 
 
 TIMES, MEMORY, PARTS, LAW, MISSING = (
@@ -455,46 +404,47 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
     """
     if not study.pairs:
         measured = f"in {BASELINE} and in another dtype"
-        raise InputError(nothing_to_compare(study, verb="speed", needs="has a backward", measured=measured))
-    missing = missing_cells(MISSING, TimedCell.FIELD, study.unmeasured)
-    return compared_answer(
+        raise InputError(comparison.nothing_to_compare(study, verb="speed", needs="has a backward", measured=measured))
+    missing = comparison.missing_cells(MISSING, TimedCell.FIELD, study.unmeasured)
+    return comparison.compared_answer(
         study,
         study.pairs[0].base,
         study="speed",
         question="How much faster are forward and backward in lower precision, and which part of them is it?",
         tables=(_times(study), _memory(study), _parts(study), _law(study), missing),
         panels=_panels(study),
-        findings=speed_findings(study, lacking, unread),
+        findings=itertools.chain(
+            _by_size(study), _slower(study), _memory_findings(study), _bounds(study), _doubts(study, lacking, unread)
+        ),
     )
 
 
 def _times(study: SpeedStudy) -> Table:
     rows: list[dict[str, Cell]] = []
+    pairs = {pair.other: pair for pair in study.pairs}
     for cell in study.cells:
-        pair = study.pair_of(cell)
         rows.append(
             {
                 "cell": cell.name,
                 "dtype": cell.value,
                 "forward ms": milliseconds(median_s(cell.run, FORWARD)),
                 "backward ms": milliseconds(median_s(cell.run, BACKWARD)),
-                **within("both ms", "both", median_within_ms(cell.samples(cell.PART))),
-                **within("speed-up", "speed-up", times_within(pair.speed_up if pair else None)),
+                **within("both ms", "both", cell.samples(cell.PART)),
+                **within("speed-up", "speed-up", pairs[cell].speed_up if cell in pairs else None),
                 "findings": ", ".join(doubting_kinds(cell.run)),
             }
         )
-    return table_of_rows(TIMES, rows)
+    return comparison.table_of_rows(TIMES, rows)
 
 
 def _memory(study: SpeedStudy) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    pairs = {pair.other: pair for pair in study.pairs}
     for cell in study.cells:
-        pair = study.pair_of(cell)
         row: list[Cell] = []
         for field in ("forward_peak", "saved_for_backward"):
-            held = memory_of(cell.run, field)
-            change = pair.memory_change(field) if pair else None
-            row += [gibibytes(held), percent(change)]
+            change = pairs[cell].memory_change(field) if cell in pairs else None
+            row += [gibibytes(memory_of(cell.run, field)), percent(change)]
         if row[0] is not None or row[2] is not None:
             rows.append((cell.name, cell.value, *row))
     heads = ("forward peak GiB", "forward peak %", "saved for backward GiB", "saved for backward %")
@@ -521,7 +471,7 @@ def _parts(study: SpeedStudy) -> Table:
                 "no kernel %": percent(between),
             }
         )
-    return table_of_rows(PARTS, rows)
+    return comparison.table_of_rows(PARTS, rows)
 
 
 def _law(study: SpeedStudy) -> Table:
@@ -544,7 +494,7 @@ def _law(study: SpeedStudy) -> Table:
                     "limit x": digits(law.limit),
                 }
             )
-    return table_of_rows(LAW, rows)
+    return comparison.table_of_rows(LAW, rows)
 
 
 def _panels(study: SpeedStudy) -> tuple[Panel, ...]:
@@ -552,8 +502,8 @@ def _panels(study: SpeedStudy) -> tuple[Panel, ...]:
     speed_ups = [(pair.other, pair.speed_up.value, pair.doubted) for pair in study.pairs]
     shares = [(cell, cell.parts.product_share * 100, False) for cell in study.cells if cell.parts is not None]
     return (
-        *over_sizes("speed-up of forward and backward over fp32", speed_ups, several_shapes=several),
-        *over_sizes("products, % of kernel time", shares, several_shapes=several),
+        *comparison.over_sizes("speed-up of forward and backward over fp32", speed_ups, several_shapes=several),
+        *comparison.over_sizes("products, % of kernel time", shares, several_shapes=several),
     )
 
 
@@ -588,7 +538,7 @@ def dtypes_here(dtypes: Sequence[str], device_type: str) -> tuple[tuple[str, ...
 
 def speed_cells(**sizes: Any) -> tuple[SweepCell, ...]:
     """A cell for each of the sizes, as `compared_cells` takes them. No optimizer: it is the same in each dtype."""
-    return compared_cells(phase=["forward-backward"], optimizer=[None], **sizes)
+    return comparison.compared_cells(phase=["forward-backward"], optimizer=[None], **sizes)
 
 
 def compare_dtypes(
@@ -620,9 +570,7 @@ QUESTION = Question(
     ),
     shared=("save", "shown"),
     defaults={
+        **ON_GPU.in_words(ON_CPU),
         "model": "small to 2.7B; tiny,small on a CPU",
-        "seq_len": "512; 32 on a CPU",
-        "batch_size": "4; 1 on a CPU",
-        "dtype": "fp32,tf32,bf16",
     },
 )

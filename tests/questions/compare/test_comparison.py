@@ -85,11 +85,11 @@ def test_a_pair_says_what_its_samples_say():
     slow = CompileCell(run=make_run(workload(compile="default"), forward=[0.2] * 6, backward=[0.2] * 6))
     few = CompileCell(run=make_run(workload(compile="max-autotune"), forward=[0.2], backward=[0.1]))
     slower, untold = compared(base, slow, few).pairs
-    assert slower.slower and not slower.untold and not slower.level
+    assert slower.verdict == "slower"
     assert slower.won_s("forward") == pytest.approx(-0.1) and slower.won_s("optimizer") is None
-    assert untold.untold and not untold.slower and not untold.level
+    assert untold.verdict == "untold"
     same = compared(base, CompileCell(run=timed(compile="default"))).pairs[0]
-    assert same.level and not same.untold and not same.slower
+    assert same.verdict == "level"
 
 
 def test_figures_over_sizes_name_their_line():
