@@ -168,6 +168,14 @@ def test_the_choices_of_a_step_hold_for_one_process_too_and_what_cannot_be_is_re
     assert "graph step holds no step that is shared by fsdp2" in refused[0][1]
 
 
+def test_strong_scaling_has_the_batch_of_one_process_alone():
+    cells, _ = parallel_cells(
+        strategies=("ddp",), ranks=(2,), models=[configure("tiny")], seq_lens=[16], batch_size=4, dtypes=["fp32"],
+        settings=Settings(), scaling="strong",
+    )  # fmt: skip
+    assert sorted((one.workload.ranks, one.workload.batch_size) for one in cells) == [(1, 4), (2, 4)]
+
+
 def test_a_scaling_that_is_none_is_named():
     with pytest.raises(InputError, match="scaling"):
         parallel_cells(

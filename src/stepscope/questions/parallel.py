@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -21,22 +21,8 @@ from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import TraceRequest, grid
 from stepscope.engine.sweep_plan import Cell as SweepCell
 from stepscope.engine.sweep_plan import order_cells
-from stepscope.questions.comparison import (
-    Compared,
-    ComparedRun,
-    Comparison,
-    Pair,
-    Sizes,
-    StepOptions,
-    compare_runs,
-    doubtful_runs,
-    missing_cells,
-    nothing_to_compare,
-    replaced_runs,
-    same_but,
-    times_as_fast,
-    unlike_environments,
-)
+from stepscope.questions import comparison
+from stepscope.questions.comparison import Compared, ComparedRun, Comparison, Pair, Sizes, StepOptions, same_but
 from stepscope.questions.question import Cells, Question, Result
 from stepscope.runs import metrics
 from stepscope.runs.answer import bar
@@ -134,28 +120,27 @@ class SharedPair(Pair[SharedCell]):
 Scaling = Comparison[Any, SharedPair]
 
 
+def _scaling_of(cells: Iterable[SharedCell]) -> Scaling:
+    """The cells, and each that ranks share beside that of one process."""
+    scaling = comparison.compare_runs(cells, SharedPair, order=lambda cell: cell.order)
+    return replace(scaling, pairs=tuple(pair for pair in scaling.pairs if pair.other.ranks > 1))
+
+
 def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Sequence[tuple[str, str]] = ()) -> Answer:
     """The whole answer. Phases, communication and memory are of the same batch; where none are known of that, of the
     same batch for each rank. refused: combinations that cannot be, each with why. Raises InputError where nothing
     pairs."""
     del unread  # no capture is asked
     cells = list(cells)
-    strong = compare_runs(cells, SharedPair, order=lambda cell: cell.order)
-    weak_cells = [WeakCell(run=cell.run, digest=cell.digest) for cell in cells]
-    weak = compare_runs(weak_cells, SharedPair, order=lambda cell: cell.order)
-    pairs = [pair for pair in (*strong.pairs, *weak.pairs) if pair.other.ranks > 1]
+    strong = _scaling_of(cells)
+    weak = _scaling_of(WeakCell(run=cell.run, digest=cell.digest) for cell in cells)
+    pairs = [*strong.pairs, *weak.pairs]
     if not pairs:
-        raise InputError(
-            nothing_to_compare(
-                strong,
-                verb="parallel",
-                needs="is a training step that ranks share",
-                measured="by ranks and by one process",
-            )
-        )
+        needs, measured = "is a training step that ranks share", "by ranks and by one process"
+        raise InputError(comparison.nothing_to_compare(strong, verb="parallel", needs=needs, measured=measured))
     runs = [pair.other.run for pair in pairs]
     backends = dict.fromkeys(run.shared.backend for run in runs if run.shared is not None)
-    shown, of_batch = (strong, "") if _shared(strong) else (weak, " for each rank")
+    shown, of_batch = (strong, "") if strong.pairs else (weak, " for each rank")
     sent = _communication(strong, COMMUNICATION)  # of replayed steps no collective is known
     more = [(cell, "", why) for cell, why in refused]
     return measured_answer(
@@ -168,7 +153,7 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
             _phases(shown, f"{PHASES}{of_batch}"),
             sent if sent.rows else _communication(weak, f"{COMMUNICATION} for each rank"),
             _memory(shown),
-            missing_cells(MISSING, SharedCell.FIELD, strong.unmeasured, more),
+            comparison.missing_cells(MISSING, SharedCell.FIELD, strong.unmeasured, more),
         ),
         panels=_panels(strong, weak),
         date=max(run.day for run in runs),
@@ -187,7 +172,7 @@ _HEAD = ("cell", "strategy", "ranks")
 
 def _scaling(title: str, scaling: Scaling) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for pair in _shared(scaling):
+    for pair in scaling.pairs:
         ratio, cell = pair.speed_up, pair.other
         low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
         rows.append((*_named(cell), pair.base.time_s, cell.time_s, ratio.value, low, high,
@@ -219,45 +204,30 @@ def _phases(scaling: Scaling, title: str) -> Table:
 
 def _with_bases(scaling: Scaling) -> list[SharedCell]:
     """The cells of all pairs, each once, in their order."""
-    kept = {id(cell): cell for pair in _shared(scaling) for cell in (pair.base, pair.other)}
-    return sorted(kept.values(), key=lambda cell: cell.order)
+    kept = dict.fromkeys(cell for pair in scaling.pairs for cell in (pair.base, pair.other))
+    return sorted(kept, key=lambda cell: cell.order)
 
 
 def _communication(scaling: Scaling, title: str) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for pair in _shared(scaling):
+    for pair in scaling.pairs:
         run = pair.other.run
         sent, formula = metrics.sent_bytes(run), metrics.sent_by_formula(run)
         if sent is None:
             continue
         of_rank = run.shared.ranks[0].communication if run.shared is not None else None
         calls = of_rank.calls if of_rank is not None else None
-        row = (
-            metrics.communication_s(run),
-            metrics.exposed_s(run),
-            metrics.overlap_share(run),
-            sent,
-            formula,
-            sent / formula - 1 if formula else None,
-            sum(call.calls for call in calls) if calls is not None else None,
-        )
-        rows.append((*_named(pair.other), *row))
-    return table_of(
-        *_HEAD,
-        ("communication", "s"),
-        ("exposed", "s"),
-        ("hidden", "%"),
-        ("sent by a rank", "B"),
-        ("by formula", "B"),
-        ("sent more", "+%"),
-        "collectives",
-        title=title,
-        rows=rows,
-        notes=as_lines(
-            "Means of the ranks; times are of one step under the profiler. Exposed is what passes while a rank "
-            "computes nothing, its waiting for the others with it."
-        ),
+        times = metrics.communication_s(run), metrics.exposed_s(run), metrics.overlap_share(run)
+        more = sent / formula - 1 if formula else None
+        count = sum(call.calls for call in calls) if calls is not None else None
+        rows.append((*_named(pair.other), *times, sent, formula, more, count))
+    sizes = {"sent by a rank": "B", "by formula": "B", "sent more": "+%"}
+    heads = {"communication": "s", "exposed": "s", "hidden": "%", **sizes}
+    waits = (
+        "Means of the ranks; times are of one step under the profiler. Exposed is what passes while a rank computes "
+        "nothing, its waiting for the others with it."
     )
+    return table_of(*_HEAD, *heads.items(), "collectives", title=title, rows=rows, notes=as_lines(waits))
 
 
 def _memory(scaling: Scaling) -> Table:
@@ -286,45 +256,27 @@ def _panels(strong: Scaling, weak: Scaling) -> tuple[Panel, ...]:
     are several, a bar has the name of its one process's cell: with a batch for each rank the cells of more ranks have
     others."""
     points: list[Point] = []
-    beside = {
-        id(cell): pair.base
-        for scaling in (strong, weak)
-        for pair in _shared(scaling)
-        for cell in (pair.base, pair.other)
-    }
+    pairs = [*strong.pairs, *weak.pairs]
+    beside = {cell: pair.base for pair in pairs for cell in (pair.base, pair.other)}
     several = len({base.name for base in beside.values()}) > 1
     for words, scaling in (("the same batch", strong), ("the same batch for each rank", weak)):
         for cell in _with_bases(scaling):
-            name = f"{beside[id(cell)].name} {cell.value}" if several else cell.value
+            name = f"{beside[cell].name} {cell.value}" if several else cell.value
             points.append(bar(words, name, cell.samples(STEP), doubted=bool(doubt_mark(cell.run))))
     return (Panel(x_title="", y_title="step, ms", points=tuple(points), kind="bars"),) if points else ()
 
 
-def _shared(scaling: Scaling) -> list[SharedPair]:
-    return [pair for pair in scaling.pairs if pair.other.ranks > 1]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Step:
-    """From one strategy to the next: what changes, and by which kind of finding it is said."""
-
-    kind: str
-    before: str
-    after: str
-    words: str
-
-
-_STEPS = (
-    _Step(kind="one-message", before="ddp-naive", after="ddp-flat", words="one message in place of many"),
-    _Step(kind="overlap", before="ddp-flat", after="ddp-overlap", words="each gradient sent while backward goes on"),
-    _Step(kind="buckets", before="ddp-overlap", after="ddp-bucketed", words="gradients sent in buckets"),
-    _Step(kind="own-ddp", before="ddp-bucketed", after="ddp", words="PyTorch's own in place of the lesson"),
-    _Step(kind="sharded-optimizer", before="ddp-bucketed", after="zero1", words="the optimizer's state sharded"),
-    _Step(kind="fully-sharded", before="ddp-bucketed", after="fsdp-textbook", words="everything sharded"),
-    _Step(kind="own-fsdp", before="fsdp-textbook", after="fsdp2", words="PyTorch's own in place of the lesson"),
-    _Step(kind="sequence", before="tensor", after="tensor-sequence", words="what lies between the products split too"),
+_LESSONS = (
+    ("one-message", "ddp-naive", "ddp-flat", "one message in place of many"),
+    ("overlap", "ddp-flat", "ddp-overlap", "each gradient sent while backward goes on"),
+    ("buckets", "ddp-overlap", "ddp-bucketed", "gradients sent in buckets"),
+    ("own-ddp", "ddp-bucketed", "ddp", "PyTorch's own in place of the lesson"),
+    ("sharded-optimizer", "ddp-bucketed", "zero1", "the optimizer's state sharded"),
+    ("fully-sharded", "ddp-bucketed", "fsdp-textbook", "everything sharded"),
+    ("own-fsdp", "fsdp-textbook", "fsdp2", "PyTorch's own in place of the lesson"),
+    ("sequence", "tensor", "tensor-sequence", "what lies between the products split too"),
 )
-"""What the lessons ask, in their order."""
+"""What the lessons ask, in their order: the kind of finding, from one strategy to the next, and what changes."""
 
 DATA_PARALLEL = ("gradient-sync", "one-message", "overlap", "buckets", "own-ddp", "fastest")
 SHARDED = ("sharded-optimizer", "fully-sharded", "own-fsdp")
@@ -332,53 +284,52 @@ SHARDED = ("sharded-optimizer", "fully-sharded", "own-fsdp")
 
 
 def _findings(strong: Scaling, weak: Scaling, shown: Scaling) -> Iterator[Finding]:
-    pairs = _shared(shown)
-    for pair in pairs:
-        yield from _gradient_sync(pair.other)
-    for lesson in _STEPS:
-        yield from _from_to(lesson, pairs)
-    yield from _fastest(_shared(strong))
-    yield from _best_weak(weak)
-    yield from _by_formula(pairs)
-    yield from doubtful_runs(shown)
-    # One process has all threads of a CPU, and each rank its share: it is no other environment.
-    yield from unlike_environments([SharedPair(base=pairs[0].other, other=pair.other) for pair in pairs[1:]])
-    yield from replaced_runs(shown)
-
-
-def _gradient_sync(cell: SharedCell) -> Iterator[Finding]:
-    """How long the lessons of data parallel wait for gradients after backward, in the timed steps."""
-    sync_s = metrics.median_s(cell.run, GRADIENT_SYNC)
-    if not sync_s or not cell.strategy.startswith("ddp-"):
-        return
-    yield note(
-        "gradient-sync",
-        f"{cell.label}: after backward, ranks wait {format_milliseconds(sync_s)} ms for gradients, "
-        f"{format_share(sync_s / cell.time_s)} of the step.",
-        {"seconds": sync_s, "share": sync_s / cell.time_s},
-    )
-
-
-def _from_to(lesson: _Step, pairs: Sequence[SharedPair]) -> Iterator[Finding]:
-    """What changes from one strategy to the next, where both were measured with the same ranks and batch."""
-    by_place = {(pair.other.group, pair.other.ranks, pair.other.strategy): pair.other for pair in pairs}
-    for (group, ranks, strategy), cell in by_place.items():
-        before = by_place.get((group, ranks, lesson.before))
-        if strategy != lesson.after or before is None:
-            continue
-        pair = SharedPair(base=before, other=cell)
-        times = f"{format_milliseconds(before.time_s)} to {format_milliseconds(cell.time_s)} ms"
-        ratio = pair.speed_up
-        if ratio.undecided:
-            step = f"the steps cannot be told apart, {times}"
-        else:
-            step = f"the step is {times_as_fast(ratio)}, {times}"
+    cells = [pair.other for pair in shown.pairs]
+    for cell in cells:
+        # How long the lessons of data parallel wait for gradients after backward, in the timed steps.
+        sync_s = metrics.median_s(cell.run, GRADIENT_SYNC)
+        if sync_s and cell.strategy.startswith("ddp-"):
+            yield note(
+                "gradient-sync",
+                f"{cell.label}: after backward, ranks wait {format_milliseconds(sync_s)} ms for gradients, "
+                f"{format_share(sync_s / cell.time_s)} of the step.",
+                {"seconds": sync_s, "share": sync_s / cell.time_s},
+            )
+    yield from _lessons(cells)
+    yield from _fastest(strong.pairs)
+    if weak.pairs:
+        best = max(weak.pairs, key=lambda pair: pair.efficiency)
         yield note(
-            lesson.kind,
-            f"{cell.name}, {counted(ranks, 'rank')}, from {lesson.before} to {lesson.after} ({lesson.words}): "
-            f"{'; '.join([step, *_moves(before, cell)])}.",
-            {"speed-up": ratio.value, "step_s": cell.time_s, "before_s": before.time_s},
+            "weak-scaling",
+            f"{best.other.label} scales best where each rank has a batch of its own: {format_share(best.efficiency)} "
+            f"of the tokens a second and {_unit(weak)} of one process.",
+            {"efficiency": best.efficiency},
         )
+    yield from _by_formula(cells)
+    yield from comparison.doubtful_runs(shown)
+    # One process has all threads of a CPU, and each rank its share: it is no other environment.
+    yield from comparison.unlike_environments([SharedPair(base=cells[0], other=cell) for cell in cells[1:]])
+    yield from comparison.replaced_runs(shown)
+
+
+def _lessons(cells: Sequence[SharedCell]) -> Iterator[Finding]:
+    """What changes from one strategy to the next, where both were measured with the same ranks and batch."""
+    by_place = {(cell.group, cell.ranks, cell.strategy): cell for cell in cells}
+    for kind, before, after, words in _LESSONS:
+        for (group, ranks, strategy), cell in by_place.items():
+            base = by_place.get((group, ranks, before))
+            if strategy != after or base is None:
+                continue
+            ratio = SharedPair(base=base, other=cell).speed_up
+            told = "cannot be told apart" if ratio.undecided else f"is {comparison.times_as_fast(ratio)}"
+            step = f"the step{'s' if ratio.undecided else ''} {told}"
+            times = f"{format_milliseconds(base.time_s)} to {format_milliseconds(cell.time_s)} ms"
+            moves = "; ".join([f"{step}, {times}", *_moves(base, cell)])
+            yield note(
+                kind,
+                f"{cell.name}, {counted(ranks, 'rank')}, from {before} to {after} ({words}): {moves}.",
+                {"speed-up": ratio.value, "step_s": cell.time_s, "before_s": base.time_s},
+            )
 
 
 def _moves(before: SharedCell, after: SharedCell) -> Iterator[str]:
@@ -410,21 +361,10 @@ def _fastest(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
         )
 
 
-def _best_weak(weak: Scaling) -> Iterator[Finding]:
-    if pairs := _shared(weak):
-        best = max(pairs, key=lambda pair: pair.efficiency)
-        yield note(
-            "weak-scaling",
-            f"{best.other.label} scales best where each rank has a batch of its own: {format_share(best.efficiency)} "
-            f"of the tokens a second and {_unit(weak)} of one process.",
-            {"efficiency": best.efficiency},
-        )
-
-
-def _by_formula(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
+def _by_formula(cells: Sequence[SharedCell]) -> Iterator[Finding]:
     """Whose bytes are those of the formula, and whose are not."""
     known: list[tuple[SharedCell, float]] = []
-    for cell in (pair.other for pair in pairs):
+    for cell in cells:
         sent, formula = metrics.sent_bytes(cell.run), metrics.sent_by_formula(cell.run)
         if sent is not None and formula:
             known.append((cell, sent / formula - 1))
@@ -484,7 +424,8 @@ def parallel_cells(
     alone = grid(model=models, **sizes, batch_size=batch_size)
     workloads: list[TextbookWorkload] = []
     for number, name in itertools.product((number for number in ranks if number > 1), strategies):
-        for batch in batches_of(scaling, batch_size, number):
+        weak = number * batch_size
+        for batch in {"strong": (batch_size,), "weak": (weak,)}.get(scaling, (batch_size, weak)):
             try:
                 workloads += grid(model=models, **sizes, batch_size=batch, parallel=name, ranks=number)
             except InputError as error:
@@ -492,15 +433,6 @@ def parallel_cells(
     if not workloads:
         raise InputError(f"nothing to measure beside one process: {refused[0][1] if refused else 'name a strategy'}")
     return order_cells([SweepCell(workload=workload, settings=settings) for workload in [*alone, *workloads]]), refused
-
-
-def batches_of(scaling: str, batch_size: int, ranks: int) -> tuple[int, ...]:
-    """The batches of so many ranks beside one process with `batch_size` sequences.
-
-    >>> batches_of("both", 4, 2), batches_of("strong", 4, 2), batches_of("weak", 4, 2)
-    ((4, 8), (4,), (8,))
-    """
-    return {"strong": (batch_size,), "weak": (ranks * batch_size,)}.get(scaling, (batch_size, ranks * batch_size))
 
 
 Division = Annotated[
@@ -565,10 +497,7 @@ QUESTION = Question(
     ),
     shared=("save", "shown"),
     defaults={
-        "model": "large; tiny on a CPU",
-        "seq_len": "512; 64 on a CPU",
-        "batch_size": "8; 4 on a CPU",
-        "dtype": "bf16; fp32 on a CPU",
+        **ON_GPU.in_words(ON_CPU),
         "parallel": "the lessons, ddp and fsdp2",
         "ranks": "every GPU, or 2 on a CPU",
         "attention": "reference",
