@@ -24,7 +24,7 @@ from stepscope.questions.answers import (
     next_number,
     pivot,
 )
-from stepscope.questions.one_model import Configuration, given_ones, of_own_model, refuse_preset, refuse_sizes
+from stepscope.questions.one_model import Configuration, given_ones, of_own_model, refuse_textbook
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
@@ -701,8 +701,7 @@ def normalisation(
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     if answer := of_own_model("normalisation", module, model, arg, **sizes, device=device):
         return answer
-    refuse_preset(model)
-    refuse_sizes(**sizes)
+    refuse_textbook(model, **sizes)
     return study_normalisation(device=device, **given_ones({"scales": scales, "widths": widths, "epsilon": epsilon}))
 
 

@@ -42,8 +42,8 @@ def study_apart(study: str, named: str, arguments: Mapping[str, Any], **options:
     """What a study answers, with these options, of the module that a factory or a configuration makes of these
     arguments."""
     what = f"--model {named}" if is_configuration(named) else f"--module {named}"
-    said = json.dumps({"own": named, "arguments": arguments, **options})
-    return decode_answer(ask_apart(__name__, named, study, said, what=what, keeps=study in _KEEPING), what)
+    written = json.dumps({"own": named, "arguments": arguments, **options})
+    return decode_answer(ask_apart(__name__, named, study, written, what=what, keeps=study in _KEEPING), what)
 
 
 def study_function(study: str) -> Callable[..., Answer]:
@@ -52,23 +52,19 @@ def study_function(study: str) -> Callable[..., Answer]:
     return getattr(importlib.import_module(place), name)
 
 
-def main(_named: str, study: str, said: str) -> str:
-    """The answer as JSON, for `study_apart`."""
-    answer = study_function(study)
-    told = {"tell": _teller()} if "tell" in inspect.signature(answer).parameters else {}
-    return encode_answer(answer(**json.loads(said), **told))
-
-
-def _teller() -> Callable[[str, float], None]:
-    """A function that says on stderr how far a study is that takes a while, each part of it once."""
-    said: list[str] = []
+def main(_named: str, study: str, options: str) -> str:
+    """The answer as JSON, for `study_apart`. How far a study is that takes a while, is said on stderr."""
+    part = ""
 
     def tell(name: str, _share: float) -> None:
-        if name not in said[-1:]:
-            said.append(name)
+        nonlocal part
+        if name != part:
+            part = name
             warn(name)
 
-    return tell
+    answer = study_function(study)
+    more = {"tell": tell} if "tell" in inspect.signature(answer).parameters else {}
+    return encode_answer(answer(**json.loads(options), **more))
 
 
 Configuration = Annotated[
@@ -93,22 +89,14 @@ class OneModel:
         Raises InputError for options that say nothing of such a model.
         """
         named = {name: getattr(self, name) for name in ("model", "module", "arg", "batch_size", "seq_len")}
-        said: Mapping[str, Any] = {name: value for name, value in named.items() if value not in (None, ())}
-        own = OneWorkload(said).user_workload
+        requested = OneWorkload({name: value for name, value in named.items() if value not in (None, ())})
+        own = requested.user_workload
         if own is not None:
             return study_apart(study, own.factory, own.arguments, seed=self.seed, **options)
-        workload = OneWorkload(said).workload(model="tiny", batch_size=4, seq_len=64)
-
-        def told(name: str, share: float) -> None:
-            tell(Stage(name=name, fraction=share))
-
+        workload = requested.workload(model="tiny", batch_size=4, seq_len=64)
+        options |= {"model": workload.model, "batch_size": workload.batch_size, "seq_len": workload.seq_len}
         return study_function(study)(
-            model=workload.model,
-            batch_size=workload.batch_size,
-            seq_len=workload.seq_len,
-            seed=self.seed,
-            tell=told,
-            **options,
+            **options, seed=self.seed, tell=lambda name, share: tell(Stage(name=name, fraction=share))
         )
 
 
@@ -128,22 +116,18 @@ def of_own_model(
     return study_apart(study, own.factory, own.arguments, **options)
 
 
-def refuse_preset(model: str | None) -> None:
-    """Raise InputError for a preset, where a study has a small model of its own, or none."""
-    if model is not None:
-        raise InputError(f"--model {model} is no config.json: this study takes one, or none at all")
-
-
 def given_ones(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options that were given: the study itself has values for the others."""
     return {name: value for name, value in options.items() if value is not None}
 
 
-def refuse_sizes(**sizes: int | None) -> None:
-    """Raise InputError for sizes of a batch, where a study has them of a config.json only."""
-    given = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
-    if given:
-        raise InputError(f"{given} belongs to --model CONFIG.json here: leave it out, or name one")
+def refuse_textbook(model: str | None = None, **sizes: int | None) -> None:
+    """Raise InputError for a preset, and for sizes of a batch, where a study has them of a config.json only."""
+    if model is not None:
+        raise InputError(f"--model {model} is no config.json: this study takes one, or none at all")
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
+    if flags:
+        raise InputError(f"{flags} belongs to --model CONFIG.json here: leave it out, or name one")
 
 
 # What vanishes, overflows and rounds away in 16 bits.
@@ -169,12 +153,10 @@ def underflow(
     """The exponents of a training step's gradients against each format, without and with a loss scale."""
     options: dict[str, Any] = {"seed": seed, "format_name": format, "device": device}
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
-    if found := of_own_model("underflow", module, model, arg, "--seed", "--format", **sizes, **options):
-        return found
-    from stepscope.questions.underflow import study_underflow
-
-    named = configure(model or "tiny", vocabulary=vocabulary)
-    return study_underflow(model=named, **given_ones(sizes), **options)
+    if answer := of_own_model("underflow", module, model, arg, "--seed", "--format", **sizes, **options):
+        return answer
+    textbook = configure(model or "tiny", vocabulary=vocabulary)
+    return study_function("underflow")(model=textbook, **given_ones(sizes), **options)
 
 
 GrowthInterval = Annotated[int, Option("Steps without an overflow until the scale grows.", TRAINING)]
@@ -187,22 +169,14 @@ def scaling(
     device: str,
 ) -> Answer:  # fmt: skip
     """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
-    options: dict[str, Any] = {
-        "steps": steps,
-        "growth_interval": growth_interval,
-        "planted": overflow_at,
-        "device": device,
-        "seed": seed,
-    }
+    scale: dict[str, Any] = {"steps": steps, "growth_interval": growth_interval, "planted": overflow_at}
     takes = ("--steps", "--growth-interval", "--overflow-at", "--seed")
-    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
-    if found := of_own_model("scaling", module, model, arg, *takes, **sizes, **options):
-        return found
-    refuse_preset(model)
-    refuse_sizes(**sizes)
-    from stepscope.questions.scaling import study_scaling
-
-    return study_scaling(**options)
+    if answer := of_own_model(
+        "scaling", module, model, arg, *takes, batch_size=batch_size, seq_len=seq_len, **scale, device=device, seed=seed
+    ):
+        return answer
+    refuse_textbook(model, batch_size=batch_size, seq_len=seq_len)
+    return study_function("scaling")(**scale, device=device, seed=seed)
 
 
 LearningRates = Annotated[tuple[float, ...], Option("Learning rates at which swallowed updates are counted.", TRAINING)]
@@ -215,21 +189,14 @@ def swallowed(
     learning_rate: LearningRates = (1e-5, 1e-4, 1e-3, 1e-2), remedies_at: RemediesAt = 1e-4, device: str,
 ) -> Answer:  # fmt: skip
     """Updates that bf16 parameters round to nothing; and master weights, stochastic rounding, Kahan beside fp32."""
-    options: dict[str, Any] = {
-        "steps": steps,
-        "learning_rates": learning_rate,
-        "remedies_at": remedies_at,
-        "device": device,
-        "seed": seed,
-    }
+    rates = {"learning_rates": learning_rate, "remedies_at": remedies_at}
+    options: dict[str, Any] = {"steps": steps, **rates, "device": device, "seed": seed}
     takes = ("--steps", "--learning-rate", "--remedies-at", "--seed")
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
-    if found := of_own_model("swallowed", module, model, arg, *takes, **sizes, **options):
-        return found
-    from stepscope.questions.swallowed import study_swallowed
-
-    named = configure(model or "tiny", d_model=d_model, d_ff=d_ff, layers=layers, vocabulary=vocabulary)
-    return study_swallowed(model=named, **given_ones(sizes), **options)
+    if answer := of_own_model("swallowed", module, model, arg, *takes, **sizes, **options):
+        return answer
+    textbook = configure(model or "tiny", d_model=d_model, d_ff=d_ff, layers=layers, vocabulary=vocabulary)
+    return study_function("swallowed")(model=textbook, **given_ones(sizes), **options)
 
 
 UNDERFLOW = Question(
@@ -239,11 +206,7 @@ UNDERFLOW = Question(
         "stepscope study underflow --model small --save underflow.svg",
         "stepscope study underflow --from results/h200/precision/underflow.json --only 'by format'",
     ),
-    defaults={
-        "model": "tiny",
-        "batch_size": "1",
-        "seq_len": "64",
-    },
+    defaults={"model": "tiny", "batch_size": "1", "seq_len": "64"},
 )
 
 SCALING = Question(
@@ -253,10 +216,7 @@ SCALING = Question(
         "stepscope study scaling --steps 100 --overflow-at 7,8,60",
         "stepscope study scaling --from results/h200/precision/scaling.json --only findings",
     ),
-    defaults={
-        "batch_size": "4 of a config.json",
-        "seq_len": "512 of a config.json",
-    },
+    defaults={"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"},
 )
 
 SWALLOWED = Question(
@@ -266,11 +226,7 @@ SWALLOWED = Question(
         "stepscope study swallowed --learning-rate 1e-4,1e-3",
         "stepscope study swallowed --from results/cpu/precision/swallowed.json --save swallowed.svg",
     ),
-    defaults={
-        "model": "tiny",
-        "batch_size": "4",
-        "seq_len": "32",
-    },
+    defaults={"model": "tiny", "batch_size": "4", "seq_len": "32"},
 )
 
 
@@ -299,12 +255,10 @@ def autocast(
     """The dtype of every parameter, input, output, loss and gradient; what autocast does with each operator."""
     options: dict[str, Any] = {"dtype": dtype, "device": device, "rules": rules}
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
-    if found := of_own_model("autocast", module, model, arg, "--dtype", "--rules", **sizes, **options):
-        return found
-    refuse_sizes(**sizes)
-    from stepscope.questions.autocast import study_autocast
-
-    return study_autocast(model or "toy", **options)
+    if answer := of_own_model("autocast", module, model, arg, "--dtype", "--rules", **sizes, **options):
+        return answer
+    refuse_textbook(**sizes)
+    return study_function("autocast")(model or "toy", **options)
 
 
 AUTOCAST = Question(
@@ -379,11 +333,7 @@ SHADOW = Question(
         "stepscope study shadow --module train.py:make --arg width=64",
         "stepscope study shadow --model tiny --to fp16 --save shadow.svg",
     ),
-    defaults={
-        "model": "tiny",
-        "batch_size": "4",
-        "seq_len": "64",
-    },
+    defaults={"model": "tiny", "batch_size": "4", "seq_len": "64"},
 )
 
 

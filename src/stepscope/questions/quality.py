@@ -18,7 +18,7 @@ from stepscope.core.errors import InputError, choose
 from stepscope.core.options import MODEL, TRAINING, Option, completed
 from stepscope.engine.request import Stage, Tell
 from stepscope.questions.answers import computed_answer, threads_for
-from stepscope.questions.one_model import Configuration, of_own_model, refuse_preset, refuse_sizes
+from stepscope.questions.one_model import Configuration, of_own_model, refuse_textbook
 from stepscope.questions.quality_answer import FinalLoss, RunsJudged, panels_of, quality_findings, tables_of
 from stepscope.questions.question import Question
 
@@ -300,8 +300,7 @@ def quality(
     sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
     if answer := of_own_model("quality", module, model, arg, *read, **sizes, **options, device=device):
         return answer
-    refuse_preset(model)
-    refuse_sizes(**sizes)
+    refuse_textbook(model, **sizes)
     changes = [options_in(text) for text in against]
     with interrupts.keeping():
         return study_quality(
