@@ -132,8 +132,6 @@ def look_round(draft: Draft) -> None:
 
 def record_memory(draft: Draft) -> None:
     """Record a step. On a CPU, where nothing else counts allocations, the memory figures are this step's."""
-    if draft.request.memory is None:
-        return
     draft.begin("memory")
     if draft.step.cuda_graphs:
         draft.note("no memory history: tensors of replayed CUDA graphs were allocated when the graphs were made")
@@ -220,9 +218,7 @@ def observe(draft: Draft) -> None:
 
 
 def count_work(draft: Draft) -> None:
-    """Count the FLOPs of a step, where no formula of its sizes says them."""
-    if draft.run.work:
-        return
+    """Count the FLOPs of a step, which no formula of its sizes says."""
     if draft.step.cuda_graphs:
         draft.note("no FLOPs: what CUDA graphs replay calls no operators that could be counted")
         return
@@ -237,13 +233,11 @@ def count_work(draft: Draft) -> None:
     draft.set_evidence(uncounted=unknown)
 
 
-# Takes together what the ranks of a step measured; of a step of one process it changes nothing.
+# Takes together what the ranks of a step measured.
 
 
 def take_steps_together(draft: Draft, result: Measurement) -> None:
     """Make the samples of the step those of all ranks, and keep what each measured."""
-    if not draft.ranks.backend:
-        return
     environment = draft.run.environment
     parameters, state = kept_bytes(draft.step)
     # The bytes of all parameters of the model, and of those that are trained. Each rank has whole ones, or parts of
@@ -274,8 +268,6 @@ def take_steps_together(draft: Draft, result: Measurement) -> None:
 
 def count_traffic(draft: Draft) -> None:
     """Count what this rank sends and receives in a step."""
-    if not draft.ranks.backend:
-        return
     if draft.run.workload.graph == "step":
         draft.note("no bytes of collectives: what CUDA graphs replay calls none that could be counted")
         return
@@ -286,7 +278,7 @@ def count_traffic(draft: Draft) -> None:
 def bring_the_ranks_together(draft: Draft) -> None:
     """Keep the memory of every rank, and name the files that each recorded."""
     run, shared = draft.run, draft.run.shared
-    if not draft.ranks.backend or shared is None:
+    if shared is None:
         return
     profile = run.evidence.profile
     communication = Communication(
@@ -352,7 +344,7 @@ def time_steps(draft: Draft) -> None:
                 peers=draft.ranks,
             )["step"]
             draft.set(samples=result.samples, warmup_steady=result.warmup_steady)
-            if not result.interrupted:
+            if draft.ranks.backend and not result.interrupted:
                 take_steps_together(draft, result)
             interrupted = result.interrupted
         except StepFailed as failure:
@@ -443,7 +435,7 @@ def measure_energy(draft: Draft) -> None:
 
     They are no samples. Whoever asks for less than LEAST_S of steps gets no more.
     """
-    if draft.ranks.ranks > 1 or draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S:
+    if draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S:
         return
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=_MANY, seconds=LEAST_S)
     with nvml_kept_open(draft.device):
@@ -599,37 +591,39 @@ def _fault_of(found: Correctness, name: str) -> str:
 
 
 def trace_by_kineto(draft: Draft) -> None:
-    """Trace with torch.profiler, where it was asked for."""
+    """Trace with torch.profiler."""
     trace = draft.request.trace
-    if "kineto" in trace.tools:
-        with _captured(draft, "kineto", str(torch.__version__)):
-            capture = capture_kineto(
-                draft.step, draft.device, draft.timing, draft.directory, steps=trace.steps, stacks=trace.stacks,
-                peers=draft.ranks,
-            )  # fmt: skip
-            draft.keep_capture(capture, kineto=KINETO_FILE)
+    with _captured(draft, "kineto", str(torch.__version__)):
+        capture = capture_kineto(
+            draft.step,
+            draft.device,
+            draft.timing,
+            draft.directory,
+            steps=trace.steps,
+            stacks=trace.stacks,
+            peers=draft.ranks,
+        )
+        draft.keep_capture(capture, kineto=KINETO_FILE)
 
 
 def trace_for_the_watching_tool(draft: Draft) -> None:
-    """Run steps with every range, where the user started a tool that watches this process and keeps what it records."""
-    if ranges.watched():
-        with _captured(draft, "nvtx", ""):
-            if not ranges.current_emitters():
-                raise InputError(ranges.NO_NVTX)
-            with capture_range(draft.device):
-                samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
-            draft.keep_capture(Capture(tool="nvtx", tool_version="", samples=samples))
+    """Run steps with every range, for the tool that watches this process and keeps what it records."""
+    with _captured(draft, "nvtx", ""):
+        if not ranges.current_emitters():
+            raise InputError(ranges.NO_NVTX)
+        with capture_range(draft.device):
+            samples = trace_nvtx(draft.step, draft.device, draft.timing, draft.request.trace.steps, draft.ranks)
+        draft.keep_capture(Capture(tool="nvtx", tool_version="", samples=samples))
 
 
 def trace_by_nsys(draft: Draft) -> None:
-    """Run the cell again under Nsight Systems, where it was asked for. The step is released by then."""
-    if draft.nsys is not None:
-        from stepscope.engine.nsys_trace import trace_under_nsys  # noqa: PLC0415  (other runs do without)
+    """Run the cell again under Nsight Systems. The step is released by then."""
+    from stepscope.engine.nsys_trace import trace_under_nsys  # noqa: PLC0415  (other runs do without)
 
-        draft.begin("trace nsys")
-        cuda = draft.device.type == "cuda"
-        capture, files = trace_under_nsys(draft.request, draft.nsys, draft.directory, cuda=cuda)
-        draft.keep_capture(capture, **files)
+    assert draft.nsys is not None
+    draft.begin("trace nsys")
+    capture, files = trace_under_nsys(draft.request, draft.nsys, draft.directory, cuda=draft.device.type == "cuda")
+    draft.keep_capture(capture, **files)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ from stepscope.engine.stages import (
     trace_by_nsys,
     trace_for_the_watching_tool,
 )
+from stepscope.recording import ranges
 from stepscope.recording.device import is_out_of_memory, let_go, limit_memory, resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.timer import StepFailed
@@ -47,27 +48,29 @@ if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded
 
 StageFunction = Callable[[Draft], None]
+Applies = Callable[[Draft], object]
+"""Tells whether a run has a stage, by the truth of what it returns."""
 
 UNTIL_TIMED: tuple[StageFunction, ...] = (look_round, check_the_ranks, build, time_steps)
 """The stages until the steps are timed. A failure in one becomes the run's status and ends the run. Where memory ran
 out in a step, one more step records what filled it."""
 
-AFTER_THE_TIMES: tuple[tuple[StageFunction, str], ...] = (
-    (measure_energy, "no energy"),
-    (observe, "{stage} failed after the timed steps"),
-    (count_traffic, "the bytes that ranks send are not known"),
-    (trace_by_kineto, "no trace"),
-    (trace_for_the_watching_tool, "no trace"),
-    (record_memory, "no memory history"),
-    (count_work, "the FLOPs of the step are not known"),
-    (release, "the step's memory could not be released"),
-    (trace_by_nsys, "no trace"),
-    (bring_the_ranks_together, "what the other ranks recorded is not known"),
-    (find_ceilings, "no measured ceiling"),
+AFTER_THE_TIMES: tuple[tuple[StageFunction, Applies | None, str], ...] = (
+    (measure_energy, lambda draft: draft.ranks.ranks == 1, "no energy"),
+    (observe, None, "{stage} failed after the timed steps"),
+    (count_traffic, lambda draft: draft.ranks.backend, "the bytes that ranks send are not known"),
+    (trace_by_kineto, lambda draft: "kineto" in draft.request.trace.tools, "no trace"),
+    (trace_for_the_watching_tool, lambda _: ranges.watched(), "no trace"),
+    (record_memory, lambda draft: draft.request.memory, "no memory history"),
+    (count_work, lambda draft: not draft.run.work, "the FLOPs of the step are not known"),
+    (release, None, "the step's memory could not be released"),
+    (trace_by_nsys, lambda draft: draft.nsys, "no trace"),
+    (bring_the_ranks_together, lambda draft: draft.ranks.backend, "what the other ranks recorded is not known"),
+    (find_ceilings, None, "no measured ceiling"),
 )
-"""The stages after the steps are timed, each with the beginning of the note that a failure in it becomes; the next
-stage follows all the same. A trace that fails is evidence too. The ceilings come last: the step met a process as cold
-as its warm-up setting says, and its memory is free again."""
+"""The stages after the steps are timed, each with the runs that have it (None: all), and the beginning of the note
+that a failure in it becomes; the next stage follows all the same. A trace that fails is evidence too. The ceilings come
+last: the step met a process as cold as its warm-up setting says, and its memory is free again."""
 
 
 def measure_step(
@@ -98,8 +101,7 @@ def measure_step(
         try:
             with matmul_precision(request.workload.dtype), interrupts.keeping():
                 if until_failed((functools.partial(stage, draft) for stage in UNTIL_TIMED), lambda _: draft):
-                    for stage, failed in AFTER_THE_TIMES:
-                        run_after_the_times(stage, draft, failed)
+                    run_after_the_times(draft)
         except KeyboardInterrupt:
             draft.interrupt()
         except InputError:
@@ -161,12 +163,14 @@ def finished(draft: Draft) -> Run:
     return run
 
 
-def run_after_the_times(stage: StageFunction, draft: Draft, failed: str) -> None:
-    """Run a stage; a failure in it becomes a note, since it must not cost the times."""
-    try:
-        stage(draft)
-    except (Exception, SystemExit) as error:  # whatever a library raises, and sys.exit of a user's own code
-        draft.note(f"{failed.format(stage=draft.stage)}: {named_line(error)}")
+def run_after_the_times(draft: Draft, *only: StageFunction) -> None:
+    """Run the stages that the run has, or `only` these; a failure becomes a note, since it must not cost the times."""
+    for stage, applies, failed in AFTER_THE_TIMES:
+        if (not only or stage in only) and (applies is None or applies(draft)):
+            try:
+                stage(draft)
+            except (Exception, SystemExit) as error:  # whatever a library raises, and sys.exit of a user's own code
+                draft.note(f"{failed.format(stage=draft.stage)}: {named_line(error)}")
 
 
 def until_failed(stages: Iterable[Callable[[], None]], whose: Callable[[StepFailed | None], Draft]) -> bool:
@@ -258,19 +262,14 @@ def _go_through_both(first: Draft, second: Draft) -> None:
         return
     drafts = (first, second)
     for draft in drafts:
-        for stage, failed in (
-            (observe, "{stage} failed after the timed steps"),
-            (trace_by_kineto, "no trace"),
-            (count_work, "the FLOPs of the step are not known"),
-        ):
-            run_after_the_times(stage, draft, failed)
+        run_after_the_times(draft, observe, trace_by_kineto, count_work)
         if draft.run.evidence.memory is not None:
             draft.set_evidence(memory=None)
         draft.note(_NO_MEMORY)
     for draft in drafts:
-        run_after_the_times(release, draft, "the step's memory could not be released")
+        run_after_the_times(draft, release)
     for draft in drafts:
-        run_after_the_times(find_ceilings, draft, "no measured ceiling")
+        run_after_the_times(draft, find_ceilings)
 
 
 def _both_measured(first: Draft, second: Draft) -> bool:
