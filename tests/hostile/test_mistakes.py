@@ -235,7 +235,7 @@ def test_3_the_names_of_kernels_are_a_witness(dtype: str, name: str, found: bool
     profile = ProfiledStep(
         step_s=1.0, kernel_launches=1, busy_s=1.0, kernels=(KernelTotal(name=name, calls=1, total_s=1.0),)
     )
-    run = make_run(workload(dtype=dtype), evidence=Evidence(precision=precision, profile=profile))
+    run = on_gpu(make_run(workload(dtype=dtype), evidence=Evidence(precision=precision, profile=profile)))
     assert (kinds(run).get("precision-mismatch") == "error") is found
 
 
@@ -246,17 +246,17 @@ def test_3_angles_in_fp32_are_no_fault_of_a_step_in_16_bits(share: float, found:
     kernels = tuple(KernelTotal(name=name, calls=1, total_s=seconds) for name, seconds in names.items())
     profile = ProfiledStep(step_s=1.0, kernel_launches=2, busy_s=1.0, kernels=kernels)
     precision = Precision(float32_matmul="highest", probe_relative_error=2e-7, fp32_kernels=(kernels[0].name,))
-    run = make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=profile))
+    run = on_gpu(make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=profile)))
     assert ("precision-mismatch" in kinds(run)) is found
     twice = msgspec.structs.replace(profile, kernels=tuple(
         KernelTotal(name=name, calls=1, total_s=seconds) for name, seconds in (
             (kernels[0].name, 0.008), (kernels[0].name, 0.008), (kernels[1].name, 1.0),
         )
     ))  # fmt: skip
-    cut_off = make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=twice))
+    cut_off = on_gpu(make_run(workload(dtype="bf16"), evidence=Evidence(precision=precision, profile=twice)))
     assert "precision-mismatch" in kinds(cut_off), "of two kernels whose long names were cut off alike, both count"
     unseen = msgspec.structs.replace(precision, fp32_kernels=("cutlass_80_simt_sgemm_64x64_8x5_tn_align1",))
-    alone = make_run(workload(dtype="bf16"), evidence=Evidence(precision=unseen, profile=profile))
+    alone = on_gpu(make_run(workload(dtype="bf16"), evidence=Evidence(precision=unseen, profile=profile)))
     assert "precision-mismatch" in kinds(alone), "of a kernel that the profile has not, nobody knows its time"
 
 
@@ -300,8 +300,8 @@ def test_3_attention_in_fp32_excuses_no_step_that_is_fp32_throughout(others: boo
     kernels = tuple(KernelTotal(name=name, calls=1, total_s=1.0) for name in names)
     profile = ProfiledStep(step_s=1.0, kernel_launches=len(names), busy_s=1.0, kernels=kernels)
     precision = Precision(float32_matmul="highest", probe_relative_error=2e-7)
-    run = make_run(
-        workload(dtype="bf16", attention="sdpa-math"), evidence=Evidence(precision=precision, profile=profile)
+    run = on_gpu(
+        make_run(workload(dtype="bf16", attention="sdpa-math"), evidence=Evidence(precision=precision, profile=profile))
     )
     assert ("precision-mismatch" in kinds(run)) is not others
 

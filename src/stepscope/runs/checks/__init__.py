@@ -43,7 +43,13 @@ CHECKS: tuple[Check, ...] = (
 )
 
 
+OF_HABITS = frozenset(check for check in CHECKS if check.__module__ == loops.__name__)
+"""The checks of what a loop or a model does beside its step, for runs in which somebody looked."""
+
+
 def check_run(run: Run) -> tuple[Finding, ...]:
     """Every finding on this run, the gravest first."""
-    found = [finding for check in CHECKS for finding in check(run)]
+    evidence = run.evidence
+    looked = any(known is not None for known in (evidence.habits, evidence.loop, evidence.growth))
+    found = [finding for check in CHECKS if looked or check not in OF_HABITS for finding in check(run)]
     return tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -46,7 +46,8 @@ def precision(run: Run) -> Iterator[Finding]:
     probed, observation = run.evidence.precision, run.evidence.observation
     dtype, in_fp32 = run.workload.dtype, _attention_in_fp32(run)
     operands = observation.product_dtypes if observation and observation.product_dtypes else ()
-    kernels = run.evidence.profile.kernels if run.evidence.profile else ()
+    # A CPU's are operators, whose names say nothing of the products inside.
+    kernels = run.evidence.profile.kernels if run.evidence.profile and on_gpu(run) else ()
     decoded = [(kernel, decode(kernel.name)) for kernel in kernels]
     products = [(kernel, name) for kernel, name in decoded if name.transposes]
     # Not every TF32 kernel is named so: cutlass_80_tensorop_s1688gemm is one.
