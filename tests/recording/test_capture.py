@@ -19,6 +19,7 @@ from stepscope.engine.request import StepRequest, TraceRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording import driven, ranges
 from stepscope.recording.device import HostDevice
+from stepscope.recording.timer import Peers
 from stepscope.training.training_step import TrainingStep
 from tests.app.cli.test_cli import QUICK, run_until, stepscope
 from tests.conftest import mini
@@ -71,14 +72,11 @@ def within(inner: dict[str, Any], outer: dict[str, Any]) -> bool:
     return outer["ts"] <= inner["ts"] and inner["ts"] + inner["dur"] <= outer["ts"] + outer["dur"]
 
 
-class Others:
+class Others(Peers):
     """Counts how often a process waits for the others."""
 
     def __init__(self) -> None:
         self.met = 0
-
-    def agree(self, here: bool) -> bool:
-        return here
 
     def barrier(self) -> None:
         self.met += 1

@@ -10,7 +10,7 @@ from stepscope.core.evidence import MemoryNotes
 from stepscope.recording import ranges
 from stepscope.recording.driven import capture_memory, observe_step
 from stepscope.recording.memory_history import MemoryRecorder
-from stepscope.recording.observe import Observer, look_at_batches
+from stepscope.recording.observe import Observer, distinct_in
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini
@@ -107,11 +107,11 @@ def warmed() -> TrainingStep:
 def test_hooks_see_the_same_in_a_loop_of_its_own():
     driven, memory = observe_step(warmed(), CPU)
     step = warmed()
-    batches = look_at_batches(step)
+    distinct = distinct_in(step)
     step.prepare()
     with Observer(step, CPU).running() as seen:
         a_loop_of_its_own(step, seen)
-    assert seen.observation(batches, seen.graphs_alive) == driven
+    assert seen.observation(distinct, seen.graphs_alive) == driven
     assert seen.saved_bytes == memory.saved_for_backward
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.core.run import Settings
 from stepscope.recording.step import Phase
-from stepscope.recording.timer import Measurement, Progress, StepFailed, is_steady, measure
+from stepscope.recording.timer import Measurement, Peers, Progress, StepFailed, is_steady, measure
 from tests.conftest import FakeClock, FakeDevice
 
 FIXED = Settings(warmup_floor=2, warmup_cap=2, steps_floor=3, steps_cap=3, seconds=0)
@@ -273,7 +273,7 @@ def test_processes_that_share_a_step_stop_where_all_agree_and_say_when_each_step
     clock, device, step = machine(forward=(0.001, 1.0))
     asked: list[bool] = []
 
-    class Others:
+    class Others(Peers):
         def agree(self, here: bool) -> bool:
             asked.append(here)
             return len(asked) in (3, 5)  # whatever this process would do

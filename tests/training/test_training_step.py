@@ -1,6 +1,7 @@
 """The training step: what is timed is what was chosen."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import PhaseMemory
 from stepscope.core.workloads import Workload
-from stepscope.recording.capture import union_length
+from stepscope.recording.capture import covered_length
 from stepscope.recording.compilation import compile_report, reset_compilation
 from stepscope.recording.device import HostDevice
 from stepscope.recording.driven import observe_step, profile_step
@@ -262,6 +263,11 @@ def test_profile_names_the_fused_attention_and_covers_the_step():
 
 
 def test_union_of_intervals_by_hand():
-    assert union_length([(0, 2), (1, 3), (5, 6), (5, 6)]) == 4
-    assert union_length([(0, 10), (2, 3)]) == 10
-    assert union_length([]) == 0
+    def length(*intervals: tuple[float, float]) -> float:
+        return covered_length(
+            SimpleNamespace(time_range=SimpleNamespace(start=start, end=end)) for start, end in intervals
+        )
+
+    assert length((0, 2), (1, 3), (5, 6), (5, 6)) == 4
+    assert length((0, 10), (2, 3)) == 10
+    assert length() == 0

@@ -74,7 +74,7 @@ def profiled_step(profiler: torch.profiler.profile, device: torch.device, step_s
     profiled = ProfiledStep(
         step_s=step_s,
         kernel_launches=len(times),
-        busy_s=_covered(busy) * 1e-6,
+        busy_s=covered_length(busy) * 1e-6,
         kernels=tuple(
             KernelTotal(name=name[:KERNEL_NAME_LIMIT], calls=len(calls_s), total_s=sum(calls_s))
             for name, calls_s in by_time
@@ -83,23 +83,18 @@ def profiled_step(profiler: torch.profiler.profile, device: torch.device, step_s
     )
     if not communicating:
         return profiled
-    communication, computation = _covered(communicating), _covered(computing)
+    communication, computation = covered_length(communicating), covered_length(computing)
     # Rounding must not make more of the part than of the whole.
-    exposed = min(_covered([*communicating, *computing]) - computation, communication)
+    exposed = min(covered_length([*communicating, *computing]) - computation, communication)
     return msgspec.structs.replace(
         profiled, communication_s=communication * 1e-6, exposed_s=exposed * 1e-6, computation_s=computation * 1e-6
     )
 
 
-def _covered(events: Iterable[Any]) -> float:
-    """The time that these events of the profiler cover."""
-    return union_length((event.time_range.start, event.time_range.end) for event in events)
-
-
-def union_length(intervals: Iterable[tuple[float, float]]) -> float:
-    """Total length covered by intervals that may overlap."""
+def covered_length(events: Iterable[Any]) -> float:
+    """The time that events of the profiler cover, which may overlap."""
     covered, reached = 0.0, float("-inf")
-    for start, end in sorted(intervals):
+    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
         covered += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return covered

@@ -6,7 +6,6 @@ It also tells what dynamo, inductor and Triton compiled while the measured steps
 import contextlib
 import importlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -66,7 +65,7 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
         cached_graphs=cached,
         options=_options(compiled),
         parts_compiled=len(_compiled_by_themselves(compiled)) if compiled is not None else None,
-        graphs_recorded=len(_times(_RECORDING)),
+        graphs_recorded=_counts().recordings,
     )
 
 
@@ -111,19 +110,16 @@ class CompilationWatch:
 def _counts() -> MeasuredCompilation:
     """What dynamo and inductor have done in this process so far."""
     counters = dynamo_utils.counters
+    times_s: dict[str, list[float]] = getattr(dynamo_utils, "compilation_time_metrics", {})
+    compiling_s, late_s = times_s.get(_FRAME, ()), times_s.get(_LATE_BACKWARD, ())
     return MeasuredCompilation(
         frames=counters["frames"]["total"],
         # A backward is compiled when it first runs, long after its frame; a cached one comes with its frame.
-        graphs=counters["stats"]["unique_graphs"] + len(_times(_LATE_BACKWARD)),
-        recordings=len(_times(_RECORDING)),
-        tunings=len(_times(_TUNING)),
-        compile_s=sum(sum(_times(region)) for region in (_FRAME, _LATE_BACKWARD)),
+        graphs=counters["stats"]["unique_graphs"] + len(late_s),
+        recordings=len(times_s.get(_RECORDING, ())),
+        tunings=len(times_s.get(_TUNING, ())),
+        compile_s=sum(compiling_s) + sum(late_s),
     )
-
-
-def _times(region: str) -> Sequence[float]:
-    """The seconds of each time that PyTorch entered a region."""
-    return getattr(dynamo_utils, "compilation_time_metrics", {}).get(region, ())
 
 
 def _listen(listener: CompilationWatch | None) -> None:

@@ -22,7 +22,7 @@ from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
 from stepscope.recording.capture import export_kineto, kineto_session, profiled_step, profiler_for
 from stepscope.recording.device import Device
-from stepscope.recording.observe import Observer, OperatorCounts, look_at_batches, parameter_bytes
+from stepscope.recording.observe import Observer, OperatorCounts, distinct_in, parameter_bytes
 from stepscope.recording.step import Driven, Step, drive, optimizers_of
 from stepscope.recording.timer import ALONE, Peers, timed_steps
 
@@ -41,7 +41,7 @@ def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -
 
     held_before_bytes: what the process had allocated on the device before the step was made.
     """
-    batches = look_at_batches(step)
+    distinct = distinct_in(step)
     step.prepare()
     with ranges.silenced():
         with Observer(step, device).running() as seen:
@@ -55,7 +55,7 @@ def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -
             peaks = PhasePeaks(step, device, held_before_bytes)
             drive(step, peaks)
             memory = peaks.memory()
-    return seen.observation(batches, graphs_alive), memory
+    return seen.observation(distinct, graphs_alive), memory
 
 
 def step_operators(step: Driven, device: torch.device, timing: Device) -> StepOperators:

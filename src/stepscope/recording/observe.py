@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -124,8 +124,9 @@ class Observer(Recorder):
         """Bytes that a forward kept for its backward; None where they cannot be known, or there was no backward."""
         return self._saved_bytes if self._hooked and self._phase != FORWARD else None
 
-    def observation(self, batches: "Batches", graphs_alive: bool | None) -> StepObservation:
-        """The StepObservation of this step. graphs_alive is as it was just before the next step."""
+    def observation(self, distinct: tuple[int | None, int | None], graphs_alive: bool | None) -> StepObservation:
+        """The StepObservation of this step. distinct: what `distinct_in` says of its batches; graphs_alive is as it was
+        just before the next step."""
         batch, taken = self._batch, self._taken
         of_tokens = batch is not None and not batch.is_floating_point()
         covers = None
@@ -137,8 +138,8 @@ class Observer(Recorder):
             autocast_outside=self._autocast_outside,
             autocast_in_backward=self._autocast.get(BACKWARD),
             autocast_in_optimizer=self._autocast.get(OPTIMIZER),
-            distinct_tokens=batches.fewest_tokens,
-            distinct_batches=batches.distinct,
+            distinct_tokens=distinct[0],
+            distinct_batches=distinct[1],
             graphs_alive_before=graphs_alive,
             product_dtypes=tuple(sorted(self._products.found)) if self._hooked else None,
             forward_tokens=sum(tokens.numel() for tokens in self._taken) if of_tokens else None,
@@ -181,17 +182,9 @@ class Observer(Recorder):
         self._passes[what] += what != _BLOCK_AGAIN or self._phase == BACKWARD
 
 
-class Batches(NamedTuple):
-    """The batches that the steps rotate through. None where they hold no tensor."""
-
-    fewest_tokens: int | None
-    """The fewest distinct tokens in a batch; of another input than tokens, the fewest distinct numbers."""
-    distinct: int | None
-    """Number of different batches."""
-
-
-def look_at_batches(step: Step) -> Batches:
-    """Prepare a round of steps, without running them, and look at the batch that each would get."""
+def distinct_in(step: Step) -> tuple[int | None, int | None]:
+    """The fewest distinct tokens in a batch, or distinct numbers of another input, and how many batches differ; None
+    where they hold no tensor. A round of steps is prepared, and not run, to look at the batch that each would get."""
     fewest: list[int] = []
     seen: set[bytes] = set()
     for _ in step.batches:
@@ -200,7 +193,7 @@ def look_at_batches(step: Step) -> Batches:
             values = tensor.detach().cpu().contiguous().flatten()
             fewest.append(int(values.unique().numel()))
             seen.add(hashlib.sha256(values.view(torch.uint8).numpy().tobytes()).digest())
-    return Batches(min(fewest), len(seen)) if fewest else Batches(None, None)
+    return (min(fewest), len(seen)) if fewest else (None, None)
 
 
 def parameter_bytes(step: Step) -> int:

@@ -16,7 +16,6 @@ import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Settings
@@ -30,26 +29,18 @@ STEADY_TOLERANCE = 0.03
 """The share by which the medians of two successive windows of steps may differ when warm-up ends."""
 
 
-class Peers(Protocol):
-    """The other processes that take part in each step."""
+class Peers:
+    """The other processes that take part in each step; none, unless a subclass knows some."""
 
     def agree(self, here: bool) -> bool:
         """What the first of all these processes says, in each of them."""
-        ...
+        return here
 
     def barrier(self) -> None:
         """Return when all of them have come here."""
-        ...
 
 
-class _Alone:
-    def agree(self, here: bool) -> bool:
-        return here
-
-    def barrier(self) -> None: ...
-
-
-ALONE: Peers = _Alone()
+ALONE = Peers()
 """No other process takes part."""
 
 
@@ -157,7 +148,21 @@ def measure(
     peers: the other processes that take part in each step. All begin it together, and all end warm-up and measuring
     where the first of them does; both is settled between steps, untimed.
     """
-    return _Timer(subjects, device, settings, clock or HostClock(), on_progress, recorders, peers).run(before_measuring)
+    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress, recorders, peers)
+    try:
+        for name in subjects:
+            timer.warm_up(name)
+        timer.stage = "measure"
+        if before_measuring:
+            before_measuring()
+        timer.measure()
+    except KeyboardInterrupt:
+        return timer.results(interrupted=True)
+    except (Exception, SystemExit) as error:  # a user's own step may call sys.exit
+        subject, phases = timer.current
+        phase = phases[-1] if phases else None
+        raise StepFailed(subject, timer.stage, phase, timer.results(interrupted=True)) from error
+    return timer.results(interrupted=False)
 
 
 def measure_one(
@@ -166,12 +171,12 @@ def measure_one(
     """Time the steps of one subject. Raises the exception of its phases, and KeyboardInterrupt."""
     try:
         subjects = {"step": subject}
-        found = measure(subjects, device=device, settings=settings, recorders=recorders, peers=peers)["step"]
+        measured = measure(subjects, device=device, settings=settings, recorders=recorders, peers=peers)["step"]
     except StepFailed as failure:
         raise failure.__cause__ or failure from None
-    if found.interrupted:
+    if measured.interrupted:
         raise KeyboardInterrupt
-    return found.samples
+    return measured.samples
 
 
 def timed_steps(
@@ -184,6 +189,8 @@ def timed_steps(
 
 @dataclass
 class _Timer:
+    """One call of `measure`, and what it has measured so far."""
+
     _subjects: Mapping[str, Driven]
     _device: Device
     _settings: Settings
@@ -197,28 +204,12 @@ class _Timer:
             name: _Record(("step", "host", *dict.fromkeys(phase.name for phase in subject.phases)))
             for name, subject in self._subjects.items()
         }
-        self._stage = "warm-up"
-        self._stage_start_ns = self._clock.now_ns()
-        self._current: tuple[str, list[str]] = ("", [])
+        self.stage = "warm-up"
+        self._began_ns = self._clock.now_ns()
+        self.current: tuple[str, list[str]] = ("", [])
         """The subject that ran last, and the phases of its step that have begun."""
 
-    def run(self, before_measuring: Callable[[], None] | None) -> dict[str, Measurement]:
-        try:
-            for name in self._subjects:
-                self._warm_up(name)
-            self._stage = "measure"
-            if before_measuring:
-                before_measuring()
-            self._measure()
-        except KeyboardInterrupt:
-            return self._results(interrupted=True)
-        except (Exception, SystemExit) as error:  # a user's own step may call sys.exit
-            subject, phases = self._current
-            phase = phases[-1] if phases else None
-            raise StepFailed(subject, self._stage, phase, self._results(interrupted=True)) from error
-        return self._results(interrupted=False)
-
-    def _warm_up(self, name: str) -> None:
+    def warm_up(self, name: str) -> None:
         settings, record = self._settings, self._records[name]
         floor_ns = self._clock.now_ns()
         while record.warmups < settings.warmup_cap:
@@ -235,9 +226,9 @@ class _Timer:
         if record.warmups >= 2 * STEADY_WINDOW:
             record.steady = is_steady(record.steps_s())
 
-    def _measure(self) -> None:
+    def measure(self) -> None:
         settings = self._settings
-        self._stage_start_ns = start_ns = self._clock.now_ns()
+        self._began_ns = start_ns = self._clock.now_ns()
         for done in range(1, settings.steps_cap + 1):
             # What runs second finds other caches than what runs first: each is first in every other round.
             for name in self._subjects if done % 2 else reversed(list(self._subjects)):
@@ -250,7 +241,7 @@ class _Timer:
 
     def _step(self, name: str) -> None:
         subject, watch = self._subjects[name], _Stopwatch(self._device, self._clock)
-        self._current = (name, watch.phases)
+        self.current = (name, watch.phases)
         subject.prepare()
         self._device.synchronize()
         self._peers.barrier()
@@ -262,13 +253,13 @@ class _Timer:
     def _tell(self, name: str, done: int, at_least: int, at_most: int) -> None:
         if self._on_progress:
             last = self._records[name].rows[-1][0]
-            elapsed_s = (self._clock.now_ns() - self._stage_start_ns) * 1e-9
-            seconds = self._settings.seconds if self._stage == "measure" else self._settings.warmup_seconds
+            elapsed_s = (self._clock.now_ns() - self._began_ns) * 1e-9
+            seconds = self._settings.seconds if self.stage == "measure" else self._settings.warmup_seconds
             by_time = min(1.0, elapsed_s / seconds if seconds else 1.0)
             fraction = max(done / max(1, at_most), min(by_time, done / max(1, at_least)))
-            self._on_progress(Progress(stage=self._stage, done=done, last_step_s=last, fraction=fraction))
+            self._on_progress(Progress(stage=self.stage, done=done, last_step_s=last, fraction=fraction))
 
-    def _results(self, interrupted: bool) -> dict[str, Measurement]:
+    def results(self, interrupted: bool) -> dict[str, Measurement]:
         results: dict[str, Measurement] = {}
         for name, record in self._records.items():
             warmups, measured = record.rows[: record.warmups], record.rows[record.warmups :]

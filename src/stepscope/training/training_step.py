@@ -28,6 +28,7 @@ from stepscope.core.strategies import computes_in_16_bits
 from stepscope.core.workloads import GRAPH_WARMUP, OF_ONE_LAUNCH, TextbookWorkload, Workload
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
+from stepscope.recording.timer import Peers
 from stepscope.training.attention import attention_for, chosen_attention
 from stepscope.training.optimizer import (
     AdamWBf16State,
@@ -193,7 +194,7 @@ Share = Callable[[StepParts, Workload], Shared]
 """Makes of a whole step's parts those of this process."""
 
 
-class Ranks:
+class Ranks(Peers):
     """One rank among those that share a step. Outside a job it is alone, and waits for nobody."""
 
     rank, ranks, local_rank = 0, 1, 0
@@ -208,13 +209,6 @@ class Ranks:
     def is_first(self) -> bool:
         """Whether this rank writes the run."""
         return self.rank == 0
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-
-    def agree(self, here: bool) -> bool:
-        """What the first rank says, on every rank."""
-        return here
 
     def gathered(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of the ranks, on every rank."""
