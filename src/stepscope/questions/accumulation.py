@@ -99,55 +99,42 @@ def study_accumulation(*, addend: Addend = None, count: Count = None) -> Answer:
 
 
 def _sums(count: int, each: float) -> list[_Sum]:
-    cases = [_in_turn(accumulator, addend, count, each) for accumulator in ACCUMULATORS for addend in ADDENDS]
-    return cases + [remedy(dtype, count, each) for dtype in ACCUMULATORS for remedy in (_kahan, _pairwise)]
-
-
-def _in_turn(accumulator: str, addend: str, count: int, each: float) -> _Sum:
+    """The sum in turn in every accumulator and of every addend, and each accumulator's sums by other methods."""
     import torch
 
     from stepscope.questions.answers import FEW_BITS, dtype_of
 
-    total = torch.tensor(0.0, dtype=dtype_of(accumulator))
-    small = torch.tensor(FORMATS[addend].round(each), dtype=dtype_of(addend) if addend in FEW_BITS else torch.float32)
-    running, last, stopped = [], 0.0, 0
-    for i in range(1, count + 1):
-        # In place: PyTorch adds at the higher precision of the two, and rounds once to the accumulator's.
-        total += small
-        running.append(total.item())
-        if running[-1] != last:
-            last, stopped = running[-1], i
-    stopped_after = stopped if stopped < count else None
-    return _Sum(accumulator, addend, "in turn", count, each, last, stopped_after, tuple(running))
-
-
-def _kahan(dtype: str, count: int, each: float) -> _Sum:
-    """The sum with Kahan's correction: a second number carries what the sum lost."""
-    import torch
-
-    from stepscope.questions.answers import dtype_of
-
-    small = torch.tensor(each, dtype=dtype_of(dtype))
-    total, lost = torch.zeros_like(small), torch.zeros_like(small)
-    for _ in range(count):
-        corrected = small - lost
-        longer = total + corrected
-        lost = (longer - total) - corrected
-        total = longer
-    return _Sum(dtype, dtype, "Kahan", count, each, total.item())
-
-
-def _pairwise(dtype: str, count: int, each: float) -> _Sum:
-    """The pairwise sum: neighbours are added, then the sums of neighbours, until one is left."""
-    import torch
-
-    from stepscope.questions.answers import dtype_of
-
-    values = torch.tensor(each, dtype=dtype_of(dtype)).repeat(count)
-    while len(values) > 1:
-        odd = values[-1:] if len(values) % 2 else values[:0]
-        values = torch.cat([values[0 : len(values) - len(odd) : 2] + values[1::2], odd])
-    return _Sum(dtype, dtype, "pairwise", count, each, values.item())
+    cases: list[_Sum] = []
+    for accumulator, addend in itertools.product(ACCUMULATORS, ADDENDS):
+        total = torch.tensor(0.0, dtype=dtype_of(accumulator))
+        dtype = dtype_of(addend) if addend in FEW_BITS else torch.float32
+        small = torch.tensor(FORMATS[addend].round(each), dtype=dtype)
+        running, stopped = [0.0], 0
+        for i in range(1, count + 1):
+            # In place: PyTorch adds at the higher precision of the two, and rounds once to the accumulator's.
+            total += small
+            running.append(total.item())
+            if running[-1] != running[-2]:
+                stopped = i
+        end = stopped if stopped < count else None
+        cases.append(_Sum(accumulator, addend, "in turn", count, each, running[-1], end, tuple(running[1:])))
+    for name in ACCUMULATORS:
+        small = torch.tensor(each, dtype=dtype_of(name))
+        # Kahan's correction: a second number carries what the sum lost.
+        total, lost = torch.zeros_like(small), torch.zeros_like(small)
+        for _ in range(count):
+            corrected = small - lost
+            longer = total + corrected
+            lost = (longer - total) - corrected
+            total = longer
+        cases.append(_Sum(name, name, "Kahan", count, each, total.item()))
+        # Neighbours are added, then the sums of neighbours, until one is left.
+        values = small.repeat(count)
+        while len(values) > 1:
+            odd = values[-1:] if len(values) % 2 else values[:0]
+            values = torch.cat([values[0 : len(values) - len(odd) : 2] + values[1::2], odd])
+        cases.append(_Sum(name, name, "pairwise", count, each, values.item()))
+    return cases
 
 
 def _results(title: str, sums: list[_Sum]) -> Table:

@@ -85,17 +85,6 @@ VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 EXPANDABLE = "expandable_segments:True"
 
 
-def check_setting(setting: str) -> str:
-    """The setting, if it can be one that the environment does not have yet. Raises InputError."""
-    name, colon, value = setting.partition(":")
-    if not (name.strip() and colon and value.strip()) or not setting.isprintable():
-        raise InputError(f"cannot read --setting {setting[:40]!r}: write name:value, as in {EXPANDABLE}")
-    settings = ",".join(os.environ.get(variable, "") for variable in VARIABLES).split(",")
-    if name in [setting.partition(":")[0].strip() for setting in settings]:
-        raise InputError(f"{name} is set in this environment already: unset {' and '.join(VARIABLES)} to compare")
-    return setting
-
-
 def allocator_setting(setting: str) -> AbstractContextManager[None]:
     """A context in which processes start with this setting beside those of the environment."""
     there = next(filter(None, map(os.environ.get, VARIABLES)), "")
@@ -117,7 +106,12 @@ def compare_allocators(
     runs: Path,
 ) -> Cells:
     """Measure a step without a setting of the GPU's caching allocator and with it, each in a process of its own."""
-    check_setting(setting)
+    name, colon, value = setting.partition(":")
+    if not (name.strip() and colon and value.strip()) or not setting.isprintable():
+        raise InputError(f"cannot read --setting {setting[:40]!r}: write name:value, as in {EXPANDABLE}")
+    settings = ",".join(os.environ.get(variable, "") for variable in VARIABLES).split(",")
+    if name in [setting.partition(":")[0].strip() for setting in settings]:
+        raise InputError(f"{name} is set in this environment already: unset {' and '.join(VARIABLES)} to compare")
     step = workload.any_workload(model="small", seq_len=512)
     if type_of_device(device) != "cuda":
         raise InputError("a CPU has no caching allocator whose settings could be compared: this study needs a GPU")

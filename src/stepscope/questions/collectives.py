@@ -50,9 +50,8 @@ def fits_of(times: Iterable[CollectiveTime]) -> list[CollectiveFit]:
     """Latency and bandwidth of each kind, backend and number of ranks that has two sizes or more."""
     groups: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for time in times:
-        median_s = _median_s(time)
-        if median_s is not None:
-            groups.setdefault((time.kind, time.backend, time.ranks), []).append((time.message_bytes, median_s))
+        if reached := _median_and_bus(time):
+            groups.setdefault((time.kind, time.backend, time.ranks), []).append((time.message_bytes, reached[0]))
     fits: list[CollectiveFit] = []
     for (kind, backend, ranks), known in groups.items():
         fit = fit_latency_and_bandwidth(known)
@@ -81,13 +80,12 @@ _FIT_COLUMNS = ("collective", "backend", "ranks", "latency", "bandwidth", "resid
 _FIT_FIELDS = ("kind", "backend", "ranks", "latency_s", "bytes_per_s", "residual", "count")
 
 
-def _median_s(time: CollectiveTime) -> float | None:
-    return time.samples.median_s if time.samples else None
-
-
-def _bus(time: CollectiveTime) -> float | None:
-    median_s = _median_s(time)
-    return bus_bandwidth(time.kind, time.message_bytes, time.ranks, median_s) if median_s else None
+def _median_and_bus(time: CollectiveTime) -> tuple[float, float] | None:
+    """The median in seconds, and the bus bandwidth that it is; None where it was not timed."""
+    median_s = time.samples.median_s if time.samples else None
+    if not median_s:
+        return None
+    return median_s, bus_bandwidth(time.kind, time.message_bytes, time.ranks, median_s)
 
 
 def _times(times: Sequence[CollectiveTime], peak: float | None) -> Table:
@@ -97,10 +95,11 @@ def _times(times: Sequence[CollectiveTime], peak: float | None) -> Table:
         if i and (time.kind, time.backend, time.ranks) != (times[i - 1].kind, times[i - 1].backend, times[i - 1].ranks):
             rules.append(i)
         head = (time.kind, time.backend, time.ranks, time.message_bytes)
-        median_s, bus = _median_s(time), _bus(time)
-        if median_s is None or bus is None or time.samples is None:
+        reached = _median_and_bus(time)
+        if reached is None or time.samples is None:
             rows.append((*head, time.failure, None, None, None, None))
             continue
+        median_s, bus = reached
         share = bus / peak if peak and time.backend == "nccl" else None
         rows.append((*head, median_s, time.message_bytes / median_s, bus, share, time.samples.count))
     return table_of(
@@ -130,9 +129,9 @@ def _panels(times: Sequence[CollectiveTime]) -> Iterator[Panel]:
     groups = list(dict.fromkeys((time.backend, time.ranks) for time in times))
     for backend, ranks in groups:
         points = tuple(
-            Point(line=time.kind, x=float(time.message_bytes), y=bus * 1e-9)
+            Point(line=time.kind, x=float(time.message_bytes), y=reached[1] * 1e-9)
             for time in times
-            if (time.backend, time.ranks) == (backend, ranks) and (bus := _bus(time)) is not None
+            if (time.backend, time.ranks) == (backend, ranks) and (reached := _median_and_bus(time))
         )
         of = f", {ranks} ranks over {backend}" if len(groups) > 1 else ""
         if points:
@@ -143,7 +142,8 @@ def _panels(times: Sequence[CollectiveTime]) -> Iterator[Panel]:
 
 def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], peak: float | None) -> Iterator[Finding]:
     for backend, ranks in dict.fromkeys((time.backend, time.ranks) for time in times):
-        rates = [(bus, t) for t in times if (t.backend, t.ranks) == (backend, ranks) and (bus := _bus(t)) is not None]
+        of_group = [time for time in times if (time.backend, time.ranks) == (backend, ranks)]
+        rates = [(reached[1], time) for time in of_group if (reached := _median_and_bus(time))]
         if not rates:
             continue
         bus, best = max(rates, key=lambda pair: pair[0])
@@ -154,8 +154,8 @@ def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], pe
             f"{best.kind} of {format_bytes(best.message_bytes)}.",
             {"bytes_per_s": bus, "message_bytes": best.message_bytes},
         )
-        of_group = [fit for fit in fits if (fit.backend, fit.ranks) == (backend, ranks)]
-        reduce = next((fit for fit in of_group if fit.kind == "all-reduce" and fit.bytes_per_s), None)
+        fitted = [fit for fit in fits if (fit.backend, fit.ranks) == (backend, ranks)]
+        reduce = next((fit for fit in fitted if fit.kind == "all-reduce" and fit.bytes_per_s), None)
         if reduce is not None and reduce.bytes_per_s:
             half = reduce.latency_s * reduce.bytes_per_s
             yield note(
@@ -164,12 +164,12 @@ def _findings(times: Sequence[CollectiveTime], fits: Sequence[CollectiveFit], pe
                 f"{format_bytes(half)}, latency is more than half of its time.",
                 {"latency_s": reduce.latency_s, "half_bytes": half},
             )
-        poor = [fit for fit in of_group if fit.residual > _GOOD_FIT]
+        poor = [fit for fit in fitted if fit.residual > _GOOD_FIT]
         if poor:
             worst = max(poor, key=lambda fit: fit.residual)
             yield warning(
                 "poor-fit",
-                f"Latency and bandwidth alone describe {len(poor)} of {len(of_group)} collectives over {backend} with "
+                f"Latency and bandwidth alone describe {len(poor)} of {len(fitted)} collectives over {backend} with "
                 f"{ranks} ranks badly: they miss the times of {worst.kind} by {format_share(worst.residual)}.",
                 {"residual": worst.residual, "poor": len(poor)},
                 "take the table of times where a size matters",
@@ -197,8 +197,11 @@ def study_collectives(
     from stepscope.training.parallel.collective_times import MAKERS, CollectivePlan, RankTimes
     from stepscope.training.parallel.launching import check_launch, launch
 
-    chosen = dict.fromkeys(backends or (_usual_backend(),))
-    plans = [(backend, number) for backend in chosen for number in _ranks(ranks, backend, place)]
+    if not backends:
+        from stepscope.recording.device import resolve_device
+
+        backends = ("nccl" if resolve_device("auto").type == "cuda" else "gloo",)
+    plans = [(backend, number) for backend in dict.fromkeys(backends) for number in _ranks(ranks, backend, place)]
     for backend, number in plans:
         check_launch(number, BACKENDS[backend])
     times: list[CollectiveTime] = []
@@ -235,7 +238,11 @@ def study_collectives(
             of_ranks = _until_then(kept)
             if not times and not of_ranks:
                 raise
-            early = _ended_early(backend, number, error)
+            here = f"in the collectives of {number} ranks over {backend}: only what was timed until then is here."
+            if isinstance(error, KeyboardInterrupt):
+                early = warning("interrupted", f"Interrupted {here}")
+            else:
+                early = warning("ended-early", f"Ended, since {error}, {here}")
         if of_ranks:
             where = of_ranks[0].environment
             fresh = times_together(of_ranks, backend)
@@ -246,14 +253,6 @@ def study_collectives(
             break
     answer = answer_collectives(times, where, datetime.now(UTC).date().isoformat(), threads)
     return answer if early is None else msgspec.structs.replace(answer, findings=(early, *answer.findings))
-
-
-def _ended_early(backend: str, ranks: int, error: BaseException) -> Finding:
-    """What ended the study, and where."""
-    here = f"of {ranks} ranks over {backend}: only what was timed until then is here."
-    if isinstance(error, KeyboardInterrupt):
-        return warning("interrupted", f"Interrupted in the collectives {here}")
-    return warning("ended-early", f"Ended, since {error}, in the collectives {here}")
 
 
 def _until_then(kept: "Sequence[Sequence[RankTimes]]") -> "list[RankTimes]":
@@ -276,13 +275,12 @@ def times_together(of_ranks: "Sequence[RankTimes]", backend: str) -> list[Collec
     together: list[CollectiveTime] = []
     for same in zip(*(rank.times for rank in of_ranks), strict=True):
         first: OneTime = same[0]
-        if first.failure:
-            samples = None
-        elif backend == "nccl":
-            steps = tuple(max(of_step) for of_step in zip(*(one.device_s for one in same), strict=False))
-            samples = Samples(values_s=tuple(step / first.calls for step in steps), clock=first.clock)
-        else:
-            steps = steps_together([one.spans_ns for one in same], one_clock=one_clock)
+        samples = None
+        if not first.failure:
+            if backend == "nccl":
+                steps = tuple(max(of_step) for of_step in zip(*(one.device_s for one in same), strict=False))
+            else:
+                steps = steps_together([one.spans_ns for one in same], one_clock=one_clock)
             samples = Samples(values_s=tuple(step / first.calls for step in steps), clock=first.clock)
         together.append(
             CollectiveTime(
@@ -291,12 +289,6 @@ def times_together(of_ranks: "Sequence[RankTimes]", backend: str) -> list[Collec
             )
         )  # fmt: skip
     return together
-
-
-def _usual_backend() -> str:
-    from stepscope.recording.device import resolve_device
-
-    return "nccl" if resolve_device("auto").type == "cuda" else "gloo"
 
 
 def _ranks(requested: Sequence[int] | None, backend: str, place: RankPlace | None) -> Sequence[int]:
@@ -353,11 +345,10 @@ def measure_collectives(
     Inside torchrun or srun the ranks of that job take part.
     """
     place = place_in_job(os.environ)
-    options: dict[str, Any] = {"ranks": ranks, "backends": backend, "sizes": sizes, "largest": largest}
-    if seconds is not None:
-        options["seconds"] = seconds
+    options: dict[str, Any] = {"ranks": ranks, "backends": backend, "sizes": sizes, "largest": largest, "place": place}
+    options["seconds"] = 0.2 if seconds is None else seconds
     with interrupts.raising():
-        answer = study_collectives(lambda name, share: tell(Stage(name=name, fraction=share)), place=place, **options)
+        answer = study_collectives(lambda name, share: tell(Stage(name=name, fraction=share)), **options)
     if place is not None and place.rank:
         sys.exit()  # the first rank shows what all measured
     return answer

@@ -4,17 +4,19 @@ The module is compiled and timed in a process of its own.
 """
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 
 import msgspec
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, error, measured_answer, note, warning
 from stepscope.core.errors import InputError
-from stepscope.core.figures import digits, median_ms, milliseconds, times_within
+from stepscope.core.figures import digits, median_ms, milliseconds
 from stepscope.core.run import Settings
 from stepscope.core.samples import Ratio
 from stepscope.core.study_results import CompiledStep, CompilePrices, GraphBreak, PricedBreak, Recompilation
@@ -45,14 +47,20 @@ def price_of_breaks(cells: Sequence[SweepCell], device: str) -> Answer:
 
 def answer_prices(prices: CompilePrices) -> Answer:
     """The whole answer, of a module's step."""
+    slowest = sorted(prices.recompilations, key=lambda each: (-each.seconds, each.place))
+    again = Table(
+        title=AGAIN,
+        columns=("where", "function", "guard that failed", "in step", "s"),
+        rows=tuple((one.place, one.function, one.guard, one.step, digits(one.seconds)) for one in slowest[:_SHOWN]),
+    )
     return measured_answer(
         prices.environment,
         study="compile",
         question=f"What does each graph break and each recompilation of {prices.module} cost?",
         date=prices.date,
         settings={"module": prices.module, "steps watched": prices.steps},
-        tables=(_breaks(prices), _again(prices), _variants(prices)),
-        findings=_findings(prices),
+        tables=(_breaks(prices), again, _variants(prices)),
+        findings=chain(_findings(prices), _recompilations(prices, slowest)),
     )
 
 
@@ -73,20 +81,12 @@ def _breaks(prices: CompilePrices) -> Table:
                 "ms with it": median_ms(slow.samples) if slow else None,
                 "ms without": median_ms(fast.samples) if fast else None,
                 "costs ms": milliseconds(each.decided_s) if each.decided_s else None,
-                **within("without it, times as fast", "", times_within(speed_up(slow, fast))),
+                **within("without it, times as fast", "", speed_up(slow, fast)),
                 "its function eagerly ms": median_ms(each.eagerly.samples) if each.eagerly else None,
                 "price": f"not measurable: {each.why_not}" if each.why_not else None,
             }
         )
     return table_of_rows(BREAKS, rows, known=True)
-
-
-def _again(prices: CompilePrices) -> Table:
-    rows = [
-        (each.place, each.function, each.guard, each.step, digits(each.seconds))
-        for each in _slowest(prices.recompilations)[:_SHOWN]
-    ]
-    return Table(title=AGAIN, columns=("where", "function", "guard that failed", "in step", "s"), rows=tuple(rows))
 
 
 def _variants(prices: CompilePrices) -> Table:
@@ -105,7 +105,7 @@ def _variants(prices: CompilePrices) -> Table:
                 "saved B": step.saved_bytes,
                 "peak B": step.peak_bytes,
                 "ms": median_ms(step.samples),
-                **within("times as fast", "", times_within(ratio)),
+                **within("times as fast", "", ratio),
             }
         )
     return table_of_rows(SHAPES, rows, known=True)
@@ -125,10 +125,6 @@ def speed_up(slow: CompiledStep | None, fast: CompiledStep | None) -> Ratio | No
     return fast.samples.speedup_over(slow.samples)
 
 
-def _slowest(recompilations: tuple[Recompilation, ...]) -> list[Recompilation]:
-    return sorted(recompilations, key=lambda each: (-each.seconds, each.place))
-
-
 def _findings(prices: CompilePrices) -> Iterator[Finding]:
     priced = [each for each in prices.ranked if not each.why_not]
     for each in priced[:_NAMED]:
@@ -145,7 +141,6 @@ def _findings(prices: CompilePrices) -> Iterator[Finding]:
             )
     if not prices.breaks:
         yield note("no-graph-break", "Nothing breaks the graph of the step.")
-    yield from _recompilations(prices)
 
 
 def _price(each: PricedBreak) -> Finding:
@@ -172,8 +167,8 @@ def _price(each: PricedBreak) -> Finding:
     )
 
 
-def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
-    again = prices.recompilations
+def _recompilations(prices: CompilePrices, again: Sequence[Recompilation]) -> Iterator[Finding]:
+    """What was compiled again, the slowest first, and what one graph for any shape would save."""
     if prices.gave_up_at:
         yield error(
             "recompile-limit",
@@ -185,7 +180,7 @@ def _recompilations(prices: CompilePrices) -> Iterator[Finding]:
         )
     if not again:
         return
-    first, total = _slowest(again)[0], sum(each.seconds for each in again)
+    first, total = again[0], sum(each.seconds for each in prices.recompilations)
     steps = len({each.step for each in again})
     yield warning(
         "recompilation-price",
@@ -239,15 +234,12 @@ def main(request: str) -> str:
     from stepscope.recording.device import resolve_device
     from stepscope.recording.environment import read_environment
     from stepscope.recording.precision import matmul_precision
-    from stepscope.training.training_step import AssembledStep
 
     options = msgspec.json.decode(request, type=_Request)
     device = resolve_device(options.device)
     eager = msgspec.structs.replace(options.workload, compile="eager")
 
-    def make() -> AssembledStep:
-        return step_of(eager, device)
-
+    make = functools.partial(step_of, eager, device)
     # What the module prints in each of some hundred steps tells nothing.
     with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere), matmul_precision(eager.dtype):
         pricing = Pricing(make, device, settings=options.settings if options.timed else None, backend=options.backend)

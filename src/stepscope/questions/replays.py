@@ -74,7 +74,10 @@ def run_step(step: ModuleStep, seed: int, *recorders: Recorder, weights: Sequenc
     which makes the mean of them, where there are none."""
     step.prepare()
     losses = _Losses(step, weights)
-    _set_random_state(seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
     drive(step, losses, *recorders)
     scale = step.scaler.get_scale() if step.scaler.is_enabled() else 1.0
     gradients = {
@@ -94,13 +97,9 @@ def distance(found: StepResult, reference: StepResult) -> Distance:
     far."""
     off, size = {}, []
     for name in dict.fromkeys((*reference.gradients, *found.gradients)):
-        one, other = found.gradients.get(name), reference.gradients.get(name)
-        size.append(_norm(other) if other is not None else 0.0)
-        if one is None or other is None:
-            rest = one if one is not None else other
-            off[name] = _norm(rest) if rest is not None else 0.0
-        else:
-            off[name] = _norm(one.double() - other.double())
+        size.append(_norm(reference.gradients[name]) if name in reference.gradients else 0.0)
+        both = [step.gradients[name].double() for step in (found, reference) if name in step.gradients]
+        off[name] = _norm(both[0] - both[1] if len(both) > 1 else both[0])
     whole = math.hypot(*size)
     return Distance(
         loss=_relative(abs(found.loss - reference.loss), abs(reference.loss)),
@@ -134,14 +133,6 @@ class _Losses(Recorder):
                 # The step divides by the number of micro-batches.
                 self._step.loss = loss * (self._weights[len(self.found)] * len(self._weights))
             self.found.append(loss.item())
-
-
-def _set_random_state(seed: int) -> None:
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
 
 
 def _norm(tensor: Tensor) -> float:

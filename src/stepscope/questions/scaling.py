@@ -122,12 +122,14 @@ class _Step:
     theirs: _Turn
 
     @property
-    def same(self) -> bool:
-        return self.ours == self.theirs
-
-    @property
-    def grows(self) -> bool:
-        return self.ours.next_scale > self.ours.scale
+    def what_happened(self) -> str:
+        """What became of the scale, in words; empty where nothing was planted and it stayed, in both alike."""
+        if not self.ours.taken:
+            return "planted overflow, skipped" if self.planted else "overflow of its own, skipped"
+        if self.ours.next_scale > self.ours.scale:
+            return "scale grows"
+        eventful = self.planted or self.ours.next_scale != self.ours.scale or self.ours != self.theirs
+        return "planted, but nothing overflowed" if eventful else ""
 
 
 def study_scaling(
@@ -147,15 +149,13 @@ def study_scaling(
     for step in planted:
         whole_number(step, "a planted overflow's step", 1, steps)
     on = resolve_device(device)
-    workload = (
-        None if own is None else factory_workload(own, arguments, dtype="fp16", phase="forward-backward", seed=seed)
-    )
-
-    def trainee() -> _Trainee:
-        return _regression(seed, on) if workload is None else _user_module(step_of(workload, on), seed)
-
+    precision = {"dtype": "fp16", "phase": "forward-backward"}
+    workload = None if own is None else factory_workload(own, arguments, **precision, seed=seed)
     with one_thread() if workload is None else contextlib.nullcontext():
-        trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), (trainee(), trainee()), on)
+        both = [
+            _regression(seed, on) if workload is None else _user_module(step_of(workload, on), seed) for _ in range(2)
+        ]
+        trace, same_parameters = _trace(steps, growth_interval, frozenset(planted), both, on)
     return computed_answer(
         on,
         study="scaling",
@@ -223,7 +223,7 @@ def _user_module(step: AssembledStep, seed: int) -> _Trainee:
 
 
 def _trace(
-    steps: int, growth_interval: int, planted: frozenset[int], trainees: tuple[_Trainee, _Trainee], device: torch.device
+    steps: int, growth_interval: int, planted: frozenset[int], trainees: Sequence[_Trainee], device: torch.device
 ) -> tuple[list[_Step], bool]:
     """Every step, and whether both runs end with the same parameters, bit for bit."""
     scaler = DynamicLossScaler(growth_interval=growth_interval)
@@ -257,44 +257,32 @@ def _trace(
     return trace, same
 
 
-def _what_happened(step: _Step) -> str:
-    if not step.ours.taken:
-        return "planted overflow, skipped" if step.planted else "overflow of its own, skipped"
-    return "scale grows" if step.grows else "planted, but nothing overflowed"
-
-
 def _changes(trace: list[_Step]) -> Table:
-    eventful = (
-        step
-        for step in trace
-        if step.planted or not step.ours.taken or step.ours.next_scale != step.ours.scale or not step.same
-    )
     return table_by(
         "Steps at which something happened",
-        eventful,
+        (step for step in trace if step.what_happened),
         {
             "step": lambda step: step.number,
-            "what happened": _what_happened,
+            "what happened": lambda step: step.what_happened,
             "scale": lambda step: step.ours.scale,
             "scale after": lambda step: step.ours.next_scale,
             "GradScaler after": lambda step: step.theirs.next_scale,
             "GradScaler skipped": lambda step: not step.theirs.taken,
-            "same": lambda step: step.same,
+            "same": lambda step: step.ours == step.theirs,
         },
     )
 
 
 def _totals(trace: list[_Step], same_parameters: bool) -> Table:
-    ours, theirs = [step.ours for step in trace], [step.theirs for step in trace]
-    figures: dict[str, Callable[[list[_Turn]], Cell]] = {
-        "steps": len,
-        "skipped steps": lambda turns: sum(not turn.taken for turn in turns),
-        "last scale": lambda turns: turns[-1].next_scale,
-        "highest scale": lambda turns: max(turn.scale for turn in turns),
-    }
-    rows: list[tuple[Cell, ...]] = [(name, figure(ours), figure(theirs)) for name, figure in figures.items()]
-    rows.append(("parameters at the end", "the same" if same_parameters else "different", ""))
-    return Table(title="Both runs", columns=("", "ours", "GradScaler"), rows=tuple(rows))
+    both = [step.ours for step in trace], [step.theirs for step in trace]
+    rows: tuple[tuple[Cell, ...], ...] = (
+        ("steps", len(trace), len(trace)),
+        ("skipped steps", *(sum(not turn.taken for turn in turns) for turns in both)),
+        ("last scale", *(turns[-1].next_scale for turns in both)),
+        ("highest scale", *(max(turn.scale for turn in turns) for turns in both)),
+        ("parameters at the end", "the same" if same_parameters else "different", ""),
+    )
+    return Table(title="Both runs", columns=("", "ours", "GradScaler"), rows=rows)
 
 
 def _panel(trace: list[_Step]) -> Panel:
@@ -307,7 +295,8 @@ def _panel(trace: list[_Step]) -> Panel:
 def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -> Iterator[Finding]:
     skipped = [step for step in trace if not step.ours.taken]
     own = [step for step in skipped if not step.planted]
-    grown = sum(step.grows for step in trace)
+    grown = sum(step.ours.next_scale > step.ours.scale for step in trace)
+    ends = trace[-1].ours.next_scale
     planted = len(skipped) - len(own)
     grew = "The scale never grew"
     if grown:
@@ -316,14 +305,8 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
     yield note(
         "loss-scale-trace",
         f"Skipped: {len(skipped)} of {len(trace)} steps, {planted} with a planted overflow, {len(own)} "
-        f"because the scale itself was too large. {grew}, and ends at {trace[-1].ours.next_scale:g}.",
-        {
-            "skipped": len(skipped),
-            "planted": planted,
-            "own": len(own),
-            "grown": grown,
-            "last_scale": trace[-1].ours.next_scale,
-        },
+        f"because the scale itself was too large. {grew}, and ends at {ends:g}.",
+        {"skipped": len(skipped), "planted": planted, "own": len(own), "grown": grown, "last_scale": ends},
     )
     if own:
         scales = sorted({step.ours.scale for step in own})
@@ -336,7 +319,7 @@ def _findings(trace: list[_Step], growth_interval: int, same_parameters: bool) -
             f"{times} in {len(trace) - planted} steps: that is the price of finding the scale by trying.",
             {"lowest_overflowing_scale": lowest, "highest_overflowing_scale": highest},
         )
-    different = [step.number for step in trace if not step.same]
+    different = [step.number for step in trace if step.ours != step.theirs]
     if different or not same_parameters:
         said = f"differ first at step {different[0]}" if different else "agree, but the parameters do not"
         yield error(

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -79,9 +79,5 @@ def layers_folded(model: nn.Module) -> Callable[[str], str]:
 
 def elements_of(step: AssembledStep) -> tuple[int, int]:
     """How many parameters the model has, and how many elements the input that it reads first."""
-    named = step.named_tensors(step.batch)
-    return _elements(step.model.parameters()), _elements(tensor for _, tensor in named[:1])
-
-
-def _elements(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() for tensor in tensors)
+    tensors = [tensor for _, tensor in step.named_tensors(step.batch)]
+    return sum(each.numel() for each in step.model.parameters()), sum(each.numel() for each in tensors[:1])

@@ -35,7 +35,7 @@ def answer_warmup(runs: Sequence[Run]) -> Answer:
     notes = [f"Doubtful: {'; '.join(doubted)}."] if doubted else []
     table = table_of(
         ("warm-up steps", TEXT), ("mean ± std (ms)", TEXT), ("median (ms)", "ms of s"), ("first step (ms)", "ms of s"),
-        ("steps", TEXT), rows=rows, notes=as_lines(warmup_sentence(runs), *notes),
+        ("steps", TEXT), rows=rows, notes=as_lines(_difference(runs), *notes),
     )  # fmt: skip
     return Answer(
         study="warmup",
@@ -45,7 +45,7 @@ def answer_warmup(runs: Sequence[Run]) -> Answer:
     )
 
 
-def warmup_sentence(runs: Sequence[Run]) -> str:
+def _difference(runs: Sequence[Run]) -> str:
     """The mean without warm-up against the mean with the most of it, in figures."""
     measured = sorted((run for run in runs if run.status == "done"), key=lambda run: run.settings.warmup_floor)
     if len(measured) < 2:
@@ -68,15 +68,9 @@ def warmup_cells(
     workload: TextbookWorkload, steps: int = 10, warmups: tuple[int, ...] = (0, 1, 2, 5)
 ) -> tuple[SweepCell, ...]:
     """One cell for each number of warm-up steps; nothing else differs."""
-    return tuple(
-        SweepCell(
-            workload=workload,
-            settings=Settings(
-                warmup_floor=n, warmup_cap=n, steps_floor=steps, steps_cap=steps, seconds=0, profile=False
-            ),
-        )
-        for n in warmups
-    )
+    bounds = {"steps_floor": steps, "steps_cap": steps, "seconds": 0, "profile": False}
+    counts = [Settings(warmup_floor=count, warmup_cap=count, **bounds) for count in warmups]
+    return tuple(SweepCell(workload=workload, settings=settings) for settings in counts)
 
 
 Warmup = Annotated[tuple[int, ...], Option("Numbers of warm-up steps.", MEASURING)]
