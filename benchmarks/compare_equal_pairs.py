@@ -27,9 +27,10 @@ import numpy as np
 from stepscope.core.files import decode_document
 from stepscope.core.model_config import configure
 from stepscope.core.run import Run, Settings
-from stepscope.core.samples import Ratio, Samples, known
+from stepscope.core.samples import Ratio, Samples
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.compare import Side, SideComparison, compare_sides
+from stepscope.runs.index import known
 from stored import keep
 
 DEVIATION = 0.02

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepscope.core.run_directory import load_run
-from stepscope.core.samples import Interval, Samples, known
+from stepscope.core.samples import Interval, Samples
 from stepscope.runs.checks.measurement import not_steady
+from stepscope.runs.index import known
 from tests.conftest import make_run
 
 TIMES = st.lists(st.floats(min_value=1e-6, max_value=10.0), min_size=5, max_size=40)

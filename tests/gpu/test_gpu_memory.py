@@ -13,7 +13,8 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.units import GIB
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.recording.driven import capture_memory, observe_step
+from stepscope.recording.driven import observe_step
+from stepscope.recording.memory_history import capture_memory
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import run_steps, workload
 from tests.recording.test_memory_capture import notes_of, phase_of, read, storages

@@ -9,7 +9,7 @@ import pytest
 
 from stepscope.core.answer import Answer, Point, Table, decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.precisions import FORMATS
+from stepscope.core.float_formats import FORMATS
 from stepscope.questions.accumulation import SUMS, study_accumulation
 from tests.command import Done, stepscope
 

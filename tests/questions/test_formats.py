@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.answer import decode_answer, encode_answer
 from stepscope.core.errors import InputError
-from stepscope.core.precisions import FORMATS, float_format
+from stepscope.core.float_formats import FORMATS, float_format
 from stepscope.questions.formats import CASTS, EIGHT_BITS, SATURATING, cast_convention, study_formats
 from tests.command import Done, stepscope
 from tests.questions.verbs import refused

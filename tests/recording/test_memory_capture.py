@@ -19,8 +19,8 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import MEMORY_FILE, load_runs
 from stepscope.engine.request import MemoryRequest, StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.recording.driven import capture_memory, observe_step
-from stepscope.recording.memory_history import MetadataEmitter, ProfilerRecording, joined_ranges
+from stepscope.recording.driven import observe_step
+from stepscope.recording.memory_history import MetadataEmitter, ProfilerRecording, capture_memory, joined_ranges
 from stepscope.recording.step import Phase
 from stepscope.training.training_step import TrainingStep
 from tests.app.cli.test_cli import QUICK, run_until, stepscope

@@ -8,8 +8,8 @@ import torch
 
 from stepscope.core.evidence import MemoryNotes
 from stepscope.recording import ranges
-from stepscope.recording.driven import capture_memory, observe_step
-from stepscope.recording.memory_history import MemoryRecorder
+from stepscope.recording.driven import observe_step
+from stepscope.recording.memory_history import MemoryRecorder, capture_memory
 from stepscope.recording.observe import Observer, distinct_in
 from stepscope.recording.step import Phase, Recorder, drive
 from stepscope.training.training_step import TrainingStep

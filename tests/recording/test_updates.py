@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from stepscope.recording.updates import applied_updates, most_updates, read_updates
-from stepscope.training.optimizer import AdamWBf16State
+from stepscope.training.half_optimizers import AdamWBf16State
 
 
 def pair() -> list[nn.Parameter]:

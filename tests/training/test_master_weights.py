@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
-from stepscope.training.optimizer import OnMasters, halve
+from stepscope.training.half_optimizers import OnMasters, halve
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini, run_steps
 from tests.kernels.test_adamw import DEVICE

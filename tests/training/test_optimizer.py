@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from stepscope.training.optimizer import AdamWBf16State
+from stepscope.training.half_optimizers import AdamWBf16State
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import mini, run_steps
 from tests.cpu_allocations import allocated_bytes

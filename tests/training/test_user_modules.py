@@ -20,7 +20,8 @@ from stepscope.core.workloads import FactoryWorkload, UserModel, Workload
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.recording.device import HostDevice
-from stepscope.recording.driven import capture_memory, observe_step, step_operators
+from stepscope.recording.driven import observe_step, step_operators
+from stepscope.recording.memory_history import capture_memory
 from stepscope.recording.step import drive
 from stepscope.runs.checks import check_run
 from stepscope.training.training_step import Shared, StepParts

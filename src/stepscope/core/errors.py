@@ -16,7 +16,8 @@ import stepscope
 LONGEST_MESSAGE = 2000
 """The most characters of a message on stderr, since an echoed value may be as long as a command line."""
 
-_OTHER_THAN_ASCII = re.compile(r"[^\n\t -~]")
+_UNSEEN = re.compile(r"[^\n\t -~\xa0\u1680\u2000-\u200a\u202f\u205f\u3000]")
+"""What may be unseen: all but ASCII and white space. A line may be broken at either of Unicode's two separators."""
 
 
 def visible(text: str) -> str:
@@ -25,7 +26,7 @@ def visible(text: str) -> str:
     Format characters are those that Unicode gives no width: marks of direction, joiners, tags. Inside JSON text, where
     they occur in strings alone, the escape means the character itself.
     """
-    return _OTHER_THAN_ASCII.sub(_escaped_unless_seen, text)
+    return _UNSEEN.sub(lambda found: _escaped(found[0]), text)
 
 
 def printable(text: str) -> str:
@@ -61,13 +62,6 @@ def middle_cut(text: str, width: int) -> str:
         return "…"[:width]
     head = width // 2
     return f"{text[:head]}…{text[len(text) - (width - 1 - head) :]}"
-
-
-def _escaped_unless_seen(found: re.Match[str]) -> str:
-    character = found.group()
-    # A line may be broken at either of the two separators, and at no other kind of white space beyond ASCII.
-    is_space = character.isspace() and character > "\x9f" and character not in "\u2028\u2029"
-    return character if is_space else _escaped(character)
 
 
 def _escaped(character: str) -> str:

@@ -6,6 +6,7 @@ import gc
 import socket
 import time
 from collections.abc import Generator
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -44,9 +45,7 @@ from stepscope.recording.ceilings import ceilings_for, supported_dtypes
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.driven import (
-    MemoryCapture,
     capture_kineto,
-    capture_memory,
     observe_step,
     profile_step,
     step_flops,
@@ -66,6 +65,9 @@ from stepscope.recording.updates import applied_updates, read_updates
 from stepscope.training.attention import chosen_attention
 from stepscope.training.making import make_parts, make_step
 from stepscope.training.training_step import StepParts
+
+if TYPE_CHECKING:
+    from stepscope.recording.memory_history import MemoryCapture
 
 # Makes the step on the device, and later releases its memory.
 
@@ -169,7 +171,9 @@ def record_what_filled_the_memory(draft: Draft) -> None:
             draft.note(f"recorded, the step did not run out of memory: {MEMORY_FILE} holds the whole step")
 
 
-def _record(draft: Draft, out_of_memory: bool = False) -> MemoryCapture:
+def _record(draft: Draft, out_of_memory: bool = False) -> "MemoryCapture":
+    from stepscope.recording.memory_history import capture_memory  # noqa: PLC0415  (where it was asked for)
+
     asked, environment = draft.request.memory, draft.run.environment
     assert asked is not None
     capture = capture_memory(

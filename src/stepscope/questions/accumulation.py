@@ -14,9 +14,9 @@ from typing import Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import whole_number
 from stepscope.core.options import NUMBERS, Option
-from stepscope.core.precisions import FORMATS
 from stepscope.core.units import counted
 from stepscope.questions.question import Question
 

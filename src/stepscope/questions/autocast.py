@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, as_lines, note, warning
 from stepscope.core.errors import InputError, choose
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import PRESETS, configure
-from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer, table_by
 from stepscope.questions.autocast_operators import (

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, note
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS, FloatFormat
 from stepscope.core.options import DEVICES, MEASURING, NUMBERS, Option
-from stepscope.core.precisions import FORMATS, FloatFormat
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:

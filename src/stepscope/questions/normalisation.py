@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note, warning
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.options import NUMBERS, Numbers, Option, positive_integers, positive_number
-from stepscope.core.precisions import FORMATS
 from stepscope.questions.answers import (
     FEW_BITS,
     INPUT_OVERFLOWS,

@@ -44,7 +44,7 @@ from stepscope.questions.steps import elements_of, factory_workload, in_fp32, st
 from stepscope.recording.compilation import reset_compilation
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
-from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
+from stepscope.training.half_optimizers import AdamWBf16Parameters, Keeping
 from stepscope.training.scaled_products import plain_products, scale_products
 from stepscope.training.training_step import (
     AssembledStep,

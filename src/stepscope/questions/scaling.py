@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import LARGEST, whole_number
-from stepscope.core.precisions import FORMATS
 from stepscope.questions.answers import computed_answer, curves, one_thread, table_by
 from stepscope.questions.steps import check_loss, factory_workload, step_of, trained_parameters
 from stepscope.recording.device import resolve_device

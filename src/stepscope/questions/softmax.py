@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, note, warning
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.options import NUMBERS, Numbers, Option, finite_numbers
-from stepscope.core.precisions import FORMATS
 from stepscope.questions.answers import (
     FEW_BITS,
     INPUT_OVERFLOWS,

@@ -18,8 +18,8 @@ from torch import Tensor
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import ModelConfig, configure, whole_number
-from stepscope.core.precisions import FORMATS
 from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.answers import computed_answer, curves, pivot, table_by, threads_for
 from stepscope.questions.steps import (
@@ -33,7 +33,7 @@ from stepscope.questions.steps import (
 )
 from stepscope.recording.device import resolve_device
 from stepscope.recording.step import drive
-from stepscope.training.optimizer import AdamWBf16Parameters, Keeping
+from stepscope.training.half_optimizers import AdamWBf16Parameters, Keeping
 
 LEARNING_RATES = (1e-5, 1e-4, 1e-3, 1e-2)
 REMEDIES_AT = 1e-4

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError, choose
 from stepscope.core.figures import digits
+from stepscope.core.float_formats import FORMATS, FloatFormat, float_format
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.precisions import FORMATS, FloatFormat, float_format
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, step_of

@@ -1,7 +1,5 @@
 """Runs a driven step under each instrument, by `drive` or by the timer, and returns what the instrument shows."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,22 +16,12 @@ from stepscope.core.evidence import (
 from stepscope.core.formulas import Work
 from stepscope.core.run_directory import KINETO_FILE
 from stepscope.core.samples import Samples
-from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
 from stepscope.recording.capture import export_kineto, kineto_session, profiled_step, profiler_for
 from stepscope.recording.device import Device
 from stepscope.recording.observe import Observer, OperatorCounts, distinct_in, parameter_bytes
 from stepscope.recording.step import Driven, Step, drive, optimizers_of
 from stepscope.recording.timer import ALONE, Peers, timed_steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class MemoryCapture:
-    """The file and figures of a step whose allocations were recorded."""
-
-    measured: PhaseMemory
-    failure: BaseException | None = None
-    """The error that ended the step early when memory ran out; the file holds what was allocated at that moment."""
 
 
 def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -> tuple[StepObservation, PhaseMemory]:
@@ -165,31 +153,3 @@ def trace_nvtx(
         with BackwardMarks(step).running() as marks:
             samples = timed_steps(step, timing, steps, marks, peers=peers)
     return {name: samples[name] for name in ("step", "host")}
-
-
-def capture_memory(
-    step: Step, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
-    stacks: str = "python", steps: int = 1, held_before_bytes: int = 0,
-    is_out_of_memory: Callable[[BaseException], bool] | None = None,
-) -> MemoryCapture:  # fmt: skip
-    """Record one step, or several, into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
-
-    `is_out_of_memory` tells the exceptions of a step that ran out of memory; that step is kept as far as it went.
-    """
-    from stepscope.recording.memory_history import MemoryRecorder  # noqa: PLC0415  (where it was asked for)
-
-    step.prepare()
-    failure = None
-    recorder = MemoryRecorder(step, device, stacks=stacks, held_before_bytes=held_before_bytes, several=steps > 1)
-    with recorder.running():
-        try:
-            for i in range(steps):
-                if i:
-                    step.prepare()
-                drive(step, recorder)
-            recorder.steps_over()
-        except Exception as error:
-            if is_out_of_memory is None or not is_out_of_memory(error):
-                raise
-            failure = error
-    return MemoryCapture(measured=recorder.save(directory, workload=workload, device_name=device_name), failure=failure)

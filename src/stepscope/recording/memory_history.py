@@ -48,7 +48,7 @@ from stepscope.recording.keepers import Keepers
 from stepscope.recording.observe import parameter_bytes
 from stepscope.recording.phase_peaks import PhasePeaks, gradient_bytes
 from stepscope.recording.saved_tensors import saved_tensors
-from stepscope.recording.step import Recorder, Step, optimizers_of
+from stepscope.recording.step import Recorder, Step, drive, optimizers_of
 
 # Which tensor lies at which address, noted while a step runs: what a snapshot of the allocator cannot know.
 #
@@ -693,6 +693,41 @@ class MemoryRecorder(Recorder):
         if self._gradients_wait:
             self._notes.gradients()
             self._gradients_wait = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCapture:
+    """The file and figures of a step whose allocations were recorded."""
+
+    measured: PhaseMemory
+    failure: BaseException | None = None
+    """The error that ended the step early when memory ran out; the file holds what was allocated at that moment."""
+
+
+def capture_memory(
+    step: Step, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
+    stacks: str = "python", steps: int = 1, held_before_bytes: int = 0,
+    is_out_of_memory: Callable[[BaseException], bool] | None = None,
+) -> MemoryCapture:  # fmt: skip
+    """Record one step, or several, into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
+
+    `is_out_of_memory` tells the exceptions of a step that ran out of memory; that step is kept as far as it went.
+    """
+    step.prepare()
+    failure = None
+    recorder = MemoryRecorder(step, device, stacks=stacks, held_before_bytes=held_before_bytes, several=steps > 1)
+    with recorder.running():
+        try:
+            for i in range(steps):
+                if i:
+                    step.prepare()
+                drive(step, recorder)
+            recorder.steps_over()
+        except Exception as error:
+            if is_out_of_memory is None or not is_out_of_memory(error):
+                raise
+            failure = error
+    return MemoryCapture(measured=recorder.save(directory, workload=workload, device_name=device_name), failure=failure)
 
 
 # Where autocast keeps its 16-bit copies of parameters.

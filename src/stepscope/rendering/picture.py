@@ -12,9 +12,10 @@ from typing import IO, TYPE_CHECKING
 
 import msgspec
 
-from stepscope.core.answer import Answer, Page, Panel
+from stepscope.core.answer import Answer, Panel
 from stepscope.core.errors import InputError
 from stepscope.rendering.cells import where_of
+from stepscope.rendering.pages import Page
 
 if TYPE_CHECKING:
     import altair as alt

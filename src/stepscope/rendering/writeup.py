@@ -14,7 +14,7 @@ from typing import Literal
 
 import msgspec
 
-from stepscope.core.answer import GENERATOR, Answer, Finding, Line, Page, Section, Table, decode_answer, text
+from stepscope.core.answer import Answer, Finding, Line, Table, decode_answer, text
 from stepscope.core.attention_call import decode_timings
 from stepscope.core.errors import InputError, choose, one_line, printable
 from stepscope.core.figures import doubting_kinds
@@ -27,6 +27,7 @@ from stepscope.questions.attention_answer import answer_attention
 from stepscope.questions.compare import side_named
 from stepscope.questions.comparison import same_part
 from stepscope.rendering.cells import where_of
+from stepscope.rendering.pages import GENERATOR, Page, Section
 from stepscope.rendering.pages.html import render_page
 from stepscope.rendering.picture import draw_answer
 from stepscope.rendering.plots import plot_spec, plot_svg

@@ -9,6 +9,7 @@ Workloads, environments and the like recur in many runs. Each different one is s
 
 import contextlib
 import functools
+import operator
 import os
 import stat
 import zlib
@@ -30,7 +31,7 @@ from stepscope.core.formulas import Work
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD
 from stepscope.core.run import SCHEMA_VERSION, Repeat, Run, Settings, Status
 from stepscope.core.run_directory import INDEX_FILE, RUN_FILE, exists, load_run, write_atomically
-from stepscope.core.samples import KnownSamples, known
+from stepscope.core.samples import FEWEST_FOR_PERCENTILE, Interval, Samples
 from stepscope.core.workloads import Workload
 
 INDEX_VERSION = 2
@@ -41,6 +42,61 @@ _STALE_SHARE = 0.02
 
 Told = Callable[[int, int], None]
 """Told how many run.json of how many are done."""
+
+
+# Samples of which only the statistics are kept: what lists and tables of many runs read.
+
+
+class Figures(msgspec.Struct, frozen=True, array_like=True):
+    """The statistics of some samples, in seconds; None as in Samples."""
+
+    count: int
+    median_s: float | None
+    mean_s: float | None
+    stdev_s: float | None
+    percentiles_s: tuple[float | None, ...]
+    """As FEWEST_FOR_PERCENTILE names them."""
+    effective_count: float | None
+    interval: Interval | None
+    why_no_interval: str | None
+    wandering: float
+    first_s: float | None
+    smallest_s: float | None
+    largest_s: float | None
+
+
+class KnownSamples(Samples, frozen=True, kw_only=True):
+    """The statistics of samples, without the samples. Nothing that needs each of them can be asked."""
+
+    known: Figures
+
+    def __post_init__(self) -> None:
+        """There are no values to check: they were, when the figures were made of them."""
+
+    def percentile_s(self, name: str) -> float | None:
+        """The percentile of this name (p95, p99), as it was found."""
+        return self.known.percentiles_s[tuple(FEWEST_FOR_PERCENTILE).index(name)]
+
+    def interval(self) -> Interval | None:
+        """The confidence interval of the median, as it was found."""
+        return self.known.interval
+
+
+_STATISTICS = tuple(name for name in Figures.__struct_fields__ if name not in ("percentiles_s", "interval"))
+for _name in _STATISTICS:
+    setattr(KnownSamples, _name, property(operator.attrgetter(f"known.{_name}")))
+
+
+def known(samples: Samples) -> KnownSamples:
+    """The statistics of these samples."""
+    if isinstance(samples, KnownSamples):
+        return samples
+    figures = Figures(
+        **{name: getattr(samples, name) for name in _STATISTICS},
+        percentiles_s=tuple(map(samples.percentile_s, FEWEST_FOR_PERCENTILE)),
+        interval=samples.interval(),
+    )
+    return KnownSamples(values_s=(), clock=samples.clock, known=figures)
 
 
 @dataclass(frozen=True, kw_only=True)

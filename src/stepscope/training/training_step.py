@@ -30,16 +30,7 @@ from stepscope.recording.device import is_out_of_memory
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import Peers
 from stepscope.training.attention import attention_for, chosen_attention
-from stepscope.training.optimizer import (
-    AdamWBf16State,
-    NormOf,
-    OnMasters,
-    Updating,
-    clip_gradients,
-    global_norm,
-    halve,
-    updated_by,
-)
+from stepscope.training.optimizer import NormOf, Updating, clip_gradients, global_norm, updated_by
 from stepscope.training.parts import parts_for
 from stepscope.training.transformer import BlockRunner, Transformer, keep_all
 
@@ -430,7 +421,11 @@ def in_16_bits(model: nn.Module, choices: Workload, blocks: Sequence[nn.Module])
         from stepscope.training.scaled_products import scale_products  # noqa: PLC0415  (only where they are scaled)
 
         scale_products(blocks or (model,), precision.scaled, choices.dtype)
-    return halve(model) if precision.masters and not computes_in_16_bits(choices.parallel) else {}
+    if not precision.masters or computes_in_16_bits(choices.parallel):
+        return {}
+    from stepscope.training.half_optimizers import halve  # noqa: PLC0415  (only where weights are halved)
+
+    return halve(model)
 
 
 def _chunks(batch: Batch, parts: int) -> list[Batch]:
@@ -521,6 +516,8 @@ def optimizer_for(
     """The optimizer that was chosen, of these parameters. masters: the first values in fp32 of those in bf16. max_norm:
     the bound on the gradients' norm, for an optimizer that clips by itself: it must have all gradients."""
     if choices.optimizer == "adamw-bf16-state":
+        from stepscope.training.half_optimizers import AdamWBf16State  # noqa: PLC0415  (where it was chosen)
+
         return AdamWBf16State(trained, lr=LEARNING_RATE)
     if choices.optimizer in OF_ONE_LAUNCH:
         from stepscope.training import one_launch  # noqa: PLC0415  (Triton: where it is there)
@@ -535,7 +532,11 @@ def optimizer_for(
         # Without it PyTorch counts updates on the host, which no replay would do again.
         capturable=choices.graph == "step",
     )
-    return OnMasters(trained, adamw, masters, max_norm) if masters else adamw(trained)
+    if not masters:
+        return adamw(trained)
+    from stepscope.training.half_optimizers import OnMasters  # noqa: PLC0415  (where weights are halved)
+
+    return OnMasters(trained, adamw, masters, max_norm)
 
 
 def _random_batches(workload: TextbookWorkload, device: torch.device) -> list[tuple[Tensor, Tensor]]:

@@ -21,7 +21,7 @@ from stepscope.allocations.prediction.symbolic_tensors import Ledger, Node, Roun
 from stepscope.core.errors import InputError
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.fake_module import estimate_by_running
-from stepscope.recording.driven import capture_memory
+from stepscope.recording.memory_history import capture_memory
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini
 from tests.cpu_allocations import allocated_bytes

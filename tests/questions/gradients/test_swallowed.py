@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import configure
-from stepscope.core.precisions import FORMATS
 from stepscope.questions.swallowed import Tally, half_unit, layer_of, study_swallowed
-from stepscope.training.optimizer import KEEPINGS, AdamWBf16Parameters, Keeping
+from stepscope.training.half_optimizers import KEEPINGS, AdamWBf16Parameters, Keeping
 from tests.questions.verbs import answered
 
 SMALL = configure("tiny", d_model=32, d_ff=64, layers=1, heads=2, vocabulary=101)

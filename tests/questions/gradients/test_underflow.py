@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import configure
-from stepscope.core.precisions import FORMATS
 from stepscope.questions.underflow import (
     COMPARED,
     Gradients,

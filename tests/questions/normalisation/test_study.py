@@ -13,7 +13,7 @@ from torch import Tensor
 
 from stepscope.core.answer import Answer, Table
 from stepscope.core.errors import InputError
-from stepscope.core.precisions import FORMATS
+from stepscope.core.float_formats import FORMATS
 from stepscope.questions.answers import deviation, dtype_of, last_number_where, next_number
 from stepscope.questions.normalisation import IN_TURN, MEAN, NORMS, SUM, UPCAST, normalise, study_normalisation
 from stepscope.training.transformer import NORM_EPSILON, RMSNorm

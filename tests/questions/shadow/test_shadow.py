@@ -9,8 +9,8 @@ import torch
 
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
+from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import configure
-from stepscope.core.precisions import FORMATS
 from stepscope.questions.shadow import LAYERS, RANKING, study_shadow
 from tests.questions.shadow import planted
 from tests.questions.verbs import answered, refused

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepscope.core.answer import Answer
 from stepscope.core.errors import InputError
-from stepscope.core.precisions import FORMATS
+from stepscope.core.float_formats import FORMATS
 from stepscope.questions.answers import FEW_BITS, dtype_of
 from stepscope.questions.softmax import (
     AFTER,

@@ -6,20 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepscope.core.answer import (
-    Answer,
-    Figure,
-    Frame,
-    Line,
-    Node,
-    Page,
-    Panel,
-    Point,
-    Section,
-    Slice,
-    table_of,
-    warning,
-)
+from stepscope.core.answer import Answer, Frame, Line, Node, Panel, Point, Slice, table_of, warning
+from stepscope.rendering.pages import Figure, Page, Section
 from stepscope.rendering.pages.html import heat, lanes, render_page, tiles
 from stepscope.rendering.pages.named import page_named
 

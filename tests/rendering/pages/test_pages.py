@@ -11,12 +11,13 @@ import pytest
 from stepscope.allocations.prediction.answer import answer_fit, fit_document
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.allocations.prediction.fit import fit as predict
-from stepscope.core.answer import Answer, Line, Page, error, note, table_of, text, warning
+from stepscope.core.answer import Answer, Line, error, note, table_of, text, warning
 from stepscope.core.errors import InputError
 from stepscope.core.evidence import Evidence, Precision, Updates
 from stepscope.core.run import Failure, Run
 from stepscope.core.run_directory import load_run
 from stepscope.core.units import format_bytes
+from stepscope.rendering.pages import Page
 from stepscope.rendering.pages.html import redacted
 from stepscope.rendering.pages.named import commands_of, page_named, page_of_comparison, page_of_run, page_of_runs
 from stepscope.rendering.pages.of_answer import gravest, page_of_answer, page_of_capture

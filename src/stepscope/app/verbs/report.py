@@ -5,15 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from stepscope.app.cli.output import emit
-from stepscope.core.answer import GENERATOR
 from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.options import OUTPUT, Argument, Needs, Option, verb
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
+from stepscope.rendering.pages import GENERATOR
 from stepscope.rendering.picture import Drawer
 
 if TYPE_CHECKING:
-    from stepscope.core.answer import Page
+    from stepscope.rendering.pages import Page
 
 
 Output = Annotated[

@@ -11,9 +11,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 import msgspec
 
 from stepscope.app.cli.output import Presentation, draw, emit, present
-from stepscope.app.verbs.memory import Remembered, memory
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
-from stepscope.app.verbs.trace import Traced, trace
 from stepscope.core.errors import InputError, StepscopeError, choose, warn
 from stepscope.core.files import json_document
 from stepscope.core.options import STORED, Alone, Argument, Needs, Option, completed, verb
@@ -22,6 +20,8 @@ from stepscope.core.run_directory import LAST, RUN_FILE, encode_run, find_place,
 from stepscope.core.samples import Samples
 
 if TYPE_CHECKING:
+    from stepscope.app.verbs.memory import Remembered
+    from stepscope.app.verbs.trace import Traced
     from stepscope.runs.fields import Condition
 
 
@@ -48,15 +48,23 @@ class Measured(Shown):
         return self.run.samples
 
     @functools.cached_property
-    def trace(self) -> Traced | None:
+    def trace(self) -> "Traced | None":
         """What its trace says; None where it kept none (`record="kineto"`)."""
         kept = any(capture.artifact in ("kineto", "nsys") for capture in self.run.evidence.captures)
-        return trace(self.directory) if kept else None
+        if not kept:
+            return None
+        from stepscope.app.verbs.trace import trace
+
+        return trace(self.directory)
 
     @functools.cached_property
-    def memory(self) -> Remembered | None:
+    def memory(self) -> "Remembered | None":
         """What its memory snapshot says; None where it kept none (`record="memory"`)."""
-        return memory(self.directory) if "memory" in self.run.artifacts else None
+        if "memory" not in self.run.artifacts:
+            return None
+        from stepscope.app.verbs.memory import memory
+
+        return memory(self.directory)
 
     @property
     def answers(self) -> tuple[ShownAnswer, ...]:
@@ -64,7 +72,7 @@ class Measured(Shown):
         return (self.answer, *(record.answer for record in records_of(self) if record is not None))
 
 
-def records_of(run: Measured) -> tuple[Traced | None, Remembered | None]:
+def records_of(run: Measured) -> "tuple[Traced | None, Remembered | None]":
     """What is kept of the run's trace and its memory, as far as this machine can read it; what it cannot is told."""
     return (
         _readable(run, "trace", "trace", lambda: run.trace),

@@ -15,10 +15,11 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.answer import GENERATOR, SEVERITIES, Answer, Line, Page, Panel, Section, Table, name_of
+from stepscope.core.answer import SEVERITIES, Answer, Line, Panel, Table, name_of
 from stepscope.core.errors import middle_cut, printable
 from stepscope.core.units import figure_text
 from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
+from stepscope.rendering.pages import GENERATOR, Page, Section
 from stepscope.rendering.picture import draw_svg
 from stepscope.traces.captures.answer import IDLE
 

@@ -18,14 +18,11 @@ from stepscope.core.answer import (
     SEVERITIES,
     Answer,
     Cell,
-    Figure,
     Finding,
     Frame,
     Line,
-    Page,
     Panel,
     Point,
-    Section,
     Table,
     as_lines,
     decode_answer,
@@ -46,6 +43,7 @@ from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_ru
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
 from stepscope.questions.compare import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare_answer import answer_comparison, conclusion, short_names, verdict
+from stepscope.rendering.pages import Figure, Page, Section
 from stepscope.rendering.pages.of_answer import (
     PREDICTION_KEYS,
     gravest,

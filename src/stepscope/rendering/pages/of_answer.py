@@ -13,11 +13,8 @@ from stepscope.core.answer import (
     SEVERITIES,
     Answer,
     Cell,
-    Figure,
     Finding,
-    Page,
     Panel,
-    Section,
     Table,
     as_lines,
     decode_answer,
@@ -26,6 +23,7 @@ from stepscope.core.answer import (
 )
 from stepscope.core.errors import InputError
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
+from stepscope.rendering.pages import Figure, Page, Section
 from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicle_panel, timeline_panel
 from stepscope.traces.captures.digest import TraceDigest
 from stepscope.traces.captures.summary import OUTSIDE, TraceSummary
