@@ -17,7 +17,7 @@ from hypothesis import settings as hypothesis_settings
 import stepscope
 from stepscope.core.environment import Environment
 from stepscope.core.formulas.transformer import phase_work
-from stepscope.core.model_config import SIZE_FIELDS, configure
+from stepscope.core.model_config import MODEL_OPTIONS, configure
 from stepscope.core.profilers import find_nsys
 from stepscope.core.run import Run, Settings
 from stepscope.core.samples import Samples
@@ -205,7 +205,7 @@ MakeRun = Callable[..., Run]
 
 def workload(**changes: Any) -> TextbookWorkload:
     """A small workload; sizes of the model by their names, everything else as Workload has it."""
-    sizes = {name: changes.pop(name) for name in (*SIZE_FIELDS, "tied") if name in changes}
+    sizes: Any = {option.name: changes.pop(option.name) for option in MODEL_OPTIONS if option.name in changes}
     model = changes.pop("model", None) or configure("tiny", **sizes)
     defaults: dict[str, Any] = {"seq_len": 16, "batch_size": 2}
     return TextbookWorkload(model=configure(model) if isinstance(model, str) else model, **{**defaults, **changes})

@@ -1,12 +1,14 @@
 """The sizes of a decoder-only transformer, and the presets by name."""
 
+import dataclasses
 import re
-from typing import Any
+from typing import Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
 import msgspec
 
 from stepscope.core.errors import InputError, choose
 from stepscope.core.files import identity_of
+from stepscope.core.options import MODEL, Option
 
 _FIRST_FIELDS = ("name", "d_model", "d_ff", "layers", "heads", "vocabulary")
 """The fields that every digest has, see core/files.py. Do not add to it."""
@@ -89,10 +91,34 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     @property
     def sizes(self) -> dict[str, int]:
         """Sizes by field name, without optional ones at their default."""
-        return {field: size for field in SIZE_FIELDS if (size := getattr(self, field)) is not None}
+        sizes = {option.name: getattr(self, option.name) for option in MODEL_OPTIONS if option.takes is int}
+        return {field: size for field, size in sizes.items() if size is not None}
 
 
-SIZE_FIELDS = ("d_model", "d_ff", "layers", "heads", "vocabulary", "kv_heads")
+class ModelOptions(TypedDict, total=False):
+    """What a caller or a command line may say of the textbook's model in place of the preset's own, with the help of
+    each; None leaves it to the preset."""
+
+    d_model: Annotated[int | None, Option("Width of the model, in place of the preset's.", MODEL, takes=int)]
+    d_ff: Annotated[
+        int | None, Option("Width inside the feed-forward network, in place of the preset's.", MODEL, takes=int)
+    ]
+    layers: Annotated[int | None, Option("Blocks, in place of the preset's.", MODEL, takes=int)]
+    heads: Annotated[int | None, Option("Heads of attention, in place of the preset's.", MODEL, takes=int)]
+    kv_heads: Annotated[
+        int | None, Option("Heads of keys and values, each shared by several heads of queries.", MODEL, takes=int)
+    ]
+    vocabulary: Annotated[int | None, Option("Tokens in the vocabulary, in place of the preset's.", MODEL, takes=int)]
+    tied: Annotated[bool | None, Option("Let the output head be the embedding's weight.", MODEL, takes=bool)]
+
+
+_STATED = get_type_hints(ModelOptions, include_extras=True)
+MODEL_OPTIONS: tuple[Option, ...] = tuple(
+    dataclasses.replace(get_args(_STATED[field])[1], name=field)
+    for field in ModelConfig.__struct_fields__
+    if field != "name"
+)
+"""The options of ModelOptions, in the order of the model's fields."""
 
 
 def _shapes(
@@ -135,7 +161,7 @@ PUBLIC_SHAPES: dict[str, ModelConfig] = _shapes(
 is measured here leave them out."""
 
 
-def configure(preset: str, **overrides: int | None) -> ModelConfig:
+def configure(preset: str, **overrides: Unpack[ModelOptions]) -> ModelConfig:
     """The preset with the given sizes replaced; raises InputError on an unknown name or impossible sizes."""
     known = {**PRESETS, **PUBLIC_SHAPES}
     base = known[choose(preset, tuple(known), "model")]

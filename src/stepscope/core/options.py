@@ -11,12 +11,13 @@ A parameter that states no Option takes the one of its name in the table of opti
 Nothing here is built before a command is asked for: to import a verb takes no time.
 """
 
+import inspect
 import keyword
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from stepscope.core.errors import InputError
 
@@ -24,6 +25,8 @@ MODEL, WORKLOAD, CALLS, TRAINING, NUMBERS = "Model", "Workload", "Attention call
 MEASURING, RECORDING, SWEEPING = "Measuring", "Recording", "Sweep"
 PARALLEL = "Many GPUs"
 BUDGET, QUESTION, STORED, OUTPUT = "Memory", "Question", "Stored runs and results", "Output"
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 GROUPS = (
     MODEL, WORKLOAD, PARALLEL, CALLS, TRAINING, NUMBERS, MEASURING, RECORDING, SWEEPING, BUDGET, QUESTION, STORED,
@@ -200,6 +203,29 @@ def verb(
 ) -> Callable[[Callable[..., int | None]], Verb]:
     """A decorator that makes a Verb of a function."""
     return lambda function: Verb(name, function, examples, conflicts, defaults)
+
+
+def spelled_out(*, before: str = "") -> Callable[[F], F]:
+    """A decorator of a function whose last keywords are a record, `**options: Unpack[Record]`: its signature names each
+    of the record's, before the parameter of this name or at the end, and its help where it says {options}. They are
+    None where they are left out."""
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *own, keywords = signature.parameters.values()
+        kinds = get_type_hints(get_args(keywords.annotation)[0])
+        spelled = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in kinds.items()
+        ]
+        place = list(signature.parameters).index(before or keywords.name)
+        parameters = [*own[:place], *spelled, *own[place:]]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        *first, last = kinds
+        function.__doc__ = (function.__doc__ or "").replace("{options}", f"{', '.join(first)} and {last}")
+        return function
+
+    return decorate
 
 
 # Lists of words and numbers, as in `0.5,1,2`: what options of several values are read by.

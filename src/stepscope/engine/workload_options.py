@@ -1,6 +1,7 @@
 """The options of a workload, the workloads that they make, and the options of how a step is measured.
 
-A new field of ModelConfig or Workload is one line of the table: `run`, `sweep` and `fit` have it then, and hand it on.
+A new field of Workload is one line of the table, and one of ModelConfig one of ModelOptions: `run`, `sweep` and `fit`
+have it then, and hand it on.
 """
 
 import functools
@@ -15,7 +16,7 @@ import msgspec
 from stepscope.core.checkpointing import CHECKPOINTING_CHOICES, KEEPING
 from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
-from stepscope.core.model_config import PRESETS, PUBLIC_SHAPES, configure
+from stepscope.core.model_config import MODEL_OPTIONS, PRESETS, PUBLIC_SHAPES, ModelOptions, configure
 from stepscope.core.options import (
     MEASURING,
     MODEL,
@@ -80,13 +81,7 @@ OPTIONS = (
            MODEL, "model", str, choices=tuple(PRESETS), verbs=_ANY_MODEL),
     Option("A preset, or a shape that others published.", MODEL, "model", str, choices=(*PRESETS, *PUBLIC_SHAPES),
            verbs=("plan",)),
-    Option("Width of the model, in place of the preset's.", MODEL, "d_model", int),
-    Option("Width inside the feed-forward network, in place of the preset's.", MODEL, "d_ff", int),
-    Option("Blocks, in place of the preset's.", MODEL, "layers", int),
-    Option("Heads of attention, in place of the preset's.", MODEL, "heads", int),
-    Option("Tokens in the vocabulary, in place of the preset's.", MODEL, "vocabulary", int),
-    Option("Heads of keys and values, each shared by several heads of queries.", MODEL, "kv_heads", int),
-    Option("Let the output head be the embedding's weight.", MODEL, "tied", bool),
+    *MODEL_OPTIONS,
     Option("Tokens in a sequence.", WORKLOAD, "seq_len", int),
     Option("Sequences in a step.", WORKLOAD, "batch_size", int),
     Option("", WORKLOAD, "dtype", str, choices=DTYPES),
@@ -127,7 +122,7 @@ def flags_of(verb: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(option.flag for option in lines))
 
 
-_SIZES = ("d_model", "d_ff", "layers", "heads", "vocabulary", "kv_heads", "tied")
+_SIZES = tuple(option.name for option in MODEL_OPTIONS)
 
 
 def usual_values() -> dict[str, str]:
@@ -338,9 +333,13 @@ TEXTBOOK_OPTIONS = tuple(name for name in _FIELDS if name not in _OF_ANY_MODEL)
 _CHOICES = {*_FIELDS} - {"model", *PARTS}
 
 
-def choices_among(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The choices of a step among the arguments of a function; one that is None was left out."""
-    return {name: value for name, value in arguments.items() if name in _CHOICES and value is not None}
+def choices_among(function: str, arguments: Mapping[str, Any], options: ModelOptions) -> dict[str, Any]:
+    """The choices of a step among the arguments of a function and its other keywords, which are options of the model;
+    one that is None was left out. Raises TypeError, in Python's own words, for a keyword that is none of these."""
+    for name in options:
+        if name not in _SIZES:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return {name: value for name, value in {**arguments, **options}.items() if name in _CHOICES and value is not None}
 
 
 def check_one_model(

@@ -20,6 +20,7 @@ from stepscope.app.verbs.results import ShownAnswer, as_text
 from stepscope.core.answer import encode_answer
 from stepscope.core.errors import InputError
 from stepscope.core.formulas.spelled import run_call
+from stepscope.core.model_config import MODEL_OPTIONS
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import FactoryWorkload, TextbookWorkload
 from stepscope.runs.answer import answer_run
@@ -262,8 +263,9 @@ def test_what_a_run_recorded_is_explained_with_it(tmp_path: Path):
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
 )
 def test_wrong_input_is_one_line(tmp_path: Path, given: dict[str, Any], message: str):
+    arguments: dict[str, Any] = {**QUICK, "runs": tmp_path, **given}
     with pytest.raises(InputError) as caught:
-        stepscope.run(**{**QUICK, "runs": tmp_path, **given})
+        stepscope.run(**arguments)
     assert message in str(caught.value) and "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
@@ -430,6 +432,18 @@ def test_a_stored_run_shows_as_it_did():
     assert repr(found.answer.part("memory")).splitlines()[0].split() == ["memory", "allocated"]
     with pytest.raises(InputError, match="names no table: there are 'phase', 'memory', and findings"):
         found.answer.table("kernels")
+
+
+@pytest.mark.parametrize("function", [stepscope.run, stepscope.fit])
+def test_every_option_of_the_model_is_a_parameter_and_another_keyword_is_refused(function: Any):
+    parameters = inspect.signature(function).parameters
+    assert {option.name: None for option in MODEL_OPTIONS} == {
+        option.name: parameters[option.name].default for option in MODEL_OPTIONS
+    }
+    assert parameters["layers"].annotation == int | None
+    assert all(parameter.kind is not parameter.VAR_KEYWORD for parameter in parameters.values())
+    with pytest.raises(TypeError, match=rf"^{function.__name__}\(\) got an unexpected keyword argument 'widht'$"):
+        function("tiny", widht=64)
 
 
 # --- what shows itself ---

@@ -4,7 +4,7 @@ import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Unpack
 
 import msgspec
 
@@ -14,8 +14,8 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core.errors import InputError, warn
 from stepscope.core.files import json_document
-from stepscope.core.model_config import PRESETS
-from stepscope.core.options import BUDGET, Alone, Conflict, Needs, Option, verb, words
+from stepscope.core.model_config import PRESETS, ModelOptions
+from stepscope.core.options import BUDGET, Alone, Conflict, Needs, Option, spelled_out, verb, words
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
@@ -78,6 +78,7 @@ class Fitted(Shown):
         return self.verdict.longest_sequence if self.verdict is not None else None
 
 
+@spelled_out()
 def fit(
     model: "str | nn.Module | None" = None,
     batch: object = None,
@@ -98,13 +99,7 @@ def fit(
     clip: float | None = None,
     checkpointing: str | None = None,
     accumulation: int | None = None,
-    d_model: int | None = None,
-    d_ff: int | None = None,
-    layers: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    vocabulary: int | None = None,
-    tied: bool | None = None,
+    **options: Unpack[ModelOptions],
 ) -> Fitted:
     """Predict the peak memory of a step on a GPU, say whether it fits, and what would make it fit. Needs no GPU.
 
@@ -118,7 +113,7 @@ def fit(
 
     - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
       xl and larger ones (left out: small), with batch_size sequences (4) of seq_len tokens (512), an attention, and
-      d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of the preset's own, and kernels as in
+      {options} in place of the preset's own, and kernels as in
       `stepscope.run`. It is computed by formula, and needs no PyTorch.
     - module, a factory as `--module` names it: "package.module:factory", "file.py:factory", or the config.json of a
       Hugging Face model; arguments are what it is called with. It runs in a process of its own. The longest sequence is
@@ -140,7 +135,7 @@ def fit(
     Raises InputError for a name that is not known, sizes that cannot be, what cannot be predicted, and where memory and
     device are both given.
     """
-    choices = choices_among(locals())
+    choices = choices_among("fit", locals(), options)
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
     budget = _budget(memory, device)
     budgets = [budget] if budget else []

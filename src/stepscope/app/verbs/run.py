@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Generator, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, cast
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Unpack, cast
 
 import msgspec
 
@@ -24,7 +24,8 @@ from stepscope.core.errors import (
 )
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.files import json_document
-from stepscope.core.options import MEASURING, Option, verb
+from stepscope.core.model_config import ModelOptions
+from stepscope.core.options import MEASURING, Option, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run, Settings, settings_from
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from stepscope.training.user_module.loading import Loaded
 
 
+@spelled_out(before="device")
 def run(
     model: "str | nn.Module | object | None" = None,
     batch: object = None,
@@ -76,13 +78,6 @@ def run(
     parallel: str | None = None,
     ranks: int | None = None,
     seed: int | None = None,
-    d_model: int | None = None,
-    d_ff: int | None = None,
-    layers: int | None = None,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    vocabulary: int | None = None,
-    tied: bool | None = None,
     device: str = "auto",
     warmup: int | None = None,
     steps: int | None = None,
@@ -95,6 +90,7 @@ def run(
     runs: str | Path = "runs",
     tag: str | None = None,
     tell: Tell | None = None,
+    **options: Unpack[ModelOptions],
 ) -> Measured:
     """Measure one training step: time by phase, rates, memory, and what to doubt. Saves a run directory.
 
@@ -119,7 +115,7 @@ def run(
       Hugging Face model; arguments are what it is called with.
     - model, the name of a preset of the textbook's model, as `stepscope models` lists them: tiny, small, medium, large,
       xl and larger ones (left out: small on a GPU, tiny on a CPU), with batch_size sequences (4) of seq_len tokens (512
-      on a GPU, 128 on a CPU), an attention, and d_model, d_ff, layers, heads, kv_heads, vocabulary and tied in place of
+      on a GPU, 128 on a CPU), an attention, and {options} in place of
       the preset's own. kernels says how norm, rope, mlp and loss are computed: reference, compiled, fused, liger or
       quack (which has no mlp), for all or by part, as in {"norm": "fused"}; of a module or a factory's it says so of
       norm, mlp and loss, where modules compute the same. projections: apart, or joint: those of one input are one
@@ -159,7 +155,7 @@ def run(
     is interrupted (what was measured is stored). A failure of the device is no exception: `measured.run.status` is then
     `out-of-memory` or `failed`, and `measured.run.failure` says where.
     """
-    choices = choices_among(locals())
+    choices = choices_among("run", locals(), options)
     names = record.split(",") if isinstance(record, str) else record
     recorded = [choose(name.strip(), RECORDED, "record") for name in names if name.strip()]
     settings = settings_from(warmup, steps, seconds, not profile)
