@@ -101,7 +101,7 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
         with_timing,
     )
     from stepscope.recording.ceilings import ceilings_for  # noqa: PLC0415
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415
 
     began_s = time.monotonic()
     deadline_s = began_s + arguments.seconds

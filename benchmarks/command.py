@@ -19,8 +19,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from stepscope.recording.device import resolve_device
-from stepscope.recording.environment import HostLoad, read_environment
+from stepscope.recording.environment import HostLoad, read_environment, resolve_device
 from stored import measure_or_show
 
 COMMAND = ("stepscope", "run", "--model", "tiny", "--seconds", "1", "--device", "cpu")

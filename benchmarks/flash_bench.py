@@ -52,7 +52,7 @@ def why_not_hopper() -> str | None:
 def median_ms(run: Any, warmup_ms: int, repeat_ms: int) -> float:
     """The median of the device's own time; without a GPU the time of one call by the host's clock."""
     from stepscope.core.run import Settings  # noqa: PLC0415
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415
     from stepscope.recording.leads import median_call_s  # noqa: PLC0415
 
     once = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=1, seconds=0)

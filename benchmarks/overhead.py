@@ -30,8 +30,8 @@ from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.recording.device import Device, resolve_device, timing_device
-from stepscope.recording.environment import read_environment
+from stepscope.recording.device import Device, timing_device
+from stepscope.recording.environment import read_environment, resolve_device
 from stepscope.recording.nvml import gpu_sampled
 from stepscope.recording.step import Driven, Phase
 from stepscope.recording.timer import measure

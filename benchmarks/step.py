@@ -155,7 +155,8 @@ def measured(model: str, way: str, asked: argparse.Namespace) -> dict[str, Any]:
     from stepscope.core.model_config import configure  # noqa: PLC0415
     from stepscope.core.run import Settings  # noqa: PLC0415
     from stepscope.core.workloads import TextbookWorkload  # noqa: PLC0415
-    from stepscope.recording.device import resolve_device, timing_device  # noqa: PLC0415
+    from stepscope.recording.device import timing_device  # noqa: PLC0415
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415
     from stepscope.recording.timer import measure_one  # noqa: PLC0415
     from stepscope.training.training_step import TrainingStep  # noqa: PLC0415
 

@@ -35,8 +35,8 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_count, format_seconds
-from stepscope.recording.device import resolve_device, timing_device
-from stepscope.recording.environment import read_environment
+from stepscope.recording.device import timing_device
+from stepscope.recording.environment import read_environment, resolve_device
 from stepscope.recording.watch.loop import LoopStep
 from stepscope.recording.watch.stopwatch import Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, Watch

@@ -26,7 +26,7 @@ Terms = Annotated[int, Option("How many terms are added.", NUMBERS, least=1)]
 def study_toy(*, terms: Terms = 4, device: str = "cpu") -> Answer:
     """How a harmonic sum grows."""
     from stepscope.questions.answers import computed_answer, curves
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     sums = [sum(1 / n for n in range(1, last + 1)) for last in range(1, terms + 1)]
     return computed_answer(

@@ -31,7 +31,7 @@ from stepscope.questions.bench_functions import (
 from stepscope.questions.bench_gate import Call
 from stepscope.questions.bench_inputs import odd, parse_shape, parse_sizes, shape_words, smaller
 from stepscope.questions.bench_result import Bench, Timing, decode_bench, encode_bench
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.training.attention import implementation
 from tests.shown import shown
 

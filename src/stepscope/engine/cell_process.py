@@ -353,7 +353,7 @@ def main(start: ProcessStart = "exec") -> int:
 
     try:
         from stepscope.engine.step import measure_in_turns, measure_step  # noqa: PLC0415  (torch, after the lifeline)
-        from stepscope.recording.device import resolve_device  # noqa: PLC0415
+        from stepscope.recording.environment import resolve_device  # noqa: PLC0415
     except (ImportError, StepscopeError) as error:
         _send(events, CellEvent(error=f"cannot measure here: {one_line(error)}", error_for_all=True))
         return error.exit_code if isinstance(error, StepscopeError) else EXIT_WRONG_INPUT
@@ -387,7 +387,7 @@ def main(start: ProcessStart = "exec") -> int:
 
 def _check_devices(names: list[str], events: int) -> int:
     """Check once, before several devices share a sweep, that all of them are there and differ."""
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415
 
     try:
         devices = [resolve_device(name) for name in names]

@@ -139,6 +139,6 @@ def type_of_device(device: str) -> str:
     """cpu or cuda; asks torch only where the user leaves it open."""
     if device != "auto":
         return device.partition(":")[0]
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415  (torch)
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415  (torch)
 
     return resolve_device(device).type

@@ -36,7 +36,8 @@ from stepscope.engine.stages import (
     trace_for_the_watching_tool,
 )
 from stepscope.recording import ranges
-from stepscope.recording.device import is_out_of_memory, let_go, limit_memory, resolve_device
+from stepscope.recording.device import is_out_of_memory, let_go, limit_memory
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.timer import StepFailed
 from stepscope.runs.checks import check_run

@@ -204,7 +204,7 @@ def measure_grid(
         with_timing,
     )
     from stepscope.recording.ceilings import ceilings_for
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
     from stepscope.recording.timer import StepFailed
 
     began_s = time.monotonic()
@@ -339,7 +339,7 @@ def time_attentions(
     if keep_digests:
         raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
     from stepscope.questions.attention_answer import answer_attention
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     on = resolve_device(device)
     usual = sizes_for(on.type, preset)

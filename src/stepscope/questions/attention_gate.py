@@ -277,8 +277,7 @@ def judge_attentions(
     if from_ is not None:
         refuse_beside("--from")
         return result_of(decode_matrix(read_named(from_), str(from_)))
-    from stepscope.recording.device import resolve_device
-    from stepscope.recording.environment import read_environment
+    from stepscope.recording.environment import read_environment, resolve_device
 
     names = implementations_of(attention or list(ATTENTIONS))
     wanted = gate_dtypes_of(dtype or GATE_DTYPES)

@@ -140,7 +140,7 @@ def perform(task: WorkerTask) -> WorkerAnswer:
     import torch
 
     from stepscope.questions.attention_calls import call_once
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
     from stepscope.training.attention.gate import check_attention_matrix
 
     device = resolve_device(task.device)

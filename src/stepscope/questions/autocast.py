@@ -35,7 +35,7 @@ from stepscope.questions.autocast_operators import (
     observe_cuda_rules,
     observe_operators,
 )
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.fake_memory import AsOnCuda
 from stepscope.training.training_step import build_model
 from stepscope.training.user_module.loading import load_module

@@ -198,7 +198,7 @@ def study_collectives(
     from stepscope.training.parallel.launching import check_launch, launch
 
     if not backends:
-        from stepscope.recording.device import resolve_device
+        from stepscope.recording.environment import resolve_device
 
         backends = ("nccl" if resolve_device("auto").type == "cuda" else "gloo",)
     plans = [(backend, number) for backend in dict.fromkeys(backends) for number in _ranks(ranks, backend, place)]

@@ -231,8 +231,7 @@ def main(request: str) -> str:
     """The prices as JSON, for `compile_prices`."""
     from stepscope.questions.steps import step_of
     from stepscope.recording.compile_prices import Pricing
-    from stepscope.recording.device import resolve_device
-    from stepscope.recording.environment import read_environment
+    from stepscope.recording.environment import read_environment, resolve_device
     from stepscope.recording.precision import matmul_precision
 
     options = msgspec.json.decode(request, type=_Request)

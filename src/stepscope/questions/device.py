@@ -5,8 +5,7 @@ from stepscope.core.device_spec import DeviceReport, find_device_spec
 from stepscope.core.units import counted, format_bytes, format_rate
 from stepscope.engine.request import Stage, Tell
 from stepscope.recording.ceilings import ceilings_for, supported_dtypes
-from stepscope.recording.device import resolve_device
-from stepscope.recording.environment import read_environment
+from stepscope.recording.environment import read_environment, resolve_device
 
 
 def answer_device(report: DeviceReport) -> Answer:

@@ -42,7 +42,7 @@ Device = Annotated[
 def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
     """Range, precision and largest integer of every floating format, from its bits."""
     from stepscope.questions.answers import computed_answer, processor_name
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     chosen, number = resolve_device(device), None
     conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}

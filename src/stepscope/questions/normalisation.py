@@ -385,7 +385,7 @@ def study_normalisation(
     input, so that errors are of the norm alone. Raises InputError for a device that is not there, and for an epsilon
     that is not a number above zero.
     """
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
     from stepscope.training.transformer import NORM_EPSILON
 
     epsilon = NORM_EPSILON if epsilon is None else epsilon
@@ -508,7 +508,7 @@ def study_own_normalisation(
     own: the factory, or the configuration, of the module. Raises InputError for a module without RMSNorm or LayerNorm.
     """
     from stepscope.questions.steps import factory_workload, step_of
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     on = resolve_device(device)
     workload = factory_workload(own, arguments, phase="forward-backward", seed=seed)

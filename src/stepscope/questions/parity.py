@@ -46,7 +46,7 @@ from stepscope.questions.replays import (
     share,
 )
 from stepscope.questions.steps import one_step_of
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import Recorder
 from stepscope.training.attention.pytorch import BACKENDS

@@ -73,7 +73,7 @@ def study_quality(
         train_whole_step,
         whole_steps,
     )
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
     from stepscope.training.training_step import check_supported
 
     on = resolve_device(device)
@@ -197,7 +197,7 @@ def study_own_quality(
         planned_runs,
         run_in_turn,
     )
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     on = resolve_device(device)
     length, highest = STEPS if steps is None else steps, LEARNING_RATE if learning_rate is None else learning_rate

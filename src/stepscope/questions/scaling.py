@@ -17,7 +17,7 @@ from stepscope.core.float_formats import FORMATS
 from stepscope.core.model_config import LARGEST, whole_number
 from stepscope.questions.answers import computed_answer, curves, one_thread, table_by
 from stepscope.questions.steps import check_loss, factory_workload, step_of, trained_parameters
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.training.training_step import AssembledStep
 
 # A dynamic loss scale, by the rule and the constants of torch.amp.GradScaler.

@@ -34,7 +34,7 @@ from stepscope.questions.replays import (
     without_dropout,
 )
 from stepscope.questions.steps import folded, one_step_of
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import Recorder
 from stepscope.training.user_module.module_step import ModuleStep, UserModule
 from stepscope.training.user_module.user_code import user_errors

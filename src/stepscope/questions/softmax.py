@@ -365,7 +365,7 @@ def study_softmax(
     """
     if row is not None and not (row and all(map(math.isfinite, row))):
         raise InputError("the row is empty or not finite: give finite numbers")
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     on = resolve_device(device)
     scales = sorted(scales)

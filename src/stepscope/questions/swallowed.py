@@ -31,7 +31,7 @@ from stepscope.questions.steps import (
     step_of,
     trained_parameters,
 )
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import drive
 from stepscope.training.half_optimizers import AdamWBf16Parameters, Keeping
 

@@ -23,7 +23,8 @@ from stepscope.core.workloads import Workload
 from stepscope.engine.stages import make_step
 from stepscope.engine.user_code import answer_apart, ask_apart
 from stepscope.questions.quality_answer import departure, reach_of, smoothed, starts_apart, window_of
-from stepscope.recording.device import limit_memory, resolve_device
+from stepscope.recording.device import limit_memory
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
 from stepscope.training.parallel.launching import Say, launch

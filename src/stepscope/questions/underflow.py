@@ -28,7 +28,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.workloads import Workload, by_sizes
 from stepscope.questions.answers import check_room, computed_answer, curves
 from stepscope.questions.steps import check_loss, layers_folded, one_step_of, step_of
-from stepscope.recording.device import resolve_device
+from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import drive
 
 COMPARED = ("fp16", "bf16", "fp8-e5m2", "fp8-e4m3")

@@ -1,17 +1,12 @@
 """The device a step runs on, as far as timing needs it: marks in its stream of work, and waiting for it."""
 
-import re
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from stepscope.core.environment import RankPlace
 from stepscope.core.errors import DeviceError, InputError, message_of, one_line
 from stepscope.core.units import format_bytes
-
-if TYPE_CHECKING:
-    from stepscope.core.environment import RankPlace
 
 
 class Clock(Protocol):
@@ -100,37 +95,6 @@ class CudaDevice:
 
     def elapsed_s(self, start: Mark, end: Mark) -> float:
         return start.elapsed_time(end) * 1e-3
-
-
-def resolve_device(name: str, place: "RankPlace | None" = None) -> torch.device:
-    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there.
-
-    place: of a rank among several, which has a GPU of its own.
-    """
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if name == "cpu" or (name == "auto" and not count):
-        return torch.device("cpu")
-    if place is not None and name.startswith("cuda:"):
-        raise InputError(f"--device {name} is one GPU, and each of {place.ranks} ranks has its own: say cuda or auto")
-    match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
-    if not match:
-        raise InputError(f"unknown device {name!r}: write auto, cpu, cuda or cuda:N")
-    if count == 0:
-        built = "" if torch.backends.cuda.is_built() else "; this PyTorch is built without CUDA"
-        raise InputError(f"no GPU for --device {name}: PyTorch sees none on this machine{built}")
-    index = torch.cuda.current_device() if name == "auto" else int(match[1] or 0)
-    if place is not None:
-        # The GPU with the rank's number on its host.
-        index = place.local_rank
-        if max(index + 1, place.local_ranks) > count:
-            raise InputError(
-                f"{place.local_ranks} ranks need a GPU each, and this machine has {count}: ask for --ranks {count}, or "
-                "for --device cpu"
-            )
-    elif index >= count:
-        last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
-        raise InputError(f"no GPU for --device {name}: this machine has {count} ({last})")
-    return torch.device("cuda", index)
 
 
 def timing_device(device: torch.device) -> Device:

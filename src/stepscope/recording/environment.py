@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import re
 import subprocess
 import time
 from pathlib import Path
@@ -12,8 +13,8 @@ import msgspec
 import torch
 
 import stepscope
-from stepscope.core.environment import Environment, HostReading
-from stepscope.recording.nvml import driver_version
+from stepscope.core.environment import Environment, HostReading, RankPlace
+from stepscope.core.errors import InputError
 
 _PROC_STAT = Path("/proc/stat")
 
@@ -44,6 +45,8 @@ def read_environment(
     )
     if device.type != "cuda":
         return host
+    from stepscope.recording.nvml import driver_version  # noqa: PLC0415  (of a GPU alone)
+
     properties = torch.cuda.get_device_properties(device)
     return msgspec.structs.replace(
         host,
@@ -143,6 +146,37 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+def resolve_device(name: str, place: RankPlace | None = None) -> torch.device:
+    """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there.
+
+    place: of a rank among several, which has a GPU of its own.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and not count):
+        return torch.device("cpu")
+    if place is not None and name.startswith("cuda:"):
+        raise InputError(f"--device {name} is one GPU, and each of {place.ranks} ranks has its own: say cuda or auto")
+    match = re.fullmatch(r"auto|cuda(?::(\d+))?", name)
+    if not match:
+        raise InputError(f"unknown device {name!r}: write auto, cpu, cuda or cuda:N")
+    if count == 0:
+        built = "" if torch.backends.cuda.is_built() else "; this PyTorch is built without CUDA"
+        raise InputError(f"no GPU for --device {name}: PyTorch sees none on this machine{built}")
+    index = torch.cuda.current_device() if name == "auto" else int(match[1] or 0)
+    if place is not None:
+        # The GPU with the rank's number on its host.
+        index = place.local_rank
+        if max(index + 1, place.local_ranks) > count:
+            raise InputError(
+                f"{place.local_ranks} ranks need a GPU each, and this machine has {count}: ask for --ranks {count}, or "
+                "for --device cpu"
+            )
+    elif index >= count:
+        last = "cuda:0" if count == 1 else f"cuda:0 to cuda:{count - 1}"
+        raise InputError(f"no GPU for --device {name}: this machine has {count} ({last})")
+    return torch.device("cuda", index)
 
 
 _from_python: list[bool] = []

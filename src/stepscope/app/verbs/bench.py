@@ -73,7 +73,7 @@ def _measured(asked: Any, device: str, tell: Callable[[str], object]) -> Bench:
     from stepscope.core.errors import StepscopeError
     from stepscope.questions.bench_calls import run_bench
     from stepscope.recording.ceilings import ceilings_for
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     place = resolve_device(device)
     found = run_bench(asked, place, tell=tell)

@@ -8,8 +8,8 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import InputError
 from stepscope.core.run import settings_from
 from stepscope.core.samples import Samples
-from stepscope.recording.device import resolve_device, timing_device
-from stepscope.recording.environment import read_environment
+from stepscope.recording.device import timing_device
+from stepscope.recording.environment import read_environment, resolve_device
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import StepFailed
 from stepscope.recording.timer import measure as measure_steps

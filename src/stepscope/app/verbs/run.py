@@ -162,7 +162,7 @@ def run(
     check_one_model(model, module, arguments, batch=batch, loss=loss, optimizer=optimizer)
 
     from stepscope.engine.step import measure_step
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"
     workload: Workload
@@ -326,7 +326,7 @@ def command(
             raise InputError("--against records kineto alone: a record of memory, or one by nsys, is of one step")
         _measure_in_processes(plan, shown, save)
     from stepscope.engine.step import measure_step
-    from stepscope.recording.device import resolve_device  # torch, only now that the input is known to be sound
+    from stepscope.recording.environment import resolve_device  # torch, only now that the input is known to be sound
 
     on_gpu = resolve_device(device).type == "cuda"
     request = StepRequest(

@@ -73,7 +73,7 @@ def tune(
     from stepscope.questions.tuning import tune as search
     from stepscope.questions.tuning_answer import answer_tuned
     from stepscope.questions.tuning_races import Racing
-    from stepscope.recording.device import resolve_device
+    from stepscope.recording.environment import resolve_device
 
     on_gpu = resolve_device(device).type == "cuda"
     if module is not None:

@@ -71,7 +71,7 @@ class Word(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def run_call(call: Call, say: Say, *, gather: bool = False) -> tuple[list[bytes], int | None]:
     """What the function returns here, as JSON, or on all ranks with `gather`; and the CPU threads of this rank."""
-    from stepscope.recording.device import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415  (torch, after the lifeline)
     from stepscope.training.making import join  # noqa: PLC0415
 
     device = resolve_device(call.device, call.place)
@@ -160,7 +160,7 @@ def check_launch(ranks: int, device: str) -> RankPlace | None:
             )
         return place
     if device != "cpu":
-        from stepscope.recording.device import resolve_device  # noqa: PLC0415  (torch, which CPU ranks need not wait for)
+        from stepscope.recording.environment import resolve_device  # noqa: PLC0415  (torch, which CPU ranks need not wait for)
 
         resolve_device(device, RankPlace(rank=0, ranks=ranks, local_rank=0, local_ranks=ranks, meeting=""))
     check_processes(ranks)
