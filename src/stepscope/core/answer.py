@@ -3,16 +3,17 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import msgspec
 from msgspec.structs import replace
 
-from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.files import decode_document, json_document
-from stepscope.core.samples import INTERVALS
 from stepscope.core.units import is_unit
+
+if TYPE_CHECKING:
+    from stepscope.core.environment import Environment
 
 # A Finding: what the tool concludes, in one sentence with its figures.
 
@@ -304,7 +305,7 @@ def _unknown_units(units: Iterable[str]) -> list[str]:
 
 
 def measured_answer(
-    where: Environment | None,
+    where: "Environment | None",
     *,
     study: str,
     question: str,
@@ -312,17 +313,19 @@ def measured_answer(
     findings: Iterable[Finding],
     panels: Sequence[Panel] = (),
     settings: Mapping[str, Cell] | None = None,
-    intervals: str = INTERVALS,
+    intervals: str = "",
     date: str = "",
 ) -> Answer:
     """The Answer to a question about measured runs. A table without rows is left out."""
+    from stepscope.core.samples import INTERVALS  # noqa: PLC0415  (arithmetic on formats has no samples)
+
     return Answer(
         study=study,
         question=question,
         device=where.device_name if where else "",
         date=date,
         versions=dict(where.versions) if where else {},
-        settings={**(settings or {}), "intervals": intervals},
+        settings={**(settings or {}), "intervals": intervals or INTERVALS},
         tables=tuple(table for table in tables if table.rows),
         panels=tuple(panels),
         findings=tuple(findings),

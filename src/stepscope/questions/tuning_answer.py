@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import msgspec
 
 from stepscope.core.answer import (
-    INTERVALS,
     PROSE,
     TEXT,
     Answer,
@@ -22,6 +21,7 @@ from stepscope.core.answer import (
     warning,
 )
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
+from stepscope.core.samples import INTERVALS
 from stepscope.core.study_results import Tuned, change_words
 from stepscope.core.units import counted, format_bytes, format_milliseconds, format_seconds, format_share
 from stepscope.core.workloads import Workload
