@@ -184,6 +184,13 @@ def value_of(flag: str, verb: str) -> str:
     return "" if param.is_flag else str(param.metavar)
 
 
+def named(verbs: list[str]) -> str:
+    """Verbs in a cell of the page: `study` stands once before the names of studies."""
+    studies = [verb.removeprefix("study ") for verb in verbs if verb.startswith("study ")]
+    others = [verb for verb in verbs if not verb.startswith("study ")]
+    return "; ".join(filter(None, (", ".join(others), f"study {', '.join(studies)}" if studies else "")))
+
+
 def page() -> str:
     """docs/options.md."""
     parts = [PAGE_HEAD]
@@ -194,11 +201,11 @@ def page() -> str:
             verbs = [verb for verb in VERBS if option in VERBS[verb].options]
             values = sorted({value_of(flag, verb) for verb in verbs}, key=len)
             others = [verb for verb in VERBS if verb not in verbs]
-            named = f"every verb but {', '.join(others)}" if 3 * len(others) < len(verbs) else ", ".join(verbs)
-            named = named if others else "every verb"
+            places = f"every verb but {named(others)}" if 3 * len(others) < len(verbs) else named(verbs)
+            places = places if others else "every verb"
             spelled = f"{option.flag} {values[-1]}".strip().replace("|", "\\|")
             words = option.words.replace("|", "\\|")
-            parts.append(f"| `{spelled}` | {words} | {named} |")
+            parts.append(f"| `{spelled}` | {words} | {places} |")
         parts[-1] += "\n"
     parts.append("## Old spellings\n\n| before | now |\n|---|---|")
     parts += [f"| `{old}` | {' or '.join(f'`{name}`' for name in new)} |" for old, new in OLD_SPELLINGS.items()]
