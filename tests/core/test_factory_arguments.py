@@ -1,11 +1,12 @@
 """Arguments of a user's factory as they are written, and the digest of its file."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
 from stepscope.core.errors import InputError
-from stepscope.core.user_model import code_digest, parse_arguments
+from stepscope.core.user_model import code_digest, code_folder, factory_folder, parse_arguments
 
 
 @pytest.mark.parametrize(
@@ -63,3 +64,13 @@ def test_the_digest_follows_the_file_and_runs_nothing(tmp_path: Path, monkeypatc
     assert code_digest("digested.model:make") != digests[0] == code_digest("digested:make")
     for nothing in ("digested.other:make", "nowhere:make", "absent.py:make", "", ":make", "single.py"):
         assert code_digest(nothing) == ""
+
+
+def test_the_folder_of_a_users_code_is_that_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """And not where the user stands; there where there is no file of theirs, as in a notebook or with a command."""
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (script := elsewhere / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    assert code_folder(script) == elsewhere == factory_folder("elsewhere/train.py:make")
+    for file in (None, Path(sys.executable), tmp_path / "gone.py"):
+        assert code_folder(file) == tmp_path

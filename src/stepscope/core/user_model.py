@@ -37,6 +37,11 @@ def parse_arguments(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return values
 
 
+def factory_folder(factory: str) -> Path:
+    """The folder of the file in which a factory stands, as `code_folder` says."""
+    return code_folder(_file_of(factory))
+
+
 def code_digest(factory: str) -> str:
     """A digest of the file in which a factory stands; empty where it cannot be found without importing it."""
     file = _file_of(factory)
@@ -44,6 +49,14 @@ def code_digest(factory: str) -> str:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
     except OSError:
         return ""
+
+
+def code_folder(file: str | Path | None) -> Path:
+    """The folder whose commit is that of a user's code: that of the code's file, wherever the user stands. The current
+    one where there is no file, as in a notebook, or where it is a command of the environment's and not the user's."""
+    if file is None or Path(file).is_relative_to(sys.prefix) or not Path(file).exists():
+        return Path.cwd()
+    return Path(file).resolve().parent
 
 
 def _file_of(factory: str) -> Path | None:

@@ -35,7 +35,7 @@ from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import format_seconds
-from stepscope.core.user_model import unmet
+from stepscope.core.user_model import factory_folder, unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, by_sizes
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
@@ -120,8 +120,9 @@ def find_ceilings(draft: Draft) -> None:
 def look_round(draft: Draft) -> None:
     """Fill in what is known before anything runs, and write the run for the first time."""
     request = draft.request
-    of_factory = request.workload.factory != ""
-    environment = read_environment(draft.device, request.memory_limit_bytes, own_code=of_factory)
+    factory = request.workload.factory
+    folder = factory_folder(factory) if factory else None
+    environment = read_environment(draft.device, request.memory_limit_bytes, user_code=folder)
     environment = msgspec.structs.replace(environment, node=request.node)
     name, stated = environment.device_name, request.peak_flops_per_s
     spec = overridden_spec(name, request.workload.dtype, stated) if stated else find_device_spec(name)

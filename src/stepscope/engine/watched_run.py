@@ -35,6 +35,7 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Run
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
 from stepscope.core.units import counted, format_seconds
+from stepscope.core.user_model import code_folder
 from stepscope.core.workloads import Input, UserModel, WatchedWorkload
 from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
@@ -73,7 +74,8 @@ class WatchedDraft(RunDraft):
         self.loop = _loop(found)
         workload = watched_workload(found, self.loop, request.program)
         directory = create_run_directory(request.runs, workload)
-        environment = read_environment(device, own_code=True)
+        script = getattr(sys.modules["__main__"], "__file__", None)
+        environment = read_environment(device, user_code=code_folder(script))
         run = Run(
             id=directory.name,
             created=datetime.now(UTC).isoformat(timespec="milliseconds"),

@@ -41,9 +41,16 @@ class Side:
 
     name: str
     kind: str
-    """path, run, set, sweep, tag or commit."""
+    """path, run, set, sweep, tag or commit; of what was measured now, the commit itself."""
     runs: tuple[tuple[Run, Path], ...]
     faults: tuple[str, ...] = ()
+    measured_now: bool = False
+    """Whether this comparison has measured it, by a script at a commit."""
+
+    @property
+    def is_commit(self) -> bool:
+        """Whether other code is what the user asks for."""
+        return self.measured_now or self.kind == "commit"
 
     def directory(self, run: Run) -> Path:
         """Where a run of this side lies."""
@@ -193,7 +200,8 @@ class SidePair:
             if field == "model":
                 names = self.before.representative.workload.model.name, self.after.representative.workload.model.name
                 was, now = names if names[0] != names[1] else (was, now)
-            changes.append(f"{was} to {now}" if _is_plain(was) and _is_plain(now) else f"other {field}")
+            words = "code differs" if field == "code" else f"other {field}"
+            changes.append(f"{was} to {now}" if _is_plain(was) and _is_plain(now) else words)
         return ", ".join(changes)
 
     def change(self, part: str = STEP, confidence: float = CONFIDENCE) -> Change | None:
@@ -296,8 +304,8 @@ def compare_sides(before: Side, after: Side, across: Sequence[str] = (), value: 
     for side, cells in ((before, first), (after, second)):
         if not cells:
             raise InputError(f"{side.name}: none of its {counted(len(side.runs), 'run')} measured {value} to the end")
-    if before.kind == after.kind == "commit":
-        across = (*across, "code")  # other code is what two commits are asked for
+    if before.is_commit and after.is_commit:
+        across = (*across, "code")
     unended = _unended(before), _unended(after)
 
     def paired(one: RunSet, other: RunSet, differ: tuple[str, ...] = ()) -> SidePair:
@@ -433,7 +441,12 @@ def _nothing_shared(before: Side, after: Side, first: Sequence[RunSet], second: 
             f"{before.name} and {after.name} were measured on {devices[0]} and {devices[1]}: to compare them all the "
             "same, say --across device"
         )
+    names = [cell_name(run.workload) for run in (one, other)]
+    what = (
+        f"different workloads, {names[0]} and {names[1]}"
+        if names[0] != names[1]
+        else f"{names[0]}, whose {' and '.join(differ)} {'differ' if len(differ) > 1 else 'differs'}"
+    )
     return (
-        f"{before.name} and {after.name} measured different workloads, {cell_name(one.workload)} and "
-        f"{cell_name(other.workload)}: to compare them all the same, say --across {','.join(differ)}"
+        f"{before.name} and {after.name} measured {what}: to compare them all the same, say --across {','.join(differ)}"
     )

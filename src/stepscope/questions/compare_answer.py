@@ -5,7 +5,6 @@ import shlex
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -28,7 +27,6 @@ from stepscope.core.answer import (
     warning,
 )
 from stepscope.core.environment import COMMITS
-from stepscope.core.errors import InputError
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.formulas.spelled import run_command
 from stepscope.core.processes import FEWEST_PROCESSES, Change
@@ -37,7 +35,7 @@ from stepscope.core.run import Run
 from stepscope.core.samples import CONFIDENCE
 from stepscope.core.units import counted, format_joules, format_milliseconds, format_share
 from stepscope.questions.compare import SideComparison, SidePair
-from stepscope.runs.metrics import compared_ranks, joules_per_step, samples_of
+from stepscope.runs.metrics import compared_ranks, joules_per_step, memory_peak, model_flops, samples_of
 from stepscope.runs.run_sets import disagreement
 
 if TYPE_CHECKING:
@@ -54,7 +52,8 @@ _WIDENED = 1.1
 
 def sides_findings(compared: SideComparison) -> Iterator[Finding]:
     """What the sides differ in beside what is compared, and what the runs' own checks found."""
-    across = [pair for pair in compared.pairs if pair.across]
+    commits = compared.before.is_commit and compared.after.is_commit
+    across = [pair for pair in compared.pairs if pair.across and not (commits and pair.across == ("code",))]
     if across:
         fields = ", ".join(sorted({field for pair in across for field in pair.across}))
         yield note(
@@ -332,7 +331,7 @@ def sentence(compared: SideComparison, place: int) -> str:
         return (
             f"{what} takes {change.ratio:.3f} times as long ({_signed(change.share)}), by {turns}"
             f"{_of_steps(compared, pair)}: no verdict, since processes differ; {FEWEST_PROCESSES} a side "
-            f"(--repeat {FEWEST_PROCESSES}) tell by how much."
+            f"({'--processes' if compared.after.measured_now else '--repeat'} {FEWEST_PROCESSES}) tell by how much."
         )
     within = f"{_signed(change.interval.low - 1)} to {_signed(change.interval.high - 1)}"
     if compared.stands[place]:
@@ -436,7 +435,7 @@ def _details(pair: SidePair, digests: DigestOf, of: str) -> list[Table]:
         tables.append(_bucket_table(f"captured work{of}", work_buckets(before, after, _device_steps(pair)), None))
         tables.append(_bucket_table(f"modules{of}", module_buckets(before, after), None))
     ranks = compared_ranks(pair.before.representative, pair.after.representative, f"ranks{of}")
-    tables += [_memory(pair, of), ranks, _energy(pair, of)]
+    tables += [_memory(pair, of), _work(pair, of), ranks, _energy(pair, of)]
     return tables
 
 
@@ -520,6 +519,17 @@ def _memory(pair: SidePair, of: str) -> Table:
     return table_of(f"memory{of}", ("before", "B"), ("after", "B"), ("change", "+%"), rows=rows)
 
 
+def _work(pair: SidePair, of: str) -> Table:
+    """The FLOPs of each phase, where they differ."""
+    works = [side.representative.work for side in (pair.before, pair.after)]
+    phases = dict.fromkeys(phase for work in works for phase in work)
+    counts = {phase: [work[phase].flops if phase in work else 0 for work in works] for phase in phases}
+    rows = [(phase, was, now, now / was - 1 if was else None) for phase, (was, now) in counts.items() if was or now]
+    if not all(works) or all(was == now for _, was, now, _ in rows):
+        rows = []
+    return table_of(f"FLOPs{of}", ("before", "FLOP"), ("after", "FLOP"), ("change", "+%"), rows=rows)
+
+
 def _energy(pair: SidePair, of: str) -> Table:
     """The energy of a step, the mean over the processes; empty where one side has none."""
     sets = [[joules_per_step(run) for run in side.measured] for side in (pair.before, pair.after)]
@@ -587,6 +597,8 @@ def comparison_as_json(compared: SideComparison, digests: DigestOf) -> Mapping[s
                 name: msgspec.to_builtins(pair.change(name))
                 for name in dict.fromkeys((*pair.before.parts, *pair.after.parts, STEP))
             },
+            "memory_bytes": [memory_peak(side.representative) for side in (pair.before, pair.after)],
+            "flops": [model_flops(side.representative) for side in (pair.before, pair.after)],
             "runs": [[run.id for run in side.runs] for side in (pair.before, pair.after)],
         })  # fmt: skip
     return {
@@ -599,62 +611,3 @@ def comparison_as_json(compared: SideComparison, digests: DigestOf) -> Mapping[s
         "lost": compared.lost,
         "findings": msgspec.to_builtins(tuple(sides_findings(compared))),
     }
-
-
-# Whether a comparison is too slow to pass, as a build asks: fails, passes, or cannot be decided with what was run.
-
-
-@dataclass(frozen=True, kw_only=True)
-class Gate:
-    """What was found of a limit: the words on each pair that is too slow, and on each that leaves it open."""
-
-    limit: float
-    slower: tuple[str, ...]
-    open: tuple[str, ...]
-
-    def fails(self, *, strict: bool) -> bool:
-        """Whether the build fails. strict: what cannot be decided fails, too."""
-        return bool(self.slower or (strict and self.open))
-
-
-def judge(comparisons: Sequence[SideComparison], limit: float) -> Gate:
-    """Hold every pair against the limit: it fails where the whole interval of its change lies above.
-
-    The intervals of several pairs are widened so that all hold together. A cell whose runs did not end on one side, or
-    some of them, is not decided: a step that fails is not a fast one.
-    """
-    slower: list[str] = []
-    undecided: list[str] = []
-    for compared in comparisons:
-        for pair in compared.pairs:
-            change = pair.change(compared.value, compared.level)
-            if change is None or change.interval is None:
-                undecided.append(f"{pair.label}: too few processes")
-            elif change.interval.low > 1 + limit:
-                made_by = compared.most_in(pair)
-                most = f", most of it in {made_by[0]}" if made_by else ""
-                slower.append(
-                    f"{pair.label} is {format_share(change.share)} slower (at least "
-                    f"{format_share(change.interval.low - 1)}){most}"
-                )
-            elif change.interval.high > 1 + limit:
-                apart = ", not measured in turns" if change.may_be_drift else ""
-                low, high = (format_share(end - 1) for end in (change.interval.low, change.interval.high))
-                undecided.append(f"{pair.label}: {low} to {high} slower{apart}")
-            elif any(pair.lost):
-                undecided.append(f"{pair.label}: {counted(sum(pair.lost), 'process')} without a result")
-        undecided += [f"{cell}: no result" for cell in compared.lost]
-        # A cell that was not measured again may have become slower; one that is new has nothing to be slower than.
-        undecided += [
-            f"{cell}: not measured again" for cell in compared.alone if cell.endswith(f"({compared.before.name})")
-        ]
-    return Gate(limit=limit, slower=tuple(slower), open=tuple(undecided))
-
-
-def parse_share(text: str, option: str) -> float:
-    """A share of one, written `3%` or `0.03`."""
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*(%?)\s*", text)
-    value = float(match[1]) / (100 if match[2] else 1) if match else -1.0
-    if not 0 <= value < 100 or (match and not match[2] and value >= 1):
-        raise InputError(f"cannot read {option} {text!r}: write a share, as in 3% or 0.03")
-    return value

@@ -20,12 +20,13 @@ _PROC_STAT = Path("/proc/stat")
 
 
 def read_environment(
-    device: torch.device, memory_limit_bytes: int | None = None, *, own_code: bool = False
+    device: torch.device, memory_limit_bytes: int | None = None, *, user_code: Path | None = None
 ) -> Environment:
-    """The parts of the environment that do not change during a run; `own_code`: a user's code is measured."""
+    """The parts of the environment that do not change during a run. user_code: the folder of a user's code that is
+    measured; its commit is noted."""
     commit, dirty = _git_state()
-    # The checkout that the command was started in. New files count nothing: measuring itself leaves some.
-    own_commit, own_dirty = _checkout(Path.cwd(), "--untracked-files=no") if own_code else (None, None)
+    # New files count nothing: measuring itself leaves some.
+    own_commit, own_dirty = _checkout(user_code, "--untracked-files=no") if user_code else (None, None)
     processor, memory = cpu_name(), None
     with contextlib.suppress(ValueError, OSError, AttributeError):
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

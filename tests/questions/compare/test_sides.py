@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from stepscope.core.environment import Extent, GpuSamples
 from stepscope.core.errors import InputError
+from stepscope.core.evidence import PhaseMemory
+from stepscope.core.formulas import Work
 from stepscope.core.run import Repeat, Run
 from stepscope.core.run_directory import save_run
 from stepscope.core.workloads import TextbookWorkload
@@ -19,13 +21,12 @@ from stepscope.questions.compare import Side, SidePair, compare_all, compare_sid
 from stepscope.questions.compare_answer import (
     answer_comparison,
     comparison_as_json,
-    judge,
-    parse_share,
     pictured,
     sentence,
     sides_findings,
     work_buckets,
 )
+from stepscope.questions.compare_gate import Gate, Growth, Limits, judge, parse_growth, parse_share
 from stepscope.traces.captures.digest import FamilyRow, TraceDigest
 from tests.conftest import make_run, mini
 from tests.shown import check_golden, shown
@@ -106,8 +107,8 @@ def test_a_change_that_may_be_drift_cannot_be_told_and_says_how_it_can():
     (found,) = (one for one in sides_findings(apart) if one.kind == "not-in-turns")
     assert found.severity == "warning" and "1.8 times as wide" in found.sentence
     assert "stepscope run" in found.remedy and "5 times over" in found.remedy
-    gate = judge([apart], 0.001)
-    assert not gate.slower and "not measured in turns" in gate.open[0]
+    gate = judge([apart], Limits(slower=0.001))
+    assert not gate.exceeded and "not measured in turns" in gate.open[0]
     assert not gate.fails(strict=False) and gate.fails(strict=True)
     assert comparison_as_json(apart, no_captures)["pairs"][0]["verdict"] == "cannot be told"
 
@@ -210,9 +211,9 @@ def test_what_one_side_has_alone_is_said():
 def test_a_cell_that_was_not_measured_again_leaves_a_limit_open_and_a_new_one_does_not():
     more = [process(i + 1, 0.1 * NOISE[i], of=mini(seq_len=32), name="more") for i in range(5)]
     with_it = side("a", *(run for run, _ in noisy("a").runs), *more)
-    gone = judge([compare_sides(with_it, noisy("b"))], 0.03)
+    gone = judge([compare_sides(with_it, noisy("b"))], Limits(slower=0.03))
     assert gone.fails(strict=True) and not gone.fails(strict=False) and "not measured again" in gone.open[0]
-    new = judge([compare_sides(noisy("b"), with_it)], 0.03)
+    new = judge([compare_sides(noisy("b"), with_it)], Limits(slower=0.03))
     assert not new.fails(strict=True)
 
 
@@ -241,10 +242,10 @@ def test_many_pairs_are_corrected():
     ],
 )  # fmt: skip
 def test_a_limit_fails_only_what_surely_exceeds_it(extra_s: float, limit: float, slower: int, open_: int, strict: bool):
-    gate = judge([compare_sides(noisy("a"), noisy("b", extra_s=extra_s))], limit)
-    assert (len(gate.slower), len(gate.open)) == (slower, open_)
+    gate = judge([compare_sides(noisy("a"), noisy("b", extra_s=extra_s))], Limits(slower=limit))
+    assert (len(gate.exceeded), len(gate.open)) == (slower, open_)
     assert gate.fails(strict=False) == bool(slower) and gate.fails(strict=True) == strict
-    assert not slower or "most of it in backward" in gate.slower[0]
+    assert not slower or "most of it in backward" in gate.exceeded[0]
 
 
 def test_a_cell_that_fails_on_one_side_is_said_and_leaves_a_limit_open():
@@ -258,8 +259,8 @@ def test_a_cell_that_fails_on_one_side_is_said_and_leaves_a_limit_open():
     assert len(found.lost) == 1 and "s32" in found.lost[0] and "(OOM in b)" in found.lost[0]
     assert "Not measured to the end on one side" in shown(answer_comparison(found, no_captures))
     assert comparison_as_json(found, no_captures)["lost"] == found.lost
-    gate = judge([found], 0.03)
-    assert not gate.slower and "no result" in gate.open[0]
+    gate = judge([found], Limits(slower=0.03))
+    assert not gate.exceeded and "no result" in gate.open[0]
     assert not gate.fails(strict=False) and gate.fails(strict=True)
 
 
@@ -276,14 +277,83 @@ def test_a_part_alone_is_not_laid_to_another_part():
 
     found = compare_sides(made("a", 1.0, 0.0), made("b", 1.1, 0.01), value="forward")
     assert found.stands[0] and "forward is 10.0 % slower" in sentence(found, 0) and "backward" not in sentence(found, 0)
-    gate = judge([found], 0.03)
-    assert gate.slower and "backward" not in gate.slower[0]
+    gate = judge([found], Limits(slower=0.03))
+    assert gate.exceeded and "backward" not in gate.exceeded[0]
     assert {row[-1] for row in answer_comparison(found, no_captures).tables[0].rows} == {""}
 
 
 def test_too_few_processes_leave_a_limit_open():
-    gate = judge([compare_sides(noisy("a", count=1), noisy("b", extra_s=1.0, count=1))], 0.03)
-    assert not gate.slower and "too few processes" in gate.open[0]
+    gate = judge([compare_sides(noisy("a", count=1), noisy("b", extra_s=1.0, count=1))], Limits(slower=0.03))
+    assert not gate.exceeded and "too few processes" in gate.open[0]
+
+
+def with_memory(part: Side, *peaks: int, flops: int = 1000) -> Side:
+    """The side with these peaks of memory, by processes, and these FLOPs."""
+    runs = [
+        msgspec.structs.replace(
+            run, work={"forward": Work(flops=flops)},
+            evidence=msgspec.structs.replace(
+                run.evidence, memory=PhaseMemory(parameter_bytes=8, forward_peak=2, backward_peak=peak)
+            ),
+        )
+        for (run, _), peak in zip(part.runs, peaks or (None,) * 5, strict=True)
+    ]  # fmt: skip
+    return side(part.name, *runs)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "limit", "fails", "undecided"),
+    [
+        (1000, 1011, Growth(share=0.01), True, False),
+        (1000, 1010, Growth(share=0.01), False, False),
+        (1000, 900, Growth(), False, False),
+        (1000, 1001, Growth(), True, False),
+        (2**20, 2**20 + 2**10, Growth(size=2**10), False, False),
+        (2**20, 2**20 + 2**10 + 1, Growth(size=2**10), True, False),
+        (1000, None, Growth(), False, True),
+    ],
+)
+def test_memory_is_held_against_its_limit_exactly(
+    before: int, after: int | None, limit: Growth, fails: bool, undecided: bool
+):
+    second = noisy("b") if after is None else with_memory(noisy("b"), *[after] * 5)
+    gate = judge([compare_sides(with_memory(noisy("a"), *[before] * 5), second)], Limits(larger=limit))
+    assert (bool(gate.exceeded), bool(gate.open)) == (fails, undecided)
+    assert not fails or "larger than" in gate.exceeded[0]
+    assert not undecided or "--record memory" in gate.open[0]
+
+
+def test_memory_that_differs_between_processes_is_decided_where_all_of_them_agree():
+    before = with_memory(noisy("a"), 1000, 1010, 1000, 1000, 1000)
+    assert judge([compare_sides(before, with_memory(noisy("b"), *[1011] * 5))], Limits(larger=Growth())).exceeded
+    gate = judge([compare_sides(before, with_memory(noisy("b"), *[1005] * 5))], Limits(larger=Growth()))
+    assert not gate.exceeded and "1000 B to 1010 B before" in gate.open[0]
+
+
+def test_flops_may_not_grow_by_one_and_may_shrink():
+    def gate(flops: int) -> Gate:
+        sides = with_memory(noisy("a"), *[1] * 5), with_memory(noisy("b"), *[1] * 5, flops=flops)
+        found = compare_sides(*sides)
+        assert ("FLOPs" in shown(answer_comparison(found, no_captures))) == (flops != 1000)
+        assert comparison_as_json(found, no_captures)["pairs"][0]["flops"] == [1000, flops]
+        return judge([found], Limits(flops=True))
+
+    assert gate(1001).exceeded and not gate(1000).exceeded and not gate(999).exceeded
+
+
+@pytest.mark.parametrize(
+    ("text", "growth"),
+    [("1%", Growth(share=0.01)), ("0.01", Growth(share=0.01)), ("200MiB", Growth(size=200 * 2**20)),
+     ("1 GB", Growth(size=10**9)), ("0", Growth())],
+)  # fmt: skip
+def test_a_growth_is_a_share_or_a_size(text: str, growth: Growth):
+    assert parse_growth(text, "--fail-if-larger") == growth
+
+
+@pytest.mark.parametrize("text", ["", "3", "3x", "-1%", "MiB", "nan", "1e3%"])
+def test_what_is_neither_a_share_nor_a_size_is_refused(text: str):
+    with pytest.raises(InputError, match="--fail-if-larger"):
+        parse_growth(text, "--fail-if-larger")
 
 
 @pytest.mark.parametrize(("text", "share"), [("3%", 0.03), ("3 %", 0.03), ("0.03", 0.03), ("0", 0.0), ("150%", 1.5)])
@@ -439,7 +509,7 @@ def test_processes_that_did_not_end_are_a_finding_and_leave_a_limit_open():
     assert found.pairs[0].lost == (0, 3)
     (said,) = [one for one in sides_findings(found) if one.kind == "lost-processes"]
     assert "3 of 8 processes of b did not end" in said.sentence
-    gate = judge([found], 0.5)
+    gate = judge([found], Limits(slower=0.5))
     assert gate.open and "3 processes without a result" in gate.open[0] and gate.fails(strict=True)
     again = [process(i + 6, 0.1) for i in range(2)]
     assert compare_sides(noisy("a"), side("b", *(r for r, _ in after.runs), *again)).pairs[0].lost == (0, 1)

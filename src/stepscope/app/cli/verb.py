@@ -265,6 +265,8 @@ class Command(TyperCommand):
         }
         if self.verb.name == "watch":
             args = _ended_before_the_script(args, takes_value)
+        if self.verb.name == "compare" and "--" in args:
+            args.insert(args.index("--"), "--")  # the parser takes one of them: the verb reads the other
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         renewed = _renewed(args, takes_value, has_arguments)
         _refuse_empty_paths(renewed, {option.flag for option in self.options if _is_path(option)})
