@@ -28,7 +28,7 @@ from stepscope.questions.bench_functions import (
     load_function,
     names_of,
 )
-from stepscope.questions.bench_gate import Call
+from stepscope.questions.bench_gate import call_of
 from stepscope.questions.bench_inputs import odd, parse_shape, parse_sizes, shape_words, smaller
 from stepscope.questions.bench_result import Bench, Timing, decode_bench, encode_bench
 from stepscope.recording.environment import resolve_device
@@ -98,10 +98,10 @@ def test_sizes_make_every_combination():
 
 def test_a_factory_of_inputs_may_return_any_form():
     x = torch.ones(3)
-    assert Call.of(x, "f").args == (x,) and Call.of((x, 2), "f").args == (x, 2)
-    assert Call.of({"x": x}, "f").kwargs == {"x": x} and Call.of(((x,), {"y": 1}), "f").kwargs == {"y": 1}
+    assert call_of(x, "f").args == (x,) and call_of((x, 2), "f").args == (x, 2)
+    assert call_of({"x": x}, "f").kwargs == {"x": x} and call_of(((x,), {"y": 1}), "f").kwargs == {"y": 1}
     with pytest.raises(InputError, match="returns int"):
-        Call.of(3, "f")
+        call_of(3, "f")
 
 
 @pytest.fixture
@@ -224,6 +224,12 @@ def writes(x: Tensor) -> Tensor:
     return x.softmax(-1)
 
 
+def writes_before(x: Tensor) -> Tensor:
+    if x.storage_offset():
+        x.detach().as_strided((1,), (1,), x.storage_offset() - 1).zero_()
+    return x.softmax(-1)
+
+
 def refuses_odd(x: Tensor) -> Tensor:
     if x.shape[-1] % 2:
         raise ValueError("the width must be even")
@@ -245,6 +251,7 @@ FAULTS: tuple[tuple[Callable[[Tensor], Any], str, str], ...] = (
     (without_its_gradient, "as timed", "the gradient of"),
     (wrong_backward, "as timed", "gradient of .* is off by"),
     (writes, "as timed", "it writes to"),
+    (writes_before, "views", "it writes to"),
     (lambda x: x.softmax(-1).double(), "as timed", "is in float64, not float32"),
     (lambda x: x.softmax(-1)[:, :1], "as timed", "is .*, not"),
     (lambda x: (x.softmax(-1), x), "as timed", "returns 2 tensors, not 1"),

@@ -52,9 +52,10 @@ from stepscope.questions.attention_answer import (
     arrange,
     fit_slope,
 )
-from stepscope.questions.attention_calls import AttentionPass, CallInputs, saved_storages
+from stepscope.questions.attention_calls import draw_call
 from stepscope.questions.attention_gate import GateMatrix, decode_matrix, encode_matrix, judge_matrix
 from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through
+from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
 from stepscope.training.attention import implementation
 from stepscope.training.attention.inputs import attend, check_inputs
 from stepscope.training.attention.pytorch import sdpa
@@ -99,12 +100,13 @@ def test_what_autograd_saves_is_what_the_formula_says(name: Attention):
     dtypes: tuple[TensorDtype, ...] = ("fp64", "fp32", "bf16", "fp16")
     for dtype, causal, key_heads, head_dim in itertools.product(dtypes, (True, False), (4, 2), (16, 20)):
         shape = square(70, batch=2, heads=4, key_heads=key_heads, keys=70, head_dim=head_dim, causal=causal)
-        call = AttentionPass(implementation(name), shape, CallInputs.draw(shape, dtype, CPU))
-        call.forward()
-        assert call.out is not None
+        call, gradient = draw_call(shape, dtype, CPU)
+        memory = FunctionCalls(CPU, settings_for(0), hidden=False).memory(
+            CallPass(implementation(name), call, [gradient])
+        )
         formula = saved_by_formula(AttentionCell(implementation=name, dtype=dtype, shape=shape), "cpu")
         assert formula is not None
-        assert sum(saved_storages(call.out, call.leaves).values()) == formula.bytes, (dtype, shape)
+        assert sum(memory.saved.values()) == formula.bytes, (dtype, shape)
 
 
 def test_formula_by_hand():

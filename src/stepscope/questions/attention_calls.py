@@ -1,14 +1,12 @@
 """Calls of attention: judged by the gate, then one pass for their memory, then timed, those of one shape in turns.
 
 All happens in this process, cell after cell: memory that runs out is one cell's row, and what was measured is told as
-it comes, so that a process that dies leaves the rows before. The only loop that times is `measure()`.
+it comes, so that a process that dies leaves the rows before. What measures is `function_calls.py`.
 """
 
-import gc
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import get_args
 
@@ -32,82 +30,31 @@ from stepscope.core.attention_support import find_fault
 from stepscope.core.errors import named_line, one_line
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.range_names import BACKWARD, FORWARD
-from stepscope.core.run import Settings
 from stepscope.kernels.operators import compile_for_each_shape
+from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.environment import read_environment
-from stepscope.recording.leads import Leads, launches_hidden, overwrite_cache, with_lead
+from stepscope.recording.leads import launches_hidden
 from stepscope.recording.precision import matmul_precision
-from stepscope.recording.saved_tensors import saved_tensors
-from stepscope.recording.step import Phase
-from stepscope.recording.timer import Measurement, StepFailed, measure
+from stepscope.recording.timer import StepFailed
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.gate import LONG, check_attention_matrix
 from stepscope.training.attention.inputs import TORCH_DTYPES
-
-# One pass of attention, forward and backward: its inputs, its phases, what it saves, and compiling it.
-
-
-class AttentionPass:
-    """Forward and backward of one call as a subject of `measure`."""
-
-    def __init__(self, function: AttentionFunction, shape: AttentionShape, inputs: "CallInputs") -> None:
-        self._function, self._shape, self._inputs = function, shape, inputs
-        self.out: Tensor | None = None
-        self._gradients: tuple[Tensor, ...] = ()
-        self.lead: Callable[[], object] | None = None
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]:
-        return self._inputs.leaves
-
-    @property
-    def phases(self) -> Sequence[Phase]:
-        forward, backward = Phase(name=FORWARD, run=self.forward), Phase(name=BACKWARD, run=self.backward)
-        return with_lead(self.lead, forward, backward)
-
-    def prepare(self) -> None:
-        self.out, self._gradients = None, ()
-
-    def forward(self) -> None:
-        self.out = self._function(*self._inputs.leaves, causal=self._shape.causal, window=self._shape.window)
-
-    def backward(self) -> None:
-        assert self.out is not None
-        # Not `.backward()`, which would add to what a pass before left, or copy.
-        self._gradients = torch.autograd.grad(self.out, self._inputs.leaves, self._inputs.gradient)
+from stepscope.training.judging import Call
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallInputs:
-    """Random numbers of one shape: q, k and v, and the output's gradient."""
+def draw_call(shape: AttentionShape, dtype: TensorDtype, device: torch.device) -> tuple[Call, Tensor]:
+    """Random numbers of one shape: a call, and its output's gradient."""
+    generator = torch.Generator(device).manual_seed(0)
 
-    leaves: tuple[Tensor, Tensor, Tensor]
-    gradient: Tensor
+    def normal(heads: int, length: int) -> Tensor:
+        size = (shape.batch, heads, length, shape.head_dim)
+        return torch.randn(size, generator=generator, device=device, dtype=TORCH_DTYPES[dtype])
 
-    @classmethod
-    def draw(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device) -> "CallInputs":
-        generator = torch.Generator(device).manual_seed(0)
-
-        def normal(heads: int, length: int) -> Tensor:
-            size = (shape.batch, heads, length, shape.head_dim)
-            return torch.randn(size, generator=generator, device=device, dtype=TORCH_DTYPES[dtype])
-
-        q = normal(shape.heads, shape.queries).requires_grad_()
-        k, v = (normal(shape.key_heads, shape.keys).requires_grad_() for _ in range(2))
-        return cls(leaves=(q, k, v), gradient=normal(shape.heads, shape.queries))
-
-
-def saved_storages(out: Tensor, inputs: Sequence[Tensor]) -> dict[int, int]:
-    """Bytes of every storage, by its address, that autograd keeps for the backward of `out`, but those of `inputs`.
-
-    Numbers that autograd wraps as tensors without a dimension (the scale, say) are left out: they lie on the host.
-    """
-    if out.grad_fn is None:
-        return {}
-    of_inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
-    storages = [saved.tensor.untyped_storage() for saved in saved_tensors(out.grad_fn) if saved.tensor.ndim]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr() not in of_inputs}
+    q = normal(shape.heads, shape.queries).requires_grad_()
+    k, v = (normal(shape.key_heads, shape.keys).requires_grad_() for _ in range(2))
+    gradient = normal(shape.heads, shape.queries)
+    return Call((q, k, v), {"causal": shape.causal, "window": shape.window}), gradient
 
 
 def call_once(
@@ -116,7 +63,8 @@ def call_once(
     """Run one pass, so that the kernels that it compiles are in the caches on disk."""
     with matmul_precision("fp32"):
         function = implementation(name) if compile == "none" else compile_for_each_shape(implementation(name))
-        call_pass = AttentionPass(function, shape, CallInputs.draw(shape, dtype, device))
+        call, gradient = draw_call(shape, dtype, device)
+        call_pass = CallPass(function, call, [gradient])
         call_pass.forward()
         call_pass.backward()
         call_pass.prepare()
@@ -146,16 +94,16 @@ class AttentionCalls:
     ) -> None:  # fmt: skip
         self.device = device
         self.interrupted = False
-        self.broken = ""
-        """The device's error when it failed for good; empty while it works."""
-        self._timing = timing_device(device)
-        self._launches: Launches = launches if device.type == "cuda" else "shown"
+        self._calls = FunctionCalls(device, settings_for(seconds, steps), hidden=launches == "hidden")
         self._deadline_s, self._now = deadline_s, clock
         self._functions = functions or {}
         self._compiled: Functions = {}
         self._judged: dict[_Key, AttentionVerdict] = {}
-        self._settings = settings_for(seconds, steps)
-        self._leads: Leads | None = None
+
+    @property
+    def broken(self) -> str:
+        """The device's error when it failed for good; empty while it works."""
+        return self._calls.broken
 
     @property
     def over(self) -> bool:
@@ -176,7 +124,7 @@ class AttentionCalls:
         except KeyboardInterrupt:
             self.interrupted = True
         finally:
-            self._clean_up()
+            self._calls.clean_up()
         word: CallOutcome = "interrupted" if self.interrupted else "not reached"
         reason = f"the device failed before: {self.broken}" if self.broken else ""
         reason = reason or ("" if self.interrupted else "the time was over")
@@ -204,37 +152,48 @@ class AttentionCalls:
             return
         shape, dtype = cells[0].shape, cells[0].dtype
         try:
-            inputs = CallInputs.draw(shape, dtype, self.device)
+            call, gradient = draw_call(shape, dtype, self.device)
         except Exception as error:  # each backend has an error of its own for memory that ran out
             if not is_out_of_memory(error):
                 raise
             rows.update({cell: _fallen(cell, error, "the inputs") for cell in right})
             let_go(error)
             return
-        passes: dict[AttentionCell, AttentionPass] = {}
-        memories: dict[AttentionCell, CallMemory] = {}
-        for cell in right:
+        passes: dict[str, CallPass] = {}
+        memories: dict[str, CallMemory] = {}
+        by_name = {str(cell): cell for cell in right}
+        for name, cell in by_name.items():
             if self.over:
                 break
-            call_pass = AttentionPass(self._function(cell), shape, inputs)
+            call_pass = CallPass(self._function(cell), call, [gradient])
             try:
-                memories[cell] = self._try(call_pass, cell)
+                memory = self._calls.memory(call_pass)
             except Exception as error:  # whatever it raises is its own row
                 rows[cell] = _fallen(cell, error, "a first pass")
                 call_pass.prepare()
                 let_go(error)
-                self._clean_up()
+                self._calls.clean_up()
                 continue
-            passes[cell] = call_pass
-        for cell, (measurement, launches) in self._time(passes, rows).items():
-            samples = measurement.samples
+            memories[name] = CallMemory(
+                saved_bytes=sum(memory.saved.values()),
+                before_backward_bytes=cell.input_bytes + memory.alive_bytes,
+                peak_bytes=None if memory.peak_bytes is None else cell.input_bytes + memory.peak_bytes,
+            )
+            passes[name] = call_pass
+
+        def failed(name: str, failure: StepFailed) -> None:
+            during = f"{failure.stage}, {failure.phase or 'step'}"
+            rows[by_name[name]] = _fallen(by_name[name], failure.__cause__ or failure, during)
+
+        for name, measured in self._calls.in_turns(passes, failed).items():
+            cell, samples = by_name[name], measured.samples
             whole = bool(samples[FORWARD].count)
-            if measurement.interrupted:
-                self.interrupted = True
+            self.interrupted |= measured.interrupted
             rows[cell] = AttentionTiming(
                 cell=cell, outcome="measured" if whole else "interrupted", checked=right[cell],
                 forward=samples[FORWARD] if whole else None, backward=samples[BACKWARD] if whole else None,
-                host=samples["host"] if whole else None, launches=launches, memory=memories[cell],
+                host=samples["host"] if whole else None, launches="hidden" if launches_hidden(measured) else "shown",
+                memory=memories[name],
             )  # fmt: skip
 
     # ---- the gate
@@ -258,9 +217,7 @@ class AttentionCalls:
                 return
             self._judge_on(shape, dtype, group)
 
-    def _judge_on(
-        self, shape: AttentionShape, dtype: TensorDtype, cells: Sequence[AttentionCell]
-    ) -> torch.OutOfMemoryError | None:
+    def _judge_on(self, shape: AttentionShape, dtype: TensorDtype, cells: Sequence[AttentionCell]) -> Exception | None:
         """Keep what the gate says of the cells on this shape. Returns the error where memory ran out."""
         try:
             reports = check_attention_matrix(
@@ -270,9 +227,11 @@ class AttentionCalls:
                 shapes=(shape,),
                 functions=self._to_be_judged(cells),
             )
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             let_go(error)
-            self._clean_up()
+            self._calls.clean_up()
             return error
         for cell, report in zip(cells, reports, strict=True):
             self._judged[self._key(cell, shape)] = report.verdicts[0]
@@ -299,7 +258,7 @@ class AttentionCalls:
             judged.append(self._judged[key])
         wrong = [verdict for verdict in judged if verdict.outcome == "failed"]
         if wrong:
-            self._clean_up()
+            self._calls.clean_up()
             return AttentionTiming(cell=cell, outcome="wrong", reason=f"the gate: {wrong[0].sentence}")
         passed = sum(verdict.outcome == "passed" and len(verdict.errors) > 1 for verdict in judged)
         if not passed:
@@ -314,92 +273,6 @@ class AttentionCalls:
         if cell.implementation not in self._compiled:
             self._compiled[cell.implementation] = compile_for_each_shape(function)
         return self._compiled[cell.implementation]
-
-    # ---- memory
-
-    def _try(self, call_pass: AttentionPass, cell: AttentionCell) -> CallMemory:
-        """A pass that compiles and chooses kernels, then one whose memory is looked at."""
-        call_pass.prepare()
-        call_pass.forward()
-        call_pass.backward()
-        call_pass.prepare()
-        gc.collect()
-        self._timing.synchronize()
-        before = 0
-        if self._on_gpu:
-            before = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-        call_pass.forward()
-        assert call_pass.out is not None
-        saved = saved_storages(call_pass.out, call_pass.leaves)
-        if self._on_gpu:
-            alive = torch.cuda.memory_allocated(self.device) - before
-        else:
-            out = call_pass.out.untyped_storage()
-            alive = sum({**saved, out.data_ptr(): out.nbytes()}.values())
-        call_pass.backward()
-        self._timing.synchronize()
-        peak = torch.cuda.max_memory_allocated(self.device) - before if self._on_gpu else None
-        call_pass.prepare()
-        return CallMemory(
-            saved_bytes=sum(saved.values()),
-            before_backward_bytes=cell.input_bytes + alive,
-            peak_bytes=None if peak is None else cell.input_bytes + peak,
-        )
-
-    # ---- time
-
-    def _time(
-        self, passes: dict[AttentionCell, AttentionPass], rows: dict[AttentionCell, AttentionTiming]
-    ) -> dict[AttentionCell, tuple[Measurement, Launches]]:
-        """Times of the passes, taken in turns. A pass that fails gets its row; the others start again without it."""
-        while passes:
-            names = {str(cell): cell for cell in passes}
-            try:
-                if self._launches == "hidden":
-                    self._leads = self._leads or Leads(self._timing, overwrite_cache(self.device))
-                    for name, cell in names.items():
-                        self._leads.give(name, passes[cell])
-                measured = measure(
-                    {name: passes[cell] for name, cell in names.items()}, device=self._timing, settings=self._settings
-                )
-            except StepFailed as failure:
-                cell, cause = names[failure.subject], failure.__cause__ or failure
-                rows[cell] = _fallen(cell, cause, f"{failure.stage}, {failure.phase or 'step'}")
-                let_go(failure)
-                passes.pop(cell).prepare()
-                self._clean_up()
-                continue
-            return {
-                cell: (measured[name], "hidden" if launches_hidden(measured[name]) else "shown")
-                for name, cell in names.items()
-            }
-        return {}
-
-    @property
-    def _on_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def _clean_up(self) -> None:
-        gc.collect()
-        if self._on_gpu and not self.broken:
-            try:
-                torch.cuda.synchronize(self.device)
-                torch.cuda.empty_cache()
-            except RuntimeError as error:  # an illegal access, say: nothing runs any more in this process
-                self.broken = one_line(error)
-
-
-def settings_for(seconds: float, steps: int | None = None) -> Settings:
-    """How a cell is timed: for about so long, or exactly so many passes."""
-    return Settings(
-        warmup_floor=2,
-        warmup_cap=20,
-        warmup_seconds=min(0.5, seconds),
-        steps_floor=5 if steps is None else steps,
-        steps_cap=10_000 if steps is None else steps,
-        seconds=seconds,
-    )
 
 
 def start_timings(device: torch.device, *, seconds: float, launches: Launches, preset: str = "") -> AttentionTimings:

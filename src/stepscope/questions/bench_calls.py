@@ -1,11 +1,9 @@
 """The bench itself: each size judged, then one pass for first call and memory, then all that is right timed in turns.
 
-Functions of one size take turns pass by pass, with the L2 cache of a GPU overwritten before each (`recording/timer.py`,
-the only loop that times). What was measured is told as it comes; Ctrl-C leaves it.
+What was measured is told as it comes; Ctrl-C leaves it.
 """
 
 import contextlib
-import gc
 import inspect
 import math
 import signal
@@ -19,36 +17,33 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor
 
 from stepscope.core.errors import InputError, named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
-from stepscope.questions.attention_calls import settings_for
 from stepscope.questions.bench_gate import (
     AS_TIMED,
     DTYPES,
-    Call,
+    SMALL,
     Case,
-    Function,
-    leaves_of,
-    results_of,
+    call_of,
+    draw_call,
+    names_of,
     variations,
-)
-from stepscope.questions.bench_gate import (
-    SMALL as SMALL_CASE,
+    words_of,
 )
 from stepscope.questions.bench_inputs import TensorSpec, odd, size_words, smaller
 from stepscope.questions.bench_result import Bench, Timed, Timing, Verdict, Work
-from stepscope.recording.device import is_out_of_memory, let_go, timing_device
+from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
+from stepscope.recording.device import is_out_of_memory, let_go
 from stepscope.recording.environment import read_environment
 from stepscope.recording.flops import FlopCounts
-from stepscope.recording.leads import Leads, launches_hidden, overwrite_cache, with_lead
+from stepscope.recording.leads import launches_hidden
 from stepscope.recording.precision import matmul_precision
-from stepscope.recording.saved_tensors import saved_tensors
-from stepscope.recording.step import Phase, drive
-from stepscope.recording.timer import Measurement, StepFailed, measure
+from stepscope.recording.step import drive
+from stepscope.recording.timer import StepFailed
+from stepscope.training.judging import Call, Function
 
 MOST_JUDGED = {"cuda": 1 << 27, "cpu": 1 << 22}
 """The most numbers of a call's inputs that are judged as they are timed."""
@@ -87,65 +82,15 @@ class Asked:
         """The call of this size."""
         if self.make is None:
             specs = tuple(spec.sized(sizes) for spec in self.specs)
-            return Call.draw(specs, DTYPES[self.dtype], device, self.arguments)
+            return draw_call(specs, DTYPES[self.dtype], device, self.arguments)
         takes = inspect.signature(self.make).parameters
         given = {"device": device, "dtype": DTYPES[self.dtype]}
         anything = any(p.kind is p.VAR_KEYWORD for p in takes.values())
         given = {name: value for name, value in given.items() if name in takes or anything}
         torch.manual_seed(0)
-        made = Call.of(self.make(**sizes, **given), "the factory of inputs")
+        made = call_of(self.make(**sizes, **given), "the factory of inputs")
         placed = made.changed(lambda t: t.detach().to(device).requires_grad_(t.requires_grad))
         return Call(placed.args, {**placed.kwargs, **self.arguments})
-
-
-class CallPass:
-    """Forward, and backward where there is one, of one call, as a subject of `measure`."""
-
-    def __init__(self, function: Function, call: Call, *, backward: bool) -> None:
-        self._function = function
-        self._ready, self.leaves = leaves_of(call, backward=backward)
-        self._upstream: list[Tensor] = []
-        self._gradients: tuple[Tensor | None, ...] = ()
-        self._asked: list[Tensor] = []
-        self.outs: dict[str, Tensor] = {}
-        self.lead: Callable[[], object] | None = None
-
-    @property
-    def phases(self) -> Sequence[Phase]:
-        backward = (Phase(name=BACKWARD, run=self.backward),) if self.leaves else ()
-        return with_lead(self.lead, Phase(name=FORWARD, run=self.forward), *backward)
-
-    def prepare(self) -> None:
-        self.outs, self._asked, self._gradients = {}, [], ()
-
-    def forward(self) -> None:
-        with torch.enable_grad() if self.leaves else torch.no_grad():
-            self.outs = results_of(self._function(*self._ready.args, **self._ready.kwargs))
-
-    def backward(self) -> None:
-        self._asked = [out for out in self.outs.values() if out.requires_grad]
-        if len(self._upstream) != len(self._asked):
-            self._upstream = [torch.randn_like(out) for out in self._asked]
-        # Not `.backward()`, which would add to what a pass before left, or copy.
-        self._gradients = torch.autograd.grad(self._asked, self.leaves, self._upstream, allow_unused=True)
-
-    @property
-    def result_bytes(self) -> int:
-        """Bytes of the outputs and of the gradients that are alive."""
-        kept = [*self.outs.values(), *(gradient for gradient in self._gradients if gradient is not None)]
-        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
-
-    def saved_bytes(self, *, beside: bool) -> int:
-        """Bytes that autograd keeps for backward. beside: without the inputs and the outputs. What autograd wraps as
-        tensors without a dimension lies on the host."""
-        known = {t.untyped_storage().data_ptr() for t in (*self._ready.tensors, *self.outs.values())}
-        storages: dict[int, int] = {}
-        for out in self.outs.values():
-            for saved in saved_tensors(out.grad_fn) if out.grad_fn is not None else ():
-                if saved.tensor.ndim:
-                    storage = saved.tensor.untyped_storage()
-                    storages[storage.data_ptr()] = storage.nbytes()
-        return sum(nbytes for pointer, nbytes in storages.items() if not beside or pointer not in known)
 
 
 Tell = Callable[[str], object]
@@ -235,9 +180,7 @@ class _Room:
 
     def __init__(self, asked: Asked, device: torch.device, clock: Callable[[], float]) -> None:
         self.asked, self.device, self._clock = asked, device, clock
-        self._timing = timing_device(device)
-        self._settings = msgspec.structs.replace(settings_for(asked.seconds), steps_cap=MOST_PASSES)
-        self._leads: Leads | None = None
+        self._calls = FunctionCalls(device, settings_for(asked.seconds, most=MOST_PASSES), hidden=True)
         self.interrupted = False
         self._judged: set[tuple[str, str]] = set()
         """Cases, and their inputs, that functions were judged on: several sizes share their small ones."""
@@ -268,20 +211,20 @@ class _Room:
         for name, function in self.asked.functions.items():
             if name in self.interpreted or name in self.given_up:
                 continue
-            one = CallPass(function, call, backward=self.asked.backward)
-            self._timing.synchronize()
+            one = CallPass(function, call.ready(backward=self.asked.backward))
+            self._calls.timing.synchronize()
             began = self._clock()
             try:
                 with patience(self.asked.patience_s):
                     drive(one)
-                    self._timing.synchronize()
+                    self._calls.timing.synchronize()
                 self._first_s[name] = self._clock() - began
             except TimeoutError as error:
                 self.given_up[name] = f"its first call {error}"
             except Exception as error:  # the gate says what it raises
                 let_go(error)
             one.prepare()
-        self._clean_up()
+        self._calls.clean_up()
 
     # ---- right or wrong
 
@@ -292,17 +235,17 @@ class _Room:
             return []
         verdicts: list[Verdict] = []
         for label, varied in self._variations(sizes, call):
-            alike = (label, AS_TIMED) if label == SMALL_CASE else (label,)
-            if any((one, varied.words) in self._judged for one in alike):
+            alike = (label, AS_TIMED) if label == SMALL else (label,)
+            if any((one, words_of(varied)) in self._judged for one in alike):
                 continue
-            self._judged.add((label, varied.words))
+            self._judged.add((label, words_of(varied)))
             case = self._case(label, varied)
             if isinstance(case, str):
                 verdicts += [
                     Verdict(
                         function=name,
                         case=label,
-                        inputs=varied.words,
+                        inputs=words_of(varied),
                         dtype=asked.dtype,
                         judged="not judged",
                         reason=case,
@@ -319,10 +262,10 @@ class _Room:
                 except Exception as error:
                     if not is_out_of_memory(error) and not isinstance(error, TimeoutError):
                         raise
-                    verdicts.append(Verdict(function=name, case=label, inputs=varied.words, dtype=asked.dtype,
+                    verdicts.append(Verdict(function=name, case=label, inputs=words_of(varied), dtype=asked.dtype,
                                             judged="not judged", reason=one_line(error)))  # fmt: skip
                     let_go(error)
-        self._clean_up()
+        self._calls.clean_up()
         return verdicts
 
     def _variations(self, sizes: Mapping[str, int], call: Call) -> Iterator[tuple[str, Call]]:
@@ -337,7 +280,7 @@ class _Room:
             yield from variations(small, other) if small is not None else ()
             return
         specs = tuple(spec.sized(sizes) for spec in asked.specs)
-        draw = lambda some: Call.draw(some, DTYPES[asked.dtype], self.device, asked.arguments)  # noqa: E731
+        draw = lambda some: draw_call(some, DTYPES[asked.dtype], self.device, asked.arguments)  # noqa: E731
         yield from variations(draw(smaller(specs, most)), draw(odd(specs, most)))
 
     def _case(self, label: str, call: Call) -> Case | str:
@@ -346,13 +289,13 @@ class _Room:
         assert asked.reference is not None
         yardstick = asked.functions.get(asked.yardstick, asked.reference)
         try:
-            names = call.names(*asked.functions.values(), asked.reference)
+            names = names_of(call, (*asked.functions.values(), asked.reference))
             return Case.make(label, asked.dtype, call, asked.reference, yardstick, names=names, backward=asked.backward)
         except Exception as error:
             why = "float64 does not fit into the memory" if is_out_of_memory(error) else named_line(error)
             fits = is_out_of_memory(error)
             let_go(error)
-            if label == SMALL_CASE and not fits:
+            if label == SMALL and not fits:
                 raise InputError(
                     f"the reference, {asked.reference_name}, cannot judge: in float64 it raises {why}; give another "
                     "one with --reference"
@@ -365,7 +308,7 @@ class _Room:
         self, sizes: Mapping[str, int], call: Call, verdicts: Sequence[Verdict]
     ) -> tuple[list[Timing], list[Work]]:
         """The times of what is right, in turns, and the work of this size."""
-        asked, words = self.asked, call.words
+        asked, words = self.asked, words_of(call)
         rows: dict[str, Timing] = {}
 
         def row(name: str, outcome: Timed, reason: str = "", **fields: Any) -> Timing:
@@ -387,18 +330,35 @@ class _Room:
             if name in self.given_up:
                 rows[name] = row(name, "failed", self.given_up[name])
                 continue
-            one = CallPass(function, call, backward=asked.backward)
+            one = CallPass(function, call.ready(backward=asked.backward))
             try:
-                firsts[name] = {"first_s": self._first_s.get(name), **self._memory(one)}
+                memory = self._calls.memory(one)
+                firsts[name] = {
+                    "first_s": self._first_s.get(name),
+                    "saved_bytes": (
+                        sum(nbytes for pointer, nbytes in memory.saved.items() if pointer not in memory.outs)
+                        if one.leaves
+                        else None
+                    ),
+                    "beyond_bytes": (
+                        None if memory.peak_bytes is None else max(0, memory.peak_bytes - memory.result_bytes)
+                    ),
+                }
                 passes[name] = one
             except Exception as error:  # whatever it raises is its own row
                 outcome: Timed = "out of memory" if is_out_of_memory(error) else "failed"
                 rows[name] = row(name, outcome, named_line(error))
                 one.prepare()
                 let_go(error)
-                self._clean_up()
+                self._calls.clean_up()
         work = self._work(sizes, call, passes)
-        for name, measured in self._in_turns(passes, rows, row).items():
+
+        def failed(name: str, failure: StepFailed) -> None:
+            cause = failure.__cause__ or failure
+            rows[name] = row(name, "out of memory" if is_out_of_memory(cause) else "failed", named_line(cause))
+
+        for name, measured in self._calls.in_turns(passes, failed).items():
+            self.interrupted |= measured.interrupted
             samples = measured.samples
             rows[name] = row(
                 name,
@@ -409,65 +369,18 @@ class _Room:
                 hidden=launches_hidden(measured),
                 **firsts[name],
             )
-        self._clean_up()
+        self._calls.clean_up()
         return [rows[name] for name in asked.functions if name in rows], work
-
-    def _memory(self, one: CallPass) -> dict[str, int | None]:
-        """What a pass saves for backward, and takes beside its inputs and results. A pass before it makes what is made
-        once."""
-        drive(one)
-        one.prepare()
-        gc.collect()
-        before = self._reset_peak()
-        one.forward()
-        saved = one.saved_bytes(beside=True) if one.leaves else None
-        if one.leaves:
-            one.backward()
-        self._timing.synchronize()
-        beyond = None
-        if before is not None:
-            beyond = max(0, torch.cuda.max_memory_allocated(self.device) - before - one.result_bytes)
-        one.prepare()
-        return {"saved_bytes": saved, "beyond_bytes": beyond}
-
-    def _reset_peak(self) -> int | None:
-        if self.device.type != "cuda":
-            return None
-        torch.cuda.reset_peak_memory_stats(self.device)
-        return torch.cuda.memory_allocated(self.device)
-
-    def _in_turns(
-        self, passes: dict[str, CallPass], rows: dict[str, Timing], row: Callable[..., Timing]
-    ) -> dict[str, Measurement]:
-        """Times of the passes, taken in turns. One that fails gets its row; the others start again without it."""
-        while passes:
-            try:
-                if self.device.type == "cuda":
-                    self._leads = self._leads or Leads(self._timing, overwrite_cache(self.device))
-                    for name, one in passes.items():
-                        self._leads.give(name, one)
-                measured = measure(passes, device=self._timing, settings=self._settings)
-            except StepFailed as failure:
-                cause = failure.__cause__ or failure
-                outcome = "out of memory" if is_out_of_memory(cause) else "failed"
-                rows[failure.subject] = row(failure.subject, outcome, named_line(cause))
-                let_go(failure)
-                passes.pop(failure.subject).prepare()
-                self._clean_up()
-                continue
-            self.interrupted = any(one.interrupted for one in measured.values())
-            return measured
-        return {}
 
     def _work(self, sizes: Mapping[str, int], call: Call, passes: Mapping[str, CallPass]) -> list[Work]:
         """The work of this size: FLOPs as the operators of the reference, or else of the last function, count."""
         function = self.asked.reference or [*self.asked.functions.values()][-1]
-        one = CallPass(function, call, backward=self.asked.backward)
+        one = CallPass(function, call.ready(backward=self.asked.backward))
         counts = FlopCounts("half")
         try:
             with counts.running():
                 drive(one, counts)
-            self._timing.synchronize()
+            self._calls.timing.synchronize()
         except Exception as error:  # of what it cannot run it knows no work
             let_go(error)
             counts.unknown["the reference"] += 1
@@ -475,7 +388,7 @@ class _Room:
             with contextlib.suppress(Exception):
                 one.forward()
         inputs = sum(tensor.nbytes for tensor in call.tensors)
-        outputs = sum(out.nbytes for out in one.outs.values())
+        outputs = sum(out.nbytes for out in one.outs)
         leaves = sum(leaf.nbytes for leaf in one.leaves)
         one.prepare()
         kept = self._kept(one)
@@ -483,7 +396,7 @@ class _Room:
         return [
             Work(
                 sizes=dict(sizes),
-                inputs=call.words,
+                inputs=words_of(call),
                 forward_flops=flops.get(FORWARD),
                 backward_flops=flops.get(BACKWARD),
                 forward_bytes=inputs + outputs,
@@ -495,19 +408,12 @@ class _Room:
         """What its backward reads beside the outputs' gradients: all that autograd keeps."""
         try:
             one.forward()
-            return one.saved_bytes(beside=False)
+            return sum(one.saved_storages().values())
         except Exception as error:  # what cannot run keeps nothing that is known
             let_go(error)
             return 0
         finally:
             one.prepare()
-
-    def _clean_up(self) -> None:
-        gc.collect()
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device that failed says so in the next call
-                torch.cuda.synchronize(self.device)
-                torch.cuda.empty_cache()
 
 
 def with_ratios(rows: Sequence[Timing]) -> list[Timing]:

@@ -14,9 +14,10 @@ from torch import nn
 from stepscope.core.errors import InputError, choose, named_line
 from stepscope.core.parts import ATTENTIONS
 from stepscope.questions.bench_calls import Asked
-from stepscope.questions.bench_gate import Function, judgeable_dtype
+from stepscope.questions.bench_gate import judgeable_dtype
 from stepscope.questions.bench_inputs import parse_shape, parse_sizes
 from stepscope.training.attention import implementation
+from stepscope.training.judging import Function
 from stepscope.training.user_module.loading import find_factory
 
 ALIKE = (("is_causal", "causal"), ("attn_mask", "mask"), ("scale", "softmax_scale"), ("enable_gqa", "gqa"))

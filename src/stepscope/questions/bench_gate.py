@@ -1,7 +1,7 @@
 """Right or wrong: any function beside the same formula in float64, output and every gradient, before it gets a time.
 
 Its error may be four times what the yardstick makes of the formula in the tensors' dtype, and that of the worst row
-eight times: twice what kernels of stepscope's own may have (`training/parts/gate.py`), since nobody says of a
+eight times: twice what kernels of stepscope's own may have (`training/judging.py`), since nobody says of a
 stranger's function which intermediate results it rounds to 16 bits, as attention written out rounds its scores.
 
 A function is judged on the numbers that it is timed with, as far as float64 is affordable there, and on small ones that
@@ -13,21 +13,29 @@ An error raised on a shape that need not be supported refuses that case, and say
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from stepscope.core.errors import InputError, named_line
 from stepscope.questions.bench_inputs import FLOATS, TensorSpec, shape_words
 from stepscope.questions.bench_result import Judged, ResultError, Verdict
-from stepscope.recording.device import is_out_of_memory
-from stepscope.training.parts.gate import compare, interpreter_slack
+from stepscope.training.judging import (
+    Call,
+    Function,
+    Watched,
+    WrongKind,
+    attempt,
+    compare,
+    interpreter_slack,
+    nan_around,
+    poison,
+    run_call,
+)
 
-Function = Callable[..., Any]
 DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
@@ -53,83 +61,55 @@ BLUR = 4.0
 _SEED = 20
 
 
-@dataclass(frozen=True)
-class Call:
-    """What a function is called with."""
+def draw_call(
+    specs: Sequence[TensorSpec], dtype: torch.dtype, device: torch.device, arguments: Mapping[str, Any]
+) -> Call:
+    """A call with random numbers: normal ones, integers from 0 on, masks that show three numbers in four."""
+    generator = torch.Generator(device).manual_seed(_SEED)
 
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    def one(spec: TensorSpec) -> Tensor:
+        shape = [int(size) for size in spec.shape]
+        if spec.dtype == "bool":
+            return torch.rand(shape, generator=generator, device=device) < 0.75
+        if spec.below is not None:
+            numbers = torch.randint(int(spec.below), shape, generator=generator, device=device)
+            return numbers.to(DTYPES[spec.dtype])
+        return torch.randn(shape, generator=generator, device=device).to(DTYPES[spec.dtype] if spec.dtype else dtype)
 
-    @classmethod
-    def draw(
-        cls, specs: Sequence[TensorSpec], dtype: torch.dtype, device: torch.device, arguments: Mapping[str, Any]
-    ) -> "Call":
-        """Random numbers: normal ones, integers from 0 on, masks that show three numbers in four."""
-        generator = torch.Generator(device).manual_seed(_SEED)
+    tensors = [(spec.name, one(spec)) for spec in specs]
+    named = {name: tensor for name, tensor in tensors if name}
+    return Call(tuple(tensor for name, tensor in tensors if not name), {**named, **arguments})
 
-        def one(spec: TensorSpec) -> Tensor:
-            shape = [int(size) for size in spec.shape]
-            if spec.dtype == "bool":
-                return torch.rand(shape, generator=generator, device=device) < 0.75
-            if spec.below is not None:
-                numbers = torch.randint(int(spec.below), shape, generator=generator, device=device)
-                return numbers.to(DTYPES[spec.dtype])
-            return torch.randn(shape, generator=generator, device=device).to(
-                DTYPES[spec.dtype or ""] if spec.dtype else dtype
-            )
 
-        tensors = [(spec.name, one(spec)) for spec in specs]
-        named = {name: tensor for name, tensor in tensors if name}
-        return cls(tuple(tensor for name, tensor in tensors if not name), {**named, **arguments})
+def call_of(made: Any, what: str) -> Call:
+    """The call of what a factory of inputs returned: a tensor, a tuple of arguments, a dict of keyword arguments, or
+    both."""
+    if isinstance(made, Tensor):
+        return Call((made,))
+    if isinstance(made, Mapping):
+        return Call((), dict(made))
+    if isinstance(made, (tuple, list)):
+        if len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], Mapping):
+            return Call(tuple(made[0]), dict(made[1]))
+        return Call(tuple(made))
+    raise InputError(
+        f"{what} returns {type(made).__name__}: return a tensor, a tuple of arguments, a dict of keyword "
+        "arguments, or a tuple of both"
+    )
 
-    @classmethod
-    def of(cls, made: Any, what: str) -> "Call":
-        """What a factory of inputs returned: a tensor, a tuple of arguments, a dict of keyword arguments, or both."""
-        if isinstance(made, Tensor):
-            return cls((made,))
-        if isinstance(made, Mapping):
-            return cls((), dict(made))
-        if isinstance(made, (tuple, list)):
-            if len(made) == 2 and isinstance(made[0], (tuple, list)) and isinstance(made[1], Mapping):
-                return cls(tuple(made[0]), dict(made[1]))
-            return cls(tuple(made))
-        raise InputError(
-            f"{what} returns {type(made).__name__}: return a tensor, a tuple of arguments, a dict of keyword "
-            "arguments, or a tuple of both"
-        )
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Its tensors, in order."""
-        return [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> "Call":
-        """The same call with every tensor changed."""
-        args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
-        return Call(args, kwargs)
-
-    def names(self, *functions: Function) -> list[str]:
-        """A name for each tensor: the parameter that it goes to, of the first function that says, or its place."""
-        known = (_parameters(function) for function in functions)
-        parameters = next((names for names in known if len(names) >= len(self.args)), [])
-        named: list[str] = []
-        for place, value in enumerate(self.args):
-            name = parameters[place] if parameters else f"input {place + 1}"
-            inside = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-            named += [name] if len(inside) == 1 else [f"{name} {i + 1}" for i in range(len(inside))]
-        for name, value in self.kwargs.items():
-            named += [name for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-        return named
-
-    @property
-    def words(self) -> str:
-        """Its tensors in the spelling of --shape."""
-        short = {dtype: name for name, dtype in DTYPES.items()}
-        specs = [
-            TensorSpec(shape=tuple(t.shape), dtype="" if t.is_floating_point() else short.get(t.dtype, str(t.dtype)))
-            for t in self.tensors
-        ]
-        return shape_words(specs)
+def names_of(call: Call, functions: Iterable[Function]) -> list[str]:
+    """A name for each tensor: the parameter that it goes to, of the first function that says, or its place."""
+    known = (_parameters(function) for function in functions)
+    parameters = next((names for names in known if len(names) >= len(call.args)), [])
+    named: list[str] = []
+    for place, value in enumerate(call.args):
+        name = parameters[place] if parameters else f"input {place + 1}"
+        count = len(Call((value,)).tensors)
+        named += [name] if count == 1 else [f"{name} {i + 1}" for i in range(count)]
+    for name, value in call.kwargs.items():
+        named += [name] * len(Call((value,)).tensors)
+    return named
 
 
 def _parameters(function: Function) -> list[str]:
@@ -141,76 +121,15 @@ def _parameters(function: Function) -> list[str]:
     return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
-def results_of(made: Any) -> dict[str, Tensor]:
-    """The tensors that a call returned, by name."""
-    tensors = [leaf for leaf in pytree.tree_leaves(made) if isinstance(leaf, Tensor)]
-    return {"output": tensors[0]} if len(tensors) == 1 else {f"output {i + 1}": t for i, t in enumerate(tensors)}
-
-
-def leaves_of(call: Call, *, backward: bool) -> tuple[Call, list[Tensor]]:
-    """The call with inputs that ask for a gradient: all of its floating-point tensors, or, where some ask already,
-    these alone."""
-    asking = any(tensor.requires_grad for tensor in call.tensors)
-
-    def leaf(tensor: Tensor) -> Tensor:
-        wanted = backward and tensor.is_floating_point() and (tensor.requires_grad or not asking)
-        return tensor.detach().requires_grad_(wanted)
-
-    ready = call.changed(leaf)
-    return ready, [tensor for tensor in ready.tensors if tensor.requires_grad]
-
-
-class WrongKind(Exception):
-    """A result of another number, shape, dtype or device than it should be."""
-
-
-def run(
-    function: Function,
-    call: Call,
-    names: Sequence[str],
-    upstream: Mapping[str, Tensor] | None,
-    *,
-    backward: bool,
-    like: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """Outputs and gradients by name. upstream: the gradients of the outputs; None: ones drawn here are not needed.
-
-    like: outputs whose number, shapes, dtypes and device these must have. Raises WrongKind where they do not, and
-    whatever the function raises.
-    """
-    ready, leaves = leaves_of(call, backward=backward)
-    with torch.enable_grad() if leaves else torch.no_grad():
-        outs = results_of(function(*ready.args, **ready.kwargs))
-    if like is not None:
-        _check_kind(outs, like)
-    found = {name: out.detach() for name, out in outs.items()}
-    if not leaves or upstream is None:
-        return found
-    asked = {name: out for name, out in outs.items() if out.requires_grad and name in upstream}
-    if not asked:
-        return found
-    gradients = torch.autograd.grad(
-        [*asked.values()], leaves, [upstream[name].to(out.dtype) for name, out in asked.items()], allow_unused=True
+def words_of(call: Call) -> str:
+    """The call's tensors in the spelling of --shape."""
+    short = {dtype: name for name, dtype in DTYPES.items()}
+    return shape_words(
+        [
+            TensorSpec(shape=tuple(t.shape), dtype="" if t.is_floating_point() else short.get(t.dtype, str(t.dtype)))
+            for t in call.tensors
+        ]
     )
-    of = [name for name, tensor in zip(names, ready.tensors, strict=True) if tensor.requires_grad]
-    return found | {f"gradient of {name}": g for name, g in zip(of, gradients, strict=True) if g is not None}
-
-
-def _check_kind(outs: Mapping[str, Tensor], like: Mapping[str, Tensor]) -> None:
-    if outs.keys() != like.keys():
-        raise WrongKind(f"it returns {len(outs)} tensors, not {len(like)}")
-    for name, right in like.items():
-        out = outs[name]
-        if out.shape != right.shape:
-            raise WrongKind(f"the {name} is {tuple(out.shape)}, not {tuple(right.shape)}")
-        if out.dtype != right.dtype:
-            raise WrongKind(f"the {name} is in {_short(out.dtype)}, not {_short(right.dtype)}")
-        if out.device != right.device:
-            raise WrongKind(f"the {name} is on {out.device}, not {right.device}")
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,14 +154,20 @@ class Case:
     ) -> "Case":  # fmt: skip
         """Run the reference in float64 and the yardstick as it is. names: those of the call's tensors. Raises whatever
         they raise."""
-        wide = call.changed(lambda t: t.double().requires_grad_(t.requires_grad) if t.is_floating_point() else t)
-        outs = run(reference, wide, names, None, backward=False)
-        upstream = _upstream(outs)
-        exact = run(reference, wide, names, upstream, backward=backward)
-        plain = run(yardstick, call, names, upstream, backward=backward)
+        wide = call.widened()
+        outs = run_call(reference, wide, names, None, backward=False)
+        generator = torch.Generator(next(iter(outs.values())).device).manual_seed(_SEED + 1) if outs else None
+        upstream = {
+            name: torch.randn(out.shape, generator=generator, device=out.device)
+            for name, out in outs.items()
+            if out.is_floating_point()
+        }
+        exact = run_call(reference, wide, names, upstream, backward=backward)
+        plain = run_call(yardstick, call, names, upstream, backward=backward)
         blur: dict[str, float] = {}
         if label in ILL_CONDITIONED:
-            moved = run(reference, wide.changed(_rounded_once_more(DTYPES[dtype])), names, upstream, backward=backward)
+            changed = wide.changed(lambda t: _rounded_once_more(t, DTYPES[dtype]))
+            moved = run_call(reference, changed, names, upstream, backward=backward)
             blur = {
                 name: float((moved[name] - right).norm()) / (float(right.norm()) or 1.0)
                 for name, right in exact.items()
@@ -254,9 +179,9 @@ class Case:
         )  # fmt: skip
 
     @property
-    def outputs(self) -> dict[str, Tensor]:
-        """The yardstick's outputs alone."""
-        return {name: tensor for name, tensor in self.plain.items() if not name.startswith("gradient")}
+    def device(self) -> torch.device:
+        """Where its tensors are."""
+        return self.call.tensors[0].device
 
     @property
     def unfit(self) -> str:
@@ -272,39 +197,40 @@ class Case:
         """The verdict on a function. torch.OutOfMemoryError is not caught: a small device is no fault of it."""
 
         def verdict(judged: Judged, reason: str = "", **fields: Any) -> Verdict:
-            return Verdict(function=name, case=self.label, inputs=self.call.words, dtype=self.dtype, judged=judged,
+            return Verdict(function=name, case=self.label, inputs=words_of(self.call), dtype=self.dtype, judged=judged,
                            reason=reason, **fields)  # fmt: skip
 
         if self.unfit:
             return verdict("not judged", self.unfit)
-        before = [tensor.clone() for tensor in self.call.tensors]
-        try:
-            self._poison()
-            found = run(function, self.call, self.names, self.upstream, backward=self.backward, like=self.outputs)
-            again = run(function, self.call, self.names, self.upstream, backward=self.backward)
-        except WrongKind as wrong:
-            return verdict("wrong", str(wrong))
-        except Exception as error:  # whatever a user's function raises is its own verdict
-            if is_out_of_memory(error):
-                raise
-            return verdict("refused" if self.label in MAY_REFUSE else "wrong", f"it raises {named_line(error)}")
-        finally:
-            changed = self._mend(before)
-        if changed:
-            return verdict("wrong", f"it writes to {', '.join(changed)}, which the caller owns")
-        missing = next((result for result in self.exact if result not in found), None)
+        outputs = {name: tensor for name, tensor in self.plain.items() if not name.startswith("gradient")}
+
+        def run() -> dict[str, Tensor]:
+            return run_call(function, self.call, self.names, self.upstream, backward=self.backward, like=outputs)
+
+        # A view that the gate made has memory of its own around it.
+        watch = Watched.around if self.label == VIEWS else Watched.of
+        watched = {name: watch(tensor) for name, tensor in zip(self.names, self.call.tensors, strict=True)}
+        poison([(t.shape, t.dtype) for t in self.plain.values() if t.is_floating_point()], self.device)
+        done = attempt(run, watched, twice=True)
+        if isinstance(done.raised, WrongKind):
+            return verdict("wrong", str(done.raised))
+        if done.raised is not None:
+            judged: Judged = "refused" if self.label in MAY_REFUSE else "wrong"
+            return verdict(judged, f"it raises {named_line(done.raised)}")
+        if done.written:
+            return verdict("wrong", f"it writes to {', '.join(done.written)}, which the caller owns")
+        missing = next((result for result in self.exact if result not in done.results), None)
         if missing is not None:
             return verdict("wrong", f"the {missing} is missing")
-        errors, reason = self._errors(found)
-        repeats = all(torch.equal(found[result], again[result]) for result in found if result in again)
-        return verdict("wrong" if reason else "right", reason, errors=errors, repeats=repeats)
+        errors, reason = self._errors(done.results)
+        return verdict("wrong" if reason else "right", reason, errors=errors, repeats=done.repeats)
 
     def _errors(self, found: Mapping[str, Tensor]) -> tuple[tuple[ResultError, ...], str]:
         numbers = {name: tensor for name, tensor in self.exact.items() if tensor.is_floating_point()}
         units = {
             name: max(torch.finfo(self.plain[name].dtype).eps / 2, BLUR * self.blur.get(name, 0.0)) for name in numbers
         }
-        slack = SLACK * interpreter_slack(DTYPES[self.dtype], self.call.tensors[0].device.type)
+        slack = SLACK * interpreter_slack(DTYPES[self.dtype], self.device.type)
         errors, reason = compare(numbers, self.plain, found, units, slack)
         rivals = compare(numbers, self.plain, self.plain, units, slack)[0]
         other = next((n for n, t in self.exact.items() if n not in numbers and not torch.equal(t, found[n])), None)
@@ -318,30 +244,6 @@ class Case:
             for name, (error, allowed) in errors.items()
         )
         return rows, reason or (f"the {other} is not the reference's" if other else "")
-
-    def _mend(self, before: Sequence[Tensor]) -> list[str]:
-        """The names of the inputs that were written to; they get their numbers back."""
-        changed: list[str] = []
-        for name, now, was in zip(self.names, self.call.tensors, before, strict=True):
-            if not torch.equal(now, was):
-                changed.append(name)
-                with torch.no_grad():
-                    now.copy_(was)
-        return changed
-
-    def _poison(self) -> None:
-        """Fill memory of the results' sizes with NaN and free it: who leaves a number unwritten is seen."""
-        blocks = [torch.full_like(t, math.nan) for t in self.plain.values() if t.is_floating_point()]
-        del blocks
-
-
-def _upstream(outs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    generator = torch.Generator(next(iter(outs.values())).device).manual_seed(_SEED + 1) if outs else None
-    return {
-        name: torch.randn(out.shape, generator=generator, device=out.device)
-        for name, out in outs.items()
-        if out.is_floating_point()
-    }
 
 
 def variations(small: Call, odd: Call | None) -> list[tuple[str, Call]]:
@@ -363,10 +265,7 @@ def as_view(tensor: Tensor) -> Tensor:
     if tensor.dim() < 1 or not tensor.is_floating_point():
         return tensor
     swapped = tensor.transpose(-3, -2) if tensor.dim() > 2 else tensor
-    around = torch.full(
-        (*swapped.shape[:-1], swapped.shape[-1] + 16), math.nan, dtype=tensor.dtype, device=tensor.device
-    )
-    view = around[..., 8:-8]
+    _, view = nan_around(swapped.shape, tensor.dtype, tensor.device, beside=8)
     view.copy_(swapped.detach())
     view = view.transpose(-3, -2) if tensor.dim() > 2 else view
     return view.requires_grad_(tensor.requires_grad)
@@ -378,18 +277,14 @@ def _scaled(tensor: Tensor, factor: float) -> Tensor:
     return (tensor.detach() * factor).requires_grad_(tensor.requires_grad)
 
 
-def _rounded_once_more(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """A change of float64 tensors by up to one unit roundoff of the dtype, at random."""
-
-    def moved(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point():
-            return tensor
-        generator = torch.Generator(tensor.device).manual_seed(_SEED + 2)
-        off = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype) * 2 - 1
-        changed = tensor.detach() * (1 + off * torch.finfo(dtype).eps / 2)
-        return changed.requires_grad_(tensor.requires_grad)
-
-    return moved
+def _rounded_once_more(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float64 tensor moved by up to one unit roundoff of the dtype, at random."""
+    if not tensor.is_floating_point():
+        return tensor
+    generator = torch.Generator(tensor.device).manual_seed(_SEED + 2)
+    off = torch.rand(tensor.shape, generator=generator, device=tensor.device, dtype=tensor.dtype) * 2 - 1
+    changed = tensor.detach() * (1 + off * torch.finfo(dtype).eps / 2)
+    return changed.requires_grad_(tensor.requires_grad)
 
 
 def _with_a_hidden_row(tensor: Tensor) -> Tensor:

@@ -53,6 +53,18 @@ from stepscope.training.attention import AttentionFunction, fault_of_device, imp
 from stepscope.training.attention.inputs import TORCH_DTYPES
 from stepscope.training.attention.pytorch import sdpa
 from stepscope.training.attention.written_out import chunked, for_all_heads, reference
+from stepscope.training.judging import (
+    ROW_UNITS,
+    Call,
+    Watched,
+    WrongKind,
+    allowed_errors,
+    attempt,
+    nan_around,
+    poison,
+    relative_errors,
+    run_call,
+)
 
 # The calls that the gate judges by, and their tensors.
 #
@@ -74,8 +86,6 @@ SLOPE = 0.5
 _STEEPNESS = 16.0
 """Rising scores are the product of a number of the query, this one over the scale, and of one of the key: small enough
 that in 16 bits it is no coarser than the slope."""
-_MARGIN = 1024
-"""NaNs before and after a tensor, as a count of elements. A multiple of the alignment that any kernel wants."""
 
 LONG = 1024
 """With more queries, implementations may switch kernels (`kernels/flash/configuration.py`)."""
@@ -207,14 +217,11 @@ def _pairings(*, plain: bool) -> list[AttentionShape]:
     return shapes
 
 
-@dataclass(frozen=True, kw_only=True)
-class GivenTensor:
+@dataclass(frozen=True)
+class GivenTensor(Watched):
     """One tensor of a call, in memory whose every other number is NaN."""
 
     tensor: Tensor
-    memory: Tensor
-    kept: Tensor
-    """A copy of the memory."""
 
     @classmethod
     def place(cls, numbers: Tensor, layout: Layout, dtype: TensorDtype, device: torch.device) -> "GivenTensor":
@@ -229,19 +236,11 @@ class GivenTensor:
         size = list(stored.shape)
         if layout in ("transposed", "strided"):
             size = [batch, length, heads, head_dim * (2 if layout == "strided" else 1)]
-        memory = torch.full((math.prod(size) + 2 * _MARGIN,), math.nan, dtype=TORCH_DTYPES[dtype], device=device)
-        view = memory[_MARGIN:-_MARGIN].view(size)
+        memory, view = nan_around(size, TORCH_DTYPES[dtype], device)
         if layout in ("transposed", "strided"):
             view = (view[..., ::2] if layout == "strided" else view).transpose(1, 2)
         view.copy_(stored)
-        return cls(tensor=view.expand(numbers.shape), memory=memory, kept=memory.clone())
-
-    def mend(self) -> bool:
-        """Undo writes to the tensor or beside it; returns whether there were any."""
-        same = torch.equal(self.memory.view(torch.uint8), self.kept.view(torch.uint8))  # NaN is no NaN's equal
-        if not same:
-            self.memory.copy_(self.kept)
-        return not same
+        return cls(memory=memory, kept=memory.clone(), tensor=view.expand(numbers.shape))
 
 
 def draw_tensors(
@@ -288,12 +287,6 @@ def _set_scores(shape: AttentionShape, q: Tensor, k: Tensor, generator: torch.Ge
     k[..., -1] = (levels if shape.numbers == "rising" else -levels) / _STEEPNESS
 
 
-FACTOR = 2.0
-"""The error that is allowed to a whole tensor, as a multiple of sdpa's."""
-ROW_FACTOR = 4.0
-"""The error that is allowed to the worst row, as a multiple of that of sdpa's worst row."""
-ROW_UNITS = 16.0
-"""The error that is allowed to the worst row in any case, in unit roundoffs."""
 KNOWN_FACTOR = 2.0
 """The largest known fault, as a multiple of what is allowed: rounding reaches 1.12 on an H200, 1.15 emulated."""
 BLUR = 2.0
@@ -304,9 +297,13 @@ query that sees one key. Its error is measured against the terms, and may be ROW
 _MOST_SCORES = 1 << 26
 """With more scores, float64 attention is made in chunks: each S x T that autograd keeps would take over half a GiB."""
 
-_Result = Literal["out", "dq", "dk", "dv"]
-_RESULTS: tuple[_Result, ...] = ("out", "dq", "dk", "dv")
-_GRADIENTS: dict[str, tuple[_Result, ...]] = {"qkv": ("dq", "dk", "dv"), "q": ("dq",), "kv": ("dk", "dv")}
+_TENSORS: dict[str, Literal["out", "dq", "dk", "dv"]] = {
+    "output": "out",
+    "gradient of q": "dq",
+    "gradient of k": "dk",
+    "gradient of v": "dv",
+}
+"""Results of a call, and what a verdict calls them."""
 _ROUNDED = "twice as far as others, four times sdpa's error, for rounding scores and weights to 16 bits"
 _CUT_OFF = "twice as far as on a GPU, where bf16 is rounded: Triton's interpreter cuts numbers off"
 _GROUPED = (
@@ -374,45 +371,50 @@ class _Case:
     dtype: TensorDtype
     given: tuple[GivenTensor, GivenTensor, GivenTensor, GivenTensor]
     """Queries, keys, values and the output's gradient."""
+    call: Call
     largest_score: float | None
     """The largest absolute score; None where there are too many scores to compute."""
-    exact: dict[_Result, Tensor]
+    exact: dict[str, Tensor]
     """The exact output and the exact gradients that are asked for, in float64."""
-    terms: dict[_Result, float]
+    terms: dict[str, float]
     """For each result, the norm that it would have if its terms did not cancel (`_terms`)."""
-    sdpa: dict[_Result, tuple[float, float]]
+    sdpa: dict[str, tuple[float, float]]
     """For each result, sdpa's error of the whole tensor and of its worst row, relative to the exact one."""
 
     @classmethod
     def make(cls, shape: AttentionShape, dtype: TensorDtype, device: torch.device, seed: int) -> "_Case":
         given = draw_tensors(shape, dtype, device, seed)
-        q, k, v, gradient = (each.tensor for each in given)
+        gradient = given[3].tensor
+        q, k, v = (
+            each.tensor.detach().requires_grad_(name in shape.differentiated)
+            for name, each in zip("qkv", given[:3], strict=True)
+        )
+        call = Call((q, k, v), call_options(shape, device))
         large = shape.batch * shape.heads * shape.queries * shape.keys > _MOST_SCORES
-        wide = [tensor.double() for tensor in (q, k, v)]
-        judge = chunked if large and not shape.documents else reference
-        exact = _run(judge, shape, wide, gradient.double(), backward=True)
+        wide = call.widened()
+        exact = _run(chunked if large and not shape.documents else reference, wide, gradient.double(), backward=True)
         terms = _terms(q, k, v, gradient)
         yardsticks: list[AttentionFunction] = [sdpa]
         if _is_grouped(shape, dtype):
             yardsticks.append(lambda q, k, v, **how: sdpa(q, *for_all_heads(q, k, v), **how))
         try:
-            made = [_run(yardstick, shape, (q, k, v), gradient, backward=True) for yardstick in yardsticks]
+            made = [_run(yardstick, call, gradient, backward=True) for yardstick in yardsticks]
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the mistake is its own
             why = f"sdpa, by whose error the gate judges, raises {named_line(error)}"
             raise RuntimeError(why) from error
         errors = [{name: _errors(found[name], exact[name], terms[name]) for name in exact} for found in made]
-        worst: dict[_Result, tuple[float, float]] = {
-            name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact
-        }
+        worst = {name: (max(each[name][0] for each in errors), max(each[name][1] for each in errors)) for name in exact}
         largest_score = None
         if not large:
-            scores = wide[0] @ wide[1].repeat_interleave(shape.heads // shape.key_heads, dim=1).mT
+            of_q, of_k = (each.detach() for each in wide.args[:2])
+            scores = of_q @ of_k.repeat_interleave(shape.heads // shape.key_heads, dim=1).mT
             largest_score = float(scores.abs().amax()) * abs(scale_of(shape))
         return cls(
-            shape=shape, dtype=dtype, given=given, largest_score=largest_score, exact=exact, terms=terms, sdpa=worst
-        )
+            shape=shape, dtype=dtype, given=given, call=call, largest_score=largest_score, exact=exact, terms=terms,
+            sdpa=worst,
+        )  # fmt: skip
 
     def judge(self, name: Attention, function: AttentionFunction | None, *, repeat: bool) -> AttentionVerdict:
         """The verdict on this call. function: judged in place of the implementation of this name, where that runs."""
@@ -424,34 +426,37 @@ class _Case:
         verdict = partial(of_call, allowance=self._allowance(name), yardsticks=yardsticks)
         backward = True
         if function is not None:
-            reason = ATTENTIONS[name].fault_of_scores(self._call(backward=True))
-        elif reason := find_fault(name, self._call(backward=True), here=fault_of_device):
+            reason = ATTENTIONS[name].fault_of_scores(self._supported(backward=True))
+        elif reason := find_fault(name, self._supported(backward=True), here=fault_of_device):
             backward = False
-            reason = find_fault(name, self._call(backward=False), here=fault_of_device)
+            reason = find_fault(name, self._supported(backward=False), here=fault_of_device)
         if reason:
             return of_call(outcome="not supported", reason=reason)
-        try:
+
+        def run() -> dict[str, Tensor]:
             called = implementation(name) if function is None else function
-            self._poison()
-            q, k, v, gradient = (each.tensor for each in self.given)
-            run = partial(_run, called, self.shape, (q, k, v), gradient, backward=backward)
-            found, again = run(), run() if repeat else None
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # whatever it raises on what it says it supports is its failure
-            return verdict(outcome="failed", reason=named_line(error))
-        wrong = self._overwritten() or self._wrong_kind(found)
+            return _run(called, self.call, self.given[3].tensor, backward=backward, checked=True)
+
+        self._poison()
+        watched: dict[str, Watched] = dict(zip(("q", "k", "v", "the output's gradient"), self.given, strict=True))
+        done = attempt(run, watched, twice=repeat)
+        if done.raised is not None and not isinstance(done.raised, WrongKind):
+            return verdict(outcome="failed", reason=named_line(done.raised))
+        due = list(self.exact)[: None if backward else 1]
+        wrong = f"it writes to {', '.join(done.written)}, which are the caller's" if done.written else ""
+        wrong = wrong or (self._wrong_kind(done.raised) if done.raised is not None else "")
+        wrong = wrong or next((f"{_TENSORS[each]} is missing" for each in due if each not in done.results), "")
         if wrong:
             return verdict(outcome="failed", reason=wrong)
-        errors = tuple(self._error(name, result, tensor) for result, tensor in found.items())
+        errors = tuple(self._error(name, result, tensor) for result, tensor in done.results.items())
         return verdict(
             outcome="passed" if all(error.passed for error in errors) else "failed",
             errors=errors,
             known=ATTENTIONS[name].rounds_weights if self._is_known(name, errors) else "",
-            repeats=None if again is None else all(torch.equal(found[each], again[each]) for each in found),
+            repeats=done.repeats,
         )
 
-    def _call(self, *, backward: bool) -> AttentionCall:
+    def _supported(self, *, backward: bool) -> AttentionCall:
         device_type = self.given[0].tensor.device.type
         return self.shape.call(device_type, self.dtype, backward=backward, largest_score=self.largest_score)
 
@@ -479,71 +484,51 @@ class _Case:
     def _rounds_scores(self, name: Attention) -> bool:
         return ATTENTIONS[name].rounds_scores and self.dtype != "fp32"
 
-    def _overwritten(self) -> str:
-        """A sentence that names the inputs that the call has written to, or "". They are restored for the next call."""
-        names = ("q", "k", "v", "the output's gradient")
-        changed = [what for what, each in zip(names, self.given, strict=True) if each.mend()]
-        return f"it writes to {', '.join(changed)}, which are the caller's" if changed else ""
+    def _wrong_kind(self, wrong: Exception) -> str:
+        """A sentence on a result of the wrong number, shape, dtype or device."""
+        out = wrong.tensor if isinstance(wrong, WrongKind) else None
+        right = self.given[3].tensor
+        if out is None or (out.shape, out.dtype) == (right.shape, right.dtype):
+            return str(wrong)
+        got = f"{tuple(out.shape)} in {str(out.dtype).removeprefix('torch.')}"
+        return f"out is {got}, not {tuple(right.shape)} in {self.dtype}"
 
-    def _wrong_kind(self, found: dict[_Result, Tensor]) -> str:
-        """A sentence on a result of the wrong shape or dtype, or "" where there is none."""
-        for name, tensor in found.items():
-            exact = self.exact[name]
-            if tensor.shape != exact.shape or tensor.dtype != self.given[0].tensor.dtype:
-                got = f"{tuple(tensor.shape)} in {str(tensor.dtype).removeprefix('torch.')}"
-                return f"{name} is {got}, not {tuple(exact.shape)} in {self.dtype}"
-        return ""
-
-    def _error(self, name: Attention, result: _Result, tensor: Tensor) -> TensorError:
-        exact, terms = self.exact[result], self.terms[result]
+    def _error(self, name: Attention, result: str, tensor: Tensor) -> TensorError:
+        exact, terms, sdpa_errors = self.exact[result], self.terms[result], self.sdpa[result]
         error, row_error = _errors(tensor, exact, terms)
-        sdpa_error, sdpa_row_error = self.sdpa[result]
         unit = torch.finfo(tensor.dtype).eps / 2
         if _is_nothing(exact, terms):
             unit *= ROW_UNITS
-        slack = 2.0 if self._allowance(name) else 1.0
         blur = 0.0
         if self.largest_score is not None and self._is_blurred:  # by the rounding of scores
             made_in = tensor.dtype if self._rounds_scores(name) else torch.float32
             blur = BLUR * torch.finfo(made_in).eps / 2 * self.largest_score
+        slack = 2.0 if self._allowance(name) else 1.0
+        allowed, row_allowed = allowed_errors(sdpa_errors, unit, slack=slack, blur=blur)
         return TensorError(
-            tensor=result,
+            tensor=_TENSORS[result],
             error=error if math.isfinite(error) else None,
-            allowed=slack * max(FACTOR * sdpa_error, unit, blur),
-            sdpa=sdpa_error,
+            allowed=allowed,
+            sdpa=sdpa_errors[0],
             row_error=row_error if math.isfinite(row_error) else None,
-            row_allowed=slack * max(ROW_FACTOR * sdpa_row_error, ROW_UNITS * unit, ROW_FACTOR * blur),
+            row_allowed=row_allowed,
         )
 
     def _poison(self) -> None:
-        """Fill memory of the results' sizes with NaN and free it. The next allocations get it: always from PyTorch's
-        caching allocator, mostly from a host's.
-        """
         q, k, *_ = (each.tensor for each in self.given)
-        for dtype in (q.dtype, torch.float32):
-            # Not full_like, which keeps the strides of an expanded tensor and so allocates less.
-            blocks = [torch.full(t.shape, math.nan, dtype=dtype, device=q.device) for t in (q, q, k, k)]
-            blocks += [torch.full(q.shape[:-1], math.nan, dtype=dtype, device=q.device) for _ in range(2)]
-        del blocks
+        sizes = (q.shape, q.shape, k.shape, k.shape, q.shape[:-1], q.shape[:-1])
+        poison([(size, dtype) for dtype in (q.dtype, torch.float32) for size in sizes], q.device)
 
 
 def _run(
-    function: AttentionFunction, shape: AttentionShape, inputs: Sequence[Tensor], gradient: Tensor, *, backward: bool
-) -> dict[_Result, Tensor]:
-    """The output, and with `backward` the gradients that the shape asks for."""
-    options = call_options(shape, gradient.device)
-    if not backward:
-        with torch.no_grad():
-            return {"out": function(*inputs, **options)}
-    wanted = _GRADIENTS[shape.differentiated]
-    leaves = {
-        name: tensor.detach().requires_grad_(name in wanted) for name, tensor in zip(_RESULTS[1:], inputs, strict=True)
-    }
-    out = function(*leaves.values(), **options)
-    if out.shape != gradient.shape or out.dtype != gradient.dtype:
-        return {"out": out.detach()}  # its wrong kind is then reported, where autograd would raise
-    gradients = torch.autograd.grad(out, [leaves[name] for name in wanted], gradient)
-    return {"out": out.detach(), **dict(zip(wanted, gradients, strict=True))}
+    function: AttentionFunction, call: Call, gradient: Tensor, *, backward: bool, checked: bool = False
+) -> dict[str, Tensor]:
+    """The output, and with `backward` the gradients that the call's tensors ask for."""
+    names = ("q", "k", "v", *["bounds"] * (len(call.tensors) - 3))
+    of_output = {"output": gradient}
+    return run_call(
+        function, call, names, of_output if backward else None, backward=backward, like=of_output if checked else None
+    )
 
 
 def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
@@ -552,28 +537,26 @@ def _is_grouped(shape: AttentionShape, dtype: TensorDtype) -> bool:
 
 
 def _errors(found: Tensor, exact: Tensor, terms: float) -> tuple[float, float]:
-    """Relative errors of the whole tensor and of its worst row; not finite if any number is not finite."""
-    size = terms if _is_nothing(exact, terms) else float(exact.norm())
-    off = (found.double() - exact).norm(dim=-1)
-    rows = math.sqrt(off.numel())
-    # max() of a tensor with NaN in it is NaN, and so is its norm.
-    return float(off.norm()) / size, float(off.max()) / (size / rows)
+    """Errors relative to the exact result, or to its terms where these cancel."""
+    return relative_errors(found, exact, terms if _is_nothing(exact, terms) else None)
 
 
 def _is_nothing(exact: Tensor, terms: float) -> bool:
     return float(exact.norm()) <= NOTHING * terms
 
 
-def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[_Result, float]:
+def _terms(q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> dict[str, float]:
     """Norms that out, dq, dk and dv would have if each query saw one key, and nothing cancelled.
 
     dq = dS k scale with dS = P (dP - D), where dP and D are each of the size |dO| |v|, as a dot product of random rows.
     """
-    size_q, size_k, size_v, size_gradient = (float(t.double().square().mean().sqrt()) for t in (q, k, v, gradient))
+    size_q, size_k, size_v, size_gradient = (
+        float(t.detach().double().square().mean().sqrt()) for t in (q, k, v, gradient)
+    )
     for_scores = size_gradient * size_v
     return {
-        "out": size_v * math.sqrt(q.numel()),
-        "dq": for_scores * size_k * math.sqrt(q.numel()),
-        "dk": for_scores * size_q * math.sqrt(k.numel()),
-        "dv": size_gradient * math.sqrt(k.numel()),
+        "output": size_v * math.sqrt(q.numel()),
+        "gradient of q": for_scores * size_k * math.sqrt(q.numel()),
+        "gradient of k": for_scores * size_q * math.sqrt(k.numel()),
+        "gradient of v": size_gradient * math.sqrt(k.numel()),
     }

@@ -27,16 +27,9 @@ from torch.func import functional_call
 from stepscope.core.errors import InputError, named_line
 from stepscope.core.parts import PARTS, Kernels, Part, TensorDtype
 from stepscope.training.attention.inputs import TORCH_DTYPES
+from stepscope.training.judging import compare, interpreter_slack
 from stepscope.training.parts import formulas, part_function
 
-FACTOR = 2.0
-"""The error that is allowed to a whole tensor, as a multiple of PyTorch's."""
-ROW_FACTOR = 4.0
-"""The error that is allowed to the worst row, as a multiple of that of PyTorch's worst row."""
-ROW_UNITS = 16.0
-"""The error that is allowed to the worst row in any case, in unit roundoffs."""
-SUM_UNITS = 4.0
-"""Unit roundoffs of fp32 that are allowed to a whole tensor, where PyTorch happens to be exact."""
 EPSILON = 1e-5
 IGNORED = -100
 
@@ -178,40 +171,6 @@ def _judge(
     )
 
 
-def interpreter_slack(dtype: torch.dtype, device_type: str) -> float:
-    """How much further a kernel may be off on this device: Triton's interpreter cuts bf16 off."""
-    return 2.0 if dtype == torch.bfloat16 and device_type == "cpu" else 1.0
-
-
-def compare(
-    exact: Mapping[str, Tensor],
-    plain: Mapping[str, Tensor],
-    found: Mapping[str, Tensor],
-    units: Mapping[str, float],
-    slack: float,
-) -> tuple[dict[str, tuple[float, float]], str]:
-    """By result its relative error and the one that is allowed, and what is wrong, "" where nothing is.
-
-    exact: in float64. plain: PyTorch's, in the tensors' dtypes. units: the unit roundoff of each result.
-    """
-    errors: dict[str, tuple[float, float]] = {}
-    reason = ""
-    for result, right in exact.items():
-        unit = units[result]
-        error, row_error = _errors(found[result], right)
-        of_pytorch, row_of_pytorch = _errors(plain[result], right)
-        allowed = slack * max(FACTOR * of_pytorch, unit + SUM_UNITS * torch.finfo(torch.float32).eps / 2)
-        row_allowed = slack * max(ROW_FACTOR * row_of_pytorch, ROW_UNITS * unit)
-        errors[result] = error, allowed
-        if reason:
-            continue
-        if not error <= allowed:
-            reason = f"{result} is off by {error:.2g}, {allowed:.2g} are allowed"
-        elif not row_error <= row_allowed:
-            reason = f"the worst row of {result} is off by {row_error:.2g}, {row_allowed:.2g} are allowed"
-    return errors, reason
-
-
 class _Inputs:
     """The tensors of a call in memory that is NaN around them, and the gradients of its results."""
 
@@ -276,13 +235,6 @@ class _Inputs:
         gradients = torch.autograd.grad(outs, [*trained.values()], of_outs, allow_unused=True) if outs else ()
         found = {name: each for name, each in zip(trained, gradients, strict=False) if each is not None}
         return {f"result {i}": out.detach() for i, out in enumerate(made)} | found
-
-
-def _errors(found: Tensor, exact: Tensor) -> tuple[float, float]:
-    """Relative errors of the whole tensor and of its worst row; not finite if any number is not finite."""
-    size = float(exact.norm()) or 1.0
-    off = (found.double() - exact).reshape(-1, exact.shape[-1] if exact.dim() else 1).norm(dim=-1)
-    return float(off.norm()) / size, float(off.max()) / (size / math.sqrt(off.numel()))
 
 
 _WRITTEN_OUT: dict[Part, Function] = {
