@@ -62,7 +62,7 @@ class _Sum:
         return self.method == "in turn" and self.addend == self.accumulator
 
     @property
-    def stops(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether it ends before its last addend, or overflows."""
         return self.stopped_after is not None or not math.isfinite(self.result)
 
@@ -92,7 +92,7 @@ def study_accumulation(*, addend: Addend = None, count: Count = None) -> Answer:
         ),
         panels=tuple(_panel(f"sum of {number:,} x {each}", cases) for (number, each), cases in sums.items()),
         findings=(
-            *(_stop(case) for case in itertools.chain(*sums.values()) if case.plain and case.stops),
+            *(_stop(case) for case in itertools.chain(*sums.values()) if case.plain and case.unfinished),
             *(finding for cases in sums.values() for finding in _remedies(cases)),
         ),
     )
@@ -151,20 +151,17 @@ def _results(title: str, sums: list[_Sum]) -> Table:
 def _running(each: float, sums: list[_Sum]) -> Table:
     """The sums in turn after 1, 2, 5, 10, 20 ... addends, and how far each is off."""
     plain = [case for case in sums if case.plain]
+    count = plain[0].count
+    powers = (10**power for power in range(len(str(count))))
+    places = [number for power in powers for number in (power, 2 * power, 5 * power) if number < count]
     rows: list[tuple[Cell, ...]] = []
-    for number in _places(plain[0].count):
+    for number in (*places, count):
         exact = number * each
         reached = [case.running[number - 1] for case in plain]
         rows.append((number, exact, *reached, *(float(f"{100 * (value / exact - 1):.3g}") for value in reached)))
     names = [case.accumulator for case in plain]
     columns = ("addends", "exact sum", *(f"in {name}" for name in names), *(f"{name} off by, %" for name in names))
     return Table(title=f"Running sum, addend {each}", columns=columns, rows=tuple(rows))
-
-
-def _places(count: int) -> list[int]:
-    """The numbers below `count` that are 1, 2 or 5 times a power of ten, and `count` itself."""
-    powers = (10**power for power in range(len(str(count))))
-    return [*(number for power in powers for number in (power, 2 * power, 5 * power) if number < count), count]
 
 
 def _panel(y_title: str, sums: list[_Sum]) -> Panel:
@@ -219,8 +216,5 @@ def _remedies(sums: list[_Sum]) -> Iterator[Finding]:
 QUESTION = Question(
     "accumulation",
     study_accumulation,
-    examples=(
-        "stepscope study accumulation --only findings",
-        "stepscope study accumulation --addend 0.1 --count 5000",
-    ),
+    examples=("stepscope study accumulation --only findings", "stepscope study accumulation --addend 0.1 --count 5000"),
 )

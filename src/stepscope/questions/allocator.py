@@ -97,13 +97,7 @@ Setting = Annotated[
 
 
 def compare_allocators(
-    *,
-    workload: OneWorkload,
-    setting: Setting = EXPANDABLE,
-    device: str,
-    timing: Timing,
-    tag: str | None,
-    runs: Path,
+    *, workload: OneWorkload, setting: Setting = EXPANDABLE, device: str, timing: Timing, tag: str | None, runs: Path
 ) -> Cells:
     """Measure a step without a setting of the GPU's caching allocator and with it, each in a process of its own."""
     name, colon, value = setting.partition(":")

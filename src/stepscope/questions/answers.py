@@ -106,17 +106,10 @@ def computed_answer(
     findings: Iterable[Finding],
 ) -> Answer:
     """The answer of a study that computed on a device. `device` says where in other words than its name."""
-    return Answer(
-        study=study,
-        question=question,
-        device=device or processor_name(on),
-        date=datetime.now(UTC).date().isoformat(),
-        versions=versions(),
-        settings=dict(settings or {}),
-        tables=tuple(tables),
-        panels=tuple(panels),
-        findings=tuple(findings),
-    )
+    where = {"device": device or processor_name(on), "date": datetime.now(UTC).date().isoformat()}
+    facts = {"versions": versions(), "settings": dict(settings or {})}
+    parts = {"tables": tuple(tables), "panels": tuple(panels), "findings": tuple(findings)}
+    return Answer(study=study, question=question, **where, **facts, **parts)
 
 
 _Row = TypeVar("_Row")

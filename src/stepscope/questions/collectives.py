@@ -42,7 +42,7 @@ def answer_collectives(
     return measured_answer(
         where, study="collectives", question="How fast do ranks communicate here?", date=date, settings=settings,
         tables=(_times(times, peak), _fits(fits)), panels=tuple(_panels(times)),
-        findings=tuple(_findings(times, fits, peak)),
+        findings=_findings(times, fits, peak),
     )  # fmt: skip
 
 
@@ -328,12 +328,10 @@ Backend = Annotated[
     Option("What the ranks talk over: gloo is for CPUs, nccl for GPUs.", MEASURING, choices=("gloo", "nccl")),
 ]
 Sizes = Annotated[
-    tuple[int, ...] | None,
-    Option("Sizes of messages, as in 1KiB,1MiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
+    tuple[int, ...] | None, Option("Sizes of messages, as in 1KiB,1MiB.", MEASURING, takes=parse_bytes, metavar="SIZE")
 ]
 Largest = Annotated[
-    int | None,
-    Option("The largest message; sizes begin at 1 KiB.", MEASURING, takes=parse_bytes, metavar="SIZE"),
+    int | None, Option("The largest message; sizes begin at 1 KiB.", MEASURING, takes=parse_bytes, metavar="SIZE")
 ]
 
 

@@ -113,10 +113,6 @@ class ComparedRun:
         return samples if samples is not None and samples.median_s else None
 
     @property
-    def measured(self) -> bool:
-        return self.samples(self.PART) is not None
-
-    @property
     def time_s(self) -> float:
         """The median in seconds of the part that is compared; 0 where it was not measured."""
         samples = self.samples(self.PART)
@@ -263,7 +259,7 @@ def compare_runs(cells: Iterable[C], pair: Callable[..., P], *, order: Callable[
     """
     by_cell: dict[tuple[object, ...], list[C]] = {}
     relevant = [cell for cell in cells if cell.relevant]
-    for cell in sorted(relevant, key=lambda c: (c.measured, c.captured, c.run.instant, c.run.id)):
+    for cell in sorted(relevant, key=lambda c: (c.time_s > 0, c.captured, c.run.instant, c.run.id)):
         by_cell.setdefault((*cell.group, cell.value), []).append(cell)
     shown: list[C] = []
     disagreements: list[Disagreement | None] = []
@@ -280,7 +276,7 @@ def compare_runs(cells: Iterable[C], pair: Callable[..., P], *, order: Callable[
         left_out = [other.run for other in every if other.run not in (cell.processes or (cell.run,))]
         disagreements.append(disagreement(cell.run, left_out, cell.PART))
     ordered = sorted(shown, key=order)
-    measured = [cell for cell in ordered if cell.measured]
+    measured = [cell for cell in ordered if cell.time_s]
     alike: dict[tuple[object, ...], list[Run]] = {}
     for cell in measured:
         alike.setdefault(same_part(cell.run, cell.PART), []).append(cell.run)
@@ -290,7 +286,7 @@ def compare_runs(cells: Iterable[C], pair: Callable[..., P], *, order: Callable[
     return Comparison(
         cells=tuple(measured),
         pairs=tuple(pairs),
-        unmeasured=tuple(cell for cell in ordered if not cell.measured),
+        unmeasured=tuple(cell for cell in ordered if not cell.time_s),
         replaced=replaced,
         disagreements=tuple(one for one in disagreements if one is not None),
     )
@@ -321,9 +317,8 @@ def within(head: str, low_head: str, of: Samples | Ratio | None) -> dict[str, Ce
 
 def times_as_fast(ratio: Ratio, form: str = ".3g", brackets: str = "()") -> str:
     """How many times as fast, with the interval: `1.23 (1.2 to 1.26) times as fast`."""
-    within = ""
-    if ratio.interval:
-        within = f" {brackets[0]}{ratio.interval.low:{form}} to {ratio.interval.high:{form}}{brackets[1]}"
+    ends = f"{ratio.interval.low:{form}} to {ratio.interval.high:{form}}" if ratio.interval else ""
+    within = f" {brackets[0]}{ends}{brackets[1]}" if ends else ""
     return f"{ratio.value:{form}}{within} times as fast"
 
 
@@ -365,16 +360,11 @@ def over_sizes(
 
     figures: (run, figure, whether a finding doubts it). With several shapes each is a line of its own.
     """
-    points = tuple(
-        Point(
-            line=f"{cell.value}, {cell.shape}" if several_shapes else cell.value,
-            x=digits(cell.parameters / 1e6) or 0.0,
-            y=y,
-            doubted=doubted,
-        )
-        for cell, y, doubted in figures
-    )
-    panel = Panel(x_title="million parameters", y_title=y_title, points=points, x_log=True, y_log=y_log)
+    points: list[Point] = []
+    for cell, y, doubted in figures:
+        line = f"{cell.value}, {cell.shape}" if several_shapes else cell.value
+        points.append(Point(line=line, x=digits(cell.parameters / 1e6) or 0.0, y=y, doubted=doubted))
+    panel = Panel(x_title="million parameters", y_title=y_title, points=tuple(points), x_log=True, y_log=y_log)
     return (panel,) if points else ()
 
 
@@ -441,31 +431,26 @@ class Sizes:
 
     def in_words(self, on_cpu: "Sizes") -> dict[str, str]:
         """The options' defaults as the help states them: these, and those `on_cpu` where they differ."""
-        here, cpu = (
-            {
-                "model": ",".join(sizes.models),
-                "seq_len": str(sizes.seq_len),
-                "batch_size": str(sizes.batch_size),
-                "dtype": ",".join(sizes.dtypes),
-            }
+        both = (
+            (",".join(sizes.models), str(sizes.seq_len), str(sizes.batch_size), ",".join(sizes.dtypes))
             for sizes in (self, on_cpu)
         )
-        return {name: word if word == cpu[name] else f"{word}; {cpu[name]} on a CPU" for name, word in here.items()}
+        words = [here if here == cpu else f"{here}; {cpu} on a CPU" for here, cpu in zip(*both, strict=True)]
+        return dict(zip(("model", "seq_len", "batch_size", "dtype"), words, strict=True))
 
 
 def compared_cells(
     *,
     models: Sequence[ModelConfig],
-    seq_lens: Sequence[int],
-    batch_size: int,
-    dtypes: Sequence[str],
     settings: Settings,
+    batch_size: int,
+    seq_lens: Sequence[int],
+    dtypes: Sequence[str],
     **choices: Sequence[str | None],
 ) -> tuple[SweepCell, ...]:
     """A cell for each combination, small models first. `choices`: of other fields of the workload."""
-    lists = {field: list(values) for field, values in choices.items()}
-    sizes = {"seq_len": list(seq_lens), "batch_size": [batch_size], "dtype": list(dtypes)}
-    workloads = grid(model=models, **sizes, **lists)
+    fields = {"seq_len": seq_lens, "batch_size": (batch_size,), "dtype": dtypes, **choices}
+    workloads = grid(model=models, **{field: list(values) for field, values in fields.items()})
     return order_cells([SweepCell(workload=workload, settings=settings) for workload in workloads])
 
 
@@ -628,14 +613,12 @@ class Compared:
             refuse_beside("--from")
             return Result(answer=read_answer(file, self.study))
 
-        def is_wanted(run: Run) -> bool:
-            workload = run.workload
-            return all(
-                (workload.name if field == "model" else getattr(workload, field, None)) in values
-                for field, values in wanted.items()
-            )
-
-        return self.of_runs((run, directory) for run, directory in stored_runs(places) if is_wanted(run))
+        attributes = {("name" if field == "model" else field): values for field, values in wanted.items()}
+        return self.of_runs(
+            (run, directory)
+            for run, directory in stored_runs(places)
+            if all(getattr(run.workload, name, None) in values for name, values in attributes.items())
+        )
 
     def of_runs(self, runs: Iterable[tuple[Run, Path]], again: str = "") -> Result:
         """The answer from these runs, each with its directory. again: where they are read again if a capture cannot be

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, product
 from typing import TYPE_CHECKING, Annotated
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, error, note, warning
@@ -295,10 +295,9 @@ _MUCH = 0.1
 
 def _what_ran(study: CompileStudy) -> Iterator[Finding]:
     """Rows 4 and 5 of docs/measuring.md: fallen back to eager, and another object called than was compiled."""
-    faulty = [pair for pair in study.pairs if pair.other.fault]
-    for pair in faulty:
-        fault = pair.other.fault
-        assert fault is not None
+    for pair in study.pairs:
+        if (fault := pair.other.fault) is None:
+            continue
         report = pair.other.run.evidence.compilation
         why = (report.graph_break_reasons or report.recompile_reasons) if report else ()
         more = f" Reason: {why[0]}." if why and why[0] not in fault.sentence else ""
@@ -330,8 +329,7 @@ def _what_ran(study: CompileStudy) -> Iterator[Finding]:
         )
     if unknown := [pair.label for pair in study.pairs if pair.other.ran == "not known"]:
         yield warning(
-            "no-report",
-            f"What torch.compile did is not known of {listed(unknown)}: dynamo's counters were not kept.",
+            "no-report", f"What torch.compile did is not known of {listed(unknown)}: dynamo's counters were not kept."
         )
 
 
@@ -411,9 +409,8 @@ def _process_noise(study: CompileStudy) -> Iterator[Finding]:
 
 
 def _cost_findings(study: CompileStudy) -> Iterator[Finding]:
-    certain = [pair for pair in study.pairs if not pair.is_noise]
-    paid = [(pair, pair.payback) for pair in certain if pair.payback and pair.payback.steps is not None]
-    paid.sort(key=lambda both: both[1].steps or 0)
+    priced = [(pair, pair.payback) for pair in study.pairs if pair.payback and not pair.is_noise]
+    paid = sorted((each for each in priced if each[1].steps is not None), key=lambda each: each[1].steps or 0)
     for pair, payback in dict.fromkeys([*paid[:1], *paid[-1:]]):
         most = "no end known" if payback.most is None else f"{payback.most:,}"
         bounds = "" if payback.least is None else f" ({payback.least:,} to {most})"
@@ -424,19 +421,16 @@ def _cost_findings(study: CompileStudy) -> Iterator[Finding]:
             f"{bounds}, {format_seconds((payback.steps or 0) * pair.base.time_s)} of eager ones.",
             {"extra_s": payback.extra_s, "won_s": payback.won_s, "steps": payback.steps},
         )
-    never = [pair.label for pair in certain if pair.payback and pair.payback.steps is None]
-    if never:
+    if never := [pair.label for pair, payback in priced if payback.steps is None]:
         yield warning("never-paid", f"Compiling is never paid for in {listed(never)}: no step is faster.")
     reports = [(pair, report) for pair in study.pairs if (report := pair.other.run.evidence.compilation)]
-    cached = [pair.label for pair, report in reports if report.cached_graphs]
-    if cached:
+    if cached := [pair.label for pair, report in reports if report.cached_graphs]:
         yield warning(
             "from-caches",
             f"Code of {listed(cached)} came from torch's caches on disk: its first step did not compile all of it.",
             {"cells": len(cached)},
         )
-    uncounted = sum(report.cached_graphs is None for _, report in reports)
-    if uncounted:
+    if uncounted := sum(report.cached_graphs is None for _, report in reports):
         yield note(
             "caches-unknown",
             f"Whether code came from torch's caches on disk was not counted in {uncounted} of {len(reports)} compiled "
@@ -449,12 +443,9 @@ def _kernel_findings(study: CompileStudy) -> Iterator[Finding]:
     """What fused and where the gain lies, in each mode's least and greatest speed-up; products, in all."""
     known = [(pair, kernels) for pair, kernels in with_kernels(study) if pair.other.ran != "eager"]
     for mode in dict.fromkeys(pair.other.value for pair, _ in known):
-        of_mode = sorted(
-            ((pair, kernels) for pair, kernels in known if pair.other.value == mode),
-            key=lambda both: both[0].speed_up.value,
-        )
-        ends = {id(pair): (pair, kernels) for pair, kernels in [*of_mode[:1], *of_mode[-1:]]}
-        for pair, kernels in ends.values():
+        of_mode = [(pair, kernels) for pair, kernels in known if pair.other.value == mode]
+        of_mode.sort(key=lambda both: both[0].speed_up.value)
+        for pair, kernels in dict([*of_mode[:1], *of_mode[-1:]]).items():
             yield _fused(pair, kernels)
             yield _gains(pair, kernels)
     yield from _products(known)
@@ -463,6 +454,7 @@ def _kernel_findings(study: CompileStudy) -> Iterator[Finding]:
 def _fused(pair: CompilePair, kernels: Kernels) -> Finding:
     all_before, all_after = kernels.of()
     loose_before, loose_after = kernels.of(FUSABLE)
+    fused, fused_s = loose_before.calls - loose_after.calls, loose_before.busy_s - loose_after.busy_s
     _, generated = kernels.of([GENERATED])
     kinds = [(kind, *kernels.of([kind])) for kind in FUSABLE]
     gone = [f"{kind} {b.calls:,.0f} to {a.calls:,.0f}" for kind, b, a in kinds if b.calls and a.calls != b.calls]
@@ -471,15 +463,14 @@ def _fused(pair: CompilePair, kernels: Kernels) -> Finding:
         "fused",
         f"{pair.label}: {all_before.calls:,.0f} kernels a step become {all_after.calls:,.0f}. "
         f"{generated.calls:,.0f} generated ones, {format_seconds(generated.busy_s)}, stand for "
-        f"{loose_before.calls - loose_after.calls:,.0f} others, "
-        f"{format_seconds(loose_before.busy_s - loose_after.busy_s)}{kinds_gone}.",
+        f"{fused:,.0f} others, {format_seconds(fused_s)}{kinds_gone}.",
         {
             "kernels_before": all_before.calls,
             "kernels_after": all_after.calls,
             "generated": generated.calls,
             "generated_s": generated.busy_s,
-            "fused": loose_before.calls - loose_after.calls,
-            "fused_s": loose_before.busy_s - loose_after.busy_s,
+            "fused": fused,
+            "fused_s": fused_s,
         },
     )
 
@@ -534,21 +525,16 @@ def _launches(study: CompileStudy) -> Iterator[Finding]:
             continue
         calls = [total.calls for total in kernels.of(KINDS)]
         host = [median_s(cell.run, "host") for cell in (pair.base, pair.other)]
-        issued = ""
-        if host[0] and host[1]:
-            issued = f" The host takes {format_seconds(host[1])} to issue it, eagerly {format_seconds(host[0])}."
-        graphs = (
-            " CUDA graphs would issue them at once: --compile reduce-overhead."
-            if idle[1] >= _LAUNCH_BOUND and pair.other.value == "default"
-            else ""
-        )
-        yield note(
-            "launch-bound",
+        sentence = (
             f"Launches set the pace of {pair.other.name}: no kernel runs for {format_share(idle[0])} of the eager step "
             f"({calls[0]:,.0f} kernels) and {format_share(idle[1])} of the compiled one ({pair.other.value}, "
-            f"{calls[1]:,.0f}).{issued}{graphs}",
-            {"before": idle[0], "after": idle[1]},
+            f"{calls[1]:,.0f})."
         )
+        if host[0] and host[1]:
+            sentence += f" The host takes {format_seconds(host[1])} to issue it, eagerly {format_seconds(host[0])}."
+        if idle[1] >= _LAUNCH_BOUND and pair.other.value == "default":
+            sentence += " CUDA graphs would issue them at once: --compile reduce-overhead."
+        yield note("launch-bound", sentence, {"before": idle[0], "after": idle[1]})
 
 
 def _memory_findings(study: CompileStudy) -> Iterator[Finding]:
@@ -560,16 +546,14 @@ def _memory_findings(study: CompileStudy) -> Iterator[Finding]:
         if not changes:
             continue
         best, worst = min(changes, key=lambda p: changes[p]), max(changes, key=lambda p: changes[p])
-        before, after = (memory_of(cell.run, field) or 0 for cell in (best.base, best.other))
-        yield note(
-            f"memory-{kind}",
-            f"Compiling changes {name} by {changes[best] * 100:+.1f} % ({best.label}, {format_bytes(before)} to "
-            f"{format_bytes(after)}) to {changes[worst] * 100:+.1f} % ({worst.label})."
-            if best is not worst
-            else f"Compiling changes {name} of {best.label} by {changes[best] * 100:+.1f} %, {format_bytes(before)} to "
-            f"{format_bytes(after)}.",
-            {pair.label: change for pair, change in changes.items()},
-        )
+        least = f"{changes[best] * 100:+.1f} %"
+        sizes = " to ".join(format_bytes(memory_of(cell.run, field) or 0) for cell in (best.base, best.other))
+        if best is worst:
+            sentence = f"Compiling changes {name} of {best.label} by {least}, {sizes}."
+        else:
+            most = f"{changes[worst] * 100:+.1f} % ({worst.label})"
+            sentence = f"Compiling changes {name} by {least} ({best.label}, {sizes}) to {most}."
+        yield note(f"memory-{kind}", sentence, {pair.label: change for pair, change in changes.items()})
 
 
 def _doubt_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
@@ -582,8 +566,7 @@ def _doubt_findings(study: CompileStudy, unread: int) -> Iterator[Finding]:
         )
     if bare := [pair.label for pair in study.pairs if pair.other.on_gpu and pair.kernels is None]:
         yield note("no-kernels", f"Neither a capture nor a profiled step of both is there for {listed(bare)}.")
-    named = sum(not (pair.base.digest and pair.other.digest) for pair, _ in with_kernels(study))
-    if named:
+    if named := sum(not (pair.base.digest and pair.other.digest) for pair, _ in with_kernels(study)):
         reason = "polars, which reads captures, is not installed" if unread else "there is no capture of both"
         yield note(
             "kinds-by-name",
@@ -638,25 +621,24 @@ def answer_compile(study: CompileStudy, *, unread: int = 0) -> Answer:
 
 
 def _times(study: CompileStudy) -> Table:
-    rows: list[dict[str, Cell]] = []
-    for pair in study.pairs:
-        kinds = dict.fromkeys(doubting_kinds(pair.base.run, pair.other.run))
-        if pair.other.fault:
-            kinds[pair.other.fault.kind] = None
-        for part in PARTS:
-            base, other, ratio = pair.base.samples(part), pair.other.samples(part), pair.ratio(part)
-            if base is not None and other is not None and ratio is not None:
-                rows.append(
-                    {
-                        "cell": pair.other.name,
-                        "compile": pair.other.value,
-                        "phase": part,
-                        **within("eager ms", "eager", base),
-                        **within("compiled ms", "compiled", other),
-                        **within("speed-up", "speed-up", ratio),
-                        "findings": ", ".join(kinds) if part == STEP else "",
-                    }
-                )
+    def kinds(pair: CompilePair) -> str:
+        fault = (pair.other.fault.kind,) if pair.other.fault else ()
+        return ", ".join(dict.fromkeys((*doubting_kinds(pair.base.run, pair.other.run), *fault)))
+
+    rows: list[dict[str, Cell]] = [
+        {
+            "cell": pair.other.name,
+            "compile": pair.other.value,
+            "phase": part,
+            **within("eager ms", "eager", pair.base.samples(part)),
+            **within("compiled ms", "compiled", pair.other.samples(part)),
+            **within("speed-up", "speed-up", ratio),
+            "findings": kinds(pair) if part == STEP else "",
+        }
+        for pair in study.pairs
+        for part in PARTS
+        if (ratio := pair.ratio(part)) is not None
+    ]
     return comparison.table_of_rows(TIMES, rows)
 
 
@@ -686,26 +668,20 @@ def _cost(study: CompileStudy) -> Table:
 
 
 def _report(study: CompileStudy) -> Table:
-    rows: list[dict[str, Cell]] = []
+    rows: list[tuple[Cell, ...]] = []
     for cell in (pair.other for pair in study.pairs):
         report, generated = cell.run.evidence.compilation, cell.generated if cell.on_gpu else None
+        did: tuple[Cell, ...] = (None,) * 6
+        if report:
+            frames = f"{report.frames_compiled} of {report.frames_total}"
+            broken = report.graph_breaks, report.recompiles, report.limit_hit
+            did = (frames, report.graphs, *broken, report.cached_graphs)
         reasons = (*report.graph_break_reasons, *report.recompile_reasons) if report else ()
-        rows.append(
-            {
-                "cell": cell.name,
-                "compile": cell.value,
-                "what ran": cell.ran,
-                "frames compiled": f"{report.frames_compiled} of {report.frames_total}" if report else None,
-                "graphs": report.graphs if report else None,
-                "graph breaks": report.graph_breaks if report else None,
-                "recompiles": report.recompiles if report else None,
-                "limit hit": report.limit_hit if report else None,
-                "from caches": report.cached_graphs if report else None,
-                "generated kernels": None if generated is None else round(generated),
-                "reasons": "; ".join(reasons),
-            }
-        )
-    return comparison.table_of_rows(REPORT, rows)
+        kernels = None if generated is None else round(generated)
+        rows.append((cell.name, cell.value, cell.ran, *did, kernels, "; ".join(reasons)))
+    told = ("frames compiled", "graphs", "graph breaks", "recompiles", "limit hit", "from caches")
+    heads = ("cell", "compile", "what ran", *told, "generated kernels", "reasons")
+    return Table(title=REPORT, columns=heads, rows=tuple(rows))
 
 
 def _kernels(study: CompileStudy) -> Table:
@@ -726,12 +702,10 @@ def _kernels(study: CompileStudy) -> Table:
 
 def _memory(study: CompileStudy) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for pair in study.pairs:
-        for field, name in _HELD:
-            before, after = memory_of(pair.base.run, field), memory_of(pair.other.run, field)
-            if before is not None and after is not None:
-                change = percent(pair.memory_change(field))
-                rows.append((pair.other.name, pair.other.value, name, gibibytes(before), gibibytes(after), change))
+    for pair, (field, name) in product(study.pairs, _HELD):
+        if (change := pair.memory_change(field)) is not None:
+            held = [gibibytes(memory_of(cell.run, field)) for cell in (pair.base, pair.other)]
+            rows.append((pair.other.name, pair.other.value, name, *held, percent(change)))
     heads = ("figure", "eager GiB", "compiled GiB", "%")
     return Table(title=MEMORY, columns=("cell", "compile", *heads), rows=tuple(rows))
 
@@ -815,10 +789,12 @@ def compare_modes(
             )
         return price_of_breaks(options.user_cells(module, arg, warmup, dtype=dtypes), options.device)
 
-    def answer(cells: list[CompileCell], unread: int) -> Answer:
-        return answer_compile(pair_up(cells), unread=unread)
-
-    compared = Compared(study="compile", cell=CompileCell, answer=answer, options=options)
+    compared = Compared(
+        study="compile",
+        cell=CompileCell,
+        answer=lambda cells, unread: answer_compile(pair_up(cells), unread=unread),
+        options=options,
+    )
     if options.from_:
         modes = None if compile is None else (BASELINE, *check_modes(compile))
         return compared.stored({**options.fields, "phase": phase, "attention": attention, "compile": modes})
@@ -839,10 +815,5 @@ QUESTION = Question(
         "stepscope study compile --module train.py:make --prices",
     ),
     shared=("save", "shown"),
-    defaults={
-        **ON_GPU.in_words(ON_CPU),
-        "phase": "forward,train",
-        "attention": "reference",
-        "compile": "default",
-    },
+    defaults={**ON_GPU.in_words(ON_CPU), "phase": "forward,train", "attention": "reference", "compile": "default"},
 )

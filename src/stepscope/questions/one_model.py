@@ -234,8 +234,7 @@ SWALLOWED = Question(
 
 
 ToyOrModel = Annotated[
-    str | None,
-    Option("A toy, a preset, or the config.json of a Hugging Face model.", MODEL, choices=("toy", *PRESETS)),
+    str | None, Option("A toy, a preset, or the config.json of a Hugging Face model.", MODEL, choices=("toy", *PRESETS))
 ]
 AutocastDtype = Annotated[str, Option("", WORKLOAD, choices=("fp16", "bf16"))]
 Rules = Annotated[

@@ -1,5 +1,6 @@
 """What ranks gain that share a step: cells, answer and findings."""
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -159,7 +160,7 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
         date=max(run.day for run in runs),
         intervals=strong.intervals,
         settings={"backend": ", ".join(backends)} if backends else None,
-        findings=tuple(_findings(strong, weak, shown)),
+        findings=_findings(strong, weak, shown),
     )
 
 
@@ -436,8 +437,7 @@ def parallel_cells(
 
 
 Division = Annotated[
-    str,
-    Option("Whether ranks share one process's batch, or have one as large each.", PARALLEL, choices=SCALINGS),
+    str, Option("Whether ranks share one process's batch, or have one as large each.", PARALLEL, choices=SCALINGS)
 ]
 
 
@@ -458,7 +458,6 @@ def compare_strategies(
     The batch is that of all ranks together; it is measured again with as many sequences for each rank. What is chosen
     of the step holds for one process, too: strategies whose step --graph step cannot replay are named, not measured.
     """
-    refused: list[tuple[str, str]] = []
     choices = {"attention": attention, "graph": graph, "optimizer": optimizer, "checkpointing": checkpointing}
     chosen: dict[str, Any] = {field: value for field, value in choices.items() if value is not None}
     if attention is not None:
@@ -468,9 +467,8 @@ def compare_strategies(
     if graph == "step" and not options.from_ and options.device_type != "cuda":
         raise InputError(f"--graph step captures CUDA graphs, which {options.device_type} has not: leave it out")
 
-    def answer(cells: list[SharedCell], unread: int) -> Answer:
-        return answer_parallel(cells, unread=unread, refused=refused)
-
+    refused: list[tuple[str, str]] = []
+    answer = functools.partial(answer_parallel, refused=refused)
     compared = Compared(study="parallel", cell=SharedCell, answer=answer, options=options)
     if options.from_:
         wanted = None if parallel is None else ("none", *map(spelled, parallel))
@@ -478,13 +476,14 @@ def compare_strategies(
         return compared.stored({**fields, **{field: (value,) for field, value in chosen.items()}}, "--kernels")
     sizes = options.sizes(options.usual(ON_CPU, ON_GPU))
     sizes["settings"] = settings_from(None, options.steps, options.seconds)  # the profile says what nothing hides
-    cells, refused = parallel_cells(
+    cells, impossible = parallel_cells(
         strategies=[name for name in parallel or USUAL if name != NOT_PARALLEL],
         ranks=ranks or usual_ranks(options.device_type),
         scaling=scaling,
         **chosen,
         **sizes,
     )
+    refused += impossible
     return compared.measured(cells, TraceRequest())
 
 

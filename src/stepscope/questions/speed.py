@@ -271,16 +271,24 @@ def _memory_findings(study: SpeedStudy) -> Iterator[Finding]:
         pairs = [pair for pair in study.pairs if pair.other.value == dtype]
         for field, kind, name in _FIGURES:
             changes = {pair: change for pair in pairs if (change := pair.memory_change(field)) is not None}
+            if any(change > _RISE for change in changes.values()):
+                yield _rise(changes, field, kind, name)
+            if falls := {pair: change for pair, change in changes.items() if change < -_RISE}:
+                best = min(falls, key=lambda pair: falls[pair])
+                halved = " Nowhere is it halved." if falls[best] > -0.5 else ""
+                yield note(
+                    f"{kind}-falls",
+                    f"{best.other.value} lowers {name} in {len(falls)} of {len(changes)} cells, most in "
+                    f"{best.other.name}: {falls[best] * 100:+.1f} %.{halved}",
+                    {pair.other.name: change for pair, change in falls.items()},
+                )
             if changes:
-                yield from _rise(changes, field, kind, name)
-                yield from _fall(changes, kind, name)
                 break
 
 
-def _rise(changes: dict[SpeedPair, float], field: str, kind: str, name: str) -> Iterator[Finding]:
+def _rise(changes: dict[SpeedPair, float], field: str, kind: str, name: str) -> Finding:
+    """The cells in which this figure of memory rises, and how much it is where it rises most."""
     rises = {pair: change for pair, change in changes.items() if change > _RISE}
-    if not rises:
-        return
     worst = max(rises, key=lambda pair: rises[pair])
     dtype, memory = worst.other.value, worst.base.run.evidence.memory
     more = (memory_of(worst.other.run, field) or 0) - (memory_of(worst.base.run, field) or 0)
@@ -291,24 +299,11 @@ def _rise(changes: dict[SpeedPair, float], field: str, kind: str, name: str) -> 
         else ""
     )
     named = listed([f"{pair.other.name} ({change * 100:+.1f} %)" for pair, change in rises.items()])
-    yield warning(
+    return warning(
         f"{kind}-rises",
         f"Against folk wisdom, {dtype} raises {name} in {len(rises)} of {len(changes)} cells: {named}. In "
         f"{worst.other.name} it is {format_bytes(more)} more{copies}.",
         {pair.other.name: change for pair, change in rises.items()},
-    )
-
-
-def _fall(changes: dict[SpeedPair, float], kind: str, name: str) -> Iterator[Finding]:
-    falls = {pair: change for pair, change in changes.items() if change < -_RISE}
-    if not falls:
-        return
-    best = min(falls, key=lambda pair: falls[pair])
-    yield note(
-        f"{kind}-falls",
-        f"{best.other.value} lowers {name} in {len(falls)} of {len(changes)} cells, most in "
-        f"{best.other.name}: {falls[best] * 100:+.1f} %.{' Nowhere is it halved.' if falls[best] > -0.5 else ''}",
-        {pair.other.name: change for pair, change in falls.items()},
     )
 
 
@@ -420,20 +415,19 @@ def answer_speed(study: SpeedStudy, *, lacking: Sequence[str] = (), unread: int 
 
 
 def _times(study: SpeedStudy) -> Table:
-    rows: list[dict[str, Cell]] = []
-    pairs = {pair.other: pair for pair in study.pairs}
-    for cell in study.cells:
-        rows.append(
-            {
-                "cell": cell.name,
-                "dtype": cell.value,
-                "forward ms": milliseconds(median_s(cell.run, FORWARD)),
-                "backward ms": milliseconds(median_s(cell.run, BACKWARD)),
-                **within("both ms", "both", cell.samples(cell.PART)),
-                **within("speed-up", "speed-up", pairs[cell].speed_up if cell in pairs else None),
-                "findings": ", ".join(doubting_kinds(cell.run)),
-            }
-        )
+    speed_ups = {pair.other: pair.speed_up for pair in study.pairs}
+    rows: list[dict[str, Cell]] = [
+        {
+            "cell": cell.name,
+            "dtype": cell.value,
+            "forward ms": milliseconds(median_s(cell.run, FORWARD)),
+            "backward ms": milliseconds(median_s(cell.run, BACKWARD)),
+            **within("both ms", "both", cell.samples(cell.PART)),
+            **within("speed-up", "speed-up", speed_ups.get(cell)),
+            "findings": ", ".join(doubting_kinds(cell.run)),
+        }
+        for cell in study.cells
+    ]
     return comparison.table_of_rows(TIMES, rows)
 
 
@@ -452,48 +446,43 @@ def _memory(study: SpeedStudy) -> Table:
 
 
 def _parts(study: SpeedStudy) -> Table:
-    rows: list[dict[str, Cell]] = []
-    for cell in study.cells:
-        parts = cell.parts
-        if parts is None:
-            continue
-        between = parts.between_s / parts.total_s if parts.between_s is not None else None
-        rows.append(
-            {
-                "cell": cell.name,
-                "dtype": cell.value,
-                "kernels": round(parts.kernels),
-                "products ms": milliseconds(parts.products_s),
-                "other kernels ms": milliseconds(parts.rest_s),
-                "of them copies, casts ms": milliseconds(parts.casts_s),
-                "no kernel ms": milliseconds(parts.between_s),
-                "products % of kernel time": percent(parts.product_share),
-                "no kernel %": percent(between),
-            }
-        )
+    rows: list[dict[str, Cell]] = [
+        {
+            "cell": cell.name,
+            "dtype": cell.value,
+            "kernels": round(parts.kernels),
+            "products ms": milliseconds(parts.products_s),
+            "other kernels ms": milliseconds(parts.rest_s),
+            "of them copies, casts ms": milliseconds(parts.casts_s),
+            "no kernel ms": milliseconds(parts.between_s),
+            "products % of kernel time": percent(parts.product_share),
+            "no kernel %": percent(parts.between_s / parts.total_s if parts.between_s is not None else None),
+        }
+        for cell in study.cells
+        if (parts := cell.parts) is not None
+    ]
     return comparison.table_of_rows(PARTS, rows)
 
 
 def _law(study: SpeedStudy) -> Table:
-    rows: list[dict[str, Cell]] = []
-    for pair in study.pairs:
-        if (law := pair.amdahl) is not None:
-            rows.append(
-                {
-                    "cell": pair.other.name,
-                    "dtype": pair.other.value,
-                    "fp32 in products %": percent(law.product_share),
-                    "products x": digits(law.products),
-                    "others x": digits(law.rest),
-                    "won in products ms": milliseconds(law.products_gain_s),
-                    "in others ms": milliseconds(law.rest_gain_s),
-                    "where no kernel ran ms": milliseconds(law.between_gain_s),
-                    "kernels x": digits(law.kernels),
-                    "by the parts x": digits(law.whole),
-                    "measured x": digits(pair.speed_up.value),
-                    "limit x": digits(law.limit),
-                }
-            )
+    rows: list[dict[str, Cell]] = [
+        {
+            "cell": pair.other.name,
+            "dtype": pair.other.value,
+            "fp32 in products %": percent(law.product_share),
+            "products x": digits(law.products),
+            "others x": digits(law.rest),
+            "won in products ms": milliseconds(law.products_gain_s),
+            "in others ms": milliseconds(law.rest_gain_s),
+            "where no kernel ran ms": milliseconds(law.between_gain_s),
+            "kernels x": digits(law.kernels),
+            "by the parts x": digits(law.whole),
+            "measured x": digits(pair.speed_up.value),
+            "limit x": digits(law.limit),
+        }
+        for pair in study.pairs
+        if (law := pair.amdahl) is not None
+    ]
     return comparison.table_of_rows(LAW, rows)
 
 
@@ -546,11 +535,14 @@ def compare_dtypes(
 ) -> Result | Cells:
     """How much faster lower precision is by the model's size, and which part of the step makes the gain."""
     lacking: tuple[str, ...] = ()
-
-    def answer(cells: list[TimedCell], unread: int) -> Answer:
-        return answer_speed(pair_up(cells, options.dtype or DTYPES), lacking=lacking, unread=unread)
-
-    compared = Compared(study="speed", cell=TimedCell, answer=answer, options=options)
+    compared = Compared(
+        study="speed",
+        cell=TimedCell,
+        answer=lambda cells, unread: answer_speed(
+            pair_up(cells, options.dtype or DTYPES), lacking=lacking, unread=unread
+        ),
+        options=options,
+    )
     if options.from_:
         return compared.stored(options.fields)
     usual = options.usual(ON_CPU, ON_GPU)
@@ -569,8 +561,5 @@ QUESTION = Question(
         "stepscope study speed --from results/h200/precision-speed --only amdahl",
     ),
     shared=("save", "shown"),
-    defaults={
-        **ON_GPU.in_words(ON_CPU),
-        "model": "small to 2.7B; tiny,small on a CPU",
-    },
+    defaults={**ON_GPU.in_words(ON_CPU), "model": "small to 2.7B; tiny,small on a CPU"},
 )
