@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 # Tests side by side, a file to a process. Tests wait for processes, timers and disks, so three keep two cores busy.
 WORKERS ?= 3
+# Some machines forbid Python to keep what it compiled. Here hundreds of processes would compile the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: run test tests quick lint style types docs measures hostile mutants nsys clean
 

@@ -25,6 +25,8 @@ from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
+from tests.interpreter import quicken
+
 Done = subprocess.CompletedProcess[str]
 _Environment = tuple[int, frozenset[tuple[str, str]]]
 """A process of tests, and its variables."""
@@ -119,6 +121,10 @@ def _serve(requests: IO[str], answers: IO[str]) -> list[str]:
     for module in _IMPORTED:
         with contextlib.suppress(ImportError):  # where steps are only measured there need be no polars
             importlib.import_module(module)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        with contextlib.suppress(ImportError):
+            importlib.import_module("triton.runtime.interpreter")
+            quicken()
     for finalizer in list(weakref.finalize._registry):  # pyright: ignore[reportAttributeAccessIssue]
         finalizer.atexit = False  # what imports have made needs no tidying up in every child
     # Else the first collection of each child would copy every page that an import has made, and its end would, too.
