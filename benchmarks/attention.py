@@ -18,8 +18,6 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from stepscope.core.attention_call import (
     CONVENTION,
     PRODUCTS,
@@ -62,12 +60,6 @@ SHAPES = (
     "8,1,16384,128,causal,fp32",
 )
 SHAPES_ON_CPU = ("1,2,128,64,causal,fp32", "1,2,128,32,full,bf16")
-COMPILING = 0.45
-"""Of the seconds, at most, for compiling ahead."""
-CEILING_S = 6.0
-"""For each dtype, kept of the seconds for the best matrix product, beside which rates are set."""
-CEILINGS = 0.25
-"""Of the seconds, at most, is kept so; where it would take more, there are no ceilings, unless time is left."""
 
 
 def parse_shape(text: str) -> tuple[AttentionShape, TensorDtype]:
@@ -91,20 +83,10 @@ def parse_shape(text: str) -> tuple[AttentionShape, TensorDtype]:
 
 def race(arguments: argparse.Namespace) -> AttentionTimings:
     """Measure every shape; what there is is kept after each."""
-    import torch  # noqa: PLC0415
-
-    from stepscope.questions.attention_calls import (  # noqa: PLC0415
-        AttentionCalls,
-        judged_shape,
-        odd_shapes,
-        start_timings,
-        with_timing,
-    )
-    from stepscope.recording.ceilings import ceilings_for  # noqa: PLC0415
+    from stepscope.questions.attention import measure_grid  # noqa: PLC0415
     from stepscope.recording.environment import resolve_device  # noqa: PLC0415
 
     began_s = time.monotonic()
-    deadline_s = began_s + arguments.seconds
     device = resolve_device(arguments.device)
     on_gpu = device.type == "cuda"
     for name in arguments.only or ():
@@ -116,56 +98,28 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
         if arguments.only:
             names = tuple(name for name in names if name in arguments.only)
         groups.append([AttentionCell(implementation=name, dtype=dtype, shape=shape) for name in names])
-    workers = arguments.workers if arguments.workers is not None else (os.cpu_count() or 1) - 2 if on_gpu else 0
-    if workers > 0:
-        compile_ahead(groups, str(device), workers, began_s + COMPILING * arguments.seconds)
-    timings = start_timings(device, seconds=arguments.cell_seconds, launches="hidden")
-    kept_s = CEILING_S * len({group[0].dtype for group in groups if group})
-    kept_s = kept_s if kept_s <= CEILINGS * arguments.seconds else 0.0
-    calls = AttentionCalls(device, seconds=arguments.cell_seconds, deadline_s=deadline_s - kept_s)
-    for group in groups:
-        if not group:
-            continue
-        rows = calls.measure_group(group, lambda cell: (*odd_shapes(cell), *judged_shape(cell.shape, device)))
-        timings = with_timing(timings, rows)
+    told = 0
+
+    def tell(timings: AttentionTimings) -> None:
+        nonlocal told
         keep(timings, arguments.json)
-        told = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)
-        sys.stderr.write(f"{time.monotonic() - began_s:5.1f} s  {group[0].shape}, {group[0].dtype}: {told}\n")
-    dtypes = list(dict.fromkeys(row.cell.dtype for row in timings.timings if row.both))
-    # What was kept may be spent in part by the last group, which began before.
-    needed_s = kept_s / 2 or CEILING_S * len(dtypes)
-    if dtypes and not calls.interrupted and not calls.broken and deadline_s - time.monotonic() > needed_s:
-        try:
-            found = ceilings_for(torch.device(device), [PRODUCTS[dtype] for dtype in dtypes], keep=False)
-        except KeyboardInterrupt:
-            return timings
-        rates = {dtype: ceiling.rate for dtype, ceiling in found.matmul.items()}
-        timings = msgspec.structs.replace(timings, ceilings=rates)
-        keep(timings, arguments.json)
-    return timings
+        rows, told = timings.timings[told:], len(timings.timings)
+        if rows:
+            words = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)
+            cell = rows[0].cell
+            sys.stderr.write(f"{time.monotonic() - began_s:5.1f} s  {cell.shape}, {cell.dtype}: {words}\n")
 
-
-def compile_ahead(groups: list[list[AttentionCell]], device: str, workers: int, deadline_s: float) -> None:
-    """Have every kernel compiled into the caches on disk by several processes; what is late is compiled when needed."""
-    from stepscope.questions.attention_calls import odd_shapes  # noqa: PLC0415
-    from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through  # noqa: PLC0415
-
-    tasks = [
-        WorkerTask(
-            kind="compile", names=(cell.implementation,), dtype=cell.dtype, device=device,
-            shape=msgspec.structs.replace(shape, numbers="normal"),
-        )
-        for cells in groups
-        for cell in cells
-        if cell.implementation in (OURS, "flex")
-        for shape in (cell.shape, *odd_shapes(cell))
-    ]  # fmt: skip
-
-    def told(task: WorkerTask, answer: WorkerAnswer) -> None:
-        if answer.error:
-            sys.stderr.write(f"compiling {task.names[0]} ({task.shape}) in {task.dtype}: {answer.error}\n")
-
-    work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=told)
+    return measure_grid(
+        [group for group in groups if group],
+        device=str(device),
+        seconds=arguments.cell_seconds,
+        steps=None,
+        launches="hidden",
+        budget_s=arguments.seconds,
+        workers=arguments.workers if arguments.workers is not None else (os.cpu_count() or 1) - 2,
+        every_shape=True,
+        on_rows=tell,
+    )[0]
 
 
 def check_place(file: Path | None) -> None:

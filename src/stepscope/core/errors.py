@@ -5,10 +5,13 @@ import functools
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 import stepscope
+
+_Name = TypeVar("_Name", bound=str)
 
 # Text as it may be shown: nothing in it moves a cursor, turns the direction of writing, or fills a screen.
 
@@ -131,10 +134,11 @@ def _first_line(error: BaseException) -> str:
     return next((line.strip() for line in message_of(error).splitlines() if line.strip()), "")
 
 
-def choose(value: str, choices: tuple[str, ...] | list[str], what: str) -> str:
-    """Return `value` if it is one of `choices`; otherwise raise an InputError that lists them."""
-    if value in choices:
-        return value
+def choose(value: str, choices: Sequence[_Name], what: str) -> _Name:
+    """The one of `choices` that `value` is. Raises an InputError that lists them where it is none."""
+    for choice in choices:
+        if choice == value:
+            return choice
     raise InputError(f"unknown {what} {value!r}: choose one of {', '.join(choices)}")
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,9 +46,10 @@ from stepscope.questions.attention_gate import (
     result_of,
     usual_workers,
 )
-from stepscope.questions.attention_workers import WorkerAnswer, WorkerTask, work_through
+from stepscope.questions.attention_workers import WorkerTask, work_through
 from stepscope.questions.question import Question, Result, read_answer
 
+LAUNCHES: tuple[Launches, ...] = ("hidden", "shown")
 LONGEST = 1 << 24
 WIDEST = 1 << 12
 """The largest head_dim that is accepted; a larger one is a typing error."""
@@ -102,18 +104,6 @@ def sizes_for(device_type: str, preset: str | None) -> GridSizes:
     if preset is not None:
         return PRESETS[choose(preset, tuple(PRESETS), "preset")]
     return ON_CPU if device_type == "cpu" else ON_GPU
-
-
-def compiles_of(names: Sequence[str]) -> tuple[CallCompile, ...]:
-    """Checked names of `--compile`."""
-    known: dict[str, CallCompile] = {name: name for name in CALL_COMPILES}
-    return tuple(dict.fromkeys(known[choose(name, CALL_COMPILES, "compile")] for name in names))
-
-
-def launches_of(name: str) -> Launches:
-    """A checked name of `--launches`."""
-    known: dict[str, Launches] = {"hidden": "hidden", "shown": "shown"}
-    return known[choose(name, list(known), "launches")]
 
 
 def grid_groups(
@@ -189,33 +179,37 @@ def measure_grid(
     preset: str = "",
     ceilings: bool = True,
     functions: dict[Attention, Any] | None = None,
+    every_shape: bool = False,
     tell: Tell = lambda _: None,
     on_rows: Callable[[AttentionTimings], None] = lambda _: None,
 ) -> tuple[AttentionTimings, bool]:
     """Timings of every group, measured in one process, and whether Ctrl-C ended it; on_rows gets them after each group.
 
     functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
+    every_shape: whether the gate judges each timed shape, and not only the smallest of a head_dim and dtype.
     """
-    from stepscope.questions.attention_calls import (
-        AttentionCalls,
-        judged_shape,
-        odd_shapes,
-        start_timings,
-        with_timing,
-    )
+    from stepscope.questions.attention_calls import AttentionCalls, judged_shape, odd_shapes
     from stepscope.recording.ceilings import ceilings_for
-    from stepscope.recording.environment import resolve_device
+    from stepscope.recording.environment import read_environment, resolve_device
     from stepscope.recording.timer import StepFailed
 
     began_s = time.monotonic()
     on = resolve_device(device)
-    timings = start_timings(on, seconds=seconds, launches=launches, preset=preset)
+    timings = AttentionTimings(
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        environment=read_environment(on),
+        seconds=seconds,
+        launches=launches if on.type == "cuda" else "shown",
+        preset=preset,
+    )
     deadline_s = began_s + (float("inf") if budget_s is None else budget_s)
     smallest: dict[tuple[int, str], AttentionShape] = {}
     for group in groups:
         smallest.setdefault((group[0].shape.head_dim, group[0].dtype), group[0].shape)
 
     def gate_shapes(cell: AttentionCell) -> tuple[AttentionShape, ...]:
+        if every_shape:
+            return (*odd_shapes(cell), *judged_shape(cell.shape, on))
         judged = judged_shape(smallest[cell.shape.head_dim, cell.dtype], on)
         # Every shape is compiled anew, so compiled cells are not judged on the odd shapes too.
         compiled = cell.compile != "none" or ATTENTIONS[cell.implementation].compiler == "inductor"
@@ -233,7 +227,8 @@ def measure_grid(
             _compile_ahead(groups, gate_shapes, str(on), workers, began_s + latest_s)
         for i, group in enumerate(groups):
             tell(Stage(name="measure", detail=f"{group[0].shape}, {group[0].dtype}", fraction=i / len(groups)))
-            timings = with_timing(timings, calls.measure_group(group, gate_shapes))
+            rows = calls.measure_group(group, gate_shapes)
+            timings = msgspec.structs.replace(timings, timings=(*timings.timings, *rows))
             on_rows(timings)
     except KeyboardInterrupt:
         return timings, True
@@ -278,11 +273,7 @@ def _compile_ahead(
         if cell.compile != "none" or ATTENTIONS[cell.implementation].compiler is not None
         for shape in (cell.shape, *gate_shapes(cell))
     ]
-
-    def told(_task: WorkerTask, _answer: WorkerAnswer) -> None:
-        pass
-
-    work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=told)
+    work_through(list(dict.fromkeys(tasks)), workers=workers, deadline_s=deadline_s, told=lambda _task, _answer: None)
 
 
 Compile = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=("none", "default"))]
@@ -296,9 +287,7 @@ Causal = Annotated[
 ]
 Launching = Annotated[
     str | None,
-    Option(
-        "hidden (the device's own time) or shown (as on an idle device).", CALLS, complete=completed("hidden", "shown")
-    ),
+    Option("hidden (the device's own time) or shown (as on an idle device).", CALLS, complete=completed(*LAUNCHES)),
 ]
 Preset = Annotated[
     str | None,
@@ -352,10 +341,10 @@ def time_attentions(
         heads=usual.heads if heads is None else heads,
         key_heads=kv_heads,
         causal=usual.causal if causal is None else causal,
-        compiles=compiles_of(compile) if compile else usual.compiles,
+        compiles=[choose(name, CALL_COMPILES, "compile") for name in dict.fromkeys(compile or usual.compiles)],
     )
     check_runnable(groups, on.type)
-    hidden = usual.launches if launches is None else launches_of(launches)
+    hidden = usual.launches if launches is None else choose(launches, LAUNCHES, "launches")
     check_place(figures)
 
     def keep(timings: AttentionTimings) -> None:

@@ -7,7 +7,6 @@ it comes, so that a process that dies leaves the rows before. What measures is `
 import math
 import time
 from collections.abc import Callable, Sequence
-from datetime import UTC, datetime
 from typing import get_args
 
 import msgspec
@@ -18,7 +17,6 @@ from stepscope.core.attention_call import (
     AttentionCell,
     AttentionShape,
     AttentionTiming,
-    AttentionTimings,
     AttentionVerdict,
     CallCompile,
     CallMemory,
@@ -33,7 +31,6 @@ from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.kernels.operators import compile_for_each_shape
 from stepscope.questions.function_calls import CallPass, FunctionCalls, settings_for
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device
-from stepscope.recording.environment import read_environment
 from stepscope.recording.leads import launches_hidden
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.timer import StepFailed
@@ -273,22 +270,6 @@ class AttentionCalls:
         if cell.implementation not in self._compiled:
             self._compiled[cell.implementation] = compile_for_each_shape(function)
         return self._compiled[cell.implementation]
-
-
-def start_timings(device: torch.device, *, seconds: float, launches: Launches, preset: str = "") -> AttentionTimings:
-    """A measurement before its first cell."""
-    return AttentionTimings(
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        environment=read_environment(device),
-        seconds=seconds,
-        launches=launches if device.type == "cuda" else "shown",
-        preset=preset,
-    )
-
-
-def with_timing(timings: AttentionTimings, rows: Sequence[AttentionTiming]) -> AttentionTimings:
-    """The timings with these rows appended."""
-    return msgspec.structs.replace(timings, timings=(*timings.timings, *rows))
 
 
 def judged_shape(shape: AttentionShape, device: torch.device) -> tuple[AttentionShape, ...]:

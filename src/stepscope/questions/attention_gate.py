@@ -69,11 +69,9 @@ def implementations_of(names: Sequence[str]) -> tuple[Attention, ...]:
 
 def gate_dtypes_of(names: Sequence[str]) -> tuple[TensorDtype, ...]:
     """Checked dtypes, each once. Raises InputError for one that the gate cannot judge."""
-    known: dict[str, TensorDtype] = {name: name for name in GATE_DTYPES}
-    for name in names:
-        if name == "fp64":
-            raise InputError("the gate judges by float64, and cannot judge fp64: choose among fp32, bf16, fp16")
-    return tuple(dict.fromkeys(known[choose(name, GATE_DTYPES, "dtype")] for name in names))
+    if "fp64" in names:
+        raise InputError("the gate judges by float64, and cannot judge fp64: choose among fp32, bf16, fp16")
+    return tuple(dict.fromkeys(choose(name, GATE_DTYPES, "dtype") for name in names))
 
 
 def shapes_of(every: bool, device_type: str) -> tuple[AttentionShape, ...]:

@@ -29,7 +29,7 @@ from stepscope.questions.bench_gate import (
     Case,
     call_of,
     draw_call,
-    names_of,
+    tensor_names,
     variations,
     words_of,
 )
@@ -289,7 +289,7 @@ class _Room:
         assert asked.reference is not None
         yardstick = asked.functions.get(asked.yardstick, asked.reference)
         try:
-            names = names_of(call, (*asked.functions.values(), asked.reference))
+            names = tensor_names(call, (*asked.functions.values(), asked.reference))
             return Case.make(label, asked.dtype, call, asked.reference, yardstick, names=names, backward=asked.backward)
         except Exception as error:
             why = "float64 does not fit into the memory" if is_out_of_memory(error) else named_line(error)

@@ -98,7 +98,7 @@ def call_of(made: Any, what: str) -> Call:
     )
 
 
-def names_of(call: Call, functions: Iterable[Function]) -> list[str]:
+def tensor_names(call: Call, functions: Iterable[Function]) -> list[str]:
     """A name for each tensor: the parameter that it goes to, of the first function that says, or its place."""
     known = (_parameters(function) for function in functions)
     parameters = next((names for names in known if len(names) >= len(call.args)), [])
