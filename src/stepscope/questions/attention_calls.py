@@ -33,7 +33,6 @@ from stepscope.questions.function_calls import CallPass, FunctionCalls, settings
 from stepscope.recording.device import is_out_of_memory, let_go, timing_device
 from stepscope.recording.leads import launches_hidden
 from stepscope.recording.precision import matmul_precision
-from stepscope.recording.timer import StepFailed
 from stepscope.training.attention import AttentionFunction, fault_of_device, implementation
 from stepscope.training.attention.gate import LONG, check_attention_matrix
 from stepscope.training.attention.inputs import TORCH_DTYPES
@@ -77,6 +76,10 @@ Functions = dict[Attention, AttentionFunction]
 _Key = tuple[Attention, CallCompile, TensorDtype, AttentionShape]
 GateShapes = Callable[[AttentionCell], Sequence[AttentionShape]]
 """A function from a cell to the shapes on which the gate judges it."""
+
+
+def _key(cell: AttentionCell, shape: AttentionShape) -> _Key:
+    return cell.implementation, cell.compile, cell.dtype, shape
 
 
 class AttentionCalls:
@@ -156,41 +159,26 @@ class AttentionCalls:
             rows.update({cell: _fallen(cell, error, "the inputs") for cell in right})
             let_go(error)
             return
-        passes: dict[str, CallPass] = {}
-        memories: dict[str, CallMemory] = {}
         by_name = {str(cell): cell for cell in right}
-        for name, cell in by_name.items():
-            if self.over:
-                break
-            call_pass = CallPass(self._function(cell), call, [gradient])
-            try:
-                memory = self._calls.memory(call_pass)
-            except Exception as error:  # whatever it raises is its own row
-                rows[cell] = _fallen(cell, error, "a first pass")
-                call_pass.prepare()
-                let_go(error)
-                self._calls.clean_up()
-                continue
-            memories[name] = CallMemory(
-                saved_bytes=sum(memory.saved.values()),
-                before_backward_bytes=cell.input_bytes + memory.alive_bytes,
-                peak_bytes=None if memory.peak_bytes is None else cell.input_bytes + memory.peak_bytes,
-            )
-            passes[name] = call_pass
+        passes = {name: CallPass(self._function(cell), call, [gradient]) for name, cell in by_name.items()}
 
-        def failed(name: str, failure: StepFailed) -> None:
-            during = f"{failure.stage}, {failure.phase or 'step'}"
-            rows[by_name[name]] = _fallen(by_name[name], failure.__cause__ or failure, during)
+        def failed(name: str, error: BaseException, during: str) -> None:
+            rows[by_name[name]] = _fallen(by_name[name], error, during)
 
+        memories = self._calls.memories(passes, failed, lambda: self.over)
         for name, measured in self._calls.in_turns(passes, failed).items():
-            cell, samples = by_name[name], measured.samples
+            cell, samples, memory = by_name[name], measured.samples, memories[name]
             whole = bool(samples[FORWARD].count)
             self.interrupted |= measured.interrupted
             rows[cell] = AttentionTiming(
                 cell=cell, outcome="measured" if whole else "interrupted", checked=right[cell],
                 forward=samples[FORWARD] if whole else None, backward=samples[BACKWARD] if whole else None,
                 host=samples["host"] if whole else None, launches="hidden" if launches_hidden(measured) else "shown",
-                memory=memories[name],
+                memory=CallMemory(
+                    saved_bytes=sum(memory.saved.values()),
+                    before_backward_bytes=cell.input_bytes + memory.alive_bytes,
+                    peak_bytes=None if memory.peak_bytes is None else cell.input_bytes + memory.peak_bytes,
+                ),
             )  # fmt: skip
 
     # ---- the gate
@@ -207,7 +195,7 @@ class AttentionCalls:
         together: dict[tuple[CallCompile, TensorDtype, AttentionShape], list[AttentionCell]] = {}
         for cell in cells:
             for shape in gate_shapes(cell):
-                if self._key(cell, shape) not in self._judged:
+                if _key(cell, shape) not in self._judged:
                     together.setdefault((cell.compile, cell.dtype, shape), []).append(cell)
         for (_, dtype, shape), group in together.items():
             if self.over:
@@ -222,7 +210,11 @@ class AttentionCalls:
                 device=self.device,
                 dtypes=(dtype,),
                 shapes=(shape,),
-                functions=self._to_be_judged(cells),
+                functions={
+                    cell.implementation: self._function(cell)
+                    for cell in cells
+                    if cell.compile != "none" or cell.implementation in self._functions
+                },
             )
         except Exception as error:
             if not is_out_of_memory(error):
@@ -231,25 +223,14 @@ class AttentionCalls:
             self._calls.clean_up()
             return error
         for cell, report in zip(cells, reports, strict=True):
-            self._judged[self._key(cell, shape)] = report.verdicts[0]
+            self._judged[_key(cell, shape)] = report.verdicts[0]
         return None
-
-    def _key(self, cell: AttentionCell, shape: AttentionShape) -> "_Key":
-        return cell.implementation, cell.compile, cell.dtype, shape
-
-    def _to_be_judged(self, cells: Sequence[AttentionCell]) -> Functions:
-        """The functions that the gate judges, by the name of the implementation that each replaces."""
-        return {
-            cell.implementation: self._function(cell)
-            for cell in cells
-            if cell.compile != "none" or cell.implementation in self._functions
-        }
 
     def _gate(self, cell: AttentionCell, shapes: Sequence[AttentionShape]) -> AttentionTiming:
         """`measured` where it may be; otherwise the row that says why not."""
         judged: list[AttentionVerdict] = []
         for shape in shapes:
-            key = self._key(cell, shape)
+            key = _key(cell, shape)
             if key not in self._judged and (error := self._judge_on(shape, cell.dtype, [cell])):
                 return _fallen(cell, error, f"the gate's call ({shape})")
             judged.append(self._judged[key])

@@ -42,7 +42,6 @@ from stepscope.recording.flops import FlopCounts
 from stepscope.recording.leads import launches_hidden
 from stepscope.recording.precision import matmul_precision
 from stepscope.recording.step import drive
-from stepscope.recording.timer import StepFailed
 from stepscope.training.judging import Call, Function
 
 MOST_JUDGED = {"cuda": 1 << 27, "cpu": 1 << 22}
@@ -129,7 +128,8 @@ def run_bench(
                 call = room.made(sizes)  # afresh: the first call may have written to its inputs
                 judged = room.judge(sizes, call)
                 bench = msgspec.structs.replace(bench, verdicts=(*bench.verdicts, *judged))
-                tell(f"{label}: {_verdicts_words(judged, asked.functions)}time")
+                wrong = {verdict.function for verdict in judged if verdict.judged == "wrong"}
+                tell(f"{label}: {''.join(f'{name} is wrong, ' for name in asked.functions if name in wrong)}time")
                 timings, work = room.time(sizes, call, bench.verdicts)
                 bench = msgspec.structs.replace(
                     bench,
@@ -169,12 +169,6 @@ def without_times_of_wrong(bench: Bench) -> Bench:
     return msgspec.structs.replace(bench, timings=tuple(timings))
 
 
-def _verdicts_words(verdicts: Sequence[Verdict], functions: Mapping[str, Function]) -> str:
-    """Who is wrong, for a display: `mine is wrong, `; empty where nobody is."""
-    wrong = {verdict.function for verdict in verdicts if verdict.judged == "wrong"}
-    return "".join(f"{name} is wrong, " for name in functions if name in wrong)
-
-
 class _Room:
     """One bench on one device: what stays from size to size."""
 
@@ -187,7 +181,13 @@ class _Room:
         self.given_up: dict[str, str] = {}
         """Functions whose first call did not end, and that in words."""
         self._first_s: dict[str, float] = {}
-        self.interpreted = [name for name, function in asked.functions.items() if is_interpreted(function)]
+        self.interpreted = [
+            name
+            for name, function in asked.functions.items()
+            if "triton" in sys.modules
+            and any(type(one).__name__ == "InterpretedFunction" for one in reached_by(function))
+        ]
+        """Functions that call a kernel which Triton's interpreter runs: themselves, or what they name in their file."""
 
     def made(self, sizes: Mapping[str, int]) -> Call:
         """The inputs of this size. Raises InputError where they cannot be made."""
@@ -234,6 +234,11 @@ class _Room:
         if asked.reference is None:
             return []
         verdicts: list[Verdict] = []
+
+        def unjudged(name: str, label: str, call: Call, why: str) -> Verdict:
+            return Verdict(function=name, case=label, inputs=words_of(call), dtype=asked.dtype, judged="not judged",
+                           reason=why)  # fmt: skip
+
         for label, varied in self._variations(sizes, call):
             alike = (label, AS_TIMED) if label == SMALL else (label,)
             if any((one, words_of(varied)) in self._judged for one in alike):
@@ -241,17 +246,7 @@ class _Room:
             self._judged.add((label, words_of(varied)))
             case = self._case(label, varied)
             if isinstance(case, str):
-                verdicts += [
-                    Verdict(
-                        function=name,
-                        case=label,
-                        inputs=words_of(varied),
-                        dtype=asked.dtype,
-                        judged="not judged",
-                        reason=case,
-                    )
-                    for name in asked.functions
-                ]
+                verdicts += [unjudged(name, label, varied, case) for name in asked.functions]
                 continue
             for name, function in asked.functions.items():
                 if name in self.given_up:
@@ -262,8 +257,7 @@ class _Room:
                 except Exception as error:
                     if not is_out_of_memory(error) and not isinstance(error, TimeoutError):
                         raise
-                    verdicts.append(Verdict(function=name, case=label, inputs=words_of(varied), dtype=asked.dtype,
-                                            judged="not judged", reason=one_line(error)))  # fmt: skip
+                    verdicts.append(unjudged(name, label, varied, one_line(error)))
                     let_go(error)
         self._calls.clean_up()
         return verdicts
@@ -316,59 +310,33 @@ class _Room:
                           reason=reason, **fields)  # fmt: skip
 
         passes: dict[str, CallPass] = {}
-        firsts: dict[str, dict[str, Any]] = {}
         for name, function in asked.functions.items():
             refused = next((v for v in verdicts if v.function == name and v.judged == "wrong"), None)
             if refused is not None:
                 rows[name] = row(name, "wrong", f"{refused.case} ({refused.inputs}): {refused.reason}")
-                continue
-            if name in self.interpreted:
-                rows[name] = row(
-                    name, "interpreted", "its kernels ran in Triton's interpreter, whose times say nothing"
-                )
-                continue
-            if name in self.given_up:
+            elif name in self.interpreted:
+                why = "its kernels ran in Triton's interpreter, whose times say nothing"
+                rows[name] = row(name, "interpreted", why)
+            elif name in self.given_up:
                 rows[name] = row(name, "failed", self.given_up[name])
-                continue
-            one = CallPass(function, call.ready(backward=asked.backward))
-            try:
-                memory = self._calls.memory(one)
-                firsts[name] = {
-                    "first_s": self._first_s.get(name),
-                    "saved_bytes": (
-                        sum(nbytes for pointer, nbytes in memory.saved.items() if pointer not in memory.outs)
-                        if one.leaves
-                        else None
-                    ),
-                    "beyond_bytes": (
-                        None if memory.peak_bytes is None else max(0, memory.peak_bytes - memory.result_bytes)
-                    ),
-                }
-                passes[name] = one
-            except Exception as error:  # whatever it raises is its own row
-                outcome: Timed = "out of memory" if is_out_of_memory(error) else "failed"
-                rows[name] = row(name, outcome, named_line(error))
-                one.prepare()
-                let_go(error)
-                self._calls.clean_up()
+            else:
+                passes[name] = CallPass(function, call.ready(backward=asked.backward))
+
+        def failed(name: str, error: BaseException, _during: str) -> None:
+            rows[name] = row(name, "out of memory" if is_out_of_memory(error) else "failed", named_line(error))
+
+        memories = self._calls.memories(passes, failed)
         work = self._work(sizes, call, passes)
-
-        def failed(name: str, failure: StepFailed) -> None:
-            cause = failure.__cause__ or failure
-            rows[name] = row(name, "out of memory" if is_out_of_memory(cause) else "failed", named_line(cause))
-
         for name, measured in self._calls.in_turns(passes, failed).items():
             self.interrupted |= measured.interrupted
-            samples = measured.samples
+            samples, memory = measured.samples, memories[name]
+            saved = sum(nbytes for pointer, nbytes in memory.saved.items() if pointer not in memory.outs)
             rows[name] = row(
-                name,
-                "measured" if samples[FORWARD].count else "interrupted",
-                forward=samples[FORWARD],
-                backward=samples.get(BACKWARD),
-                host=samples["host"],
-                hidden=launches_hidden(measured),
-                **firsts[name],
-            )
+                name, "measured" if samples[FORWARD].count else "interrupted", forward=samples[FORWARD],
+                backward=samples.get(BACKWARD), host=samples["host"], hidden=launches_hidden(measured),
+                first_s=self._first_s.get(name), saved_bytes=saved if passes[name].leaves else None,
+                beyond_bytes=None if memory.peak_bytes is None else max(0, memory.peak_bytes - memory.result_bytes),
+            )  # fmt: skip
         self._calls.clean_up()
         return [rows[name] for name in asked.functions if name in rows], work
 
@@ -391,7 +359,12 @@ class _Room:
         outputs = sum(out.nbytes for out in one.outs)
         leaves = sum(leaf.nbytes for leaf in one.leaves)
         one.prepare()
-        kept = self._kept(one)
+        # Backward reads what autograd keeps, and the outputs' gradients.
+        kept = 0
+        with contextlib.suppress(Exception):  # what cannot run keeps nothing that is known
+            one.forward()
+            kept = sum(one.saved_storages().values())
+        one.prepare()
         flops = {phase: work.flops for phase, work in counts.work.items()} if not counts.unknown else {}
         return [
             Work(
@@ -403,17 +376,6 @@ class _Room:
                 backward_bytes=kept + outputs + leaves if leaves else 0,
             )
         ]
-
-    def _kept(self, one: CallPass) -> int:
-        """What its backward reads beside the outputs' gradients: all that autograd keeps."""
-        try:
-            one.forward()
-            return sum(one.saved_storages().values())
-        except Exception as error:  # what cannot run keeps nothing that is known
-            let_go(error)
-            return 0
-        finally:
-            one.prepare()
 
 
 def with_ratios(rows: Sequence[Timing]) -> list[Timing]:
@@ -455,12 +417,7 @@ def patience(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def is_interpreted(function: Function) -> bool:
-    """Whether the function calls a kernel that Triton's interpreter runs: itself, or what it names in its own file."""
-    return "triton" in sys.modules and any(type(one).__name__ == "InterpretedFunction" for one in _reached(function))
-
-
-def _reached(function: Any) -> Iterator[Any]:
+def reached_by(function: Any) -> Iterator[Any]:
     """The function, and what it names in its own file, and so on."""
     waiting, seen = [function], set[int]()
     while waiting:

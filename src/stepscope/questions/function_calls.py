@@ -102,8 +102,8 @@ class PassMemory:
     """Outputs and gradients."""
 
 
-Failed = Callable[[str, StepFailed], object]
-"""Told of a pass that raised an error: its name, and the failure."""
+Failed = Callable[[str, BaseException, str], object]
+"""Told of a pass that raised an error: its name, the error, and during what."""
 
 
 class FunctionCalls:
@@ -146,6 +146,22 @@ class FunctionCalls:
         one.prepare()
         return found
 
+    def memories(
+        self, passes: dict[str, CallPass], failed: Failed, over: Callable[[], bool] = lambda: False
+    ) -> dict[str, PassMemory]:
+        """The memory of each. One that fails is told and leaves `passes`, as do those that are left when it is over."""
+        found: dict[str, PassMemory] = {}
+        for name, one in list(passes.items()):
+            if over():
+                del passes[name]
+                continue
+            try:
+                found[name] = self.memory(one)
+            except Exception as error:  # whatever it raises is its own
+                failed(name, error, "a first pass")
+                self._drop(name, passes, error)
+        return found
+
     def in_turns(self, passes: dict[str, CallPass], failed: Failed) -> dict[str, Measurement]:
         """Times of the passes, taken in turns. One that fails is told and leaves `passes`; the others start again."""
         while passes:
@@ -156,11 +172,14 @@ class FunctionCalls:
                         self._leads.give(name, one)
                 return measure(passes, device=self.timing, settings=self._settings)
             except StepFailed as failure:
-                failed(failure.subject, failure)
-                let_go(failure)
-                passes.pop(failure.subject).prepare()
-                self.clean_up()
+                failed(failure.subject, failure.__cause__ or failure, f"{failure.stage}, {failure.phase or 'step'}")
+                self._drop(failure.subject, passes, failure)
         return {}
+
+    def _drop(self, name: str, passes: dict[str, CallPass], error: Exception) -> None:
+        passes.pop(name).prepare()
+        let_go(error)
+        self.clean_up()
 
     def clean_up(self) -> None:
         """Give back memory that nobody uses."""
