@@ -1,8 +1,10 @@
 """Is each implementation of attention right? Every dtype and shape, judged by float64, nothing timed."""
 
+import itertools
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -98,26 +100,24 @@ def judge_matrix(
 
     on_answer gets what there is, as it grows. Ctrl-C ends it with what there is.
     """
+    # Each compiled implementation alone, first, as they take longest; then all others together.
+    rest = tuple(name for name in names if ATTENTIONS[name].compiler is None)
+    groups = [*((name,) for name in names if name not in rest), *([rest] if rest else [])]
     tasks = [
         WorkerTask(kind="judge", names=together, dtype=dtype, shape=shape, device=device, repeat=True)
-        for together in _together(names)
+        for together in groups
         for shape in shapes
         for dtype in dtypes
     ]
     verdicts: dict[Attention, list[AttentionVerdict]] = {name: [] for name in names}
     calls = len(names) * len(dtypes) * len(shapes)
-    matrix = GateMatrix(
-        device=device,
-        device_name=device_name,
-        versions=versions or {},
-        calls=calls,
-    )
+    matrix = GateMatrix(device=device, device_name=device_name, versions=versions or {}, calls=calls)
+    places = {(dtype, shape): i for i, (dtype, shape) in enumerate(itertools.product(dtypes, shapes))}
 
     def told(task: WorkerTask, answer: WorkerAnswer) -> None:
         nonlocal matrix
         for report in answer.reports or lost(task, answer.error):
             verdicts[report.implementation].extend(report.verdicts)
-        places = {(dtype, shape): i for i, (dtype, shape) in enumerate((d, s) for d in dtypes for s in shapes)}
         reports = tuple(
             GateReport(
                 implementation=name,
@@ -135,13 +135,6 @@ def judge_matrix(
     except KeyboardInterrupt:
         return msgspec.structs.replace(matrix, interrupted=True)
     return matrix
-
-
-def _together(names: Sequence[Attention]) -> list[tuple[Attention, ...]]:
-    """Groups to judge together: each compiled implementation alone, first, as they take longest; then all others."""
-    rest = tuple(name for name in names if ATTENTIONS[name].compiler is None)
-    alone = [(name,) for name in names if ATTENTIONS[name].compiler is not None]
-    return [*alone, rest] if rest else alone
 
 
 # The gate's verdicts as an answer: how close each implementation comes, what is wrong where, what was allowed.
@@ -164,48 +157,47 @@ def answer_gate(reports: Sequence[GateReport], *lead: str, origin: str = "") -> 
         notes += [f"{report.implementation} fails {each.sentence}" for each in shown]
         if len(report.failures) > len(shown):
             notes.append(f"{report.implementation} fails {len(report.failures) - len(shown)} more.")
-    notes += [*_allowances(reports), *_yardsticks(reports)]
+    notes += _allowances(reports)
+    # What is allowed where that is not twice sdpa's error.
+    yardsticks = dict.fromkeys(line for report in reports for each in report.verdicts for line in each.yardsticks)
+    notes += [f"Allowed {yardstick}." for yardstick in yardsticks]
+    asides: list[str] = []
+    for report in reports:
+        reasons = Counter(each.reason for each in report.verdicts if each.outcome == "not supported")
+        asides += [
+            f"{report.implementation} {reason}: {count} of {len(report.verdicts)} calls"
+            for reason, count in reasons.items()
+        ]
     headline = f"Attention beside float64{where}: the worst error, as a share of what is allowed"
     return Answer(
         study="attention-gate",
         question="Is each implementation of attention right?",
         lead=as_lines(*lead, Line(headline, "strong")),
         tables=(_table(reports, notes),),
-        asides=tuple(line for report in reports for line in _not_supported(report)),
+        asides=tuple(asides),
         origin=(origin,) if origin else (),
     )
 
 
 def _table(reports: Sequence[GateReport], notes: Sequence[str]) -> Table:
     rows: list[tuple[Cell, ...]] = []
+    outcomes = ("passed", "failed", "not supported")
     for report in reports:
         for dtype in dict.fromkeys(verdict.dtype for verdict in report.verdicts):
             verdicts = [verdict for verdict in report.verdicts if verdict.dtype == dtype]
-            outcomes = [verdict.outcome for verdict in verdicts]
-            counts = [outcomes.count(outcome) for outcome in ("passed", "failed", "not supported")]
+            counts = Counter(verdict.outcome for verdict in verdicts)
+            word = "WRONG" if counts["failed"] else "right" if counts["passed"] else "not run"
+            seen = [verdict.repeats for verdict in verdicts if verdict.repeats is not None]
+            again = f"no, in {seen.count(False)} of {len(seen)}" if False in seen else "yes" if seen else ""
             rows.append((
-                report.implementation, dtype, _verdict(*counts[:2]), _repeats(verdicts), *counts,
+                report.implementation, dtype, word, again, *(counts[outcome] for outcome in outcomes),
                 *(_worst(verdicts, tensor) for tensor in _TENSORS),
             ))  # fmt: skip
-    figures = ("passed", "failed", "not supported", *_TENSORS)
+    figures = (*outcomes, *_TENSORS)
     return table_of(
         "implementation", "dtype", "verdict", "same bits again", *((name, TEXT) for name in figures),
         rows=rows, notes=as_lines(*notes),
     )  # fmt: skip
-
-
-def _verdict(passed: int, failed: int) -> str:
-    if failed:
-        return "WRONG"
-    return "right" if passed else "not run"
-
-
-def _repeats(verdicts: Sequence[AttentionVerdict]) -> str:
-    """Whether calls that were run twice gave the same bits; empty if none was run twice."""
-    seen = [verdict.repeats for verdict in verdicts if verdict.repeats is not None]
-    if not seen:
-        return ""
-    return "yes" if all(seen) else f"no, in {seen.count(False)} of {len(seen)}"
 
 
 def _worst(verdicts: Sequence[AttentionVerdict], tensor: str) -> str:
@@ -231,23 +223,6 @@ def _allowances(reports: Sequence[GateReport]) -> list[str]:
             names = ", ".join(name for name, each in of_whom.items() if tuple(each) == dtypes)
             lines.append(f"{names} may be off {allowance} ({', '.join(dtypes)}).")
     return lines
-
-
-def _yardsticks(reports: Sequence[GateReport]) -> list[str]:
-    """What is allowed where that is not twice sdpa's error."""
-    yardsticks = dict.fromkeys(line for report in reports for v in report.verdicts for line in v.yardsticks)
-    return [f"Allowed {yardstick}." for yardstick in yardsticks]
-
-
-def _not_supported(report: GateReport) -> list[str]:
-    reasons: dict[str, int] = {}
-    for verdict in report.verdicts:
-        if verdict.outcome == "not supported":
-            reasons[verdict.reason] = reasons.get(verdict.reason, 0) + 1
-    return [
-        f"{report.implementation} {reason}: {count} of {len(report.verdicts)} calls"
-        for reason, count in reasons.items()
-    ]
 
 
 Attentions = Annotated[tuple[str, ...] | None, Option("", WORKLOAD, choices=tuple(ATTENTIONS))]

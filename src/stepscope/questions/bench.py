@@ -4,23 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from stepscope.core.answer import (
-    PROSE,
-    TEXT,
-    Answer,
-    Cell,
-    Finding,
-    Frame,
-    Line,
-    Panel,
-    Point,
-    Table,
-    Tone,
-    error,
-    note,
-    table_of,
-    warning,
-)
+from stepscope.core import answer
 from stepscope.core.processes import standing
 from stepscope.core.samples import Interval
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
@@ -35,10 +19,10 @@ NO_DIFFERENCE = 0.01
 """A difference below it is none that anybody would use, however sure it is."""
 
 
-def answer_bench(bench: Bench) -> Answer:
+def answer_bench(bench: Bench) -> answer.Answer:
     """Tables, a curve over sizes where there are several, and what follows."""
     asked = next(iter(bench.functions))
-    return Answer(
+    return answer.Answer(
         study="bench",
         question=f"Is {asked} right, and is it faster?",
         device=bench.environment.device_name,
@@ -82,24 +66,24 @@ def _base(bench: Bench, row: Timing) -> str:
     )
 
 
-def _lead(bench: Bench) -> Iterator[Line]:
+def _lead(bench: Bench) -> Iterator[answer.Line]:
     asked = next(iter(bench.functions))
     verdict = verdict_of(bench, asked)
-    tone: Tone = "bad" if verdict == "wrong" else "good" if verdict.startswith("right") else "care"
+    tone: answer.Tone = "bad" if verdict == "wrong" else "good" if verdict.startswith("right") else "care"
     where = f"{bench.environment.device_name}, {bench.dtype}, {'forward and backward' if bench.backward else 'forward'}"
-    yield Line(f"{bench.functions[asked]} on {where}", "strong")
+    yield answer.Line(f"{bench.functions[asked]} on {where}", "strong")
     if verdict == "wrong":
         first = bench.wrong(asked)[0]
-        yield Line(f"Wrong, so it has no time: {first.case} ({first.inputs}): {first.reason}.", "bad")
+        yield answer.Line(f"Wrong, so it has no time: {first.case} ({first.inputs}): {first.reason}.", "bad")
         return
-    yield Line(
+    yield answer.Line(
         f"{verdict[0].upper()}{verdict[1:]}{' beside float64' if bench.reference else ': no reference was given'}.",
         tone,
     )
     stands = decided(bench)
     for row in bench.timings:
         if row.ratio is not None and row.function != asked and _base(bench, row) == asked:
-            yield Line(f"{_where(row)}{_contest(asked, row, stands[row.function, row.inputs])}.")
+            yield answer.Line(f"{_where(row)}{_contest(asked, row, stands[row.function, row.inputs])}.")
 
 
 def _where(row: Timing) -> str:
@@ -127,18 +111,20 @@ def _within(interval: Interval | None) -> str:
     return f" (95 %: {interval.low:.3f} to {interval.high:.3f})" if interval is not None else ""
 
 
-def _right(bench: Bench) -> Table:
+def _right(bench: Bench) -> answer.Table:
     """A row for each case of the function that is asked about, and one for each of the others: what came nearest to its
     bound."""
     asked = next(iter(bench.functions))
     groups: dict[tuple[str, str], list[Verdict]] = {}
     for verdict in bench.verdicts:
         groups.setdefault((verdict.function, verdict.case if verdict.function == asked else ""), []).append(verdict)
-    rows: list[tuple[Cell, ...]] = []
-    tones: dict[int, Tone] = {}
+    rows: list[tuple[answer.Cell, ...]] = []
+    tones: dict[int, answer.Tone] = {}
     rules: list[int] = []
+    order = ("not judged", "right", "refused", "wrong")
     for (function, case), verdicts in sorted(groups.items(), key=lambda one: one[0][0] != asked):
-        verdict = max(verdicts, key=_gravity)
+        # The gravest, and of those the one nearest to its bound.
+        verdict = max(verdicts, key=lambda one: (order.index(one.judged), max(map(_share, one.errors), default=0.0)))
         worst = max(verdict.errors, key=_share, default=None)
         if function != asked and not rules:
             rules.append(len(rows))
@@ -157,8 +143,8 @@ def _right(bench: Bench) -> Table:
             )
         )
     columns = (
-        "function", ("case", TEXT), ("inputs", TEXT), ("verdict", TEXT), ("nearest to its bound", TEXT),
-        ("error", ".2g"), ("allowed", ".2g"), ("yardstick's", ".2g"), ("same bits", TEXT), ("why", PROSE),
+        "function", *((name, answer.TEXT) for name in ("case", "inputs", "verdict", "nearest to its bound")),
+        ("error", ".2g"), ("allowed", ".2g"), ("yardstick's", ".2g"), ("same bits", answer.TEXT), ("why", answer.PROSE),
     )  # fmt: skip
     return _shown(RIGHT, columns, rows, tones=tones, rules=tuple(rules))
 
@@ -167,25 +153,19 @@ def _share(error: ResultError) -> float:
     return math.inf if error.error is None else error.error / (error.allowed or 1)
 
 
-def _gravity(verdict: Verdict) -> tuple[int, float]:
-    """What is shown where there is room for one verdict: the gravest, and of those the one nearest to its bound."""
-    order = ("not judged", "right", "refused", "wrong")
-    return order.index(verdict.judged), max(map(_share, verdict.errors), default=0.0)
-
-
 def _shown(
-    title: str, columns: Sequence[tuple[str, str] | str], rows: Sequence[tuple[Cell, ...]], **more: Any
-) -> Table:
+    title: str, columns: Sequence[tuple[str, str] | str], rows: Sequence[tuple[answer.Cell, ...]], **more: Any
+) -> answer.Table:
     """The table without the columns in which no row has anything."""
     kept = [i for i in range(len(columns)) if any(row[i] not in (None, "") for row in rows)]
-    return table_of(
+    return answer.table_of(
         *(columns[i] for i in kept), title=title, rows=[tuple(row[i] for i in kept) for row in rows], **more
     )
 
 
-def _time(bench: Bench) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    tones: dict[int, Tone] = {}
+def _time(bench: Bench) -> answer.Table:
+    rows: list[tuple[answer.Cell, ...]] = []
+    tones: dict[int, answer.Tone] = {}
     rules: list[int] = []
     for i, row in enumerate(bench.timings):
         if i and row.inputs != bench.timings[i - 1].inputs:
@@ -202,13 +182,13 @@ def _time(bench: Bench) -> Table:
             row.outcome if row.outcome != "measured" else "", row.reason if row.outcome != "wrong" else "",
         ))  # fmt: skip
     columns = (
-        ("inputs", TEXT), ("function", TEXT), ("forward", "s"), ("backward", "s"), ("both", "s"),
-        ("as long", "{:.3f} x"), ("95 % interval", TEXT), ("host", "s"), ("first call", "s"),
-        ("saved", "B"), ("peak beyond", "B"), ("no time", TEXT), ("why", PROSE),
+        ("inputs", answer.TEXT), ("function", answer.TEXT), ("forward", "s"), ("backward", "s"), ("both", "s"),
+        ("as long", "{:.3f} x"), ("95 % interval", answer.TEXT), ("host", "s"), ("first call", "s"),
+        ("saved", "B"), ("peak beyond", "B"), ("no time", answer.TEXT), ("why", answer.PROSE),
     )  # fmt: skip
     hidden = [row for row in bench.timings if row.forward is not None and not row.hidden]
     notes = [
-        Line(
+        answer.Line(
             "Medians; as long: beside the first function, pass by pass in turns. saved: what autograd keeps beside "
             "inputs and outputs.",
             "aside",
@@ -216,7 +196,7 @@ def _time(bench: Bench) -> Table:
     ]
     if hidden and bench.environment.device_type == "cuda":
         notes.append(
-            Line(
+            answer.Line(
                 "The host was slower than the device where launches could not be hidden: those times hold launches.",
                 "care",
             )
@@ -224,41 +204,29 @@ def _time(bench: Bench) -> Table:
     return _shown(TIME, columns, rows, tones=tones, rules=tuple(rules), notes=tuple(notes))
 
 
-def _ceiling(bench: Bench) -> Table:
+def _ceiling(bench: Bench) -> answer.Table:
     """Rates beside the ceilings that were measured here: what the roofline allows at this intensity."""
     works = {work.inputs: work for work in bench.works}
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[answer.Cell, ...]] = []
     for row in bench.timings:
         work, seconds = works.get(row.inputs), row.seconds
         if work is None or not seconds:
             continue
         flops, moved = work.flops, work.moved_bytes
         limit = roofline_s(bench, work)
-        rows.append(
-            (
-                size_words(row.sizes) or row.inputs,
-                row.function,
-                flops / seconds if flops else None,
-                moved / seconds,
-                flops / moved if flops else None,
-                limit[1] if limit else None,
-                limit[0] / seconds if limit else None,
-            )
-        )
+        rows.append((
+            size_words(row.sizes) or row.inputs, row.function, flops / seconds if flops else None, moved / seconds,
+            flops / moved if flops else None, *((limit[1], limit[0] / seconds) if limit else (None, None)),
+        ))  # fmt: skip
     columns = (
-        ("inputs", TEXT),
-        ("function", TEXT),
-        ("FLOP/s", "FLOP/s"),
-        ("B/s", "B/s"),
-        ("FLOP a byte", ".1f"),
-        ("bound by", TEXT),
-        ("of the roofline", "%"),
-    )
+        ("inputs", answer.TEXT), ("function", answer.TEXT), ("FLOP/s", "FLOP/s"), ("B/s", "B/s"),
+        ("FLOP a byte", ".1f"), ("bound by", answer.TEXT), ("of the roofline", "%"),
+    )  # fmt: skip
     of = (
         "FLOPs of matrix products, causal attention as half of the square. Bytes: inputs, outputs, their gradients and "
         "what the reference keeps for backward, once."
     )
-    return _shown(CEILING, columns, rows, notes=(Line(of, "aside"),))
+    return _shown(CEILING, columns, rows, notes=(answer.Line(of, "aside"),))
 
 
 def roofline_s(bench: Bench, work: Work) -> tuple[float, str] | None:
@@ -270,17 +238,14 @@ def roofline_s(bench: Bench, work: Work) -> tuple[float, str] | None:
     return (by_products, "products") if by_products > by_memory else (by_memory, "memory")
 
 
-def _panels(bench: Bench) -> Iterator[Panel]:
-    varied = [
-        name
-        for name in (bench.timings[0].sizes if bench.timings else {})
-        if len({r.sizes[name] for r in bench.timings}) > 1
-    ]
+def _panels(bench: Bench) -> Iterator[answer.Panel]:
+    names = bench.timings[0].sizes if bench.timings else {}
+    varied = [name for name in names if len({row.sizes[name] for row in bench.timings}) > 1]
     if len(varied) != 1:
         return
     name = varied[0]
     points = [
-        Point(
+        answer.Point(
             line=row.function,
             x=float(row.sizes[name]),
             y=row.seconds or 0.0,
@@ -289,26 +254,26 @@ def _panels(bench: Bench) -> Iterator[Panel]:
         )
         for row in bench.timings
     ]
-    yield Panel(
+    yield answer.Panel(
         x_title=name,
         y_title="time (s)",
         points=tuple(points),
         x_log=True,
         y_log=True,
-        frame=Frame(heading="Forward and backward" if bench.backward else "Forward"),
+        frame=answer.Frame(heading="Forward and backward" if bench.backward else "Forward"),
     )
 
 
-def _findings(bench: Bench) -> Iterator[Finding]:
+def _findings(bench: Bench) -> Iterator[answer.Finding]:
     if not bench.reference:
-        yield warning(
+        yield answer.warning(
             "not-judged",
             "Nothing judged these functions: their times are of whatever they compute.",
             {},
             "--against or --reference names a function that is right in float64",
         )
     for function, names in bench.left_out.items():
-        yield note(
+        yield answer.note(
             "argument-left-out",
             f"{function} has no parameter {' and '.join(names)}, and was called without.",
             {"arguments": len(names)},
@@ -316,30 +281,28 @@ def _findings(bench: Bench) -> Iterator[Finding]:
     for function in bench.functions:
         wrong = bench.wrong(function)
         if wrong:
-            yield error(
+            yield answer.error(
                 "wrong",
                 f"{function} is wrong in {counted(len(wrong), 'case')}, first with {wrong[0].case} "
                 f"({wrong[0].inputs}): {wrong[0].reason}.",
                 {"cases": len(wrong)},
             )
             if all(v.case == "fully masked rows" for v in wrong):
-                yield note(
+                yield answer.note(
                     "masked-rows",
                     f"{function} is right but for rows that the mask hides whole: those should be zeros, as PyTorch "
                     "has them.",
                 )
         refused = _of(bench, function, "refused")
         if refused and not wrong:
-            yield warning(
+            yield answer.warning(
                 "refuses",
                 f"{function} refuses {' and '.join(dict.fromkeys(v.case for v in refused))}: {refused[0].reason}.",
                 {"cases": len(refused)},
             )
-        other_bits = [
-            v for v in bench.verdicts if v.function == function and v.repeats is False and v.judged == "right"
-        ]
+        other_bits = [verdict for verdict in _of(bench, function, "right") if verdict.repeats is False]
         if other_bits:
-            yield note(
+            yield answer.note(
                 "not-deterministic",
                 f"{function} gives other bits when it is called again ({other_bits[0].case}): it is right each time.",
                 {"cases": len(other_bits)},
@@ -347,9 +310,9 @@ def _findings(bench: Bench) -> Iterator[Finding]:
     unjudged = [v for v in bench.verdicts if v.judged == "not judged"]
     for reason in dict.fromkeys(v.reason for v in unjudged):
         cases = list(dict.fromkeys(v.case for v in unjudged if v.reason == reason))
-        yield note("case-not-judged", f"Nobody was judged on {' and '.join(cases)}: {reason}.", {})
+        yield answer.note("case-not-judged", f"Nobody was judged on {' and '.join(cases)}: {reason}.", {})
     if bench.interpreted:
-        yield warning(
+        yield answer.warning(
             "interpreted",
             f"{' and '.join(bench.interpreted)} ran in Triton's interpreter on the CPU: judged, and not timed.",
             remedy="a GPU times it",
@@ -358,7 +321,7 @@ def _findings(bench: Bench) -> Iterator[Finding]:
     yield from _slow_to_compile(bench)
     yield from _of_the_device(bench)
     if bench.interrupted:
-        yield warning(
+        yield answer.warning(
             "interrupted",
             "The bench was interrupted: what it had not reached is not in it.",
             {},
@@ -370,7 +333,7 @@ def _of(bench: Bench, function: str, judged: str) -> list[Verdict]:
     return [v for v in bench.verdicts if v.function == function and v.judged == judged]
 
 
-def _less_exact(bench: Bench) -> Iterator[Finding]:
+def _less_exact(bench: Bench) -> Iterator[answer.Finding]:
     """Functions that are right, and further off than the yardstick."""
     for function in bench.functions:
         errors = [(v, e) for v in _of(bench, function, "right") for e in v.errors if e.error and e.rival]
@@ -379,7 +342,7 @@ def _less_exact(bench: Bench) -> Iterator[Finding]:
         verdict, error = max(errors, key=lambda one: (one[1].error or 0.0) / (one[1].rival or 1.0))
         times = (error.error or 0.0) / (error.rival or 1.0)
         if times > LESS_EXACT:
-            yield note(
+            yield answer.note(
                 "less-exact",
                 f"{function} is right, and up to {times:.1f} times as far off as {bench.yardstick or bench.reference}: "
                 f"the {error.result} with {verdict.case}, {error.error:.2g} beside {error.rival:.2g}.",
@@ -387,10 +350,10 @@ def _less_exact(bench: Bench) -> Iterator[Finding]:
             )
 
 
-def _slow_to_compile(bench: Bench) -> Iterator[Finding]:
+def _slow_to_compile(bench: Bench) -> Iterator[answer.Finding]:
     for row in bench.timings:
         if row.first_s is not None and row.seconds and row.first_s > max(1.0, 100 * row.seconds):
-            yield note(
+            yield answer.note(
                 "compiles",
                 f"{_where(row)}{row.function} needed {format_seconds(row.first_s)} for its first call, to compile and "
                 f"to choose: as long as {row.first_s / row.seconds:,.0f} later ones.",
@@ -398,7 +361,7 @@ def _slow_to_compile(bench: Bench) -> Iterator[Finding]:
             )
 
 
-def _of_the_device(bench: Bench) -> Iterator[Finding]:
+def _of_the_device(bench: Bench) -> Iterator[answer.Finding]:
     """What is left: how far the fastest right function is from what this device can."""
     for work in bench.works:
         timed = [row for row in bench.timings if row.inputs == work.inputs and row.seconds]
@@ -407,15 +370,11 @@ def _of_the_device(bench: Bench) -> Iterator[Finding]:
             continue
         best = min(timed, key=lambda row: row.seconds or math.inf)
         share = limit[0] / (best.seconds or math.inf)
-        yield note(
+        flops = f"{work.flops / 1e9:,.3g} GFLOP and " if work.flops else ""
+        yield answer.note(
             "roofline",
             f"{_where(best) or 'Of these '}{best.function} is the fastest, and reaches {format_share(share)} of what "
             f"{limit[1]} allow{'s' if limit[1] == 'memory' else ''} here: {format_seconds(limit[0])} for "
-            f"{_work_words(work)}.",
+            f"{flops}{format_bytes(work.moved_bytes)}.",
             {"share": share},
         )
-
-
-def _work_words(work: Work) -> str:
-    flops = f"{work.flops / 1e9:,.3g} GFLOP and " if work.flops else ""
-    return f"{flops}{format_bytes(work.moved_bytes)}"

@@ -14,8 +14,7 @@ from torch import nn
 from stepscope.core.errors import InputError, choose, named_line
 from stepscope.core.parts import ATTENTIONS
 from stepscope.questions.bench_calls import Asked
-from stepscope.questions.bench_gate import judgeable_dtype
-from stepscope.questions.bench_inputs import parse_shape, parse_sizes
+from stepscope.questions.bench_inputs import FLOATS, parse_shape, parse_sizes
 from stepscope.training.attention import implementation
 from stepscope.training.judging import Function
 from stepscope.training.user_module.loading import find_factory
@@ -116,15 +115,15 @@ def called_with(function: Function, arguments: Mapping[str, Any]) -> Function:
     if not parameters or (any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and "args" not in parameters):
         return function
     names = {name: _name_in(parameters, name) for name in arguments}
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
-        return _positional(function, [name for name, taken in names.items() if taken is None])
-    if all(taken == name for name, taken in names.items()):
+    by_place = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+    if not by_place and all(known == name for name, known in names.items()):
         return function
 
     @functools.wraps(function)
     def renaming(*args: Any, **kwargs: Any) -> Any:
-        taken = {names.get(name, name): value for name, value in kwargs.items()}
-        return function(*args, **{name: value for name, value in taken.items() if name is not None})
+        placed = [value for name, value in kwargs.items() if by_place and names.get(name, name) is None]
+        known = {names.get(name, name): value for name, value in kwargs.items()}
+        return function(*args, *placed, **{name: value for name, value in known.items() if name is not None})
 
     return renaming
 
@@ -144,15 +143,6 @@ def _name_in(parameters: Mapping[str, inspect.Parameter], name: str) -> str | No
     """What a signature calls this argument; None where it has no such parameter."""
     others = [a if name == b else b for a, b in ALIKE if name in (a, b)]
     return next((one for one in (name, *others) if one in parameters), None)
-
-
-def _positional(function: Function, names: Sequence[str]) -> Function:
-    @functools.wraps(function)
-    def positional(*args: Any, **kwargs: Any) -> Any:
-        rest = {name: value for name, value in kwargs.items() if name not in names}
-        return function(*args, *(kwargs[name] for name in names if name in kwargs), **rest)
-
-    return positional
 
 
 def asked_by_name(
@@ -236,14 +226,17 @@ def _asked(
     **more: Any,
 ) -> Asked:
     """What is asked, of functions that are at hand: each is called by the names that its signature has."""
+    specs, cases, judged = parse_shape(shape) if shape is not None else (), parse_sizes(sizes), FLOATS[1:]
+    if dtype not in judged:
+        raise InputError(f"--dtype {dtype}: the gate judges by float64, so choose among {', '.join(judged)}")
     left = {name: tuple(left_out(function, arguments)) for name, function in functions.items()}
     return Asked(
         functions={name: called_with(function, arguments) for name, function in functions.items()},
         spelled=spelled,
         reference=called_with(reference, arguments) if reference is not None else None,
-        specs=parse_shape(shape) if shape is not None else (),
-        sizes=parse_sizes(sizes),
-        dtype=judgeable_dtype(dtype),
+        specs=specs,
+        sizes=cases,
+        dtype=dtype,
         arguments=arguments,
         left_out={name: names for name, names in left.items() if names},
         **more,

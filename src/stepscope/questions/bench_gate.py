@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stepscope.core.errors import InputError, named_line
-from stepscope.questions.bench_inputs import FLOATS, TensorSpec, shape_words
+from stepscope.questions.bench_inputs import TensorSpec, shape_words
 from stepscope.questions.bench_result import Judged, ResultError, Verdict
 from stepscope.training.judging import (
     Call,
@@ -40,15 +40,8 @@ DTYPES: dict[str, torch.dtype] = {
     "fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "int64": torch.int64, "int32": torch.int32, "int8": torch.int8, "uint8": torch.uint8, "bool": torch.bool,
 }  # fmt: skip
-AS_TIMED, SMALL, ODD, VIEWS, LARGE, TINY, MASKED = (
-    "as timed",
-    "small",
-    "odd lengths",
-    "views",
-    "large numbers",
-    "tiny numbers",
-    "fully masked rows",
-)
+AS_TIMED, SMALL, ODD, VIEWS = "as timed", "small", "odd lengths", "views"
+LARGE, TINY, MASKED = "large numbers", "tiny numbers", "fully masked rows"
 MAY_REFUSE = (ODD, VIEWS)
 """Cases that a function may refuse to take by raising an error."""
 SLACK = 2.0
@@ -293,10 +286,3 @@ def _with_a_hidden_row(tensor: Tensor) -> Tensor:
     changed = tensor.clone()
     changed[..., changed.shape[-2] // 2, :] = False
     return changed
-
-
-def judgeable_dtype(dtype: str) -> str:
-    """The dtype, which float64 can judge. Raises InputError for another."""
-    if dtype not in FLOATS[1:]:
-        raise InputError(f"--dtype {dtype}: the gate judges by float64, so choose among {', '.join(FLOATS[1:])}")
-    return dtype

@@ -9,23 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from stepscope.core.answer import (
-    TEXT,
-    Answer,
-    Cell,
-    Finding,
-    Frame,
-    Guide,
-    Line,
-    Panel,
-    Point,
-    Table,
-    Tone,
-    as_lines,
-    note,
-    table_of,
-    warning,
-)
+from stepscope.core import answer
 from stepscope.core.environment import COMMITS
 from stepscope.core.figures import doubting_kinds
 from stepscope.core.formulas.spelled import run_command
@@ -50,13 +34,13 @@ _WIDENED = 1.1
 """How many times as wide an interval is for what drifts between the sides before it is said."""
 
 
-def sides_findings(compared: SideComparison) -> Iterator[Finding]:
+def sides_findings(compared: SideComparison) -> Iterator[answer.Finding]:
     """What the sides differ in beside what is compared, and what the runs' own checks found."""
     commits = compared.before.is_commit and compared.after.is_commit
     across = [pair for pair in compared.pairs if pair.across and not (commits and pair.across == ("code",))]
     if across:
         fields = ", ".join(sorted({field for pair in across for field in pair.across}))
-        yield note(
+        yield answer.note(
             "different-workloads",
             f"{counted(len(across), 'pair')} {'is' if len(across) == 1 else 'are'} of different workloads, as asked: "
             f"they differ in {fields}.",
@@ -71,17 +55,19 @@ def sides_findings(compared: SideComparison) -> Iterator[Finding]:
         pair for pair in compared.pairs if pair.before.representative.settings != pair.after.representative.settings
     ]
     if settings:
-        yield note(
+        yield answer.note(
             "different-settings",
             f"{settings[0].label} was measured with other settings on the two sides (steps, seconds, warm-up).",
             {"pairs": len(settings)},
         )
     kinds = doubting_kinds(*(run for pair in compared.pairs for side in (pair.before, pair.after) for run in side.runs))
     if kinds:
-        yield note("doubted-runs", f"The runs' own checks found: {', '.join(kinds)}. `stepscope show` has the words.")
+        yield answer.note(
+            "doubted-runs", f"The runs' own checks found: {', '.join(kinds)}. `stepscope show` has the words."
+        )
 
 
-def _environments(compared: SideComparison) -> Iterator[Finding]:
+def _environments(compared: SideComparison) -> Iterator[answer.Finding]:
     """What else differs between the sides: versions, device, driver; and commits, which may be what is compared."""
     differing: dict[str, tuple[object, object]] = {}
     for pair in compared.pairs:
@@ -90,7 +76,7 @@ def _environments(compared: SideComparison) -> Iterator[Finding]:
     yield from _mixed(compared)
     shared = {run.id for run, _ in compared.before.runs} & {run.id for run, _ in compared.after.runs}
     if shared:
-        yield warning(
+        yield answer.warning(
             "shared-runs",
             f"{counted(len(shared), 'run')} of the two sides {'is' if len(shared) == 1 else 'are'} the same: what they "
             "have in common hides a difference.",
@@ -102,7 +88,7 @@ def _environments(compared: SideComparison) -> Iterator[Finding]:
     dirty = dict.fromkeys(side.name for side, where in environments if where is not None and where.code[1])
     if differing:
         words = ", ".join(f"{name} {was} and {now}" for name, (was, now) in differing.items())
-        yield warning(
+        yield answer.warning(
             "different-environments",
             f"The two sides differ in more than what is compared: {words}. The change may come from that.",
             {"fields": len(differing)},
@@ -111,10 +97,10 @@ def _environments(compared: SideComparison) -> Iterator[Finding]:
     if commits is not None:
         state = f"; the tree of {' and '.join(dirty)} had changes that are in no commit" if dirty else ""
         first, second = (str(commit)[:10] if commit else "one that is not known" for commit in commits)
-        yield note("different-commits", f"They were measured at the commits {first} and {second}{state}.")
+        yield answer.note("different-commits", f"They were measured at the commits {first} and {second}{state}.")
 
 
-def _mixed(compared: SideComparison) -> Iterator[Finding]:
+def _mixed(compared: SideComparison) -> Iterator[answer.Finding]:
     """A side whose own runs come from several commits or environments."""
     befores, afters = [pair.before for pair in compared.pairs], [pair.after for pair in compared.pairs]
     for side, sets in ((compared.before, befores), (compared.after, afters)):
@@ -123,7 +109,7 @@ def _mixed(compared: SideComparison) -> Iterator[Finding]:
             differing = {name for other in environments[1:] for name in environments[0].differences(other)}
             if differing - {"git_dirty", "own_dirty"}:
                 apart = disagreement(one.representative, one.measured, compared.value)
-                yield warning(
+                yield answer.warning(
                     "mixed-side",
                     f"The runs of {side.name} are themselves from several environments: they differ in "
                     f"{', '.join(sorted(differing))}.{f' {apart.sentence}' if apart is not None else ''}",
@@ -131,7 +117,7 @@ def _mixed(compared: SideComparison) -> Iterator[Finding]:
                 break
 
 
-def _lost_processes(compared: SideComparison) -> Iterator[Finding]:
+def _lost_processes(compared: SideComparison) -> Iterator[answer.Finding]:
     """Processes that did not end: those that did may be the fast ones."""
     for place, side in enumerate((compared.before, compared.after)):
         lost = [(pair, pair.lost[place]) for pair in compared.pairs if pair.lost[place]]
@@ -140,7 +126,7 @@ def _lost_processes(compared: SideComparison) -> Iterator[Finding]:
         pair, count = max(lost, key=lambda one: one[1])
         ended = len((pair.before, pair.after)[place].measured)
         where = f" ({pair.label})" if len(compared.pairs) > 1 else ""
-        yield warning(
+        yield answer.warning(
             "lost-processes",
             f"{count} of {counted(count + ended, 'process')} of {side.name}{where} did not end with a result: what is "
             "compared are those that did.",
@@ -149,7 +135,7 @@ def _lost_processes(compared: SideComparison) -> Iterator[Finding]:
         )
 
 
-def _not_in_turns(compared: SideComparison) -> Iterator[Finding]:
+def _not_in_turns(compared: SideComparison) -> Iterator[answer.Finding]:
     """Sides that were measured one after the other, so that what drifts meanwhile is between them."""
     both = [(change, pair) for change, pair in zip(compared.changes, compared.pairs, strict=True) if change is not None]
     apart = [(change, pair) for change, pair in both if change.widened >= _WIDENED]
@@ -164,9 +150,9 @@ def _not_in_turns(compared: SideComparison) -> Iterator[Finding]:
     )
     evidence = {"pairs": len(apart), "untold": len(untold), "widened": change.widened}
     if not untold:
-        yield note("not-in-turns", f"{wider}.", evidence)
+        yield answer.note("not-in-turns", f"{wider}.", evidence)
         return
-    yield warning(
+    yield answer.warning(
         "not-in-turns",
         f"{wider}: what seems to be a change may be drift.",
         evidence,
@@ -174,7 +160,7 @@ def _not_in_turns(compared: SideComparison) -> Iterator[Finding]:
     )
 
 
-def _times_unknown(compared: SideComparison) -> Iterator[Finding]:
+def _times_unknown(compared: SideComparison) -> Iterator[answer.Finding]:
     """Sides that seem to differ, where it is not known when the processes of one began."""
     timeless: dict[str, None] = {}
     for change, pair in zip(compared.changes, compared.pairs, strict=True):
@@ -184,7 +170,7 @@ def _times_unknown(compared: SideComparison) -> Iterator[Finding]:
             if not runs.processes(compared.value).begun_s:
                 timeless[side.name] = None
     if timeless:
-        yield warning(
+        yield answer.warning(
             "times-unknown",
             f"The runs of {' and '.join(timeless)} do not say when they began, so it is not known whether the sides "
             "took turns: what seems to be a change may be drift.",
@@ -207,11 +193,11 @@ def _turns(pair: SidePair) -> str:
     )
 
 
-def _clocks(compared: SideComparison) -> Iterator[Finding]:
+def _clocks(compared: SideComparison) -> Iterator[answer.Finding]:
     for pair in compared.pairs:
         one, other = (_clock_mhz(side.representative) for side in (pair.before, pair.after))
         if one and other and abs(other / one - 1) > _CLOCKS:
-            yield warning(
+            yield answer.warning(
                 "different-clocks",
                 f"{pair.label}: the GPU ran at {one:.0f} MHz before and at {other:.0f} MHz after; a step that it "
                 f"bounds changes by up to {abs(other / one - 1) * 100:.1f} % with that alone.",
@@ -254,7 +240,7 @@ DigestOf = Callable[[SidePair], "tuple[TraceDigest | None, TraceDigest | None]"]
 """What the captures of a pair say, before and after."""
 
 
-def answer_comparison(compared: SideComparison, digests: DigestOf) -> Answer:
+def answer_comparison(compared: SideComparison, digests: DigestOf) -> answer.Answer:
     """The Answer on two sides: a row for each pair, where the largest changes lie, and what to doubt."""
     shares = [abs(change.share) if change else 0.0 for change in compared.changes]
     order = sorted(range(len(compared.pairs)), key=lambda i: -shares[i])[:DETAILED]
@@ -264,7 +250,7 @@ def answer_comparison(compared: SideComparison, digests: DigestOf) -> Answer:
     for pair in detailed:
         tables += _details(pair, digests, f" of {names[id(pair)]}" if several else "")
     first, findings = compared.pairs[0].after.representative.environment, tuple(sides_findings(compared))
-    return Answer(
+    return answer.Answer(
         study="compare",
         question=f"Is {compared.after.name} faster than {compared.before.name}?",
         device=first.device_name if first else "",
@@ -277,12 +263,12 @@ def answer_comparison(compared: SideComparison, digests: DigestOf) -> Answer:
     )
 
 
-def _lead(compared: SideComparison) -> tuple[Line, ...]:
+def _lead(compared: SideComparison) -> tuple[answer.Line, ...]:
     names = f"{compared.after.name} ({compared.after.kind}) against {compared.before.name} ({compared.before.kind})"
-    verdict = Line(conclusion(compared), _tone(compared, 0) if len(compared.pairs) == 1 else "strong")
+    verdict = answer.Line(conclusion(compared), _tone(compared, 0) if len(compared.pairs) == 1 else "strong")
     apart = [finding for finding in sides_findings(compared) if finding.kind in _BEFORE_ALL]
-    cautions = [Line(f"Take care: {finding.sentence}", "care") for finding in apart]
-    return (Line(names, "strong"), *cautions, verdict)
+    cautions = [answer.Line(f"Take care: {finding.sentence}", "care") for finding in apart]
+    return (answer.Line(names, "strong"), *cautions, verdict)
 
 
 def conclusion(compared: SideComparison) -> str:
@@ -367,15 +353,15 @@ def _ms(seconds: float) -> str:
     return f"{'+' if seconds > 0 else ''}{format_milliseconds(seconds)} ms"
 
 
-def _tone(compared: SideComparison, place: int) -> Tone:
+def _tone(compared: SideComparison, place: int) -> answer.Tone:
     change = compared.changes[place]
     if change is None or not compared.stands[place]:
         return "strong"
     return "bad" if change.ratio > 1 else "good"
 
 
-def _verdicts(compared: SideComparison) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+def _verdicts(compared: SideComparison) -> answer.Table:
+    rows: list[tuple[answer.Cell, ...]] = []
     for pair, change, stands in zip(compared.pairs, compared.changes, compared.stands, strict=True):
         before, after = pair.before.processes(compared.value), pair.after.processes(compared.value)
         interval = change.interval if change else None
@@ -397,9 +383,9 @@ def _verdicts(compared: SideComparison) -> Table:
         notes.append("A verdict stands where it holds for all pairs asked at once (Holm).")
     if len(compared.pairs) > DETAILED:
         notes.append(f"Where the step changed is shown for the {DETAILED} pairs that changed most.")
-    return table_of(
-        f"{compared.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", TEXT),
-        ("processes", TEXT), "verdict", "most of it in", rows=rows, tones=tones, notes=as_lines(*notes),
+    return answer.table_of(
+        f"{compared.value} of", ("before", "s"), ("after", "s"), ("change", "+%"), ("interval", answer.TEXT),
+        ("processes", answer.TEXT), "verdict", "most of it in", rows=rows, tones=tones, notes=answer.as_lines(*notes),
     )  # fmt: skip
 
 
@@ -427,7 +413,7 @@ def _unseen(compared: SideComparison) -> Iterator[str]:
         yield f"Where no difference was seen, one above {least} would have been, in nine of ten such comparisons."
 
 
-def _details(pair: SidePair, digests: DigestOf, of: str) -> list[Table]:
+def _details(pair: SidePair, digests: DigestOf, of: str) -> list[answer.Table]:
     steps = pair.steps_s
     tables = [_bucket_table(f"where the step{of} changed", pair.buckets, steps)]
     before, after = digests(pair)
@@ -485,22 +471,24 @@ def module_buckets(before: "TraceDigest", after: "TraceDigest") -> list[tuple[st
     return [*((name, was, now) for name, (was, now) in ordered), ("in no module", rest[0], rest[1])]
 
 
-def _bucket_table(head: str, buckets: Sequence[tuple[str, float, float]], whole: tuple[float, float] | None) -> Table:
+def _bucket_table(
+    head: str, buckets: Sequence[tuple[str, float, float]], whole: tuple[float, float] | None
+) -> answer.Table:
     total = whole or (sum(row[1] for row in buckets), sum(row[2] for row in buckets))
     difference = total[1] - total[0]
     shown, rest = list(buckets[:_ROWS]), buckets[_ROWS:]
     if rest:
         shown.append((f"{len(rest)} more", sum(row[1] for row in rest), sum(row[2] for row in rest)))
-    rows: list[tuple[Cell, ...]] = [
+    rows: list[tuple[answer.Cell, ...]] = [
         # To the picosecond: what a difference leaves of nothing is nothing.
         (name, *(round(seconds, 12) + 0.0 for seconds in (was, now, now - was)), _part(now - was, difference))
         for name, was, now in shown
     ]
     if not rows:
-        return Table(title="", columns=(head,), rows=())
+        return answer.Table(title="", columns=(head,), rows=())
     rows.append(("together", *total, difference, None))
     heads = (("before ms", "ms of s"), ("after ms", "ms of s"), ("change ms", "+ms of s"), ("of the change", "%"))
-    return table_of(head, *heads, rows=rows, rules=(len(rows) - 1,))
+    return answer.table_of(head, *heads, rows=rows, rules=(len(rows) - 1,))
 
 
 def _part(change: float, whole: float) -> float | None:
@@ -509,17 +497,17 @@ def _part(change: float, whole: float) -> float | None:
     return 0.0 if share is not None and abs(share) < 5e-4 else share
 
 
-def _memory(pair: SidePair, of: str) -> Table:
+def _memory(pair: SidePair, of: str) -> answer.Table:
     before, after = pair.before.representative, pair.after.representative
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[answer.Cell, ...]] = []
     for name, field in _MEMORY:
         was, now = (getattr(run.evidence.memory, field, None) for run in (before, after))
         if was is not None and now is not None:
             rows.append((name, was, now, now / was - 1 if was else None))
-    return table_of(f"memory{of}", ("before", "B"), ("after", "B"), ("change", "+%"), rows=rows)
+    return answer.table_of(f"memory{of}", ("before", "B"), ("after", "B"), ("change", "+%"), rows=rows)
 
 
-def _work(pair: SidePair, of: str) -> Table:
+def _work(pair: SidePair, of: str) -> answer.Table:
     """The FLOPs of each phase, where they differ."""
     works = [side.representative.work for side in (pair.before, pair.after)]
     phases = dict.fromkeys(phase for work in works for phase in work)
@@ -527,18 +515,18 @@ def _work(pair: SidePair, of: str) -> Table:
     rows = [(phase, was, now, now / was - 1 if was else None) for phase, (was, now) in counts.items() if was or now]
     if not all(works) or all(was == now for _, was, now, _ in rows):
         rows = []
-    return table_of(f"FLOPs{of}", ("before", "FLOP"), ("after", "FLOP"), ("change", "+%"), rows=rows)
+    return answer.table_of(f"FLOPs{of}", ("before", "FLOP"), ("after", "FLOP"), ("change", "+%"), rows=rows)
 
 
-def _energy(pair: SidePair, of: str) -> Table:
+def _energy(pair: SidePair, of: str) -> answer.Table:
     """The energy of a step, the mean over the processes; empty where one side has none."""
     sets = [[joules_per_step(run) for run in side.measured] for side in (pair.before, pair.after)]
     before, after = ([joules for joules in each if joules is not None] for each in sets)
     if not before or not after:
-        return Table(title="", columns=(f"energy{of}",), rows=())
+        return answer.Table(title="", columns=(f"energy{of}",), rows=())
     was, now = statistics.fmean(before), statistics.fmean(after)
     row = ("a step, of the whole device", format_joules(was), format_joules(now), now / was - 1 if was else None)
-    return table_of(f"energy{of}", ("before", TEXT), ("after", TEXT), ("change", "+%"), rows=[row])
+    return answer.table_of(f"energy{of}", ("before", answer.TEXT), ("after", answer.TEXT), ("change", "+%"), rows=[row])
 
 
 def short_names(compared: SideComparison) -> list[str]:
@@ -555,27 +543,33 @@ def short_names(compared: SideComparison) -> list[str]:
     return names
 
 
-def _panel(compared: SideComparison) -> tuple[Panel, ...]:
+def _panel(compared: SideComparison) -> tuple[answer.Panel, ...]:
     """A bar for each pair: the change in percent, with its interval."""
-    points: list[Point] = []
+    points: list[answer.Point] = []
     for name, change in zip(short_names(compared), compared.changes, strict=True):
         if change is not None:
             low, high = (
                 ((change.interval.low - 1) * 100, (change.interval.high - 1) * 100) if change.interval else (None, None)
             )
-            points.append(Point(line="change", name=name, y=change.share * 100, low=low, high=high))
-    frame = Frame(guides=(Guide(y=(0.0,)),), note="bars without an interval have fewer than five processes a side")
-    return (Panel(x_title="", y_title="change, %", points=tuple(points), kind="bars", frame=frame),) if points else ()
+            points.append(answer.Point(line="change", name=name, y=change.share * 100, low=low, high=high))
+    frame = answer.Frame(
+        guides=(answer.Guide(y=(0.0,)),), note="bars without an interval have fewer than five processes a side"
+    )
+    return (
+        (answer.Panel(x_title="", y_title="change, %", points=tuple(points), kind="bars", frame=frame),)
+        if points
+        else ()
+    )
 
 
-def pictured(answers: Sequence[Answer]) -> Answer:
+def pictured(answers: Sequence[answer.Answer]) -> answer.Answer:
     """One answer whose picture holds the bars of all these comparisons, each named by its question."""
     if len(answers) == 1:
         return answers[0]
     points = [
-        msgspec.structs.replace(point, line=answer.question)
-        for answer in answers
-        for panel in answer.panels
+        msgspec.structs.replace(point, line=one.question)
+        for one in answers
+        for panel in one.panels
         for point in panel.points
     ]
     panels = tuple(msgspec.structs.replace(panel, points=tuple(points)) for panel in answers[0].panels[:1])

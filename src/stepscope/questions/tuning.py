@@ -99,11 +99,6 @@ def groups_that_may(best: Workload, kept: frozenset[str]) -> list[Change]:
     return found
 
 
-def without_parts(groups: list[Change]) -> list[Change]:
-    """These changes without the one of the parts' kernels."""
-    return [group for group in groups if not group.keys() <= PARTS.keys()]
-
-
 def _attentions(best: Workload, on_gpu: bool) -> Iterator[Change]:
     # `sdpa` stands for all of PyTorch's but cuDNN's: it chooses among them by itself.
     for name in ("flash", "sdpa-cudnn", "sdpa") if on_gpu else PREFERRED_ELSEWHERE:
@@ -370,7 +365,7 @@ class Search:
         they were the reason, and no later round asks for them.
         """
         self._go(together(usual), bench, tell)
-        others, tries = without_parts(usual), len(self.tried)
+        others, tries = [group for group in usual if not group.keys() <= PARTS.keys()], len(self.tried)
         refused = bool(self.best.factory) and self._last_verdict(TOGETHER) in ("refused", "failed")
         if not refused or len(others) == len(usual):
             return usual
@@ -397,18 +392,19 @@ class Search:
         least_s = min(planned.values(), default=0.0)
         for change, made in found:
             if isinstance(made, str):
-                self._note(round_, change, Tried(round="", change={}, verdict="refused", why=made))
+                self.tried.append(Tried(round=round_.name, change=change, verdict="refused", why=made))
             elif not bench.time_left(self.baseline, self.best):
-                self._note(round_, change, Tried(round="", change={}, verdict="not reached", why=NOT_REACHED))
+                self.tried.append(Tried(round=round_.name, change=change, verdict="not reached", why=NOT_REACHED))
             elif (why := bench.fits(made)) is not None:
-                self._note(round_, change, Tried(round="", change={}, verdict="does not fit", why=why))
+                self.tried.append(Tried(round=round_.name, change=change, verdict="does not fit", why=why))
             elif (far_s := planned.get(made.key, 0.0)) > FAR * least_s:
                 why = f"planned to take {format_seconds(far_s)}, and another {format_seconds(least_s)}"
-                self._note(round_, change, Tried(round="", change={}, verdict="slower by plan", why=why))
+                self.tried.append(Tried(round=round_.name, change=change, verdict="slower by plan", why=why))
             else:
                 tell(f"{round_.name}: {change_words(change)}")
                 raced.append((len(self.tried), made))
-                self._note(round_, change, bench.race(self.best, made))
+                tried = bench.race(self.best, made)
+                self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
         return self._judged(raced)
 
     def _planned(self, steps: Iterable[Workload], bench: Bench) -> dict[str, float]:
@@ -416,9 +412,6 @@ class Search:
         fit, beside which nothing else is slow."""
         planned = {step.key: bench.planned_s(step) for step in (self.best, *steps) if bench.fits(step) is None}
         return {key: seconds for key, seconds in planned.items() if seconds is not None}
-
-    def _note(self, round_: Round, change: Change, tried: Tried) -> None:
-        self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
 
     def _judged(self, raced: list[tuple[int, Workload]]) -> Workload | None:
         """Judge the races of a round together, and take the fastest that surely is faster."""

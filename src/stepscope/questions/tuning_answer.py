@@ -4,22 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from stepscope.core.answer import (
-    PROSE,
-    TEXT,
-    Answer,
-    Cell,
-    Finding,
-    Line,
-    Panel,
-    Point,
-    Table,
-    as_lines,
-    error,
-    note,
-    table_of,
-    warning,
-)
+from stepscope.core import answer
 from stepscope.core.formulas.spelled import cell_name, describe_workload, run_call, run_command
 from stepscope.core.samples import INTERVALS
 from stepscope.core.study_results import Tuned, change_words
@@ -33,9 +18,9 @@ _SHOWN_STEPS = (1, 2, 5, 10, 20, 30, 40, 50)
 _TONES = {"taken": "good", "not right": "bad", "failed": "bad", "doubted": "bad"}
 
 
-def answer_tuned(found: Tuned) -> Answer:
+def answer_tuned(found: Tuned) -> answer.Answer:
     """What the search tried and found, as far as it came."""
-    return Answer(
+    return answer.Answer(
         study=STUDY,
         question=f"Which choices make the step of {cell_name(found.asked)} fastest?",
         device=found.device,
@@ -51,19 +36,21 @@ def answer_tuned(found: Tuned) -> Answer:
     )
 
 
-def _lead(found: Tuned) -> Iterator[Line]:
-    yield Line(f"Asked for: {_said(found, found.asked)}.")
+def _lead(found: Tuned) -> Iterator[answer.Line]:
+    yield answer.Line(f"Asked for: {_said(found, found.asked)}.")
     if found.baseline != found.asked:
-        yield Line(f"It does not fit, so the search began with: {_said(found, found.baseline)}.")
+        yield answer.Line(f"It does not fit, so the search began with: {_said(found, found.baseline)}.")
     if found.best == found.baseline:
         until = ", until it was interrupted" if found.interrupted else ": it stays as it is"
         raced = any(tried.ratio is not None for tried in found.tried)
-        yield Line(f"No change {'made it surely faster' if raced else 'was raced'}{until}.", "strong")
+        yield answer.Line(f"No change {'made it surely faster' if raced else 'was raced'}{until}.", "strong")
         return
-    yield Line(f"Fastest: {_said(found, found.best)}.")
+    yield answer.Line(f"Fastest: {_said(found, found.best)}.")
     change = found.confirmed
     if change is None or found.baseline_s is None or found.best_s is None:
-        yield Line("It was not confirmed in processes of its own, so how much faster it is stays open.", "strong")
+        yield answer.Line(
+            "It was not confirmed in processes of its own, so how much faster it is stays open.", "strong"
+        )
         return
     times = f"{format_milliseconds(found.baseline_s)} to {format_milliseconds(found.best_s)} ms a step"
     if change.interval is not None:
@@ -71,7 +58,7 @@ def _lead(found: Tuned) -> Iterator[Line]:
         sure = f"interval {low:.2f} to {high:.2f}" if change.decided else f"undecided, interval {low:.2f} to {high:.2f}"
     else:
         sure = "too few processes for an interval"
-    yield Line(
+    yield answer.Line(
         f"{times}: {1 / change.ratio:.2f} times as fast ({sure}; {counted(change.processes[1], 'process')} a side).",
         "strong",
     )
@@ -85,8 +72,8 @@ def _said(found: Tuned, workload: Workload) -> str:
     return f"{workload.name}: {describe_workload(workload).removeprefix('batch unknown, ')}"
 
 
-def _gave(found: Tuned) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+def _gave(found: Tuned) -> answer.Table:
+    rows: list[tuple[answer.Cell, ...]] = []
     tones: dict[int, str] = {}
     for number, tried in enumerate(found.tried):
         why = "" if tried.verdict == "not reached" else tried.why  # which a finding says once
@@ -100,28 +87,28 @@ def _gave(found: Tuned) -> Table:
     if found.asked.ranks > 1:
         how = "each step ran in a process for each rank, and its median is set beside that of the best until then"
     reached = sum(1 for tried in found.tried if tried.ratio is not None)
-    return table_of(
-        "round", ("change", PROSE), ("step", "s"), ("of the best", "{:.3f} x"), ("95 % interval", TEXT),
-        ("verdict", TEXT), ("why", PROSE),
+    return answer.table_of(
+        "round", ("change", answer.PROSE), ("step", "s"), ("of the best", "{:.3f} x"), ("95 % interval", answer.TEXT),
+        ("verdict", answer.TEXT), ("why", answer.PROSE),
         title=GAVE, rows=rows, tones=tones,
-        notes=as_lines(
+        notes=answer.as_lines(
             f"{counted(reached, 'race')}: {how}. The races of a round are judged together (Holm). The whole search "
             f"took {format_seconds(found.seconds)}."
         ),
     )  # fmt: skip
 
 
-def _sides(found: Tuned) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+def _sides(found: Tuned) -> answer.Table:
+    rows: list[tuple[answer.Cell, ...]] = []
     if found.confirmed is not None:
         rows = [
             ("baseline", found.baseline_s, found.baseline_peak_bytes),
             ("fastest", found.best_s, found.best_peak_bytes),
         ]
-    return table_of("step", ("typical time", "s"), ("peak of tensors", "B"), title=SIDES, rows=rows)
+    return answer.table_of("step", ("typical time", "s"), ("peak of tensors", "B"), title=SIDES, rows=rows)
 
 
-def _losses(found: Tuned) -> Table:
+def _losses(found: Tuned) -> answer.Table:
     length = max((len(curve.losses) for curve in found.curves), default=0)
     rows = [
         (str(step), *(curve.losses[step - 1] if step <= len(curve.losses) else None for curve in found.curves))
@@ -132,35 +119,35 @@ def _losses(found: Tuned) -> Table:
         said = ": those of the fastest depart"
     elif found.why_no_losses:
         said = ""
-    return table_of(
+    return answer.table_of(
         "step",
         *((curve.name, "{:.4f}") for curve in found.curves),
         title=LOSSES,
         rows=rows,
-        notes=as_lines(f"Before each step's update, in {counted(length, 'step')} of training{said}."),
+        notes=answer.as_lines(f"Before each step's update, in {counted(length, 'step')} of training{said}."),
     )
 
 
-def _panels(found: Tuned) -> Iterator[Panel]:
+def _panels(found: Tuned) -> Iterator[answer.Panel]:
     points = [
-        Point(line=curve.name, x=float(step), y=loss)
+        answer.Point(line=curve.name, x=float(step), y=loss)
         for curve in found.curves
         for step, loss in enumerate(curve.losses, start=1)
     ]
     if points:
-        yield Panel(x_title="step", y_title="loss", points=tuple(points), x_log=False, y_log=False)
+        yield answer.Panel(x_title="step", y_title="loss", points=tuple(points), x_log=False, y_log=False)
 
 
-def _findings(found: Tuned) -> Iterator[Finding]:
+def _findings(found: Tuned) -> Iterator[answer.Finding]:
     if found.interrupted:
-        yield warning(
+        yield answer.warning(
             "interrupted",
             "The search was interrupted: what it had not reached is not in it.",
             remedy="the same command goes on where this one stopped",
             evidence={},
         )
     if found.doubt:
-        yield error(
+        yield answer.error(
             "baseline-doubted",
             f"In the run of the step by itself a check found an error: {found.doubt}",
             remedy="mend it first: a race in which it shows again is not taken",
@@ -168,7 +155,7 @@ def _findings(found: Tuned) -> Iterator[Finding]:
         )
     late = sum(1 for tried in found.tried if tried.verdict == "not reached")
     if late:
-        yield note(
+        yield answer.note(
             "not-reached",
             f"{counted(late, 'change')} had to be left out: of {format_seconds(found.budget_s)}, the "
             "end in processes of its own needs a part.",
@@ -178,7 +165,7 @@ def _findings(found: Tuned) -> Iterator[Finding]:
         )
     wrong = [tried for tried in found.tried if tried.verdict == "not right"]
     if wrong:
-        yield warning(
+        yield answer.warning(
             "losses-depart",
             f"{counted(len(wrong), 'change')} made the step faster and its losses wrong: "
             f"{wrong[0].why}. It was taken back.",
@@ -186,7 +173,7 @@ def _findings(found: Tuned) -> Iterator[Finding]:
             evidence={"taken_back": len(wrong)},
         )
     if found.best != found.baseline and found.why_no_losses:
-        yield warning(
+        yield answer.warning(
             "losses-not-compared",
             f"Losses could not be compared: {found.why_no_losses}.",
             remedy="train both, and compare their losses",
@@ -194,14 +181,14 @@ def _findings(found: Tuned) -> Iterator[Finding]:
         )
     change = found.confirmed
     if change is not None and change.decided and change.share > 0:
-        yield error(
+        yield answer.error(
             "slower-when-confirmed",
             f"In processes of their own the fastest step was {format_share(change.share)} slower than the baseline.",
             remedy="keep the step that you asked for; tune again on a quiet machine",
             evidence={"ratio": change.ratio},
         )
     if change is not None and not change.decided:
-        yield warning(
+        yield answer.warning(
             "undecided-when-confirmed",
             "In processes of their own neither step was surely faster.",
             remedy="the same command with --fresh, on a quiet machine",
@@ -209,7 +196,7 @@ def _findings(found: Tuned) -> Iterator[Finding]:
         )
     more = (found.best_peak_bytes or 0) - (found.baseline_peak_bytes or 0)
     if found.best_peak_bytes and found.baseline_peak_bytes and more > found.baseline_peak_bytes // 50:
-        yield note(
+        yield answer.note(
             "more-memory",
             f"The fastest step takes {format_bytes(more)} more memory.",
             remedy="--memory SIZE leaves out what needs more",
