@@ -37,8 +37,8 @@ PLAIN = {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
     """The words of every command, the program first."""
     yield path
-    for name, inner in sorted(getattr(command, "commands", {}).items()):
-        yield from commands(inner, (*path, name))
+    for name in sorted(getattr(command, "commands", {})):
+        yield from commands(command.get_command(None, name), (*path, name))
 
 
 def options_of_every_verb() -> str:
@@ -48,7 +48,7 @@ def options_of_every_verb() -> str:
     for path in commands(program):
         command = program
         for word in path:
-            command = command.commands[word]
+            command = command.get_command(None, word)
         lines.append(" ".join(("stepscope", *path)))
         for option in command.params:
             names = ", ".join((*option.opts, *option.secondary_opts))

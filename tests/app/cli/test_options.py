@@ -27,9 +27,10 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 COMMAND: Any = typer.main.get_command(app)
+STUDY = COMMAND.commands["study"]
 VERBS: dict[str, Any] = {
-    **{name: COMMAND.commands[name] for name in COMMAND.commands if name != "study"},
-    **{f"study {name}": command for name, command in COMMAND.commands["study"].commands.items()},
+    **{name: COMMAND.get_command(None, name) for name in COMMAND.commands if name != "study"},
+    **{f"study {name}": STUDY.get_command(None, name) for name in STUDY.commands},
 }
 
 STATED = {option: None for verb in VERBS for option in VERBS[verb].options if option not in OPTIONS}

@@ -4,8 +4,10 @@ from typing import Any, ClassVar
 
 import typer
 
-from stepscope.app.cli.verb import Verbs, study_now
-from stepscope.core.options import Verb
+from stepscope.app.cli.verb import Verbs, say_spelling
+
+_OLD_MODES = {"--gate": "attention-gate", "--model": "attention-step"}
+"""Options of `study attention` that made another study of it: verbs of their own now."""
 
 
 class _Studies(Verbs):
@@ -108,20 +110,13 @@ class _Studies(Verbs):
         ),
     }
 
-    @staticmethod
-    def verb_of(registered: Any) -> Verb:
-        """The verb of the question that a line of the table names."""
-        from stepscope.app.cli.questions import verb_of
-
-        return verb_of(registered)
-
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, study_now(args))
+        options = args[1 : args.index("--")] if "--" in args else args[1:]
+        mode = next((name for name in (arg.partition("=")[0] for arg in options) if name in _OLD_MODES), None)
+        if args[:1] == ["attention"] and mode is not None:
+            say_spelling(f"study attention {mode}", f"study {_OLD_MODES[mode]}")
+            args = [_OLD_MODES[mode], *(arg for arg in args[1:] if arg != "--gate")]
+        return super().parse_args(ctx, args)
 
 
 app = typer.Typer(cls=_Studies, help="Studies: one question each.", no_args_is_help=True, rich_markup_mode=None)
-
-
-@app.callback()
-def _studies() -> None:
-    pass

@@ -13,8 +13,8 @@ import math
 import operator
 import shlex
 import shutil
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from dataclasses import dataclass, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args, get_origin
 
@@ -63,10 +63,10 @@ def _options_of(
     signature = inspect.signature(takes).parameters
 
     def add(option: Option, several: bool, default: Any, words: Mapping[str, str]) -> Callable[[Values], Any]:
-        part = _Part(option, several, default)
-        parameters.append(part.parameter(words.get(option.name)))
+        repeats = option.repeated or (several and option.takes is Path)
+        parameters.append(_parameter(option, several, repeats, default, words.get(option.name)))
         options.append(option)
-        return part.value
+        return functools.partial(_value, option, several, repeats, default)
 
     for name, parameter in signature.items():
         annotation: Any = parameter.annotation
@@ -101,7 +101,9 @@ def _options_of(
                 option = _shared_option(plain, verb.name)
             assert option is not None, f"{verb.name}: no option {name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
-            makers[name] = add(option, _is_several(annotation), default, verb.defaults)
+            kinds: tuple[Any, ...] = (annotation, *get_args(annotation))
+            is_several = any(get_origin(kind) is tuple for kind in kinds)
+            makers[name] = add(option, is_several, default, verb.defaults)
     return parameters, options, lambda values: takes(**{name: maker(values) for name, maker in makers.items()})
 
 
@@ -121,14 +123,6 @@ def _shared_option(name: str, verb: str) -> Option | None:
     return max(lines, key=lambda option: len(option.verbs) > 0, default=None)
 
 
-def _is_several(annotation: Any) -> bool:
-    return any(get_origin(kind) is tuple for kind in (annotation, *get_args(annotation)))
-
-
-def _is_path(option: Option) -> bool:
-    return option.takes is Path or option.metavar == "FILE"
-
-
 def _one_value(annotation: Any) -> type:
     """The type of one value: int of `tuple[int, ...] | None`."""
     parts = [part for part in get_args(annotation) if part not in (type(None), ...)]
@@ -137,57 +131,46 @@ def _one_value(annotation: Any) -> type:
     return annotation if annotation in (int, float, bool, Path) else str
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """An option in a verb: how many values it takes there, and what it is when it is left out."""
+def _parameter(option: Option, several: bool, repeats: bool, default: Any, usual: str | None) -> inspect.Parameter:
+    """An option as a parameter of a function that typer reads. usual: what it is when left out, in words."""
+    kind: Any = str
+    if option.takes in (int, float, bool):
+        kind = option.takes
+    elif option.takes is Path or option.metavar == "FILE":
+        kind = Path
+    metavar, text = option.metavar or _METAVARS.get(option.takes, "WORD"), option.words
+    if repeats:
+        kind, default, text = list[kind], default or None, f"{text} May be repeated."
+    elif several and kind is not bool:
+        kind, default, metavar = str, ",".join(map(str, default or ())) or None, f"{metavar},..."
+    if usual is None and option.takes is not bool and default is not None:
+        usual = str(default)
+    info = typer.Option(
+        *([option.short] if option.short else []),
+        option.flag,
+        help=f"{text} (default: {usual})" if usual else text,
+        rich_help_panel=option.group,
+        min=None if several or repeats else option.least,
+        metavar=None if option.takes is bool else metavar,
+        show_default=False,
+        autocompletion=option.complete or (completed(*option.choices) if option.choices else None),
+    )
+    annotation = Annotated[kind | None if default is None else kind, info]
+    return inspect.Parameter(option.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
-    option: Option
-    several: bool
-    default: Any
 
-    @property
-    def _repeats(self) -> bool:
-        return self.option.repeated or (self.several and self.option.takes is Path)
-
-    def parameter(self, usual: str | None) -> inspect.Parameter:
-        """The option as a parameter of a function that typer reads."""
-        option = self.option
-        kind: Any = option.takes if option.takes in (int, float, bool) else Path if _is_path(option) else str
-        default, metavar = self.default, option.metavar or _METAVARS.get(option.takes, "WORD")
-        text = option.words
-        if self._repeats:
-            kind, default, text = list[kind], default or None, f"{text} May be repeated."
-        elif self.several and kind is not bool:
-            kind, default, metavar = str, ",".join(map(str, default or ())) or None, f"{metavar},..."
-        if usual is None and option.takes is not bool and default is not None:
-            usual = str(default)
-        info = typer.Option(
-            *([option.short] if option.short else []),
-            option.flag,
-            help=f"{text} (default: {usual})" if usual else text,
-            rich_help_panel=option.group,
-            min=None if self.several or self._repeats else option.least,
-            metavar=None if option.takes is bool else metavar,
-            show_default=False,
-            autocompletion=option.complete or (completed(*option.choices) if option.choices else None),
-        )
-        annotation = Annotated[kind | None if default is None else kind, info]
-        return inspect.Parameter(
-            option.parameter, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
-        )
-
-    def value(self, values: Values) -> Any:
-        """What the verb gets."""
-        value, option = values[self.option.parameter], self.option
-        if self._repeats:
-            return tuple(value) if value is not None else self.default
-        if value is None:
-            return self.default
-        if self.several:
-            return (value,) if option.takes is bool else several(value, option)
-        if option.takes is float and not math.isfinite(value):
-            raise InputError(f"{option.flag} is {value}: write a finite number")
-        return value if option.takes in (None, int, float, bool, Path, str) else option.takes(value)
+def _value(option: Option, is_several: bool, repeats: bool, default: Any, values: Values) -> Any:
+    """What the verb gets for an option, of the values that typer read."""
+    value = values[option.parameter]
+    if repeats:
+        return tuple(value) if value is not None else default
+    if value is None:
+        return default
+    if is_several:
+        return (value,) if option.takes is bool else several(value, option)
+    if option.takes is float and not math.isfinite(value):
+        raise InputError(f"{option.flag} is {value}: write a finite number")
+    return value if option.takes in (None, int, float, bool, Path, str) else option.takes(value)
 
 
 def workload_in(text: str, takes: str) -> "OneWorkload":
@@ -246,9 +229,6 @@ release. `--memory` without a size, which asked for a record, is taken care of b
 _FEW_VERBS = 4
 """Verbs that a line names."""
 
-_OLD_MODES = {"--gate": "attention-gate", "--model": "attention-step"}
-"""Options of `study attention` that made another study of it: verbs of their own now."""
-
 
 class Command(TyperCommand):
     """The command of one verb: its options in groups, examples below them, old spellings understood."""
@@ -269,7 +249,13 @@ class Command(TyperCommand):
             args.insert(args.index("--"), "--")  # the parser takes one of them: the verb reads the other
         has_arguments = any(param.param_type_name == "argument" for param in self.params)
         renewed = _renewed(args, takes_value, has_arguments)
-        _refuse_empty_paths(renewed, {option.flag for option in self.options if _is_path(option)})
+        # An empty path would mean the directory that one stands in.
+        paths = {option.flag for option in self.options if option.takes is Path or option.metavar == "FILE"}
+        before_script = renewed[: renewed.index("--")] if "--" in renewed else renewed
+        for i, arg in enumerate(before_script):
+            flag, sign, value = arg.partition("=")
+            if flag in paths and not value and (sign or before_script[i + 1 : i + 2] == [""]):
+                raise InputError(f"{flag} is empty: name a path, or write `{flag} .` for the current directory")
         try:
             rest = super().parse_args(ctx, renewed)
         except Exception as error:
@@ -287,8 +273,9 @@ class Command(TyperCommand):
 
     def _refuse_anothers_option(self, flag: str, ctx: Any) -> None:
         """Raise InputError, with the verbs that have it, for an option that this verb has not and others have."""
-        verbs = ctx.find_root().command.commands
-        everywhere = [*verbs.values(), *verbs["study"].commands.values()]
+        verbs = ctx.find_root().command
+        studies = verbs.commands["study"]
+        everywhere = [group.get_command(ctx, name) for group in (verbs, studies) for name in group.commands]
         owners = [
             command.verb.name
             for command in everywhere
@@ -329,48 +316,25 @@ class Verbs(TyperGroup):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = _BuiltWhenAsked(self.verbs, self.commands, self._verb_at)
+        every: dict[str, Any] = {**dict.fromkeys(self.verbs), **self.commands}  # None: not built yet
+        self.commands = every
 
-    def _verb_at(self, place: str) -> Verb:
-        module, _, record = place.partition(":")
-        return self.verb_of(getattr(importlib.import_module(f"{self.home}{module}"), record or "command"))
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self.commands.get(cmd_name) is None and cmd_name in self.verbs:
+            module, _, record = self.verbs[cmd_name][0].partition(":")
+            verb = getattr(importlib.import_module(f"{self.home}{module}"), record or "command")
+            if not isinstance(verb, Verb):
+                from stepscope.app.cli.questions import verb_of
 
-    @staticmethod
-    def verb_of(registered: Any) -> Verb:
-        """The verb that a line of the table names."""
-        return registered
+                verb = verb_of(verb)
+            self.commands[cmd_name] = command_of(verb)
+        return self.commands.get(cmd_name)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}
-        texts |= {name: command.help for name, command in self.commands.built.items() if name not in texts}
+        texts |= {name: command.help for name, command in self.commands.items() if name not in texts}
         with formatter.section("Verbs"):
             formatter.write_dl(list(texts.items()))
-
-
-class _BuiltWhenAsked(MutableMapping[str, Any]):
-    """Commands by name, made of verbs when they are first looked up."""
-
-    def __init__(
-        self, lines: Mapping[str, tuple[str, str]], built: Mapping[str, Any], verb_at: Callable[[str], Verb]
-    ) -> None:
-        self.lines, self.built, self.verb_at = lines, dict(built), verb_at
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self.built:
-            self.built[name] = command_of(self.verb_at(self.lines[name][0]))
-        return self.built[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self.built[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        del self.built[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self.lines, **self.built})
-
-    def __len__(self) -> int:
-        return len({**self.lines, **self.built})
 
 
 def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool) -> list[str]:
@@ -385,28 +349,19 @@ def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool)
         following = args[i + 1] if i + 1 < len(args) else "-"
         is_size = following[:1].isdigit() or not (following.startswith("-") or has_arguments)
         if arg == "--memory" and "--record" in takes_value and not is_size:
-            _say(flag, "--record memory", " where no size follows")
+            say_spelling(flag, "--record memory", " where no size follows")
             renewed += ["--record", "memory"]
         else:
             known = (flag, *OLD_SPELLINGS.get(flag, ()))
             now = next((name for name in known if name in takes_value), flag)
             if now != flag:
-                _say(flag, now)
+                say_spelling(flag, now)
             renewed.append(f"{now}{sign}{value}")
             if takes_value.get(now) and not sign:  # a value is no option, whatever it looks like
                 i += 1
                 renewed += args[i : i + 1]
         i += 1
     return renewed
-
-
-def _refuse_empty_paths(args: list[str], paths: set[str]) -> None:
-    """Raise InputError for an option whose path is empty: it would mean the directory that one stands in."""
-    options = args[: args.index("--")] if "--" in args else args
-    for i, arg in enumerate(options):
-        flag, sign, value = arg.partition("=")
-        if flag in paths and not value and (sign or options[i + 1 : i + 2] == [""]):
-            raise InputError(f"{flag} is empty: name a path, or write `{flag} .` for the current directory")
 
 
 def _ended_before_the_script(args: list[str], takes_value: dict[str, bool]) -> list[str]:
@@ -420,18 +375,6 @@ def _ended_before_the_script(args: list[str], takes_value: dict[str, bool]) -> l
     return args
 
 
-def study_now(args: list[str]) -> list[str]:
-    """`study attention --gate` and `--model` are verbs of their own."""
-    if args[:1] != ["attention"]:
-        return args
-    options = args[1 : args.index("--")] if "--" in args else args[1:]
-    for arg in options:
-        mode = arg.partition("=")[0]
-        if mode in _OLD_MODES:
-            _say(f"study attention {mode}", f"study {_OLD_MODES[mode]}")
-            return [_OLD_MODES[mode], *(arg for arg in args[1:] if arg != "--gate")]
-    return args
-
-
-def _say(old: str, new: str, where: str = "") -> None:
+def say_spelling(old: str, new: str, where: str = "") -> None:
+    """Say on stderr that an old spelling goes."""
     warn(f"{old}{where} is spelled {new} now; the old spelling goes with the next release")
