@@ -5,6 +5,7 @@ one its casts use: versions differ (on a CPU, PyTorch 2.11 makes 500 NaN in e4m3
 """
 
 import math
+from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated
@@ -23,10 +24,19 @@ EIGHT_BITS = {"fp8-e5m2": "float8_e5m2", "fp8-e4m3": "float8_e4m3fn"}
 SATURATING, NOT_SATURATING, NEITHER = "saturating", "not saturating", "neither"
 CASTS = "PyTorch's casts to 8 bits"
 
-_PROPERTIES = (
-    "format", "bits", "exponent bits", "significand bits", "largest", "smallest normal", "smallest subnormal",
-    "epsilon", "decimal digits", "largest integer", "exp overflows above",
-)  # fmt: skip
+_PROPERTIES: dict[str, Callable[[FloatFormat], Cell]] = {
+    "format": lambda f: f.name,
+    "bits": lambda f: f.stored_bits,
+    "exponent bits": lambda f: f.exponent_bits,
+    "significand bits": lambda f: f.significand_bits,
+    "largest": lambda f: f.largest,
+    "smallest normal": lambda f: f.smallest_normal,
+    "smallest subnormal": lambda f: f.smallest_subnormal,
+    "epsilon": lambda f: f.epsilon,
+    "decimal digits": lambda f: round(f.decimal_digits, 2),
+    "largest integer": lambda f: f.largest_integer,
+    "exp overflows above": lambda f: round(f.exp_overflows_above, 4),
+}
 
 _LONGEST = 1_000
 """The most characters that a number may have; Python reads whole numbers of up to 4,300 figures."""
@@ -41,13 +51,29 @@ Device = Annotated[
 
 def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
     """Range, precision and largest integer of every floating format, from its bits."""
-    from stepscope.questions.answers import computed_answer, processor_name
+    from stepscope.questions.answers import computed_answer, processor_name, table_by
     from stepscope.recording.environment import resolve_device
 
     chosen, number = resolve_device(device), None
     conventions = {name: cast_convention(name, chosen) for name in EIGHT_BITS}
-    tables = [Table(title="Formats", columns=_PROPERTIES, rows=tuple(_row(f) for f in FORMATS.values()))]
-    findings = [_range_against_precision(), _which_convention(conventions, chosen)]
+    tables = [table_by("Formats", FORMATS.values(), _PROPERTIES)]
+    bf16, fp16 = FORMATS["bf16"], FORMATS["fp16"]
+    findings = [
+        note(
+            "range-against-precision",
+            f"Of the two formats of 16 bits bf16 reaches {bf16.largest:.4g} in steps of {bf16.epsilon:.3g} "
+            f"relative to the number, fp16 {fp16.largest:.5g} in steps of {fp16.epsilon:.3g}: "
+            f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is "
+            f"{bf16.smallest_subnormal:.3g} in bf16, {fp16.smallest_subnormal:.3g} in fp16.",
+            {
+                "bf16_largest": bf16.largest,
+                "fp16_largest": fp16.largest,
+                "bf16_epsilon": bf16.epsilon,
+                "fp16_epsilon": fp16.epsilon,
+            },
+        ),
+        _which_convention(conventions, chosen),
+    ]
     if value is not None:
         number, exact = _number(value)
         columns = ("format", "becomes", "error", "relative error", "spacing there", "what happened")
@@ -59,7 +85,11 @@ def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
             )
         )
         findings += _lost(value, number, exact)
-    tables.append(_casts(number, conventions, chosen))
+    casts: dict[str, Callable[[str], Cell]] = {"format": str, "beyond the largest": conventions.__getitem__}
+    if number is not None:  # as fp32 has it, which training casts from
+        in_fp32 = FORMATS["fp32"].round(number)
+        casts["makes of the number"] = lambda name: cast([in_fp32], name, chosen)[0]
+    tables.append(table_by(CASTS, EIGHT_BITS, casts))
     return computed_answer(
         chosen,
         study="formats",
@@ -69,13 +99,6 @@ def study_formats(*, value: Value = None, device: Device = "cpu") -> Answer:
         tables=tables,
         findings=findings,
     )
-
-
-def _row(f: FloatFormat) -> tuple[Cell, ...]:
-    return (
-        f.name, f.stored_bits, f.exponent_bits, f.significand_bits, f.largest, f.smallest_normal, f.smallest_subnormal,
-        f.epsilon, round(f.decimal_digits, 2), f.largest_integer, round(f.exp_overflows_above, 4),
-    )  # fmt: skip
 
 
 def _number(value: str) -> tuple[float, Fraction]:
@@ -115,19 +138,17 @@ def _becomes(f: FloatFormat, number: float, exact: Fraction) -> list[tuple[Cell,
 
 def _row_of(f: FloatFormat, label: str, number: float, exact: Fraction, rounded: float) -> tuple[Cell, ...]:
     error = Fraction(rounded) - exact if math.isfinite(rounded) else None
+    shown: Cell = None if error is None else float(error)
+    if error and shown == 0:  # fp64 itself has no number that small
+        shown = f"{Decimal(error.numerator) / Decimal(error.denominator):.4g}"
     return (
         label,
         rounded,
-        None if error is None else _figure(error),
+        shown,
         float(abs(error / exact)) if error is not None and exact else None,
         f.spacing(number),
         _what_happened(f, exact, rounded),
     )
-
-
-def _figure(error: Fraction) -> float | str:
-    """An error as a float; in words of Decimal where fp64 itself has no number that small."""
-    return float(error) if float(error) or not error else f"{Decimal(error.numerator) / Decimal(error.denominator):.4g}"
 
 
 def _what_happened(f: FloatFormat, exact: Fraction, rounded: float) -> str:
@@ -162,19 +183,6 @@ def cast(numbers: list[float], name: str, device: "torch.device") -> list[float]
     return in_fp32.to(getattr(torch, EIGHT_BITS[name])).double().tolist()
 
 
-def _casts(number: float | None, conventions: dict[str, str], device: "torch.device") -> Table:
-    """What the casts do beyond the largest number; and to the number as fp32 has it, which training casts from."""
-    columns, rows = ("format", "beyond the largest"), list(conventions.items())
-    if number is None:
-        return Table(title=CASTS, columns=columns, rows=tuple(rows))
-    fp32 = FORMATS["fp32"].round(number)
-    return Table(
-        title=CASTS,
-        columns=(*columns, "makes of the number"),
-        rows=tuple((*row, cast([fp32], row[0], device)[0]) for row in rows),
-    )
-
-
 def _which_convention(conventions: dict[str, str], device: "torch.device") -> Finding:
     import torch
 
@@ -193,23 +201,6 @@ def _which_convention(conventions: dict[str, str], device: "torch.device") -> Fi
         "cast-convention",
         f"On {where}, a cast of PyTorch {torch.__version__} {'; one '.join(clauses)}.",
         dict(conventions),
-    )
-
-
-def _range_against_precision() -> Finding:
-    bf16, fp16 = FORMATS["bf16"], FORMATS["fp16"]
-    return note(
-        "range-against-precision",
-        f"Of the two formats of 16 bits bf16 reaches {bf16.largest:.4g} in steps of {bf16.epsilon:.3g} "
-        f"relative to the number, fp16 {fp16.largest:.5g} in steps of {fp16.epsilon:.3g}: "
-        f"{bf16.epsilon / fp16.epsilon:.0f} times finer. The smallest number above zero is "
-        f"{bf16.smallest_subnormal:.3g} in bf16, {fp16.smallest_subnormal:.3g} in fp16.",
-        {
-            "bf16_largest": bf16.largest,
-            "fp16_largest": fp16.largest,
-            "bf16_epsilon": bf16.epsilon,
-            "fp16_epsilon": fp16.epsilon,
-        },
     )
 
 
