@@ -10,7 +10,7 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import stepscope
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Point, Table
@@ -110,6 +110,11 @@ def computed_answer(
     facts = {"versions": versions(), "settings": dict(settings or {})}
     parts = {"tables": tuple(tables), "panels": tuple(panels), "findings": tuple(findings)}
     return Answer(study=study, question=question, **where, **facts, **parts)
+
+
+def quoted(record: object, *fields: str) -> dict[str, Any]:
+    """The figures of a record that a finding's sentence quotes, by the names of their fields."""
+    return {field: getattr(record, field) for field in fields}
 
 
 _Row = TypeVar("_Row")

@@ -1,9 +1,8 @@
 """RMSNorm and LayerNorm in few bits as a study: by the input's scale, by the width, and by epsilon."""
 
 import contextlib
-import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,18 +11,8 @@ from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note, war
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import FORMATS
 from stepscope.core.options import NUMBERS, Numbers, Option, positive_integers, positive_number
-from stepscope.questions.answers import (
-    FEW_BITS,
-    INPUT_OVERFLOWS,
-    Deviation,
-    computed_answer,
-    curves,
-    deviation,
-    dtype_of,
-    last_number_where,
-    next_number,
-    pivot,
-)
+from stepscope.questions import answers
+from stepscope.questions.answers import Deviation, computed_answer, deviation, quoted
 from stepscope.questions.one_model import Configuration, given_ones, of_own_model, refuse_textbook
 from stepscope.questions.question import Question
 
@@ -149,7 +138,7 @@ def norm_cases(
     # Made on the CPU: the same numbers on every device.
     x64_RW = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     # All scales at once, since in turn a width costs as many calls as it has numbers.
-    x_SRW = torch.stack([x64_RW * scale for scale in scales]).to(device, dtype_of(name))
+    x_SRW = torch.stack([x64_RW * scale for scale in scales]).to(device, answers.dtype_of(name))
     spreads, outputs = normalise(x_SRW, norm, way, epsilon)
     right_spreads, right_outputs = normalise(x_SRW.double(), norm, MEAN, epsilon)
     return [
@@ -165,14 +154,14 @@ def norm_limits(name: str, epsilon: float, device: "torch.device") -> NormLimits
     """Where squares and epsilon leave the format of this name."""
     import torch
 
-    dtype = dtype_of(name)
+    dtype = answers.dtype_of(name)
     held = torch.tensor(epsilon, dtype=dtype, device=device)
-    largest = last_number_where(lambda x: torch.isfinite(x * x), dtype, device)
+    largest = answers.last_number_where(lambda x: torch.isfinite(x * x), dtype, device)
     return NormLimits(
         format=name,
         largest_square_of=largest,
-        overflows_at=next_number(largest, dtype),
-        vanishes_up_to=last_number_where(lambda x: x * x == 0, dtype, device),
+        overflows_at=answers.next_number(largest, dtype),
+        vanishes_up_to=answers.last_number_where(lambda x: x * x == 0, dtype, device),
         epsilon=held.item(),
         swallowed_from=_swallowed_from(name, held.item()),
     )
@@ -199,32 +188,24 @@ def norm_findings(
 ) -> Iterator[Finding]:
     """Findings on squares and epsilon in each format, where each way breaks, the width, and what upcasting mends."""
     for limit in limits:
-        yield _square_limit(limit)
+        largest = FORMATS[limit.format].largest
+        yield note(
+            "squares-overflow",
+            f"In {limit.format} a square is finite up to {limit.largest_square_of:.8g} and infinite "
+            f"from {limit.overflows_at:.8g} on (the root of the largest number, {largest:.6g}, is "
+            f"{math.sqrt(largest):.8g}); it is zero up to {limit.vanishes_up_to:.4g}.",
+            quoted(limit, "largest_square_of", "overflows_at", "vanishes_up_to"),
+        )
     for norm in NORMS:
-        for name in FEW_BITS:
+        for name in answers.FEW_BITS:
             cases = [case for case in of_norm(by_scale, norm) if case.format == name]
             yield from _overflow(cases)
     yield from (_epsilon(limit) for limit in limits if limit.format == "fp16")
     yield from _small(by_epsilon)
     for norm in NORMS:
-        for name in FEW_BITS:
+        for name in answers.FEW_BITS:
             yield from _growth([case for case in of_norm(by_width, norm) if case.format == name])
     yield from _safe(by_scale)
-
-
-def _square_limit(limit: NormLimits) -> Finding:
-    largest = FORMATS[limit.format].largest
-    return note(
-        "squares-overflow",
-        f"In {limit.format} a square is finite up to {limit.largest_square_of:.8g} and infinite from "
-        f"{limit.overflows_at:.8g} on (the root of the largest number, {largest:.6g}, is {math.sqrt(largest):.8g}); it "
-        f"is zero up to {limit.vanishes_up_to:.4g}.",
-        {
-            "largest_square_of": limit.largest_square_of,
-            "overflows_at": limit.overflows_at,
-            "vanishes_up_to": limit.vanishes_up_to,
-        },
-    )
 
 
 def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
@@ -245,12 +226,7 @@ def _overflow(cases: list[NormCase]) -> Iterator[Finding]:
             f"element {broken.largest:.4g}, width {broken.width:,}) the {SPREAD[broken.norm]} is "
             f"{'infinite' if broken.spread.word == 'inf' else 'NaN'} and the output {became}{last}.",
             remedy="compute the norm in fp32 and round its output",
-            evidence={
-                "scale": broken.scale,
-                "largest": broken.largest,
-                "width": broken.width,
-                "output": broken.output.word,
-            },
+            evidence={**quoted(broken, "scale", "largest", "width"), "output": broken.output.word},
         )
 
 
@@ -272,7 +248,7 @@ def _epsilon(limit: NormLimits) -> Finding:
 
 def _small(cases: list[NormCase]) -> Iterator[Finding]:
     """Findings on small inputs in fp16: the worst result of the norm, and the first epsilon with which it breaks."""
-    tried = [case for case in cases if case.format == "fp16" and case.output.word != INPUT_OVERFLOWS.word]
+    tried = [case for case in cases if case.format == "fp16" and case.output.word != answers.INPUT_OVERFLOWS.word]
     naive = [case for case in tried if case.way == MEAN]
     safe = {case.epsilon: case for case in tried if case.way == UPCAST}
     broken = next((case for case in naive if case.output.broken), None)
@@ -286,8 +262,7 @@ def _small(cases: list[NormCase]) -> Iterator[Finding]:
             f"the mean of squares {mean}, the output is off by {worst.output.error:.3g}; upcast to fp32 by "
             f"{beside.output.error:.3g}.",
             {
-                "scale": worst.scale,
-                "epsilon": worst.epsilon,
+                **quoted(worst, "scale", "epsilon"),
                 "spread_error": worst.spread.error,
                 "output_error": worst.output.error,
                 "upcast_error": beside.output.error,
@@ -303,8 +278,7 @@ def _small(cases: list[NormCase]) -> Iterator[Finding]:
             f"Upcast to fp32 it is off by {beside.output.error:.3g}.",
             remedy="compute the norm in fp32, or take an epsilon that fp16 holds",
             evidence={
-                "scale": broken.scale,
-                "epsilon": broken.epsilon,
+                **quoted(broken, "scale", "epsilon"),
                 "output": broken.output.word,
                 "upcast_error": beside.output.error,
             },
@@ -345,7 +319,8 @@ def _safe(cases: list[NormCase]) -> Iterator[Finding]:
     """Findings on what upcasting leaves of the error, over all scales."""
     for name in ("fp16", "bf16"):
         for norm in NORMS:
-            tried = [c for c in of_norm(cases, norm) if c.format == name and c.output.word != INPUT_OVERFLOWS.word]
+            beyond = answers.INPUT_OVERFLOWS.word
+            tried = [case for case in of_norm(cases, norm) if case.format == name and case.output.word != beyond]
             safe = [case for case in tried if case.way == UPCAST]
             built_in = [case for case in tried if case.way == BUILT_IN]
             if not safe:
@@ -398,17 +373,19 @@ def study_normalisation(
     middle = widths[len(widths) // 2]
     by_scale, by_width, by_epsilon = [], [], []
     for norm in NORMS:
-        for name in FEW_BITS:
+        for name in answers.FEW_BITS:
             for way in WAYS:
                 if name == "fp32" and way == UPCAST:
                     continue  # the same as its mean
-                cases = functools.partial(norm_cases, norm, name, way, device=on, seed=seed)
+                cases = partial(norm_cases, norm, name, way, device=on, seed=seed)
                 by_scale += cases(scales=scales, width=middle, epsilon=epsilon)
                 for width in widths if way != BUILT_IN else ():
                     by_width += cases(scales=(1.0,), width=width, epsilon=epsilon)
                 for each in EPSILONS if norm == "RMSNorm" and way in (MEAN, UPCAST) else ():
                     by_epsilon += cases(scales=(min(scales),), width=middle, epsilon=each)
-    limits = [norm_limits(name, epsilon, on) for name in FEW_BITS]
+    limits = [norm_limits(name, epsilon, on) for name in answers.FEW_BITS]
+    drawn = [case for case in by_scale if case.way == MEAN or (case.format != "fp32" and case.way in (SUM, UPCAST))]
+    grown = [case for case in by_width if case.way in (IN_TURN, MEAN)]
     return computed_answer(
         on,
         study="normalisation",
@@ -422,8 +399,12 @@ def study_normalisation(
               for norm in NORMS),
             _by(f"RMSNorm: error of the output at scale {scales[0]:g} by epsilon", by_epsilon, "epsilon"),
         ),
-        panels=(*(_scale_panel(of_norm(by_scale, norm), norm) for norm in NORMS),
-                *(_width_panel(of_norm(by_width, norm), norm) for norm in NORMS)),
+        panels=(
+            *(_curves(of_norm(drawn, norm), "scale", "standard deviation of the input", f"relative error of {norm}")
+              for norm in NORMS),
+            *(_curves(of_norm(grown, norm), "width", "width", f"relative error of the {SPREAD[norm]} of {norm}")
+              for norm in NORMS),
+        ),
         findings=norm_findings(limits, by_scale, by_width, by_epsilon),
     )  # fmt: skip
 
@@ -445,37 +426,20 @@ def _limits(limits: Iterable[NormLimits], epsilon: float) -> Table:
 
 def _by(title: str, cases: Iterable[NormCase], field: str) -> Table:
     """A row for each format and way, a column for each value of the field."""
-    cells = (
-        ((case.format, case.way), getattr(case, field), (case.spread if field == "width" else case.output).cell)
-        for case in cases
+    cells = (((case.format, case.way), getattr(case, field), _shown(case, field).cell) for case in cases)
+    return answers.pivot(title, ("format", "way"), cells)
+
+
+def _curves(cases: Iterable[NormCase], field: str, x_title: str, y_title: str) -> Panel:
+    """Curves of the output's error by scale, or of the spread's by width. A row of zeros has an error of 1."""
+    points = (
+        (f"{case.format}, {case.way}", float(getattr(case, field)), _shown(case, field).plotted) for case in cases
     )
-    return pivot(title, ("format", "way"), cells)
+    return answers.curves(points, x_title=x_title, y_title=y_title, x_log=True, y_log=True)
 
 
-def _scale_panel(cases: Iterable[NormCase], norm: str) -> Panel:
-    """Curves of the output's error. A row of zeros has an error of 1."""
-    shown = [case for case in cases if case.way == MEAN or (case.format != "fp32" and case.way in (SUM, UPCAST))]
-    return curves(
-        ((f"{case.format}, {case.way}", case.scale, case.output.plotted) for case in shown),
-        x_title="standard deviation of the input",
-        y_title=f"relative error of {norm}",
-        x_log=True,
-        y_log=True,
-    )
-
-
-def _width_panel(cases: Iterable[NormCase], norm: str) -> Panel:
-    return curves(
-        (
-            (f"{case.format}, {case.way}", float(case.width), case.spread.plotted)
-            for case in cases
-            if case.way in (IN_TURN, MEAN)
-        ),
-        x_title="width",
-        y_title=f"relative error of the {SPREAD[norm]} of {norm}",
-        x_log=True,
-        y_log=True,
-    )
+def _shown(case: NormCase, field: str) -> Deviation:
+    return case.spread if field == "width" else case.output
 
 
 # RMSNorm and LayerNorm in few bits on the inputs that a model's own norms get in a step.
@@ -507,6 +471,8 @@ def study_own_normalisation(
 
     own: the factory, or the configuration, of the module. Raises InputError for a module without RMSNorm or LayerNorm.
     """
+    import torch
+
     from stepscope.questions.steps import factory_workload, step_of
     from stepscope.recording.environment import resolve_device
 
@@ -516,54 +482,58 @@ def study_own_normalisation(
     with _kept(step.model) as rows_read:
         step.prepare()
         step.phases[0].run()
-    reads = [_together(module, kept) for module, kept in rows_read.items()]
+    reads = [
+        _Read(module=module, norm=norm, epsilon=epsilon, rows=torch.cat(rows), calls=len(rows))
+        for (module, norm, epsilon), rows in rows_read.items()
+    ]
     if not reads:
         raise InputError(f"{own} runs no RMSNorm and no LayerNorm in forward: there is nothing to look at")
-    cases = {
-        (read.module, name, way): _deviation(read, name, way)
-        for read in reads
-        for name in FEW_BITS
-        for way in TRIED
-        if (name, way) != ("fp32", UPCAST)  # the same as its mean
-    }
+    cases: dict[tuple[str, str, str], Deviation] = {}
+    for read in reads:
+        for name in answers.FEW_BITS:
+            x_RW = read.rows.to(answers.dtype_of(name))
+            _, right_RW = normalise(x_RW.double(), read.norm, MEAN, read.epsilon)
+            for way in TRIED:
+                if (name, way) != ("fp32", UPCAST):  # the same as its mean
+                    _, output_RW = normalise(x_RW, read.norm, way, read.epsilon)
+                    cases[read.module, name, way] = deviation(output_RW, right_RW, x_RW)
     return computed_answer(
         on,
         study="normalisation",
         question="Where do the norms of this model break in few bits, and does upcasting mend it?",
         settings={**workload.named, "seed": seed},
-        tables=(_inputs(reads), *(_errors(name, reads, cases) for name in FEW_BITS)),
+        tables=(_inputs(reads), *(_errors(name, reads, cases) for name in answers.FEW_BITS)),
         panels=(_panel(reads, cases),),
         findings=_findings(reads, cases),
     )
 
 
-def kind_of_norm(module: "nn.Module") -> str | None:
-    """RMSNorm or LayerNorm, by the module's class; None for another module. Models bring classes of their own, as
-    LlamaRMSNorm."""
-    name = type(module).__name__
-    return next((kind for kind in ("RMSNorm", "LayerNorm") if name.endswith(kind)), None)
-
-
 @contextlib.contextmanager
 def _kept(model: "nn.Module") -> "Iterator[dict[tuple[str, str, float], list[Tensor]]]":
     """While open, keeps what each norm reads, by its folded path, kind and epsilon."""
-    from torch import Tensor
+    import torch
 
     from stepscope.questions.steps import layers_folded
 
     read: dict[tuple[str, str, float], list[Tensor]] = {}
     name_of = layers_folded(model)
 
-    def keep(name: str, module: "nn.Module", kind: str, args: Sequence[Any]) -> None:
-        if args and isinstance(args[0], Tensor) and args[0].dim() and args[0].is_floating_point():
-            width = _width(module, args[0])
-            rows = args[0].detach().float().reshape(-1, width)
-            read.setdefault((name_of(name), kind, _epsilon_of(module)), []).append(rows)
+    def keep(name: str, kind: str, module: "nn.Module", args: Sequence[Any]) -> None:
+        if not (args and isinstance(args[0], torch.Tensor) and args[0].dim() and args[0].is_floating_point()):
+            return
+        x, shape = args[0], getattr(module, "normalized_shape", None)
+        width = x[(0,) * (x.dim() - len(shape))].numel() if isinstance(shape, tuple) else x.shape[-1]
+        epsilons = (getattr(module, field, None) for field in ("eps", "variance_epsilon", "epsilon"))
+        # PyTorch's RMSNorm takes fp32's own where it has None.
+        epsilon = next((value for value in epsilons if isinstance(value, float)), torch.finfo(torch.float32).eps)
+        read.setdefault((name_of(name), kind, epsilon), []).append(x.detach().float().reshape(-1, width))
 
+    # By the class's name: models bring classes of their own, as LlamaRMSNorm.
     handles = [
-        module.register_forward_pre_hook(lambda module, args, n=name, k=kind: keep(n, module, k, args))
+        module.register_forward_pre_hook(partial(keep, name, kind))
         for name, module in model.named_modules()
-        if (kind := kind_of_norm(module))
+        for kind in NORMS
+        if type(module).__name__.endswith(kind)
     ]
     try:
         yield read
@@ -572,53 +542,21 @@ def _kept(model: "nn.Module") -> "Iterator[dict[tuple[str, str, float], list[Ten
             handle.remove()
 
 
-def _width(module: "nn.Module", x: "Tensor") -> int:
-    """How many numbers are normalised together."""
-    shape = getattr(module, "normalized_shape", None)
-    return x[(0,) * (x.dim() - len(shape))].numel() if isinstance(shape, tuple) else x.shape[-1]
-
-
-def _epsilon_of(module: "nn.Module") -> float:
-    """The norm's epsilon; PyTorch's RMSNorm takes fp32's own where it has None."""
-    import torch
-
-    names = ("eps", "variance_epsilon", "epsilon")
-    epsilon = next((value for name in names if isinstance(value := getattr(module, name, None), float)), None)
-    return torch.finfo(torch.float32).eps if epsilon is None else epsilon
-
-
-def _together(kind: tuple[str, str, float], kept: "list[Tensor]") -> _Read:
-    import torch
-
-    module, norm, epsilon = kind
-    return _Read(module=module, norm=norm, epsilon=epsilon, rows=torch.cat(kept), calls=len(kept))
-
-
-def _deviation(read: _Read, name: str, way: str) -> Deviation:
-    x = read.rows.to(dtype_of(name))
-    _, output = normalise(x, read.norm, way, read.epsilon)
-    _, right = normalise(x.double(), read.norm, MEAN, read.epsilon)
-    return deviation(output, right, x)
-
-
 def _inputs(reads: Sequence[_Read]) -> Table:
-    rows: list[tuple[Cell, ...]] = [
-        (
-            read.module, read.norm, read.calls, read.rows.shape[1], read.epsilon,
-            _digits(read.rows.abs().max()), _digits(read.rows.square().mean(-1).sqrt().min()),
-            _digits(read.rows.square().mean(-1).sqrt().max()),
-        )
-        for read in reads
-    ]  # fmt: skip
-    columns = (
-        "module", "norm", "calls", "width", "epsilon", "largest magnitude", "root mean square of a row, least",
-        "root mean square of a row, most",
-    )  # fmt: skip
-    return Table(title="What the norms read in a step", columns=columns, rows=tuple(rows))
+    def digits(number: "Tensor") -> float:
+        return float(f"{number.item():.3g}")
 
-
-def _digits(number: "Tensor") -> float:
-    return float(f"{number.item():.3g}")
+    columns: dict[str, Callable[[_Read], Cell]] = {
+        "module": lambda read: read.module,
+        "norm": lambda read: read.norm,
+        "calls": lambda read: read.calls,
+        "width": lambda read: read.rows.shape[1],
+        "epsilon": lambda read: read.epsilon,
+        "largest magnitude": lambda read: digits(read.rows.abs().max()),
+        "root mean square of a row, least": lambda read: digits(read.rows.square().mean(-1).sqrt().min()),
+        "root mean square of a row, most": lambda read: digits(read.rows.square().mean(-1).sqrt().max()),
+    }
+    return answers.table_by("What the norms read in a step", reads, columns)
 
 
 _Cases = Mapping[tuple[str, str, str], Deviation]
@@ -631,7 +569,7 @@ def _errors(name: str, reads: Sequence[_Read], cases: _Cases) -> Table:
         for way in TRIED
         if (read.module, name, way) in cases
     )
-    return pivot(f"Error of the output in {name}, without weights", ("module",), cells)
+    return answers.pivot(f"Error of the output in {name}, without weights", ("module",), cells)
 
 
 def _panel(reads: Sequence[_Read], cases: _Cases) -> Panel:
@@ -642,7 +580,7 @@ def _panel(reads: Sequence[_Read], cases: _Cases) -> Panel:
         for way in (MEAN, UPCAST)
         for place, read in enumerate(reads, start=1)
     )
-    return curves(points, x_title="norm, in the order of the model", y_title="relative error", y_log=True)
+    return answers.curves(points, x_title="norm, in the order of the model", y_title="relative error", y_log=True)
 
 
 def _findings(reads: Sequence[_Read], cases: _Cases) -> Iterator[Finding]:

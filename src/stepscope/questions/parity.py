@@ -24,6 +24,7 @@ from stepscope.core.figures import digits
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
 from stepscope.core.workloads import COMPILES, DTYPES
+from stepscope.questions import replays
 from stepscope.questions.answers import computed_answer, table_by
 from stepscope.questions.parity_plain import (
     FACTOR,
@@ -34,17 +35,7 @@ from stepscope.questions.parity_plain import (
     empty_micro_batches,
     explain,
 )
-from stepscope.questions.replays import (
-    Distance,
-    StepResult,
-    Subject,
-    distance,
-    drawing_modules,
-    listed,
-    patient,
-    run_step,
-    share,
-)
+from stepscope.questions.replays import Distance, Subject, share
 from stepscope.questions.steps import one_step_of
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.precision import matmul_precision
@@ -187,7 +178,7 @@ def _root(off: float, size: float) -> float:
 def _watch(step: ModuleStep, seed: int, told: Told) -> None:
     watching = _Watching(step, told)
     with watching.running():
-        run_step(step, seed, watching)
+        replays.run_step(step, seed, watching)
 
 
 class _Watching(Recorder):
@@ -273,7 +264,7 @@ class Judged:
     """The plain step that it is held against."""
     variant: StepVariant
     verdict: Verdict
-    found: StepResult | None = None
+    found: replays.StepResult | None = None
     off: Distance | None = None
     """How far it is from the plain step. It stands here, with what it gave, unless the variant does not run; where its
     losses are added up, it is that of the sum."""
@@ -304,7 +295,7 @@ def judge(plain: Plain, variant: StepVariant) -> Judged:
         found = plain.setting.run(variant)
     except StepscopeError as error:
         return judged(verdict="fails", failure=str(error))
-    off = distance(found, plain.result)
+    off = replays.distance(found, plain.result)
     if plain.agrees(off):
         return judged(verdict="agrees", found=found, off=off)
     if variant.accumulation > 1:
@@ -359,7 +350,7 @@ def _headline(ran: Sequence[Judged], departing: Sequence[Judged]) -> Finding:
     if departing:
         worst = max(departing, key=lambda each: each.times)
         assert worst.off is not None
-        names = listed([each.variant.name for each in departing])
+        names = replays.listed([each.variant.name for each in departing])
         return warning(
             "parity",
             f"{len(departing)} of {len(ran)} ways to run this step do not give what the plain step gives: {names}. "
@@ -383,7 +374,7 @@ def _headline(ran: Sequence[Judged], departing: Sequence[Judged]) -> Finding:
 def _why(judged: Judged) -> Finding:
     name, parts = judged.variant.name, judged.variant.accumulation
     if judged.empty:
-        which = listed([str(each) for each in judged.empty])
+        which = replays.listed([str(each) for each in judged.empty])
         return warning(
             "loss-normalisation",
             f"With {name} the loss is not finite, because no target counts in micro-batch {which}: a mean over none is "
@@ -404,7 +395,7 @@ def _normalised(judged: Judged) -> Finding:
     explained, off = judged.explained, judged.off
     assert explained is not None and off is not None
     counts, whole = explained.counts, sum(explained.counts)
-    numbers = listed([f"{each:,}" for each in counts])
+    numbers = replays.listed([f"{each:,}" for each in counts])
     least, most = counts.index(min(counts)) + 1, counts.index(max(counts)) + 1
     parts = judged.variant.accumulation
     factor = whole / (parts * min(counts))
@@ -482,7 +473,7 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
 
 
 def _added(added: Sequence[Judged]) -> Finding:
-    parts = listed([str(each.variant.accumulation) for each in added])
+    parts = replays.listed([str(each.variant.accumulation) for each in added])
     return note(
         "summed-loss",
         f"The losses of {parts} micro-batches make up the batch's when they are added up, and not when they are "
@@ -492,10 +483,10 @@ def _added(added: Sequence[Judged]) -> Finding:
 
 
 def _drawn(plain: Plain, quiet: Plain, judged: Sequence[Judged]) -> Finding:
-    drawing = drawing_modules(plain.setting.step().model)
+    drawing = replays.drawing_modules(plain.setting.step().model)
     who = "Forward draws random numbers"
     if drawing:
-        who += f" in dropout ({listed([_named(each) for each in drawing])})"
+        who += f" in dropout ({replays.listed([_named(each) for each in drawing])})"
     if not any(each.variant.accumulation > 1 for each in judged):
         return note("random-forward", f"{who}: each way drew the same numbers, from the same random state.")
     if quiet.draws:
@@ -609,7 +600,7 @@ def study_parity(
     what it is called with. accumulation, compile, attention, checkpointing: the ways; where none is asked for, those
     that the model can run. Raises InputError for a way that cannot be.
     """
-    on, told = resolve_device(device), patient(tell)
+    on, told = resolve_device(device), replays.patient(tell)
     choose(dtype, DTYPES, "dtype")
     workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
     asked = {"accumulation": accumulation, "compile": compile, "attention": attention, "checkpointing": checkpointing}
@@ -700,7 +691,7 @@ class _Attentions(TorchDispatchMode):
 
 def _calls_attention(setting: Setting) -> bool:
     with _Attentions() as attentions:
-        run_step(setting.step(), setting.subject.seed)
+        replays.run_step(setting.step(), setting.subject.seed)
     return attentions.seen
 
 

@@ -20,19 +20,9 @@ from stepscope.core.errors import InputError, StepscopeError, choose
 from stepscope.core.figures import digits
 from stepscope.core.model_config import ModelConfig
 from stepscope.core.range_names import FORWARD
+from stepscope.questions import replays
 from stepscope.questions.answers import computed_answer, dtype_of
-from stepscope.questions.replays import (
-    Distance,
-    StepResult,
-    Subject,
-    distance,
-    drawing_modules,
-    listed,
-    patient,
-    run_step,
-    share,
-    without_dropout,
-)
+from stepscope.questions.replays import Distance, Subject, share
 from stepscope.questions.steps import folded, one_step_of
 from stepscope.recording.environment import resolve_device
 from stepscope.recording.step import Recorder
@@ -83,7 +73,7 @@ def find_parts(step: ModuleStep, seed: int) -> Parts:
     """Run a step once, and see which modules compute."""
     seeing = _Seeing(step.model)
     with seeing.running():
-        run_step(step, seed, seeing)
+        replays.run_step(step, seed, seeing)
     # Modules of a Sequential differ in a number alone, too: only those of one class are layers.
     grouped: dict[tuple[str, str], list[str]] = {}
     for path in seeing.widest:
@@ -481,7 +471,7 @@ def _noise(ranking: Ranking) -> str:
 
 
 def _quoted(names: Sequence[str]) -> str:
-    return listed([f"`{name}`" for name in names])
+    return replays.listed([f"`{name}`" for name in names])
 
 
 RANKING, LAYERS = "Modules, each alone", "The first of them, layer by layer"
@@ -506,7 +496,7 @@ def study_shadow(
     own: the factory of a model of the user's own, or its config.json, in place of a model and its sizes; `arguments`:
     what it is called with. Raises InputError where nothing can be changed.
     """
-    low, on, told = dtype_of(choose(to, LOW, "precision")), resolve_device(device), patient(tell)
+    low, on, told = dtype_of(choose(to, LOW, "precision")), resolve_device(device), replays.patient(tell)
     workload = one_step_of(own, arguments, model=model, batch_size=batch_size, seq_len=seq_len, seed=seed)
     with torch.random.fork_rng([on] if on.type == "cuda" else []):
         replay = Replay(Subject(workload, on), low, told)
@@ -540,8 +530,8 @@ class Replay:
     def __init__(self, subject: Subject, low: torch.dtype, told: Callable[[str, float], None]) -> None:
         self.subject, self._low, self._told = subject, low, told
         self._step = subject.step(adapt=_with_cast_loss)
-        self.quiet = tuple(drawing_modules(self._step.model))
-        without_dropout(self._step.model)
+        self.quiet = tuple(replays.drawing_modules(self._step.model))
+        replays.without_dropout(self._step.model)
         self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
         self.scale = 0
         told("the step as given", 0.0)
@@ -568,8 +558,8 @@ class Replay:
         ranked.sort(key=lambda each: each.error, reverse=True)
         first = ranked[0].part
         layers = [Part(name=path, kind=first.kind, paths=(path,), widest=0) for path in first.paths[:MOST_LAYERS]]
-        other = distance(self._run((), self.subject.seed + 1), self._given).gradients
-        noise = max(distance(self._run(()), self._given).gradients for _ in range(_REPEATS))
+        other = replays.distance(self._run((), self.subject.seed + 1), self._given).gradients
+        noise = max(replays.distance(self._run(()), self._given).gradients for _ in range(_REPEATS))
         return Ranking(
             to=to, parts=ranked, at_once=together if together.off else None, noise=noise, idle=self._found.idle,
             layers=[self._ranked(layer, (layer,)) for layer in layers] if len(layers) > 1 else (), quiet=self.quiet,
@@ -581,18 +571,18 @@ class Replay:
             found = self._run(changed)
         except StepscopeError as error:
             return Ranked(part=part, refused=str(error))
-        off = distance(found, self._given)
+        off = replays.distance(found, self._given)
         worst, worst_off = _worst(off, self._given)
         return Ranked(part=part, off=off, finite=found.is_finite, worst=worst, worst_off=worst_off)
 
-    def _run(self, changed: Sequence[Part], seed: int | None = None) -> StepResult:
+    def _run(self, changed: Sequence[Part], seed: int | None = None) -> replays.StepResult:
         with torch.no_grad():
             for buffer, kept in self._buffers:
                 buffer.copy_(kept)
         weights = (2.0**self.scale,) if self.scale else ()
         # What fails is the user's code in a precision that it was not written for.
         with user_errors(self.subject.name), computing_in(self._low, self._step.user_module, changed, self._found):
-            return run_step(self._step, self.subject.seed if seed is None else seed, weights=weights)
+            return replays.run_step(self._step, self.subject.seed if seed is None else seed, weights=weights)
 
     def _choose_scale(self, parts: Sequence[Part]) -> None:
         for self.scale in _SCALES:
@@ -604,7 +594,7 @@ class Replay:
                 continue
 
 
-def _worst(off: Distance, given: StepResult) -> tuple[str, float]:
+def _worst(off: Distance, given: replays.StepResult) -> tuple[str, float]:
     """The parameter that is farthest for its own size, and how far. One whose gradient is next to zero does not count:
     what is left of it is rounding."""
     norms = {name: float(each.double().norm()) for name, each in given.gradients.items()}

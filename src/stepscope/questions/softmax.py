@@ -11,18 +11,8 @@ from stepscope.core.answer import Answer, Cell, Finding, Table, note, warning
 from stepscope.core.errors import InputError
 from stepscope.core.float_formats import FORMATS
 from stepscope.core.options import NUMBERS, Numbers, Option, finite_numbers
-from stepscope.questions.answers import (
-    FEW_BITS,
-    INPUT_OVERFLOWS,
-    Deviation,
-    computed_answer,
-    curves,
-    deviation,
-    dtype_of,
-    last_number_where,
-    next_number,
-    pivot,
-)
+from stepscope.questions import answers
+from stepscope.questions.answers import Deviation, computed_answer, deviation, quoted
 from stepscope.questions.question import Question
 
 if TYPE_CHECKING:
@@ -138,14 +128,14 @@ def attention_scores(q_HSD: "Tensor", k_HSD: "Tensor", division: str) -> "Tensor
 
 def exp_limits(name: str, device: "torch.device") -> ExpLimits:
     """Where exp leaves the format of this name."""
-    dtype = dtype_of(name)
-    last = last_number_where(lambda x: x.exp().isfinite(), dtype, device)
+    dtype = answers.dtype_of(name)
+    last = answers.last_number_where(lambda x: x.exp().isfinite(), dtype, device)
     return ExpLimits(
         format=name,
         logarithm=FORMATS[name].exp_overflows_above,
         finite_up_to=last,
-        infinite_at=next_number(last, dtype),
-        vanishes_below=-last_number_where(lambda x: (-x).exp() > 0, dtype, device),
+        infinite_at=answers.next_number(last, dtype),
+        vanishes_below=-answers.last_number_where(lambda x: (-x).exp() > 0, dtype, device),
     )
 
 
@@ -159,7 +149,7 @@ def softmax_cases(name: str, scales: Sequence[float], device: "torch.device", se
     cases = []
     for way, softmax in SOFTMAXES.items():
         for scale in scales:
-            x_RW = (x64_RW * scale).to(device, dtype_of(name))
+            x_RW = (x64_RW * scale).to(device, answers.dtype_of(name))
             result = deviation(softmax(x_RW), safe_softmax(x_RW.double()), x_RW)
             cases.append(SoftmaxCase(format=name, way=way, scale=scale, largest=x_RW.max().item(), result=result))
     return cases
@@ -173,8 +163,8 @@ def attention_cases(head_dim: int, scale: float, device: "torch.device", seed: i
     shape = (_HEADS, POSITIONS, head_dim)
     q64, k64, v64 = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
     cases = []
-    for name in FEW_BITS:
-        q_HSD, k_HSD, v_HSD = (x.to(device, dtype_of(name)) for x in (q64 * scale, k64 * scale, v64))
+    for name in answers.FEW_BITS:
+        q_HSD, k_HSD, v_HSD = (x.to(device, answers.dtype_of(name)) for x in (q64 * scale, k64 * scale, v64))
         for division in DIVISIONS:
             exact_HST = attention_scores(q_HSD.double(), k_HSD.double(), division)
             exact_weights_HST = safe_softmax(exact_HST)
@@ -205,7 +195,13 @@ def softmax_findings(
 ) -> Iterator[Finding]:
     """Findings on the limits of exp, on where the naive softmax breaks, on the other softmaxes, and on attention."""
     for limit in limits:
-        yield _limit(limit)
+        yield note(
+            "exp-overflows",
+            f"In {limit.format} exp is finite up to {limit.finite_up_to:.8g} and infinite at "
+            f"{limit.infinite_at:.8g}; ln of the largest number, {FORMATS[limit.format].largest:.6g}, is "
+            f"{limit.logarithm:.8g}. Below {limit.vanishes_below:.4g} it is zero.",
+            quoted(limit, "logarithm", "finite_up_to", "infinite_at", "vanishes_below"),
+        )
     for limit in limits:
         cases = [case for case in softmaxes if case.format == limit.format]
         yield from _naive([case for case in cases if case.way == NAIVE], limit)
@@ -214,16 +210,6 @@ def softmax_findings(
         for name in dict.fromkeys(case.format for case in attentions):
             cases = [case for case in attentions if case.format == name and case.head_dim == head_dim]
             yield from _attention(cases)
-
-
-def _limit(limit: ExpLimits) -> Finding:
-    return note(
-        "exp-overflows",
-        f"In {limit.format} exp is finite up to {limit.finite_up_to:.8g} and infinite at "
-        f"{limit.infinite_at:.8g}; ln of the largest number, {FORMATS[limit.format].largest:.6g}, is "
-        f"{limit.logarithm:.8g}. Below {limit.vanishes_below:.4g} it is zero.",
-        {name: value for name, value in dataclasses.asdict(limit).items() if name != "format"},
-    )
 
 
 def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:
@@ -240,12 +226,7 @@ def _naive(cases: list[SoftmaxCase], limit: ExpLimits) -> Iterator[Finding]:
                 f"The naive softmax in {broken.format} breaks at a standard deviation of {broken.scale:g}: the largest "
                 f"input is {broken.largest:.4g}, {side} {limit.finite_up_to:.4g}; {what}.",
                 remedy="subtract the row's maximum first",
-                evidence={
-                    "scale": broken.scale,
-                    "largest": broken.largest,
-                    "limit": limit.finite_up_to,
-                    "became": word,
-                },
+                evidence={**quoted(broken, "scale", "largest"), "limit": limit.finite_up_to, "became": word},
             )
 
 
@@ -253,7 +234,7 @@ def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
     """A finding: the largest errors of the safe and the online softmax over all scales that the format holds."""
     worst: dict[str, float] = {}
     for way in (SAFE, ONLINE):
-        of_way = [case for case in cases if case.way == way and case.result.word != INPUT_OVERFLOWS.word]
+        of_way = [case for case in cases if case.way == way and case.result.word != answers.INPUT_OVERFLOWS.word]
         if not of_way or any(case.result.broken for case in of_way):
             return
         worst[way] = max(case.result.error for case in of_way)
@@ -268,7 +249,7 @@ def _remedies(cases: list[SoftmaxCase]) -> Iterator[Finding]:
 
 def _attention(cases: list[AttentionCase]) -> Iterator[Finding]:
     """Findings for one head_dim and format: where each way breaks, and how much error dividing saves before that."""
-    cases = [case for case in cases if case.result.word != INPUT_OVERFLOWS.word]
+    cases = [case for case in cases if case.result.word != answers.INPUT_OVERFLOWS.word]
     if not cases:
         return
     first = cases[0]
@@ -316,8 +297,7 @@ def _division(cases: list[AttentionCase]) -> Iterator[Finding]:
         f"by {error:.2g}; divided by sqrt(head_dim) the largest score is {beside.largest_score:.4g} and the "
         f"output off by {divided_error:.2g}.",
         {
-            "scale": plain.scale,
-            "largest_score": plain.largest_score,
+            **quoted(plain, "scale", "largest_score"),
             "spacing": spacing,
             "error": error,
             "divided_score": beside.largest_score,
@@ -369,20 +349,20 @@ def study_softmax(
 
     on = resolve_device(device)
     scales = sorted(scales)
-    limits = [exp_limits(name, on) for name in FEW_BITS]
-    softmaxes = [case for name in FEW_BITS for case in softmax_cases(name, scales, on, seed)]
+    limits = [exp_limits(name, on) for name in answers.FEW_BITS]
+    softmaxes = [case for name in answers.FEW_BITS for case in softmax_cases(name, scales, on, seed)]
     attentions = [
         case for head_dim in head_dims for scale in scales for case in attention_cases(head_dim, scale, on, seed)
     ]
     columns = ("format", "ln of the largest number", "exp is finite up to", "and infinite at", "exp is zero below")
     tables = [
         Table(title="exp in each format", columns=columns, rows=tuple(map(dataclasses.astuple, limits))),
-        pivot(
+        answers.pivot(
             "Softmax: error by the input's scale",
             ("format", "way"),
             (((case.format, case.way), case.scale, case.result.cell) for case in softmaxes),
         ),
-        pivot(
+        answers.pivot(
             "Attention: largest score, in float64, by the scale of q and k",
             ("head_dim", "scores"),
             (
@@ -391,7 +371,7 @@ def study_softmax(
                 if case.format == "fp32" and case.softmax == SAFE and case.division in (NOT_DIVIDED, AFTER)
             ),
         ),
-        pivot(
+        answers.pivot(
             "Attention: error of the output by the scale of q and k",
             ("head_dim", "format", "scores", "softmax"),
             (
@@ -411,12 +391,12 @@ def study_softmax(
         settings={"width": WIDTH, "block": BLOCK, "positions": POSITIONS, "seed": seed},
         tables=tables,
         panels=(
-            curves(
+            answers.curves(
                 ((f"{case.format}, {case.way}", case.scale, case.result.plotted) for case in drawn),
                 x_title="standard deviation of the input", y_title="relative error of softmax", x_log=True, y_log=True,
             ),
             *(
-                curves(
+                answers.curves(
                     (
                         (f"{case.format}, {case.division}", case.scale, case.result.plotted)
                         for case in kept
@@ -439,8 +419,8 @@ def _of_row(row: Sequence[float], device: "torch.device") -> Table:
     given_W = torch.tensor(row, dtype=torch.float64)
     right_1W = safe_softmax(given_W)[None]
     rows: list[tuple[Cell, ...]] = []
-    for name in FEW_BITS:
-        x_1W = given_W.to(device, dtype_of(name))[None]
+    for name in answers.FEW_BITS:
+        x_1W = given_W.to(device, answers.dtype_of(name))[None]
         for way, softmax in SOFTMAXES.items():
             p_1W = softmax(x_1W).double().cpu()
             off = deviation(p_1W, right_1W, x_1W)

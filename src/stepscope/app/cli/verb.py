@@ -101,8 +101,8 @@ def _options_of(
                 option = _shared_option(plain, verb.name)
             assert option is not None, f"{verb.name}: no option {name} in the table"
             default = option.default if parameter.default is parameter.empty else parameter.default
-            kinds: tuple[Any, ...] = (annotation, *get_args(annotation))
-            is_several = any(get_origin(kind) is tuple for kind in kinds)
+            inner = get_args(annotation)
+            is_several = get_origin(annotation) is tuple or any(get_origin(kind) is tuple for kind in inner)
             makers[name] = add(option, is_several, default, verb.defaults)
     return parameters, options, lambda values: takes(**{name: maker(values) for name, maker in makers.items()})
 
