@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import typer
 
 from stepscope.app.cli.verb import Verbs, say_spelling
+from stepscope.core.options import Verb
 
 _OLD_MODES = {"--gate": "attention-gate", "--model": "attention-step"}
 """Options of `study attention` that made another study of it: verbs of their own now."""
@@ -109,6 +110,13 @@ class _Studies(Verbs):
             "Strategies that share a step, beside one process and one another: step, communication, memory, scaling.",
         ),
     }
+
+    @staticmethod
+    def verb_of(registered: Any) -> Verb:
+        """The verb of the question that a line of the table names."""
+        from stepscope.app.cli.questions import verb_of
+
+        return verb_of(registered)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = args[1 : args.index("--")] if "--" in args else args[1:]

@@ -322,13 +322,14 @@ class Verbs(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if self.commands.get(cmd_name) is None and cmd_name in self.verbs:
             module, _, record = self.verbs[cmd_name][0].partition(":")
-            verb = getattr(importlib.import_module(f"{self.home}{module}"), record or "command")
-            if not isinstance(verb, Verb):
-                from stepscope.app.cli.questions import verb_of
-
-                verb = verb_of(verb)
-            self.commands[cmd_name] = command_of(verb)
+            registered = getattr(importlib.import_module(f"{self.home}{module}"), record or "command")
+            self.commands[cmd_name] = command_of(self.verb_of(registered))
         return self.commands.get(cmd_name)
+
+    @staticmethod
+    def verb_of(registered: Any) -> Verb:
+        """The verb that a line of the table names."""
+        return registered
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}
