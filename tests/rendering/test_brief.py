@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from stepscope.core.answer import Answer, Line, error, note, table_of, warning
-from stepscope.rendering.brief import MOST_LINES, brief_document, brief_text
+from stepscope.rendering.brief import MOST_LINES, render_brief
 from tests.captures import Capture, write_kineto
 from tests.command import stepscope
 
@@ -46,7 +46,7 @@ backward: median 20.00 ms, share 66 %
 
 
 def test_the_gravest_finding_is_first_then_the_figures():
-    assert brief_text(ANSWER) == SAID
+    assert render_brief(ANSWER) == SAID
 
 
 def test_a_noisy_run_still_says_its_tokens_mfu_and_memory():
@@ -57,7 +57,7 @@ def test_a_noisy_run_still_says_its_tokens_mfu_and_memory():
         ANSWER.tables[0], notes=(Line("9 steps."), Line("128 tokens/s."), Line("MFU 40 % of the peak."))
     )
     noisy = tuple(warning(f"w{place}", "Take care.") for place in range(9))
-    lines = brief_text(msgspec.structs.replace(ANSWER, tables=(times, memory), findings=noisy)).splitlines()
+    lines = render_brief(msgspec.structs.replace(ANSWER, tables=(times, memory), findings=noisy)).splitlines()
     assert lines[5:9] == [
         "step: median 30.00 ms, share 100 %", "128 tokens/s.", "MFU 40 % of the peak.",
         "peak during backward: allocated 1.00 GiB",
@@ -67,22 +67,22 @@ def test_a_noisy_run_still_says_its_tokens_mfu_and_memory():
 
 def test_cautions_and_the_verdict_are_in_the_head():
     lead = (Line("a against b", "strong"), Line("Take care: x.", "care"), Line("b is faster.", "good"))
-    lines = brief_text(msgspec.structs.replace(ANSWER, study="compare", lead=lead)).splitlines()
+    lines = render_brief(msgspec.structs.replace(ANSWER, study="compare", lead=lead)).splitlines()
     assert lines[:3] == ["a against b", "Take care: x.", "b is faster."]
 
 
 def test_rows_of_numbers_have_a_subject_and_the_newest_run_is_first():
     ranks = table_of("rank, ms a step", ("computation", "ms of ns"), rows=[("0", 5_000_000), ("", None)])
     of_ranks = Answer(study="trace", question="Where?", tables=(ranks,))
-    assert "rank 0: computation 5.000 ms" in brief_text(of_ranks).splitlines()
+    assert "rank 0: computation 5.000 ms" in render_brief(of_ranks).splitlines()
     listed = Answer(
         study="ls", question="", tables=(table_of("run", "cell", rows=[(f"r{i}", "x") for i in range(50)]),)
     )
-    assert brief_text(listed).splitlines()[0] == "r49: cell x"
+    assert render_brief(listed).splitlines()[0] == "r49: cell x"
 
 
 def test_json_has_the_same_lines_with_the_figures_of_findings():
-    document = json.loads(brief_document(ANSWER))
+    document = json.loads(render_brief(ANSWER, as_json=True))
     assert [line["text"] for line in document["lines"]] == SAID.splitlines()
     found = document["lines"][3]
     assert (found["kind"], found["severity"], found["remedy"]) == ("not-steady", "warning", "close other programs")
@@ -97,7 +97,7 @@ def test_there_are_never_more_than_ten_lines_and_none_is_lost_unsaid(rows: int, 
         tables=(table_of("name", rows=[(f"r{i}",) for i in range(rows)]),),
         findings=tuple(note("k", f"Sentence {i}.") for i in range(findings)),
     )  # fmt: skip
-    lines = brief_text(answer).splitlines()
+    lines = render_brief(answer).splitlines()
     assert len(lines) <= MOST_LINES
     whole = rows + findings + 2
     said = f"and {whole - MOST_LINES + 1:,} more lines" in lines[-1]
@@ -106,7 +106,7 @@ def test_there_are_never_more_than_ten_lines_and_none_is_lost_unsaid(rows: int, 
 
 def test_a_line_of_a_foreign_file_stays_one_line():
     hostile = Answer(study="s", question="a\nb\x1b[2J" + "x" * 9999)
-    assert brief_text(hostile).count("\n") == 1 and "\x1b" not in brief_text(hostile)
+    assert render_brief(hostile).count("\n") == 1 and "\x1b" not in render_brief(hostile)
 
 
 def test_verbs_take_it(tmp_path: Path):

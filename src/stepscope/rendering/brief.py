@@ -29,18 +29,17 @@ _LONGEST = 400
 BRIEF_VERSION = 1
 
 
-def brief_text(answer: Answer) -> str:
-    """The ten lines as text."""
-    return "".join(f"{line['text']}\n" for line in brief_lines(answer))
+def render_brief(answer: Answer, *, as_json: bool = False) -> str:
+    """The ten lines as text, or as JSON: each with what it is, and a finding's with its kind, severity, figures and
+    remedy."""
+    lines = _brief_lines(answer)
+    if as_json:
+        head = {"version": BRIEF_VERSION, "study": answer.study, "device": answer.device}
+        return json_document({**head, "lines": lines})
+    return "".join(f"{line['text']}\n" for line in lines)
 
 
-def brief_document(answer: Answer) -> str:
-    """The ten lines as JSON: each with what it is, and a finding's with its kind, severity, figures and remedy."""
-    document = {"version": BRIEF_VERSION, "study": answer.study, "device": answer.device, "lines": brief_lines(answer)}
-    return json_document(document)
-
-
-def brief_lines(answer: Answer) -> list[dict[str, Any]]:
+def _brief_lines(answer: Answer) -> list[dict[str, Any]]:
     """At most ten lines, each with its `text`: head, findings by severity, figures, sentences. The last says how
     much is left out.
     """

@@ -39,22 +39,13 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
     """
     import altair as alt  # noqa: PLC0415
 
-    from stepscope.rendering.charts import (  # noqa: PLC0415  # noqa: PLC0415
-        HOLLOW,
-        draw_areas,
-        draw_bars,
-        draw_heat,
-        draw_icicle,
-        draw_points,
-        draw_series,
-        draw_timeline,
-    )
+    from stepscope.rendering import charts  # noqa: PLC0415
 
     if not answer.panels:
         raise InputError(f"{answer.study} has no curves: leave out --save")
     doubted = any(point.doubted for panel in answer.panels for point in panel.points)
     notes = dict.fromkeys(panel.frame.note for panel in answer.panels)
-    subtitle = "; ".join(part for part in (where_of(answer), *notes, HOLLOW if doubted else "") if part)
+    subtitle = "; ".join(part for part in (where_of(answer), *notes, charts.HOLLOW if doubted else "") if part)
     over: dict[tuple[object, ...], list[Panel]] = {}
     for i, panel in enumerate(answer.panels):
         over.setdefault(_row_of(panel, i), []).append(panel)
@@ -62,8 +53,8 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
     with_figures = [
         panels for panels in over.values() if any(panel.points or panel.nodes or panel.slices for panel in panels)
     ]
-    abreast = {"curves": draw_series, "points": draw_points}
-    alone = {"icicle": draw_icicle, "timeline": draw_timeline, "heat": draw_heat}
+    abreast = {"curves": charts.draw_series, "points": charts.draw_points}
+    alone = {"icicle": charts.draw_icicle, "timeline": charts.draw_timeline, "heat": charts.draw_heat}
     rows: list[alt.Chart | alt.ConcatChart | alt.VConcatChart | alt.LayerChart | alt.FacetChart] = []
     for panels in with_figures or list(over.values()):
         first = panels[0]
@@ -73,9 +64,9 @@ def draw_answer(answer: Answer, *, interactive: bool = False) -> "alt.TopLevelMi
         if first.kind in abreast:
             rows.append(abreast[first.kind](panels, **titles))
         elif first.kind == "areas":
-            rows.append(draw_areas(first, **titles, interactive=interactive))
+            rows.append(charts.draw_areas(first, **titles, interactive=interactive))
         else:
-            rows.append(alone.get(first.kind, draw_bars)(first, **titles))
+            rows.append(alone.get(first.kind, charts.draw_bars)(first, **titles))
     if len(rows) == 1:
         return rows[0]
     return alt.vconcat(*rows).resolve_scale(color="independent", fill="independent")
@@ -146,8 +137,6 @@ class Drawer:
 
     def draw(self, answers: Sequence[Answer]) -> list[str]:
         """The panels of each answer as SVG, as `picture.draw_svg` makes it; drawn here where the process is gone."""
-        from stepscope.rendering.picture import draw_svg  # noqa: PLC0415
-
         for answer in answers:
             self.ask(answer)
         if self._process is not None and self._process.stdout is not None:
@@ -190,10 +179,12 @@ def _read(stream: IO[bytes]) -> bytes | None:
 
 def _serve() -> None:
     """Draw what comes in until it ends."""
-    from stepscope.rendering.picture import draw_svg  # noqa: PLC0415
-    from stepscope.rendering.plots import get_ready  # noqa: PLC0415
+    import altair as alt  # noqa: PLC0415
 
-    get_ready()
+    from stepscope.rendering.plots import plot_spec, plot_svg  # noqa: PLC0415
+
+    # A first plot takes half a second more: it is drawn while the other process still reads.
+    plot_svg(plot_spec(alt.Chart(alt.Data(values=[{"x": 0}])).mark_point().encode(x="x:Q")))
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
         while (data := _read(sys.stdin.buffer)) is not None:
             _write(sys.stdout.buffer, msgspec.msgpack.encode(draw_svg(msgspec.msgpack.decode(data, type=Answer))))

@@ -123,11 +123,6 @@ def check_target(path: Path) -> None:
         raise InputError(f"cannot write the plot {path}: there is no folder {path.parent}, make it first")
 
 
-def is_interactive(path: Path) -> bool:
-    """Whether whoever opens this file can point at things and zoom."""
-    return path.suffix.lower() == ".html"
-
-
 def save_plot(chart: alt.TopLevelMixin, path: Path) -> None:
     """Write the chart in the form that the suffix names. Raises InputError where it cannot be written."""
     check_target(path)
@@ -151,11 +146,6 @@ def plot_svg(spec: dict[str, Any]) -> str:
     for name in re.findall(r'\bid="((?:clip|gradient_)\d+)"', svg):
         numbers.setdefault(name, f"{name.rstrip('0123456789')}{len(numbers)}")
     return re.sub(r'(\bid="|url\(#)((?:clip|gradient_)\d+)(?=["\)])', lambda m: m[1] + numbers.get(m[2], m[2]), svg)
-
-
-def get_ready() -> None:
-    """Start what draws plots, which takes half a second: worth a thread while something else is read."""
-    plot_svg(plot_spec(alt.Chart(alt.Data(values=[{"x": 0}])).mark_point().encode(x="x:Q")))
 
 
 def _html(spec: dict[str, Any]) -> bytes:

@@ -81,9 +81,9 @@ _DRAWN_FROM = 80
 def draw(answer: Answer, target: Path) -> None:
     """Draw the panels of an answer into a file."""
     from stepscope.rendering.picture import draw_answer
-    from stepscope.rendering.plots import is_interactive, save_plot
+    from stepscope.rendering.plots import save_plot
 
-    save_plot(draw_answer(answer, interactive=is_interactive(target)), target)
+    save_plot(draw_answer(answer, interactive=target.suffix.lower() == ".html"), target)
     notes = "; ".join(dict.fromkeys(panel.frame.note for panel in answer.panels if panel.frame.note))
     warn(f"plotted in {target}{f': {notes}' if notes else ''}")
 
@@ -320,10 +320,10 @@ class Presentation:
         """Print the answers one below the other; for --json the document instead, which is the first answer unless it
         is given, as text or as a value to encode. Then draw the first answer, where save names a file."""
         if self.brief:
-            from stepscope.rendering.brief import brief_document, brief_text
+            from stepscope.rendering.brief import render_brief
 
             parts = answers if self.only is None else tuple(one.part(self.only) for one in answers)
-            emit(brief_document(parts[0]) if self.json else "\n".join(map(brief_text, parts)))
+            emit(render_brief(parts[0], as_json=True) if self.json else "\n".join(map(render_brief, parts)))
         elif self.json:
             value = document() if document is not None else encode_answer(answers[0])
             emit(value if isinstance(value, str) else json_line(value))
