@@ -259,7 +259,13 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     width, height = (640, 400) if len(panels) == 1 else (430, 300)
     charts = []
     for panel in panels:
-        values = [v for each in panels if _compares(each, panel) for v in _values(each)]
+        # Panels that show one quantity of several things, over ranges that meet, share a scale.
+        quantity, own = panel.y_title.partition(" of ")[0], _values(panel)
+        values = list(own)
+        for other in panels:
+            others = _values(other)
+            if other is not panel and other.y_title.partition(" of ")[0] == quantity:
+                values += others if min(own) <= max(others) and min(others) <= max(own) else []
         log = spans(values, LOG_FROM_Y) if y_log is None else y_log
         if (log and min(values) <= 0) or (x_log and xs[0] <= 0):
             raise InputError(
@@ -280,13 +286,6 @@ def _has_place(point: Point) -> bool:
 def _values(panel: Panel) -> list[float]:
     """What the axis of y must hold."""
     return [v for p in panel.points if _has_place(p) for v in (p.y, p.low, p.high) if v is not None]
-
-
-def _compares(one: Panel, other: Panel) -> bool:
-    """Whether two panels show one quantity of several things, over ranges that meet: then they share a scale."""
-    quantity, second = (panel.y_title.partition(" of ")[0] for panel in (one, other))
-    values, others = _values(one), _values(other)
-    return one is other or (quantity == second and min(values) <= max(others) and min(others) <= max(values))
 
 
 def spans(values: Sequence[float], factor: float) -> bool:
@@ -571,12 +570,6 @@ class _Moments:
     times: tuple[float, ...]
     held: dict[str, tuple[float, ...]]
 
-    @property
-    def peak(self) -> int:
-        """The first moment at which the most was held."""
-        totals = [sum(figures) for figures in zip(*self.held.values(), strict=True)]
-        return totals.index(max(totals))
-
 
 def draw_areas(
     panel: Panel, *, title: str = "", subtitle: str = "", interactive: bool = False
@@ -586,10 +579,18 @@ def draw_areas(
     interactive: zoom on time, and the figures of the moment under the pointer.
     Raises InputError where there is nothing to draw.
     """
-    moments = _moments(panel)
-    if not moments.held:
+    # The lines that ever hold a byte: categories of memory from the ground up, then others as they come.
+    lines_held: dict[str, list[float]] = {}
+    for point in panel.points:
+        lines_held.setdefault(point.line, []).append(point.y)
+    held = {name: tuple(figures) for name, figures in lines_held.items() if any(figures)}
+    if not held:
         raise InputError("no memory was live at any moment: there is nothing to plot")
-    at = moments.peak
+    order = [*(name for name in CATEGORY_COLOURS if name in held), *(n for n in held if n not in CATEGORY_COLOURS)]
+    times = tuple(point.x for point in panel.points if point.line == panel.points[0].line)
+    moments = _Moments(times=times, held={name: held[name] for name in order})
+    totals = [sum(figures) for figures in zip(*moments.held.values(), strict=True)]
+    at = totals.index(max(totals))
     peak = {name: figures[at] for name, figures in moments.held.items()}
     peak_us, peak_bytes = moments.times[at], sum(peak.values())
     spans, guides = panel.frame.spans, panel.frame.guides
@@ -622,17 +623,6 @@ def draw_areas(
     if interactive:
         layers.append(_pointer(data, list(moments.held), scales))
     return alt.layer(*layers, width=AREAS_WIDTH, height=AREAS_HEIGHT, title=_titled(title, subtitle))
-
-
-def _moments(panel: Panel) -> _Moments:
-    """The lines that ever hold a byte: categories of memory from the ground up, then others as they come."""
-    lines: dict[str, list[float]] = {}
-    for point in panel.points:
-        lines.setdefault(point.line, []).append(point.y)
-    times = tuple(point.x for point in panel.points if point.line == panel.points[0].line)
-    held = {name: tuple(figures) for name, figures in lines.items() if any(figures)}
-    order = [*(name for name in CATEGORY_COLOURS if name in held), *(n for n in held if n not in CATEGORY_COLOURS)]
-    return _Moments(times=times, held={name: held[name] for name in order})
 
 
 def _table(moments: _Moments) -> alt.InlineData:

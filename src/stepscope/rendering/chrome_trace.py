@@ -482,7 +482,12 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
     if work.select(untold.any()).item():  # arrows or other ids told the launch, and the part has none of them
         told = pl.when(untold).then(ids.gather(work["launch_row"])).otherwise("correlation")
         work = work.with_columns(told.alias("correlation"))
-    within = _within_steps(attribution)
+    # Between the first and the last moment of the part's steps and phases.
+    spans = pl.concat(one.select("start_ns", "end_ns") for one in (attribution.instances, attribution.forwards))
+    begin, end = spans.select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
+    within = pl.lit(False)
+    if begin is not None:
+        within = (pl.col("start_ns") >= begin) & (pl.col("start_ns") + pl.col("duration_ns") <= end)
     operators = _operators(attribution, within)
     times = pl.concat([operators.select("start_ns"), work.select(pl.col("launch_ns").alias("start_ns"))]).drop_nulls()
     first, last = times.select(pl.col("start_ns").min(), pl.col("start_ns").max().alias("last")).row(0)
@@ -499,15 +504,6 @@ def _parts(attribution: Attribution) -> Iterator[tuple[str, pl.DataFrame]]:
                 "external", "device", "stream", "correlation", "graph_node", "bytes", "registers", "occupancy",
                 pl.col("grid", "block").name.prefix(_JSON),
             )  # fmt: skip
-
-
-def _within_steps(attribution: Attribution) -> pl.Expr:
-    """Whether an interval lies between the first and the last moment of the part's steps and phases."""
-    spans = [frame.select("start_ns", "end_ns") for frame in (attribution.instances, attribution.forwards)]
-    first, last = pl.concat(spans).select(pl.col("start_ns").min(), pl.col("end_ns").max()).row(0)
-    if first is None:
-        return pl.lit(False)
-    return (pl.col("start_ns") >= first) & (pl.col("start_ns") + pl.col("duration_ns") <= last)
 
 
 def _closed(operators: pl.DataFrame, busy_ns: int) -> pl.DataFrame:
@@ -571,17 +567,13 @@ _ARGUMENTS = {
 def _events(frame: pl.DataFrame, category: str, origin: int) -> str:
     """One complete event a line."""
     arguments = {label: pl.col(name) for name, label in _ARGUMENTS.items() if name in frame.columns}
-    fields = {"name": _encoded(frame["name"]), "pid": pl.col("process"), "tid": pl.col("thread")}
+    texts = frame["name"].cast(pl.String).fill_null("")
+    distinct = texts.unique()  # names are few, so each is encoded once
+    encoded = pl.Series([json.dumps(name) for name in distinct.to_list()], dtype=pl.String)
+    encoded_names = texts.replace_strict(distinct, encoded, return_dtype=pl.String).alias("encoded")
+    fields = {"name": encoded_names, "pid": pl.col("process"), "tid": pl.col("thread")}
     times = {
         name: _microseconds(at) for name, at in (("ts", pl.col("start_ns") - origin), ("dur", pl.col("duration_ns")))
     }
     head = {"ph": "X", "cat": category.partition(" ")[0]}
     return _lines(frame, _object(head, {**fields, **times, "args": _object({}, arguments)}))
-
-
-def _encoded(names: pl.Series) -> pl.Series:
-    """Each name as JSON text; names are few, so each is encoded once."""
-    texts = names.cast(pl.String).fill_null("")
-    distinct = texts.unique()
-    encoded = pl.Series([json.dumps(name) for name in distinct.to_list()], dtype=pl.String)
-    return texts.replace_strict(distinct, encoded, return_dtype=pl.String).alias("encoded")

@@ -55,8 +55,10 @@ def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool
         meant = [answer for answer in found if like in answer.question or like in answer.settings.values()]
         if not found:
             return None
-        part = _part(max(meant or found, key=lambda answer: answer.date), only)
-        return part if plot else msgspec.structs.replace(part, panels=())
+        newest = max(meant or found, key=lambda answer: answer.date)
+        words = [word.casefold() for word in only]
+        tables = tuple(one for one in newest.tables if not words or any(word in one.title.casefold() for word in words))
+        return msgspec.structs.replace(newest, tables=tables, panels=newest.panels if plot else ())
 
     return source
 
@@ -77,9 +79,22 @@ def table(
             if (query.columns and len(compared) < 2) or (speedup is not None and speedup not in compared):
                 continue
             try:
-                if not any(_has_figures(record, query) for record in build_records(runs, query)):
+                records = build_records(runs, query)
+                measured = {name for record in records for name, figure in record.items() if figure is not None}
+                if not any(name in measured or f"{name}_median_s" in measured for name in query.values):
                     continue
-                answer = _where_measured(answer_table(runs, query, bare=False), runs, _panels(runs, query))
+                panels: tuple[Panel, ...] = ()
+                with contextlib.suppress(InputError):  # the fields make no axis
+                    panels = table_panels(runs, query)
+                # Where it was measured, as the answers of other studies say it.
+                machines = [run.environment for run in runs if run.environment is not None]
+                answer = msgspec.structs.replace(
+                    answer_table(runs, query, bare=False),
+                    panels=panels,
+                    device=", ".join(dict.fromkeys(map(_device, machines))),
+                    versions=dict(machines[-1].versions) if machines else {},
+                    date=max(run.day for run in runs),
+                )
                 if says is not None:
                     first, *others = answer.tables
                     first = msgspec.structs.replace(first, notes=(*as_lines(says(runs)), *first.notes))
@@ -116,11 +131,6 @@ def which_run_out(runs: list[Run]) -> str:
     """Which cells ran out of memory, in a sentence."""
     out = [cell_name(run.workload) for run in runs if run.status == "out-of-memory"]
     return f"Out of memory: {', '.join(out)}." if out else f"None of these {len(runs)} cells runs out of memory."
-
-
-def _has_figures(record: Mapping[str, object], query: TableQuery) -> bool:
-    """Whether a run has a figure of what is asked."""
-    return any(record.get(name) is not None or record.get(f"{name}_median_s") is not None for name in query.values)
 
 
 def warmup(material: Material) -> Answer | None:
@@ -272,34 +282,10 @@ def _pairs(cells: list[Found], field: str, base: str) -> int:
     return sum(1 if doubting_kinds(run) else _UNDOUBTED for run in others)
 
 
-def _panels(runs: list[Run], query: TableQuery) -> tuple[Panel, ...]:
-    try:
-        return table_panels(runs, query)
-    except InputError:  # the fields make no axis
-        return ()
-
-
-def _where_measured(answer: Answer, runs: list[Run], panels: tuple[Panel, ...]) -> Answer:
-    """The table of runs with its plot, and with what the lead of another study says."""
-    where = [run.environment for run in runs if run.environment is not None]
-    devices = ", ".join(dict.fromkeys(_device(one) for one in where))
-    versions = where[-1].versions if where else {}
-    return msgspec.structs.replace(
-        answer, panels=panels, device=devices, versions=dict(versions), date=max(run.day for run in runs)
-    )
-
-
 def _device(where: Environment) -> str:
     """The device's name, with how much of its memory was allowed, where that is not all."""
     limit = where.memory_limit_bytes
     return f"{where.device_name} ({format_bytes(limit)} of its memory allowed)" if limit else where.device_name
-
-
-def _part(answer: Answer, only: tuple[str, ...]) -> Answer:
-    if not only:
-        return answer
-    kept = tuple(one for one in answer.tables if any(word.casefold() in one.title.casefold() for word in only))
-    return msgspec.structs.replace(answer, tables=kept)
 
 
 def _names(text: str) -> tuple[str, ...]:

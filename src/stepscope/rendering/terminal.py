@@ -76,10 +76,6 @@ class _Measured:
             whole, least = max(head.minimum, word), max(head.minimum, min(word, narrowest))
         return cls(column, most, whole, least)
 
-    @property
-    def is_figure(self) -> bool:
-        return self.column.justify == "right"
-
 
 class _Layout:
     """Parts of one table, each no wider than the screen."""
@@ -93,8 +89,16 @@ class _Layout:
         return None if widths is None else self._of(columns, widths)
 
     def stacked(self, columns: Sequence[_Measured]) -> list[Table]:
-        """The columns in several tables, each with the labels; none where a label leaves no room for a figure."""
-        for count in range(_telling_apart(columns), 0, -1):
+        """The columns in several tables, each with the labels; none where a label leaves no room for a figure.
+
+        The labels are as many columns, from the left, as it takes to tell rows apart; at least all before the first
+        figure.
+        """
+        rows = list(zip(*(map(str, measured.column._cells) for measured in columns), strict=True))
+        figures = (i for i, measured in enumerate(columns) if measured.column.justify == "right")
+        before = max(1, next(figures, 1))
+        apart = (count for count in range(before, len(columns)) if len({row[:count] for row in rows}) == len(rows))
+        for count in range(next(apart, before), 0, -1):
             parts = self._under(columns[:count], columns[count:])
             if parts:
                 return parts
@@ -128,12 +132,16 @@ class _Layout:
 
     def _widths(self, columns: Sequence[_Measured]) -> list[int] | None:
         """A width for each column: first text gives way down to its words, then names down to the least."""
-        most = [column.most for column in columns]
-        room = self._console.width - (natural_width(self._of(columns, most), self._console) - sum(most))
+        widths = [column.most for column in columns]
+        room = self._console.width - (natural_width(self._of(columns, widths), self._console) - sum(widths))
         for least in ([column.whole for column in columns], [column.least for column in columns]):
-            if sum(least) <= room:
-                return _shrunk(most, least, room)
-            most = least
+            if sum(least) > room:
+                widths = least
+                continue
+            while sum(widths) > room:  # the widest gives way, one by one
+                shrinkable = (i for i, width in enumerate(widths) if width > least[i])
+                widths[max(shrinkable, key=widths.__getitem__)] -= 1
+            return widths
         return None
 
     def _of(self, columns: Sequence[_Measured], widths: Sequence[int]) -> Table:
@@ -146,23 +154,6 @@ class _Layout:
             for i, (measured, width) in enumerate(zip(columns, widths, strict=True))
         ]  # fmt: skip
         return part
-
-
-def _telling_apart(columns: Sequence[_Measured]) -> int:
-    """How many columns, from the left, it takes to tell rows apart; at least all before the first figure."""
-    rows = list(zip(*(map(str, measured.column._cells) for measured in columns), strict=True))
-    before = next((i for i, column in enumerate(columns) if column.is_figure), 1)
-    apart = (count for count in range(max(1, before), len(columns)) if len({row[:count] for row in rows}) == len(rows))
-    return next(apart, max(1, before))
-
-
-def _shrunk(widths: Sequence[int], least: Sequence[int], room: int) -> list[int]:
-    """The widths with the widest made smaller, one by one, until all fit into the room."""
-    shrunk = list(widths)
-    while sum(shrunk) > room:
-        widest = max((i for i in range(len(shrunk)) if shrunk[i] > least[i]), key=lambda i: shrunk[i])
-        shrunk[widest] -= 1
-    return shrunk
 
 
 def _told_apart(cells: Sequence[RenderableType], width: int) -> list[RenderableType]:

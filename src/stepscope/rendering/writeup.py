@@ -7,8 +7,7 @@ import shlex
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -50,6 +49,7 @@ class Material:
     runs: tuple[Found, ...] = ()
     answers: tuple[tuple[Answer, Path], ...] = ()
     faults: tuple[str, ...] = ()
+    _digests: dict[tuple[Path, str], TraceDigest | None] = field(default_factory=dict, init=False, repr=False)
 
     def folders(self, **wanted: str) -> list[list[Found]]:
         """The runs whose fields have these values (`fp32,bf16` for either), by folder: a question is answered by one
@@ -86,10 +86,6 @@ class Material:
             newest, *others = sorted(by_folder.values(), key=lambda run: run.instant, reverse=True)
             apart.append(disagreement(newest, others, str(part)))
         return tuple(finding.sentence for finding in disagreeing(apart))
-
-    @cached_property
-    def _digests(self) -> dict[tuple[Path, str], TraceDigest | None]:
-        return {}
 
     def digest(self, run: Run, directory: Path, tool: str) -> TraceDigest | None:
         """What the capture of a run by one tool says, or None; read once, however many questions ask."""

@@ -180,14 +180,6 @@ class Value:
         return stored * self.scale if stored is not None else None
 
 
-def _time(name: str) -> Value:
-    return Value(unit="ms", scale=1e3, samples=lambda run: metrics.samples_of(run, name))
-
-
-def _while_measured(quantity: str, unit: str) -> Value:
-    return Value(unit=unit, digits=0, number=lambda run: metrics.while_measured(run, quantity))
-
-
 def _of_steps(figure: str) -> Callable[[Run], Any]:
     """Reads a figure of the samples of the step; None where there are none."""
     return lambda run: getattr(run.samples.get(STEP), figure, None)
@@ -208,7 +200,10 @@ def _prediction_error(run: Run) -> float | None:
 
 
 VALUES: dict[str, Value] = {
-    **{name: _time(name) for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, FORWARD_BACKWARD, STEP, "host")},
+    **{
+        name: Value(unit="ms", scale=1e3, samples=functools.partial(metrics.samples_of, name=name))
+        for name in (FORWARD, BACKWARD, OPTIMIZER, DATA, REST, FORWARD_BACKWARD, STEP, "host")
+    },
     "first_step": Value(unit="ms", scale=1e3, number=_of_steps("first_s")),
     "largest_step": Value(unit="ms", scale=1e3, number=_of_steps("largest_s")),
     "steps": Value(unit="", digits=0, number=_of_steps("count")),
@@ -221,9 +216,14 @@ VALUES: dict[str, Value] = {
     "profiler_slowdown": Value(unit="x", digits=2, number=metrics.profiler_slowdown),
     "joules_per_step": Value(unit="J", digits=2, number=metrics.joules_per_step),
     "joules_per_token": Value(unit="mJ", scale=1e3, digits=2, number=metrics.joules_per_token),
-    "sm_clock": _while_measured("sm_clock_mhz", "MHz"),
-    "power": _while_measured("power_w", "W"),
-    "temperature": _while_measured("temperature_c", "°C"),
+    **{
+        name: Value(unit=unit, digits=0, number=functools.partial(metrics.while_measured, quantity=quantity))
+        for name, quantity, unit in (
+            ("sm_clock", "sm_clock_mhz", "MHz"),
+            ("power", "power_w", "W"),
+            ("temperature", "temperature_c", "°C"),
+        )
+    },
     "peak_memory": Value(unit="GiB", scale=1 / GIB, number=metrics.peak_bytes),
     "saved_for_backward": Value(unit="GiB", scale=1 / GIB, number=_at("evidence.memory.saved_for_backward")),
     "predicted_peak": Value(unit="GiB", scale=1 / GIB, number=_predicted_peak),

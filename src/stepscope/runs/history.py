@@ -335,20 +335,20 @@ def trends_of(runs: Iterable[Run]) -> list[Trend]:
         device = (where.device_name, where.memory_limit_bytes, where.threads, where.allocator) if where else ()
         group = (known[1], device, settings.warmup_floor, settings.warmup_cap, run.beside is not None)
         groups.setdefault(group, []).append(run)
-    trends = [_trend(str(group[0]), members) for group, members in groups.items()]
+    trends: list[Trend] = []
+    for (key, *_), members in groups.items():
+        sets = sets_of(members)
+        trends.append(
+            Trend(
+                key=str(key),
+                workload=members[-1].workload,
+                device=next((run.environment.device_name for run in members if run.environment), ""),
+                moments=[Moment(one, typical) for one in sets if (typical := one.processes(STEP).typical_s)],
+                unmeasured=sum(len(one.runs) - len(one.measured) for one in sets),
+            )
+        )
     tested = max(1, sum(len(trend.moments) > 1 for trend in trends))
     return [_with_changes(trend, (1 - CONFIDENCE) / tested) for trend in trends if trend.moments or trend.unmeasured]
-
-
-def _trend(key: str, runs: Sequence[Run]) -> Trend:
-    moments: list[Moment] = []
-    unmeasured = 0
-    for one in sets_of(runs):
-        if typical := one.processes(STEP).typical_s:
-            moments.append(Moment(one, typical))
-        unmeasured += len(one.runs) - len(one.measured)
-    device = next((run.environment.device_name for run in runs if run.environment), "")
-    return Trend(key=key, workload=runs[-1].workload, device=device, moments=moments, unmeasured=unmeasured)
 
 
 def _with_changes(trend: Trend, level: float) -> Trend:

@@ -282,15 +282,13 @@ def sections_of_digest(digest: TraceDigest, *, on_cpu: bool) -> tuple[Section, .
         ("The longest kernels", [], list(_longest(digest))),
         ("Against the device's peaks", [], [_roofs(digest)]),
     )
-    sections = (
-        _section(title, panels, [table for table in tables if table.rows]) for title, panels, tables in contents
-    )
-    return tuple(one for one in sections if one.answer.panels or one.answer.tables)
-
-
-def _section(title: str, panels: list[Panel], tables: list[Table]) -> Section:
-    answer = Answer(study="trace", question="", tables=tuple(tables), panels=tuple(panels))
-    return Section(title=title, answer=answer)
+    sections: list[Section] = []
+    for title, panels, tables in contents:
+        with_rows = tuple(table for table in tables if table.rows)
+        if panels or with_rows:
+            answer = Answer(study="trace", question="", tables=with_rows, panels=tuple(panels))
+            sections.append(Section(title=title, answer=answer))
+    return tuple(sections)
 
 
 def _phases(digest: TraceDigest, noun: str) -> Table:

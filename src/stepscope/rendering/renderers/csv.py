@@ -19,21 +19,17 @@ def render(answer: Answer) -> str:
         if len(tables) > 1:
             writer.writerow([inert(table.title or table.columns[0])])
         writer.writerow(map(inert, bare_heads(table)))
-        writer.writerows([_cell(cell) for cell in bare_row(table, row)] for row in table.rows)
+        writer.writerows(map(inert, bare_row(table, row)) for row in table.rows)
         if len(tables) > 1:
             target.write("\n")
     return target.getvalue()
 
 
-def _cell(value: Any) -> Any:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return inert(value) if isinstance(value, str) else value
-
-
-def inert(cell: str) -> str:
+def inert(cell: Any) -> Any:
     """A cell that no spreadsheet takes for a formula: text that begins like one gets an apostrophe before it."""
-    if not cell.startswith(_FORMULA_STARTS):
+    if isinstance(cell, bool):
+        return "true" if cell else "false"
+    if not isinstance(cell, str) or not cell.startswith(_FORMULA_STARTS):
         return cell
     try:
         float(cell)
