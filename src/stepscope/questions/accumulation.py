@@ -61,11 +61,6 @@ class _Sum:
         """Whether addends of the accumulator's own format are added in turn."""
         return self.method == "in turn" and self.addend == self.accumulator
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether it ends before its last addend, or overflows."""
-        return self.stopped_after is not None or not math.isfinite(self.result)
-
 
 def study_accumulation(*, addend: Addend = None, count: Count = None) -> Answer:
     """Sums of many small numbers in every pair of accumulator and addend: where they stop growing, and why."""
@@ -81,6 +76,7 @@ def study_accumulation(*, addend: Addend = None, count: Count = None) -> Answer:
         if not (math.isfinite(each) and each > 0):
             raise InputError(f"--addend is {each:g}: give a finite number above zero, as in 0.01")
     sums = {(number, each): _sums(number, each) for number, each in requested}
+    plain = [case for case in itertools.chain(*sums.values()) if case.plain]
     return computed_answer(
         torch.device("cpu"),
         study="accumulation",
@@ -92,7 +88,7 @@ def study_accumulation(*, addend: Addend = None, count: Count = None) -> Answer:
         ),
         panels=tuple(_panel(f"sum of {number:,} x {each}", cases) for (number, each), cases in sums.items()),
         findings=(
-            *(_stop(case) for case in itertools.chain(*sums.values()) if case.plain and case.unfinished),
+            *(_stop(case) for case in plain if case.stopped_after is not None or not math.isfinite(case.result)),
             *(finding for cases in sums.values() for finding in _remedies(cases)),
         ),
     )

@@ -685,17 +685,14 @@ def _report(study: CompileStudy) -> Table:
 
 
 def _kernels(study: CompileStudy) -> Table:
-    def change(before_s: float, after_s: float) -> tuple[Cell, ...]:
-        return tuple(map(milliseconds, (before_s, after_s, before_s - after_s)))
-
     rows: list[tuple[Cell, ...]] = []
     for pair, kernels in with_kernels(study):
-        named = [(kind, *kernels.of([kind])) for kind in KINDS]
-        for name, before, after in [*named, ("all kernels", *kernels.of())]:
-            if before.calls or after.calls:
-                counts = (round(before.calls), round(after.calls))
-                rows.append((pair.other.name, pair.other.value, name, *counts, *change(before.busy_s, after.busy_s)))
-        rows.append((pair.other.name, pair.other.value, "no kernel", None, None, *change(*kernels.none_s)))
+        named = [*((kind, *kernels.of([kind])) for kind in KINDS), ("all kernels", *kernels.of())]
+        known = [(name, before, after) for name, before, after in named if before.calls or after.calls]
+        figures = [(name, round(b.calls), round(a.calls), b.busy_s, a.busy_s) for name, b, a in known]
+        for name, calls, left, before_s, after_s in [*figures, ("no kernel", None, None, *kernels.none_s)]:
+            times = map(milliseconds, (before_s, after_s, before_s - after_s))
+            rows.append((pair.other.name, pair.other.value, name, calls, left, *times))
     heads = ("eager", "compiled", "eager ms", "compiled ms", "won ms")
     return Table(title=KERNELS, columns=("cell", "compile", "kernels", *heads), rows=tuple(rows))
 

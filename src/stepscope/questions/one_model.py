@@ -130,6 +130,9 @@ def refuse_textbook(model: str | None = None, **sizes: int | None) -> None:
         raise InputError(f"{flags} belongs to --model CONFIG.json here: leave it out, or name one")
 
 
+_OF_A_FILE = {"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"}
+"""The batch where only a config.json has one, in the words of the help."""
+
 # What vanishes, overflows and rounds away in 16 bits.
 
 
@@ -169,14 +172,14 @@ def scaling(
     device: str,
 ) -> Answer:  # fmt: skip
     """A dynamic loss scale over a run that overflows on purpose, step by step beside torch.amp.GradScaler."""
-    scale: dict[str, Any] = {"steps": steps, "growth_interval": growth_interval, "planted": overflow_at}
+    options: dict[str, Any] = {"steps": steps, "planted": overflow_at, "device": device, "seed": seed}
+    options["growth_interval"] = growth_interval
     takes = ("--steps", "--growth-interval", "--overflow-at", "--seed")
-    if answer := of_own_model(
-        "scaling", module, model, arg, *takes, batch_size=batch_size, seq_len=seq_len, **scale, device=device, seed=seed
-    ):
+    sizes: dict[str, Any] = {"batch_size": batch_size, "seq_len": seq_len}
+    if answer := of_own_model("scaling", module, model, arg, *takes, **sizes, **options):
         return answer
-    refuse_textbook(model, batch_size=batch_size, seq_len=seq_len)
-    return study_function("scaling")(**scale, device=device, seed=seed)
+    refuse_textbook(model, **sizes)
+    return study_function("scaling")(**options)
 
 
 LearningRates = Annotated[tuple[float, ...], Option("Learning rates at which swallowed updates are counted.", TRAINING)]
@@ -216,7 +219,7 @@ SCALING = Question(
         "stepscope study scaling --steps 100 --overflow-at 7,8,60",
         "stepscope study scaling --from results/h200/precision/scaling.json --only findings",
     ),
-    defaults={"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"},
+    defaults=_OF_A_FILE,
 )
 
 SWALLOWED = Question(
@@ -268,12 +271,7 @@ AUTOCAST = Question(
         "stepscope study autocast --module train.py:make --arg width=64 --only modules",
     ),
     shared=("from_", "shown"),
-    defaults={
-        "model": "toy",
-        "rules": "the device's",
-        "batch_size": "4 of a config.json",
-        "seq_len": "512 of a config.json",
-    },
+    defaults={"model": "toy", "rules": "the device's", **_OF_A_FILE},
 )
 
 

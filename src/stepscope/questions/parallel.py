@@ -22,6 +22,7 @@ from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.request import TraceRequest, grid
 from stepscope.engine.sweep_plan import Cell as SweepCell
 from stepscope.engine.sweep_plan import order_cells
+from stepscope.engine.workload_options import usual_values
 from stepscope.questions import comparison
 from stepscope.questions.comparison import Compared, ComparedRun, Comparison, Pair, Sizes, StepOptions, same_but
 from stepscope.questions.question import Cells, Question, Result
@@ -164,10 +165,6 @@ def answer_parallel(cells: Iterable[SharedCell], *, unread: int = 0, refused: Se
     )
 
 
-def _named(cell: SharedCell) -> tuple[Cell, ...]:
-    return cell.name, cell.strategy, cell.ranks
-
-
 _HEAD = ("cell", "strategy", "ranks")
 
 
@@ -176,8 +173,8 @@ def _scaling(title: str, scaling: Scaling) -> Table:
     for pair in scaling.pairs:
         ratio, cell = pair.speed_up, pair.other
         low, high = (ratio.interval.low, ratio.interval.high) if ratio.interval else (None, None)
-        rows.append((*_named(cell), pair.base.time_s, cell.time_s, ratio.value, low, high,
-                     metrics.tokens_per_s(cell.run), pair.efficiency))  # fmt: skip
+        gain = (ratio.value, low, high, metrics.tokens_per_s(cell.run), pair.efficiency)
+        rows.append((cell.name, cell.strategy, cell.ranks, pair.base.time_s, cell.time_s, *gain))
     return table_of(
         *_HEAD, ("one process", "s"), ("step", "s"), ("times as fast", ".2f"), ("from", ".2f"), ("to", ".2f"),
         ("tokens/s", ",.0f"), ("efficiency", "%"),
@@ -196,8 +193,8 @@ def _unit(scaling: Scaling) -> str:
 
 def _phases(scaling: Scaling, title: str) -> Table:
     parts = (FORWARD, BACKWARD, GRADIENT_SYNC, OPTIMIZER, STEP)
-    cells = _with_bases(scaling)
-    rows = [(*_named(cell), *(metrics.median_s(cell.run, part) for part in parts)) for cell in cells]
+    times = {cell: [metrics.median_s(cell.run, part) for part in parts] for cell in _with_bases(scaling)}
+    rows = [(cell.name, cell.strategy, cell.ranks, *figures) for cell, figures in times.items()]
     waits = f"The phases are those of rank 0. In {GRADIENT_SYNC} a rank waits for gradients when backward has ended."
     heads = [(part, "s") for part in parts]
     return table_of(*_HEAD, *heads, title=title, rows=rows, notes=as_lines(waits))
@@ -211,8 +208,8 @@ def _with_bases(scaling: Scaling) -> list[SharedCell]:
 
 def _communication(scaling: Scaling, title: str) -> Table:
     rows: list[tuple[Cell, ...]] = []
-    for pair in scaling.pairs:
-        run = pair.other.run
+    for cell in (pair.other for pair in scaling.pairs):
+        run = cell.run
         sent, formula = metrics.sent_bytes(run), metrics.sent_by_formula(run)
         if sent is None:
             continue
@@ -221,7 +218,7 @@ def _communication(scaling: Scaling, title: str) -> Table:
         times = metrics.communication_s(run), metrics.exposed_s(run), metrics.overlap_share(run)
         more = sent / formula - 1 if formula else None
         count = sum(call.calls for call in calls) if calls is not None else None
-        rows.append((*_named(pair.other), *times, sent, formula, more, count))
+        rows.append((cell.name, cell.strategy, cell.ranks, *times, sent, formula, more, count))
     sizes = {"sent by a rank": "B", "by formula": "B", "sent more": "+%"}
     heads = {"communication": "s", "exposed": "s", "hidden": "%", **sizes}
     waits = (
@@ -241,8 +238,8 @@ def _memory(scaling: Scaling) -> Table:
         memories = [figures.memory for figures in shared.ranks if figures.memory is not None]
         peaks = [memory.allocated_peak for memory in memories if memory.allocated_peak is not None]
         parameters, state = max(kept, key=sum)
-        by_formula, peak = metrics.kept_by_formula(cell.run), max(peaks, default=None)
-        rows.append((*_named(cell), parameters, state, parameters + state, by_formula, peak))
+        held = (parameters, state, parameters + state, metrics.kept_by_formula(cell.run), max(peaks, default=None))
+        rows.append((cell.name, cell.strategy, cell.ranks, *held))
     has_peaks = any(row[-1] is not None for row in rows)
     return table_of(
         *_HEAD, ("parameters", "B"), ("optimizer state", "B"), ("together", "B"), ("by formula", "B"),
@@ -499,10 +496,7 @@ QUESTION = Question(
         **ON_GPU.in_words(ON_CPU),
         "parallel": "the lessons, ddp and fsdp2",
         "ranks": "every GPU, or 2 on a CPU",
-        "attention": "reference",
         "kernels": "reference",
-        "graph": "none",
-        "optimizer": "adamw-foreach",
-        "checkpointing": "none",
+        **{field: usual_values()[field] for field in ("attention", "graph", "optimizer", "checkpointing")},
     },
 )
