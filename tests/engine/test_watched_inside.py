@@ -227,7 +227,7 @@ def test_an_adapter_and_an_evaluation_are_said(tmp_path: Path):
     assert f" more: evaluation of Net (calls with gradients off) at engine/test_watched_inside.py:{line}. " in said
     assert watched.run is not None and watched.run.evidence.loop is not None
     evaluated = watched.run.evidence.loop.evaluated
-    assert evaluated is not None and (evaluated.steps, evaluated.of, evaluated.is_part_of_a_step) == (1, 10, False)
+    assert evaluated is not None and (evaluated.steps, evaluated.of) == (1, 10)
 
 
 def test_a_loop_that_ends_in_warm_up_is_not_said_to_skip_its_updates(tmp_path: Path):

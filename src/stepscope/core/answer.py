@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from stepscope.core.errors import InputError
 from stepscope.core.files import decode_document, json_document
-from stepscope.core.units import is_unit
+from stepscope.core.units import UNIT_FORMAT, UNITS
 
 if TYPE_CHECKING:
     from stepscope.core.environment import Environment
@@ -301,7 +301,7 @@ def table_of(*columns: tuple[str, str] | str, rows: Iterable[tuple[Cell, ...]], 
 
 
 def _unknown_units(units: Iterable[str]) -> list[str]:
-    return [unit for unit in units if unit not in (TEXT, PROSE) and not is_unit(unit)]
+    return [unit for unit in units if unit not in (TEXT, PROSE, *UNITS) and not UNIT_FORMAT.fullmatch(unit)]
 
 
 def measured_answer(

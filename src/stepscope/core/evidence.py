@@ -28,11 +28,6 @@ class Evaluated(msgspec.Struct, frozen=True, kw_only=True):
     median_s: float
     """What they take in such a step, with what lies between two of them."""
 
-    @property
-    def is_part_of_a_step(self) -> bool:
-        """Whether most steps have it. The times of other steps are stored without it."""
-        return 2 * self.steps >= self.of
-
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """Calls of `torch.save` in timed steps, which write a checkpoint now and then."""
@@ -589,12 +584,8 @@ class Correctness(msgspec.Struct, frozen=True, kw_only=True):
     def passed(self) -> bool:
         """Whether the ranks compute what one process does."""
         right = self.gradient_error <= self.gradient_allowed and self.update_error <= self.update_allowed
-        return right and self.losses_passed
-
-    @property
-    def losses_passed(self) -> bool:
-        """Whether the losses are one process's; true where nobody looked."""
-        return self.loss_error is None or self.loss_allowed is None or self.loss_error <= self.loss_allowed
+        losses = self.loss_error is None or self.loss_allowed is None or self.loss_error <= self.loss_allowed
+        return right and losses
 
 
 class RanksEvidence(msgspec.Struct, frozen=True, kw_only=True):

@@ -35,15 +35,11 @@ def median_ms(samples: Samples | None) -> Figure:
     return milliseconds(samples.median_s) if samples else None
 
 
-def within_ms(samples: Samples | None) -> tuple[Figure, Figure]:
-    """The ends of the interval of a median."""
-    interval = samples.interval() if samples else None
-    return (milliseconds(interval.low), milliseconds(interval.high)) if interval else (None, None)
-
-
 def median_within_ms(samples: Samples | None) -> tuple[Figure, Figure, Figure]:
     """A median and the ends of its interval."""
-    return (median_ms(samples), *within_ms(samples))
+    interval = samples.interval() if samples else None
+    low, high = (interval.low, interval.high) if interval else (None, None)
+    return (median_ms(samples), milliseconds(low), milliseconds(high))
 
 
 def times_within(ratio: Ratio | None) -> tuple[Figure, Figure, Figure]:

@@ -180,16 +180,6 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         """Sample standard deviation (n - 1); None below two samples."""
         return statistics.stdev(self.values_s) if self.count >= 2 else None
 
-    @property
-    def p95_s(self) -> float | None:
-        """95th percentile; None below 60 samples."""
-        return self.percentile_s("p95")
-
-    @property
-    def p99_s(self) -> float | None:
-        """99th percentile; None below 300 samples."""
-        return self.percentile_s("p99")
-
     def percentile_s(self, name: str) -> float | None:
         """The percentile of this name (p95, p99); None with fewer samples than FEWEST_FOR_PERCENTILE."""
         if self.count < FEWEST_FOR_PERCENTILE[name]:

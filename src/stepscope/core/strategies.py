@@ -147,11 +147,6 @@ class StrategyRecord:
                 return 0.0
 
     @property
-    def whole_blocks(self) -> bool:
-        """Whether each rank runs every block and the loss whole, on samples of its own."""
-        return self.splits == BATCH and self.near == 1
-
-    @property
     def cuts_sums(self) -> bool:
         """Whether ranks add up parts of a sum that one process adds up whole."""
         return self.splits in (PRODUCTS, SEQUENCE) or self.near > 1

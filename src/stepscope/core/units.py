@@ -103,12 +103,7 @@ UNITS: dict[str, tuple[str, float, Callable[[float], str]]] = {
 
 
 _SPEC = r"\+?,?(?:(?:\.\d)?[feg]|d)?"
-_FORMAT = re.compile(rf"{_SPEC}|[^{{}}]*\{{:{_SPEC}\}}[^{{}}]*")
-
-
-def is_unit(unit: str) -> bool:
-    """Whether figures can be read in this unit: a document may name any."""
-    return unit in UNITS or _FORMAT.fullmatch(unit) is not None
+UNIT_FORMAT = re.compile(rf"{_SPEC}|[^{{}}]*\{{:{_SPEC}\}}[^{{}}]*")
 
 
 def figure_text(value: float, unit: str) -> str:
@@ -116,19 +111,6 @@ def figure_text(value: float, unit: str) -> str:
     if unit in UNITS:
         return UNITS[unit][2](value)
     return unit.format(value) if "{" in unit else format(value, unit)
-
-
-def bare_head(column: str, unit: str) -> str:
-    """The head of a column of bare numbers, as CSV has them."""
-    name = UNITS[unit][0] if unit in UNITS else ""
-    return f"{column} ({name})" if name and name not in column.split() else column
-
-
-def bare_figure(value: float, unit: str) -> float:
-    """A figure as a bare number, in the unit that the head of its column names, without the last bits that scaling
-    invents: 5.119494, not 5.1194939999999995."""
-    factor = UNITS[unit][1] if unit in UNITS else 1
-    return value if factor == 1 else float(f"{value * factor:.12g}")
 
 
 def parse_bytes(text: str) -> int:

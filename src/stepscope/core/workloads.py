@@ -39,6 +39,7 @@ from stepscope.core.parts import (
 )
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.strategies import (
+    BATCH,
     NOT_PARALLEL,
     SEQUENCE,
     STRATEGIES,
@@ -378,7 +379,7 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
     def _check_parts(self) -> None:
         for part, name in self.parts.items():
             choose(name, kernels_of(part), part)
-            if name != REFERENCE and not self.strategy.whole_blocks:
+            if name != REFERENCE and (self.strategy.splits != BATCH or self.strategy.near > 1):
                 raise InputError(
                     f"{part} {name} runs where a rank computes whole blocks of its own samples: leave out --parallel "
                     f"{self.parallel}, or choose --{part} {REFERENCE}"

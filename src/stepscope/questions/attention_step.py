@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepscope.core.answer import Answer, Cell, Finding, Table, known_columns, note, warning
 from stepscope.core.errors import InputError, choose
-from stepscope.core.figures import doubting_kinds, gibibytes, milliseconds, times_within, within_ms
+from stepscope.core.figures import doubting_kinds, gibibytes, median_within_ms, milliseconds, times_within
 from stepscope.core.options import refuse_beside
 from stepscope.core.parts import attention_names
 from stepscope.core.range_names import OPTIMIZER, PHASES, STEP
@@ -399,7 +399,7 @@ def _times(groups: Sequence[StepGroup]) -> Table:
                     cell.name,
                     cell.value,
                     *(milliseconds(median_s(cell.run, p)) for p in (*PHASES, STEP)),
-                    *within_ms(cell.samples(STEP)),
+                    *median_within_ms(cell.samples(STEP))[1:],
                     *times_within(ratios.get(cell)),
                     ", ".join(doubting_kinds(cell.run)),
                 )

@@ -10,7 +10,7 @@ import torch
 from stepscope.core.device_spec import Ceiling, Ceilings
 from stepscope.core.errors import one_line
 from stepscope.core.files import cache_file, read_cached, replace_file
-from stepscope.core.formulas import copy_work, matmul_work
+from stepscope.core.formulas import matmul_work
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Settings
 from stepscope.recording.device import timing_device
@@ -140,7 +140,7 @@ def _copy_ceiling(device: torch.device) -> Ceiling | None:
     except torch.OutOfMemoryError:
         return None
     median_s, samples = _time(device, lambda: target.copy_(source), _SUSTAINED[device.type])
-    moved = copy_work(count).bytes_moved or 0
+    moved = 2 * count  # every byte is read once and written once
     return Ceiling(rate=moved / median_s, operation=f"copy of {count // 2**20} MiB", median_s=median_s, samples=samples)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Severity, Table, Tone
 from stepscope.core.errors import name_shown, printable
-from stepscope.core.units import bare_figure, bare_head, figure_text
+from stepscope.core.units import UNITS, figure_text
 
 NOT_FINITE = ("nan", "inf", "-inf")
 """What a document holds for figures that JSON has no words for: they are figures when it is read back."""
@@ -68,7 +68,9 @@ def bare_heads(table: Table) -> list[str]:
     marks = _columns_with_marks(table)
     heads: list[str] = []
     for i, column in enumerate(table.columns):
-        head = bare_head(column, unit_of(table, i))
+        unit = unit_of(table, i)
+        name = UNITS[unit][0] if unit in UNITS else ""
+        head = f"{column} ({name})" if name and name not in column.split() else column
         heads += [head, f"{head} doubt"] if i in marks else [head]
     earlier = [heads[:i].count(head) for i, head in enumerate(heads)]
     return [f"{head} {count + 1}" if count else head for head, count in zip(heads, earlier, strict=True)]
@@ -81,7 +83,10 @@ def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | N
     for i, cell in enumerate(row):
         value = _plain(cell)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
-            value = bare_figure(value, unit_of(table, i))
+            unit = unit_of(table, i)
+            factor = UNITS[unit][1] if unit in UNITS else 1
+            if factor != 1:  # without the last bits that scaling invents: 5.119494, not 5.1194939999999995
+                value = float(f"{value * factor:.12g}")
         cells.append(value)
         if i in marks:
             cells.append(cell.mark if isinstance(cell, Doubted) else None)

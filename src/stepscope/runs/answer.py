@@ -613,7 +613,8 @@ def _about_rates(run: Run, samples: Samples) -> Iterator[str]:
         took, steps = format_seconds(evaluated.median_s), counted(evaluated.steps, "step")
         outside = f"{steps} of {evaluated.of} took {took} more: {what}{where}. The times above are without it."
         inside = f"{steps} of {evaluated.of} hold {took} of {what}{where}."
-        yield printable(inside if evaluated.is_part_of_a_step else outside)
+        in_most = 2 * evaluated.steps >= evaluated.of  # the times of steps without it are then stored without it
+        yield printable(inside if in_most else outside)
     if loop is not None and loop.saved is not None:
         yield printable(f"{loop.saved}.")
     again = by_sizes(run.workload, recomputed_flops) or 0

@@ -284,8 +284,8 @@ def _statistics(samples: Samples | None) -> dict[str, float | int | None]:
         "high_s": interval.high if interval else None,
         "mean_s": samples.mean_s if samples else None,
         "stdev_s": samples.stdev_s if samples else None,
-        "p95_s": samples.p95_s if samples else None,
-        "p99_s": samples.p99_s if samples else None,
+        "p95_s": samples.percentile_s("p95") if samples else None,
+        "p99_s": samples.percentile_s("p99") if samples else None,
         "samples": samples.count if samples else None,
         "effective_samples": samples.effective_count if samples else None,
     }

@@ -186,7 +186,7 @@ class OperatorRoof:
     @property
     def intensity(self) -> float | None:
         """FLOPs per byte."""
-        return self.work.arithmetic_intensity if self.work else None
+        return self.work.flops / self.work.bytes_moved if self.work and self.work.bytes_moved else None
 
     @property
     def flops_per_s(self) -> float | None:

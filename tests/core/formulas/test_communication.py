@@ -57,7 +57,7 @@ def test_experts_multiply_feed_forward_networks():
     assert model.block == BLOCK + 3 * 3 * 8 * 16 + 4 * 8
     assert model.local_block(1) + model.local_experts(1, 1) == model.block
     assert model.local_experts(1, 2) == 2 * 3 * 8 * 16
-    assert model.matrix_flops_per_token() == 2 * (BLOCK - 2 * 8 + 3 * 8 * 16 + 4 * 8)
+    assert model.flops_per_token(8)[0] == 2 * (BLOCK - 2 * 8 + 3 * 8 * 16 + 4 * 8)
 
 
 def test_data_parallelism_moves_gradients_twice_less_a_share():

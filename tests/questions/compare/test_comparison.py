@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stepscope.core.figures import gibibytes, milliseconds, percent, times_within, within_ms
+from stepscope.core.figures import gibibytes, median_within_ms, milliseconds, percent, times_within
 from stepscope.core.run import Failure, Run
 from stepscope.core.samples import Samples
 from stepscope.core.units import in_ms, ms_text
@@ -105,7 +105,12 @@ def test_figures_over_sizes_name_their_line():
 
 def test_figures_are_rounded_and_the_unknown_stays_unknown():
     assert (milliseconds(0.0123456), gibibytes(3 * 2**29), percent(0.12345)) == (12.35, 1.5, 12.3)
-    assert (milliseconds(None), gibibytes(None), percent(None), within_ms(None)) == (None, None, None, (None, None))
+    assert (milliseconds(None), gibibytes(None), percent(None), median_within_ms(None)) == (
+        None,
+        None,
+        None,
+        (None,) * 3,
+    )
     assert times_within(None) == (None, None, None)
     one = Samples(values_s=(0.5,), clock="c")
     assert times_within(one.speedup_over(Samples(values_s=(1.0,), clock="c"))) == (2.0, None, None)

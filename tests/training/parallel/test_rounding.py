@@ -117,6 +117,7 @@ def test_four_ranks_are_right_with_every_seed_and_a_mistake_is_seen():
     assert [what for what, verdict in found.items() if not verdict.passed] == []
     assert [what for what, verdict in wrong.items() if verdict.passed] == []
     assert wrong["loses one part"].worst == "norm.weight"
-    assert not wrong["steps too far"].losses_passed
+    far = wrong["steps too far"]
+    assert (far.loss_error or 0) > (far.loss_allowed or 0)
     # The losses of a right step are well within: a bound that holds them just so would refuse one of them now and then.
     assert all((one.loss_error or 0) < 0.7 * (one.loss_allowed or 0) for one in found.values())

@@ -405,8 +405,9 @@ class Clock:
         """The times of a block in a layout whose blocks keep alike."""
         config, rates, length = self.model.config, self.rates, self.workload.seq_len
         tokens = layout.micro_batch * length / layout.context
-        products = tokens * self.model.matrix_flops_per_token() / layout.tensor / rates.matmul_flops_per_s
-        scores = tokens * self.model.attention_flops_per_token(length) / layout.tensor
+        linear, of_scores, _ = self.model.flops_per_token(length)
+        products = tokens * linear / layout.tensor / rates.matmul_flops_per_s
+        scores = tokens * of_scores / layout.tensor
         fused = scores_of(self.workload.attention) != "whole"
         attention = scores * (1 if fused else 2) / rates.attention_flops_per_s
         forward = {"matrix products": products, "attention": attention}
@@ -440,7 +441,8 @@ class Clock:
         if key not in self._ends:
             length = self.workload.seq_len
             tokens = layout.micro_batch * length / layout.context
-            head = tokens * self.model.head_flops_per_token() / layout.tensor / self.rates.matmul_flops_per_s
+            *_, of_head = self.model.flops_per_token(length)
+            head = tokens * of_head / layout.tensor / self.rates.matmul_flops_per_s
             forward, backward = {"matrix products": head}, {"matrix products": 2 * head}
             without, with_ends = (self.memory.moved(layout, first=ends, last=ends, blocks=1) for ends in (False, True))
             sizes = bytes_of(self.workload, layout.sharding)

@@ -52,11 +52,6 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def bytes_moved(self) -> int | None:
         return _sum(self.bytes_read, self.bytes_written)
 
-    @property
-    def arithmetic_intensity(self) -> float | None:
-        """FLOPs per byte moved."""
-        return self.flops / self.bytes_moved if self.bytes_moved else None
-
 
 def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
@@ -73,11 +68,6 @@ def matmul_work(m: int, n: int, k: int, bytes_per_element: int, batch: int = 1) 
         bytes_read=batch * (m * k + k * n) * bytes_per_element,
         bytes_written=batch * m * n * bytes_per_element,
     )
-
-
-def copy_work(bytes_copied: int) -> Work:
-    """Work of a device-to-device copy: every byte read once and written once."""
-    return Work(flops=0, bytes_read=bytes_copied, bytes_written=bytes_copied)
 
 
 def elementwise_work(elements: int, flops_per_element: int, *, bytes_read: int, bytes_written: int) -> Work:

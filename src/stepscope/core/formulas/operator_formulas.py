@@ -407,17 +407,14 @@ def scatter(call: OperatorCall, _: CausalConvention, *, adds: bool) -> Work:
     return elementwise_work(numbers.elements, int(adds and target.is_floating), bytes_read=read, bytes_written=size)
 
 
-def loss(call: OperatorCall, _: CausalConvention) -> Work:
-    """Negative log-likelihood: for each row the target's logarithm is read and added up."""
-    logs, targets = call.tensor(0), call.tensor(1)
-    read = targets.bytes + targets.elements * logs.size
-    return elementwise_work(targets.elements, 1, bytes_read=read, bytes_written=logs.size)
-
-
-def loss_backward(call: OperatorCall, _: CausalConvention) -> Work:
-    """Gradient of the loss: one element per row is written; another operator writes the zeros around it."""
-    logs, targets = call.tensor(1), call.tensor(2)
-    return Work(flops=0, bytes_read=targets.bytes, bytes_written=targets.elements * logs.size)
+def loss(call: OperatorCall, _: CausalConvention, *, backward: bool = False) -> Work:
+    """Negative log-likelihood: for each row the target's logarithm is read and added up. Of its gradient one element a
+    row is written; another operator writes the zeros around it."""
+    logs, targets = call.tensor(int(backward)), call.tensor(1 + backward)
+    rows = targets.elements * logs.size
+    if backward:
+        return Work(flops=0, bytes_read=targets.bytes, bytes_written=rows)
+    return elementwise_work(targets.elements, 1, bytes_read=targets.bytes + rows, bytes_written=logs.size)
 
 
 # Lists of tensors.

@@ -290,7 +290,7 @@ OPERATOR_WORK_RULES: tuple[OperatorRule, ...] = (
     _rule("scatter", "scatter_add_", partial(formulas.scatter, adds=True),
         "scatter_add_ fp32[4,512,100] # int64[4,512,1] fp32[4,512,1]"),
     _rule("loss", "nll_loss_forward", formulas.loss, "nll_loss_forward fp32[16,8] int64[16] - #*2"),
-    _rule("loss backward", "nll_loss_backward", formulas.loss_backward,
+    _rule("loss backward", "nll_loss_backward", partial(formulas.loss, backward=True),
         "nll_loss_backward fp32[] fp32[16,8] int64[16] - #*2 fp32[]"),
     _rule("concatenation", "cat _cat stack", formulas.foreach, "cat [4,12,512,32][4,12,512,32] #"),
     _rule("foreach",

@@ -81,22 +81,18 @@ class PlannedModel:
         """Parameters of a block's experts on a rank."""
         return 0 if self.experts == 1 else self.experts // expert * self.expert // tensor
 
-    def matrix_flops_per_token(self) -> int:
-        """FLOPs of a block's linear maps in forward, for one token: 2 a weight that it meets (Kaplan et al. 2020)."""
-        matrices = {name: shape for name, shape in block_shapes(self.config).items() if len(shape) > 1}
-        return 2 * (count_of(matrices) + (self.active - 1) * self.expert + self.router)
-
-    def attention_flops_per_token(self, seq_len: int) -> int:
-        """FLOPs of a block's scores and output in forward, for one token, half of the square: 2 S d."""
-        return 2 * seq_len * self.config.d_model
-
-    def head_flops_per_token(self) -> int:
-        return 2 * self.config.d_model * self.config.vocabulary
+    def flops_per_token(self, seq_len: int) -> tuple[int, int, int]:
+        """FLOPs in forward for one token. Of a block's linear maps: 2 a weight that it meets (Kaplan et al. 2020). Of
+        its scores and their output, half of the square: 2 S d. Of the head."""
+        config = self.config
+        matrices = {name: shape for name, shape in block_shapes(config).items() if len(shape) > 1}
+        linear = 2 * (count_of(matrices) + (self.active - 1) * self.expert + self.router)
+        return linear, 2 * seq_len * config.d_model, 2 * config.d_model * config.vocabulary
 
     def step_flops(self, tokens: int, seq_len: int) -> int:
         """Model FLOPs of a training step: forward, and twice as many in backward."""
-        block = self.matrix_flops_per_token() + self.attention_flops_per_token(seq_len)
-        return 3 * tokens * (self.config.layers * block + self.head_flops_per_token())
+        linear, attention, head = self.flops_per_token(seq_len)
+        return 3 * tokens * (self.config.layers * (linear + attention) + head)
 
 
 def largest_stage(layers: int, stages: int) -> int:

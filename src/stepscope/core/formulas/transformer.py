@@ -72,13 +72,6 @@ def forward_flops(workload: TextbookWorkload, causal: CausalConvention = "half")
     return 2 * workload.tokens * weights + _attention_flops(workload, causal)
 
 
-def products_per_forward(workload: TextbookWorkload) -> int:
-    """Number of matrix products in a forward pass: seven linear maps a layer (query, key, value, output, gate, up,
-    down), the two of attention unless it is one fused kernel, and the head.
-    """
-    return workload.model.layers * _products_per_block(workload) + 1
-
-
 def recomputed_flops(workload: TextbookWorkload, causal: CausalConvention = "half") -> int:
     """FLOPs of forward's products that a step's checkpointing runs again in backward, counted as model FLOPs are.
 
@@ -96,10 +89,13 @@ def recomputed_flops(workload: TextbookWorkload, causal: CausalConvention = "hal
     return again
 
 
-def recomputed_products(workload: TextbookWorkload) -> int:
-    """Number of matrix products that checkpointing runs again in one micro-batch's backward (`recomputed_flops`)."""
-    each = _products_per_block(workload)
-    return sum(span.blocks * each - span.groups for span in workload.spans if span.multiplies_again)
+def product_counts(workload: TextbookWorkload) -> tuple[int, int]:
+    """Numbers of matrix products: in a forward pass, and again in one micro-batch's backward, as checkpointing asks for
+    (`recomputed_flops`). A layer has seven linear maps (query, key, value, output, gate, up, down), and the two of
+    attention unless it is one fused kernel; the model has the head."""
+    each = 9 if scores_of(workload.attention) == "whole" else 7
+    again = sum(span.blocks * each - span.groups for span in workload.spans if span.multiplies_again)
+    return workload.model.layers * each + 1, again
 
 
 def moment_bytes(workload: StepChoices) -> int:
@@ -145,10 +141,6 @@ def _attention_flops(workload: TextbookWorkload, causal: CausalConvention) -> in
     if causal == "half":
         attention //= 2
     return attention
-
-
-def _products_per_block(workload: TextbookWorkload) -> int:
-    return 9 if scores_of(workload.attention) == "whole" else 7
 
 
 # How AdamW in one launch lays moments side by side, for the optimizer and for the prediction of memory.

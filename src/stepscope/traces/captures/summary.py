@@ -12,7 +12,7 @@ import polars as pl
 
 from stepscope.core.attention_call import product_and_softmax_flops
 from stepscope.core.errors import name_shown
-from stepscope.core.formulas.transformer import products_per_forward, recomputed_products
+from stepscope.core.formulas.transformer import product_counts
 from stepscope.core.parts import scores_of
 from stepscope.core.range_names import (
     ATTENTION_PARTS,
@@ -673,6 +673,6 @@ def _expected_products(workload: TextbookWorkload, phase: str) -> int | None:
     """
     if scores_of(workload.attention) == "pieces":
         return None
-    forward, again = products_per_forward(workload), recomputed_products(workload)
+    forward, again = product_counts(workload)
     counts = {FORWARD: forward, BACKWARD: 2 * forward + again}
     return counts[phase] * workload.accumulation if phase in counts else None
