@@ -20,12 +20,10 @@ from pathlib import Path
 
 from stepscope.core.attention_call import (
     CONVENTION,
-    PRODUCTS,
     AttentionCell,
     AttentionShape,
     AttentionTiming,
     AttentionTimings,
-    backward_flops,
     decode_timings,
     encode_timings,
     forward_flops,
@@ -42,6 +40,7 @@ from stepscope.core.parts import Attention, TensorDtype
 from stepscope.core.run_directory import write_atomically
 from stepscope.core.samples import Samples
 from stepscope.core.units import parse_seconds
+from stepscope.questions.attention_answer import arrange, flops_per_s
 
 OURS: Attention = "flash"
 RIVALS: dict[TensorDtype, tuple[Attention, ...]] = {
@@ -102,7 +101,8 @@ def race(arguments: argparse.Namespace) -> AttentionTimings:
 
     def tell(timings: AttentionTimings) -> None:
         nonlocal told
-        keep(timings, arguments.json)
+        if arguments.json is not None:
+            write_atomically(encode_timings(timings), arguments.json)
         rows, told = timings.timings[told:], len(timings.timings)
         if rows:
             words = ", ".join(f"{row.cell.implementation} {brief(row)}" for row in rows)
@@ -130,12 +130,6 @@ def check_place(file: Path | None) -> None:
             pass
 
 
-def keep(timings: AttentionTimings, file: Path | None) -> None:
-    if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(encode_timings(timings), file)
-
-
 def brief(row: AttentionTiming) -> str:
     """Forward and backward in ms, or what became of it."""
     both = row.both
@@ -152,30 +146,21 @@ def rows_of(timings: AttentionTimings) -> list[tuple[str, ...]]:
     """A row for each cell in the order of measuring. `over flash`: its forward+backward over ours."""
     ours = {(r.cell.shape, r.cell.dtype): r.both for r in timings.timings if r.cell.implementation == OURS}
     rows: list[tuple[str, ...]] = []
+    study = arrange(timings)
     for row in timings.timings:
         cell, both = row.cell, row.both
         name = (str(cell.shape), cell.dtype, cell.line)
         if both is None or row.forward is None or not both.median_s or not row.forward.median_s:
             rows.append((*name, row.outcome, *[""] * 7))
             continue
-        flops = forward_flops(cell.shape) + backward_flops(cell.shape)
-        rate = flops / both.median_s
-        ceiling = timings.ceilings.get(PRODUCTS[cell.dtype])
-        own = ours.get((cell.shape, cell.dtype))
+        rate, share, own = flops_per_s(row), study.share(row), ours.get((cell.shape, cell.dtype))
         ratio = own.speedup_over(both) if own else None
-        rows.append(
-            (
-                *name,
-                f"{row.forward.median_s * 1e3:.3f}",
-                interval_of(row.forward),
-                f"{both.median_s * 1e3:.3f}",
-                interval_of(both),
-                f"{forward_flops(cell.shape) / row.forward.median_s / 1e12:.4g}",
-                f"{rate / 1e12:.4g}",
-                f"{rate / ceiling * 100:.0f} %" if ceiling else "",
-                f"{ratio.value:.2f}" if ratio else "",
-            )
-        )
+        rows.append((
+            *name, f"{row.forward.median_s * 1e3:.3f}", interval_of(row.forward), f"{both.median_s * 1e3:.3f}",
+            interval_of(both), f"{forward_flops(cell.shape) / row.forward.median_s / 1e12:.4g}",
+            f"{(rate or 0.0) / 1e12:.4g}", f"{share * 100:.0f} %" if share else "",
+            f"{ratio.value:.2f}" if ratio else "",
+        ))  # fmt: skip
     return rows
 
 

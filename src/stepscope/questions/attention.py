@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepscope.core import interrupts
+from stepscope.core import errors, interrupts
 from stepscope.core.answer import Answer
 from stepscope.core.attention_call import (
     CALL_COMPILES,
@@ -20,15 +20,6 @@ from stepscope.core.attention_call import (
     Launches,
     decode_timings,
     encode_timings,
-)
-from stepscope.core.errors import (
-    EXIT_CHECK_FAILED,
-    EXIT_DEVICE_FAILED,
-    EXIT_DONE,
-    EXIT_INTERRUPTED,
-    InputError,
-    choose,
-    one_line,
 )
 from stepscope.core.files import read_named
 from stepscope.core.options import CALLS, MEASURING, WORKLOAD, Option, completed, is_given, refuse_beside
@@ -102,7 +93,7 @@ PRESETS = {
 def sizes_for(device_type: str, preset: str | None) -> GridSizes:
     """The defaults of a preset, of a `cpu`, or of anything else."""
     if preset is not None:
-        return PRESETS[choose(preset, tuple(PRESETS), "preset")]
+        return PRESETS[errors.choose(preset, tuple(PRESETS), "preset")]
     return ON_CPU if device_type == "cpu" else ON_GPU
 
 
@@ -129,9 +120,11 @@ def grid_groups(
     ):
         if not 1 <= value <= most:
             empty = ", which is an empty tensor" if value == 0 else ""
-            raise InputError(f"{option} is {value}{empty}: it must be 1 to {most:,}")
+            raise errors.InputError(f"{option} is {value}{empty}: it must be 1 to {most:,}")
     if heads % key_heads:
-        raise InputError(f"--kv-heads {key_heads} does not divide --heads {heads}: each serves as many query heads")
+        raise errors.InputError(
+            f"--kv-heads {key_heads} does not divide --heads {heads}: each serves as many query heads"
+        )
     names, wanted = implementations_of(implementations), gate_dtypes_of(dtypes)
     return [
         [
@@ -164,7 +157,7 @@ def check_runnable(groups: Sequence[Sequence[AttentionCell]], device_type: str) 
     if all(faults.values()):
         cell = cells[0]
         others = runnable(calls[cell], here=fault_of_device)
-        raise InputError(f"attention {cell.implementation} {faults[cell]}: choose one of {', '.join(others)}")
+        raise errors.InputError(f"attention {cell.implementation} {faults[cell]}: choose one of {', '.join(others)}")
 
 
 def measure_grid(
@@ -244,7 +237,7 @@ def measure_grid(
         except KeyboardInterrupt:
             return timings, True
         except (StepFailed, RuntimeError) as error:  # the rows are whole all the same
-            tell(Stage(name="ceiling", detail=f"not measured: {one_line(error)}"))
+            tell(Stage(name="ceiling", detail=f"not measured: {errors.one_line(error)}"))
             return timings, False
         timings = msgspec.structs.replace(timings, ceilings={d: c.rate for d, c in rates.matmul.items()})
         on_rows(timings)
@@ -326,7 +319,7 @@ def time_attentions(
         refuse_beside("--from", "--keep-digests")
         return _stored(from_, keep_digests)
     if keep_digests:
-        raise InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
+        raise errors.InputError("--keep-digests says nothing without --from and a folder of runs: leave it out")
     from stepscope.questions.attention_answer import answer_attention
     from stepscope.recording.environment import resolve_device
 
@@ -341,10 +334,10 @@ def time_attentions(
         heads=usual.heads if heads is None else heads,
         key_heads=kv_heads,
         causal=usual.causal if causal is None else causal,
-        compiles=[choose(name, CALL_COMPILES, "compile") for name in dict.fromkeys(compile or usual.compiles)],
+        compiles=[errors.choose(name, CALL_COMPILES, "compile") for name in dict.fromkeys(compile or usual.compiles)],
     )
     check_runnable(groups, on.type)
-    hidden = usual.launches if launches is None else choose(launches, LAUNCHES, "launches")
+    hidden = usual.launches if launches is None else errors.choose(launches, LAUNCHES, "launches")
     check_place(figures)
 
     def keep(timings: AttentionTimings) -> None:
@@ -372,13 +365,13 @@ def time_attentions(
     if budget is not None and outcomes == {"not reached"}:
         fault = f"none of the {len(rows)} cells was reached in --budget {budget:g}: give it more seconds"
         return Result(answer=answer, fault=fault)
-    exit_code = EXIT_CHECK_FAILED if "wrong" in outcomes else EXIT_DONE
+    exit_code = errors.EXIT_CHECK_FAILED if "wrong" in outcomes else errors.EXIT_DONE
     if "failed" in outcomes:
-        exit_code = EXIT_DEVICE_FAILED
+        exit_code = errors.EXIT_DEVICE_FAILED
     return Result(
         answer=answer,
         hint=f"the figures are in {figures}: --from shows them again" if figures is not None else "",
-        exit_code=EXIT_INTERRUPTED if interrupted else exit_code,
+        exit_code=errors.EXIT_INTERRUPTED if interrupted else exit_code,
     )
 
 
@@ -389,13 +382,13 @@ def _stored(places: tuple[Path, ...], keep_digests: bool) -> Answer | Result:
 
         for place in places:
             if not place.is_dir():
-                raise InputError(f"no runs at {place}: it is no folder")
+                raise errors.InputError(f"no runs at {place}: it is no folder")
         return answer_stored(places, keep_digests)
     if keep_digests:
-        raise InputError("--keep-digests says nothing with a file: leave it out")
+        raise errors.InputError("--keep-digests says nothing with a file: leave it out")
     place, *others = places
     if others:
-        raise InputError("--from shows one file at a time: give one, or folders of runs")
+        raise errors.InputError("--from shows one file at a time: give one, or folders of runs")
     data = read_named(place)
     match kind_of(data):
         case "attention-timings":
@@ -404,7 +397,7 @@ def _stored(places: tuple[Path, ...], keep_digests: bool) -> Answer | Result:
             return answer_attention(decode_timings(data, str(place)))
         case "attention-gate":
             if useless := [flag for flag in ("--save", "--only") if is_given(flag)]:
-                raise InputError(f"{', '.join(useless)} says nothing with the gate's matrix: leave it out")
+                raise errors.InputError(f"{', '.join(useless)} says nothing with the gate's matrix: leave it out")
             return result_of(decode_matrix(data, str(place)))
         case _:
             return read_answer(place, "attention")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import TypeVar
 
 from stepscope.core.answer import (
     Answer,
@@ -47,6 +48,7 @@ from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 # Timings of attention, ordered and set beside one another: powers of the sequence, ratios, crossovers.
 
 
+_Key = TypeVar("_Key")
 FITTED = 3
 """Points of a slope: the longest sequences, where what grows slower no longer shows."""
 BASELINE = "reference"
@@ -305,22 +307,19 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
         which = f" with head_dim {', '.join(map(str, alike))}" if 0 < len(alike) < len(at) else ""
         doubt = f", which is not distinguishable from as fast{which}" if alike else ""
         kind = "faster" if at[low].value > 1 else "slower"
+        several = len({contest.other.head_dim for contest in of_line}) > 1
+        crossings = [
+            f"slower up to {contest.crossover[0]:,} and faster from {contest.crossover[1]:,} on"
+            + (f" with head_dim {contest.other.head_dim}" if several else "")
+            for contest in of_line
+            if contest.crossover
+        ]
+        crossing = f"; it is {', '.join(crossings)}" if crossings else ""
         yield note(
             "not distinguishable" if len(alike) == len(at) else kind,
-            f"{line} is {factor} as {BASELINE} at sequence {longest:,} ({dtype}){doubt}{_crossing(of_line)}.",
+            f"{line} is {factor} as {BASELINE} at sequence {longest:,} ({dtype}){doubt}{crossing}.",
             {"sequence": longest, "least": at[low].value, "most": at[high].value},
         )
-
-
-def _crossing(contests: Sequence[Contest]) -> str:
-    crossings = {contest.other.head_dim: contest.crossover for contest in contests}
-    parts = [
-        f"slower up to {crossing[0]:,} and faster from {crossing[1]:,} on"
-        + (f" with head_dim {head_dim}" if len(crossings) > 1 else "")
-        for head_dim, crossing in crossings.items()
-        if crossing
-    ]
-    return f"; it is {', '.join(parts)}" if parts else ""
 
 
 def _compiled_findings(study: AttentionStudy) -> Iterator[Finding]:
@@ -452,10 +451,14 @@ def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
 
 def _by_line(study: AttentionStudy) -> list[tuple[str, str, list[Curve]]]:
     """Curves of one dtype and implementation, over head_dims."""
-    lines: dict[tuple[str, str], list[Curve]] = {}
+    return [(*key, curves) for key, curves in _grouped(study, lambda curve: (curve.dtype, curve.line)).items()]
+
+
+def _grouped(study: AttentionStudy, key: Callable[[Curve], _Key]) -> dict[_Key, list[Curve]]:
+    groups: dict[_Key, list[Curve]] = {}
     for curve in study.curves:
-        lines.setdefault((curve.dtype, curve.line), []).append(curve)
-    return [(dtype, line, curves) for (dtype, line), curves in lines.items()]
+        groups.setdefault(key(curve), []).append(curve)
+    return groups
 
 
 BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
@@ -561,10 +564,8 @@ def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTimi
 
 
 def _groups(study: AttentionStudy) -> list[tuple[str, int, list[Curve]]]:
-    groups: dict[tuple[str, int], list[Curve]] = {}
-    for curve in study.curves:
-        groups.setdefault((curve.dtype, curve.head_dim), []).append(curve)
-    return [(dtype, head_dim, curves) for (dtype, head_dim), curves in groups.items()]
+    """Curves of one dtype and head_dim, over implementations."""
+    return [(*key, curves) for key, curves in _grouped(study, lambda curve: (curve.dtype, curve.head_dim)).items()]
 
 
 def _compiled(study: AttentionStudy) -> Table:
@@ -660,20 +661,17 @@ def _cells(study: AttentionStudy) -> Table:
 
 def _missing(study: AttentionStudy) -> Table:
     """Cells of one reason together."""
-    by_reason: dict[tuple[str, str, str], list[AttentionTiming]] = {}
+    by_reason: dict[tuple[str, str, str], list[str]] = {}
     for curve in study.curves:
         for row in curve.rows:
             if both_s(row) is None:
-                by_reason.setdefault((curve.line, row.outcome, row.reason), []).append(row)
+                place = f"{row.cell.dtype} d{row.cell.shape.head_dim} s{row.cell.shape.queries}"
+                by_reason.setdefault((curve.line, row.outcome, row.reason), []).append(place)
     rows = tuple(
-        (line, outcome, len(cells), ", ".join(dict.fromkeys(_where(cell) for cell in cells)), reason)
-        for (line, outcome, reason), cells in by_reason.items()
+        (line, outcome, len(places), ", ".join(dict.fromkeys(places)), reason)
+        for (line, outcome, reason), places in by_reason.items()
     )
     return Table(title=MISSING, columns=("implementation", "what", "cells", "where", "why"), rows=rows)
-
-
-def _where(row: AttentionTiming) -> str:
-    return f"{row.cell.dtype} d{row.cell.shape.head_dim} s{row.cell.shape.queries}"
 
 
 def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
@@ -686,7 +684,9 @@ def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
             times: list[Point] = []
             bytes_: list[Point] = []
             for curve in together:
-                line = _line(curve)
+                slopes = (("time", curve.slopes["time"]), ("memory", curve.slopes["before backward"]))
+                powers = ", ".join(f"{what} S^{slope.power:.1f}" for what, slope in slopes if slope)
+                line = f"{curve.line}: {powers}" if powers else curve.line
                 for row in curve.measured:
                     x, seconds = float(row.cell.shape.queries), both_s(row)
                     if seconds is not None:
@@ -711,13 +711,3 @@ def _told_apart(curves: list[Curve]) -> list[list[Curve]]:
     return [
         kind[first : first + _MOST_LINES] for kind in (eager, compiled) for first in range(0, len(kind), _MOST_LINES)
     ]
-
-
-def _line(curve: Curve) -> str:
-    slopes = curve.slopes
-    powers = [
-        f"{what} S^{slope.power:.1f}"
-        for what, slope in (("time", slopes["time"]), ("memory", slopes["before backward"]))
-        if slope
-    ]
-    return f"{curve.line}: {', '.join(powers)}" if powers else curve.line

@@ -61,25 +61,16 @@ class CaptureComparison:
     def summary(self) -> str:
         """One sentence with its figures: the step's time before and after, and the largest changes."""
         what = "operator time" if self.on_cpu else "device time"
-        went = f"The step's {what} went from {_time(self.before_ns)} to {_time(self.after_ns)}{self._relative}"
-        changes = list(self._changes_worth_naming())
-        if not changes:
-            return f"{went}, and no family changed."
-        return f"{went}: {', '.join(changes)}."
-
-    @property
-    def _relative(self) -> str:
-        if not self.before_ns:
-            return ""
-        percent = f"{self.difference_ns / self.before_ns * 100:+.1f} %"
-        return " (less than 0.05 %)" if percent in {"+0.0 %", "-0.0 %"} else f" ({percent})"
-
-    def _changes_worth_naming(self) -> Iterator[str]:
+        relative = f" ({self.difference_ns / self.before_ns * 100:+.1f} %)" if self.before_ns else ""
+        relative = " (less than 0.05 %)" if relative in (" (+0.0 %)", " (-0.0 %)") else relative
+        went = f"The step's {what} went from {_time(self.before_ns)} to {_time(self.after_ns)}{relative}"
+        changes: list[str] = []
         for row in self.places.head(NAMED).iter_rows(named=True):
             if (row["share"] or 0.0) >= NAMED_SHARE:
                 where = f"in {row['phase']}" if row["phase"] else "outside the phases"
                 sign = "+" if row["difference_ns"] > 0 else "-"
-                yield f"{row['family']} {sign}{_time(abs(row['difference_ns']))} {where}"
+                changes.append(f"{row['family']} {sign}{_time(abs(row['difference_ns']))} {where}")
+        return f"{went}: {', '.join(changes)}." if changes else f"{went}, and no family changed."
 
     def self_check(self) -> None:
         """Raise AssertionError unless each table's rows add up to the totals (but for rounding)."""
