@@ -191,7 +191,15 @@ def snapshot_from(content: object, source: str, *, device: int | None = None) ->
     notes = _notes(fields.get(NOTES_KEY), source)
     lengths = {i: len(_convert(trace, list[Any], source, f"device_traces[{i}]")) for i, trace in enumerate(traces)}
     devices = tuple(sorted({i for i, length in lengths.items() if length} | {s.device for s in segments}))
-    _check_device(device, lengths, devices, source)
+    with_history = [i for i, length in lengths.items() if length]
+    listed = ", ".join(map(str, with_history))
+    if device is not None and device not in devices:
+        there = f"those with a history are {listed}" if with_history else "no device has a history"
+        raise InputError(f"{source}: nothing of device {device} is in this snapshot: {there}")
+    if not with_history or (device is not None and device not in with_history):
+        of = f" of device {device}" if with_history else ""
+        others = f" (there is one of {listed})" if with_history else ""
+        raise InputError(f"{source}: this snapshot holds no history{of}{others}: {NO_HISTORY_REMEDY}")
     before = fields.get(SEGMENTS_BEFORE_KEY)
     if before is not None:
         before = _convert(before, list[Segment], source, SEGMENTS_BEFORE_KEY)
@@ -285,19 +293,6 @@ def _notes(value: object, source: str) -> MemoryNotes | None:
         return _convert(notes, MemoryNotes, source, NOTES_KEY)
     except InputError as fault:
         raise InputError(one_line(fault)) from None
-
-
-def _check_device(asked: int | None, lengths: dict[int, int], devices: tuple[int, ...], source: str) -> None:
-    """Raise InputError where no device has a history, or the one that was asked for has none."""
-    recorded = [i for i, length in lengths.items() if length]
-    listed = ", ".join(map(str, recorded))
-    if asked is not None and asked not in devices:
-        there = f"those with a history are {listed}" if recorded else "no device has a history"
-        raise InputError(f"{source}: nothing of device {asked} is in this snapshot: {there}")
-    if not recorded or (asked is not None and asked not in recorded):
-        of = f" of device {asked}" if recorded else ""
-        others = f" (there is one of {listed})" if recorded else ""
-        raise InputError(f"{source}: this snapshot holds no history{of}{others}: {NO_HISTORY_REMEDY}")
 
 
 def _of_device(segments: list[Segment], device: int, source: str) -> list[Segment]:
@@ -486,9 +481,12 @@ class Stacks:
         signs, of_frame = 0, self._frame_signs
         for frame in frames:
             found = of_frame[frame]
-            if found & _OPTIMIZER and self._is_of_the_script(frame, frames):
-                # Named after the optimizer that it uses, as train_adamw.py, it has its model and its trainer, too.
-                found = found & ~_OPTIMIZER | (_STEP if _STEP_CALL.fullmatch(self._frames[frame].name) else 0)
+            if found & _OPTIMIZER:
+                own, others = self._frames[frame], (self._frames[other] for other in frames)
+                if any(other.name == "<module>" and other.filename == own.filename for other in others):
+                    # The script that the process runs. Named after the optimizer that it uses, as train_adamw.py, it
+                    # has its model and its trainer, too.
+                    found = found & ~_OPTIMIZER | (_STEP if _STEP_CALL.fullmatch(own.name) else 0)
             # What an optimizer calls to have the loss computed is none of its own; an optimizer that a hook of backward
             # calls is.
             signs |= found & _OUTSIDE if signs & _INNER else found
@@ -496,11 +494,6 @@ class Stacks:
         self.signs.append(signs)
         self.sites.append(self._site(frames))
         return number
-
-    def _is_of_the_script(self, frame: int, frames: tuple[int, ...]) -> bool:
-        """Whether a frame is of the file that the process runs."""
-        file = self._frames[frame].filename
-        return any(self._frames[other].name == "<module>" and self._frames[other].filename == file for other in frames)
 
     def _frame(self, raw: Any) -> int:
         number = self._frame_of_id.get(id(raw))

@@ -25,6 +25,7 @@ from stepscope.core.errors import InputError, name_shown
 from stepscope.core.units import counted, format_count, format_rate, format_share, in_ms
 from stepscope.traces.captures.details import each_step
 from stepscope.traces.ranks import COMPUTATION, Excess, Job, Rank
+from stepscope.traces.roofline import values_of
 
 _ROWS = 8
 """The most rows of the tables that can be long."""
@@ -177,15 +178,8 @@ def job_as_json(job: Job, findings: tuple[Finding, ...]) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank.number,
-                "source": rank.source,
-                "device": rank.device,
-                "steps": rank.steps,
-                "kernels": rank.kernels,
-                "busy_ns": rank.busy_ns,
-                "union_ns": rank.union_ns,
-                "idle_ns": rank.idle_ns,
-                "computation_ns": rank.computation_ns,
-                "communication_ns": rank.communication_ns,
+                **values_of(rank, "source", "device", "steps", "kernels", "busy_ns", "union_ns", "idle_ns"),
+                **values_of(rank, "computation_ns", "communication_ns"),
                 "exposed_communication_ns": rank.exposed_ns,
                 "waiting_ns": job.waiting_ns(rank.number),
                 "stalled_ns": job.stalled_ns(rank.number),

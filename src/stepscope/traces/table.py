@@ -520,18 +520,6 @@ _NO_START = pl.col("start_ns").is_null() | ((pl.col("start_ns") == 0) & (pl.col(
 """Whether a row of work, joined to its launch, has no start. A start of 0 is none where the launch is later."""
 
 
-def at_their_launch(work: pl.DataFrame, damage: Damage) -> pl.DataFrame:
-    """Work with its launches, of which the rows without a start stand at their launch, or else at 0 or, where that is
-    far from all others, at the first start."""
-    missing = work.select(_NO_START.alias("missing")).to_series()
-    if not missing.any():
-        return work
-    add_count(damage.untimed, WORK, int(missing.sum()))
-    first = cast("int", work["start_ns"].filter(~missing).min() or 0)
-    instead = pl.coalesce("launch_ns", pl.lit(first if abs(first) >= FAR_NS else 0, pl.Int64))
-    return work.with_columns(pl.when(missing).then(instead).otherwise("start_ns").alias("start_ns"))
-
-
 def cut_at_the_next(work: pl.DataFrame, calls: pl.DataFrame, damage: Damage) -> tuple[pl.DataFrame, Damage]:
     """Work of which no row outlasts later work of its stream: such a row is cut where the next begins.
 
@@ -617,7 +605,13 @@ def assemble(table: TraceTable, path: Path, *, arrows: pl.DataFrame | None = Non
         work = work[copies.arg_sort()]  # stable: the order is the file's but for that
     if work.height:
         work, damage = cut_at_the_next(with_launches(work, calls, arrows=arrows, operators=operators), calls, damage)
-        work = at_their_launch(work, damage)
+        missing = work.select(_NO_START.alias("missing")).to_series()
+        if missing.any():
+            # They stand at their launch, or else at 0 or, where that is far from all others, at the first start.
+            add_count(damage.untimed, WORK, int(missing.sum()))
+            first = cast("int", work["start_ns"].filter(~missing).min() or 0)
+            instead = pl.coalesce("launch_ns", pl.lit(first if abs(first) >= FAR_NS else 0, pl.Int64))
+            work = work.with_columns(pl.when(missing).then(instead).otherwise("start_ns").alias("start_ns"))
     else:
         work = operators_as_work(operators)
     return replace(

@@ -524,16 +524,14 @@ class _Search(Generic[W]):
         if not self._fits(tuple(settings[-1] for settings in levers)):
             return None
         for chosen in itertools.product(*levers):
-            if any(self._goes_further(chosen, changes) for changes in earlier):
-                continue
-            if self._fits(chosen, quickly=False):
-                return chosen
+            for changes in earlier:
+                stronger = [lever[lever.index(one) :] for one in changes for lever in self._levers if one in lever]
+                if all(any(one in settings for one in chosen) for settings in stronger):
+                    break  # each of these changes, or a stronger setting of its lever, is among those chosen
+            else:
+                if self._fits(chosen, quickly=False):
+                    return chosen
         return None
-
-    def _goes_further(self, chosen: tuple[Change, ...], changes: tuple[Change, ...]) -> bool:
-        """Whether each of some changes is among those that are chosen, or a stronger setting of its lever is."""
-        stronger = [lever[lever.index(change) :] for change in changes for lever in self._levers if change in lever]
-        return all(any(change in settings for change in chosen) for settings in stronger)
 
     def _with_most_blocks(self, chosen: tuple[Change, ...]) -> tuple[Change, ...]:
         """The changes with as many blocks that keep their products as fit: more than the quarters that were tried."""

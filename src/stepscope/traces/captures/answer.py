@@ -594,12 +594,15 @@ def timeline_panel(ranks: Iterable[tuple[str, Attribution, Occupation | None, in
     in nanoseconds. Each shows its first step. Work shorter than a hair is drawn together. None on a CPU, whose
     operators call one another.
     """
-    shown = [
-        (name, _first_step(attribution), occupation, offset_ns)
-        for name, attribution, occupation, offset_ns in ranks
-        if not attribution.table.on_cpu
-    ]
-    shown = [one for one in shown if one[1].height]
+    shown: list[tuple[str, pl.DataFrame, Occupation | None, int]] = []
+    for name, attribution, occupation, offset_ns in ranks:
+        if attribution.table.on_cpu:
+            continue
+        work = attribution.work.filter(pl.col("duration_ns") > 0)
+        first = work["step"].drop_nulls().min()
+        of_step = work.filter(pl.col("step") == first) if isinstance(first, int) else work  # all, where none is known
+        if of_step.height:
+            shown.append((name, of_step.sort("device", "stream", "start_ns"), occupation, offset_ns))
     if not shown:
         return None
     begin_ns = min(int(work["start_ns"].min()) - offset for _, work, _, offset in shown)  # type: ignore[arg-type]
@@ -624,14 +627,6 @@ def timeline_panel(ranks: Iterable[tuple[str, Attribution, Occupation | None, in
         slices=tuple(slices),
         frame=Frame(heading="What ran when", note=note, x_ends=(0.0, (end_ns - begin_ns) / 1e6)),
     )
-
-
-def _first_step(attribution: Attribution) -> pl.DataFrame:
-    """The work of the first step, or all of it where no step is known, by its start."""
-    work = attribution.work.filter(pl.col("duration_ns") > 0)
-    first = work["step"].drop_nulls().min()
-    own = work.filter(pl.col("step") == first) if isinstance(first, int) else work
-    return own.sort("device", "stream", "start_ns")
 
 
 def _end_ns(work: pl.DataFrame) -> int:

@@ -189,7 +189,15 @@ def with_found_phases(
     # disabled, in an evaluation or an update, operators have no sequence number.
     makers = operators.filter(_FOLLOWED & ~is_node(operators))
     makers = makers.filter(Nest(nodes, "track").innermost(makers["track"], makers["start_ns"]).is_null())
-    engine = _engine_tracks(threads, table, nodes, makers)
+    # The threads of autograd's engine: those of that name, or with nodes and no forward of their own.
+    by_name = [
+        track
+        for track, process, thread in threads.select("track", "process", "thread").iter_rows()
+        if _ENGINE in table.threads.get((process, thread), "")
+    ]
+    with_nodes = nodes["track"].unique()
+    alone = with_nodes.filter(~with_nodes.is_in(makers["track"].unique().implode()))
+    engine = pl.concat([pl.Series(by_name, dtype=pl.Int64), alone.cast(pl.Int64)]).unique()
     forward = _forward_spans(makers.filter(~pl.col("track").is_in(engine.implode())), nodes)
     before_backward = Nest(forward, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
     zeroing = named(table.ranges, r"^Optimizer\.zero_grad#")
@@ -243,18 +251,6 @@ def _with_other_threads(operators: pl.DataFrame, every: pl.DataFrame) -> pl.Data
 def _inside_range(operators: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
     """Whether each row of work was launched while one of these operators was open on its thread."""
     return Nest(operators, "track").innermost(work["track"], work["launch_ns"]).is_not_null()
-
-
-def _engine_tracks(threads: pl.DataFrame, table: TraceTable, nodes: pl.DataFrame, makers: pl.DataFrame) -> pl.Series:
-    """The tracks of the threads of autograd's engine: those of that name, or with nodes and no forward of their own."""
-    by_name = [
-        track
-        for track, process, thread in threads.select("track", "process", "thread").iter_rows()
-        if _ENGINE in table.threads.get((process, thread), "")
-    ]
-    own = nodes["track"].unique()
-    alone = own.filter(~own.is_in(makers["track"].unique().implode()))
-    return pl.concat([pl.Series(by_name, dtype=pl.Int64), alone.cast(pl.Int64)]).unique()
 
 
 def _forward_spans(makers: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
@@ -584,7 +580,17 @@ def _through_forward(
     )
     forward = table.operators.filter(has_sequence & ~(pl.col("forward_thread").fill_null(0) > 0))
     made = _forward_operators(backward.filter(in_backward), forward)
-    checked, agree = _check_links(made, table.links)
+    # How many nodes have an arrow of the profiler, and how many of these lead to our operator.
+    links = table.links
+    begin = links.filter("begins").select("id", pl.col("start_ns").alias("from_ns"), "process")
+    finish = links.filter(~pl.col("begins")).select("id", pl.col("start_ns").alias("to_ns"), "process")
+    both = made.explode("backward_ns").join(
+        begin.join(finish, on=["process", "id"], how="inner"),
+        left_on=["process", "backward_ns"],
+        right_on=["process", "to_ns"],
+        how="inner",
+    )
+    checked, agree = both.height, int((both["forward_ns"] == both["from_ns"]).sum()) if both.height else 0
     placed = _placed(made, places, threads)
     work = work.join(
         placed,
@@ -633,19 +639,6 @@ def _forward_operators(backward: pl.DataFrame, forward: pl.DataFrame) -> pl.Data
         .drop("matches")
     )
     return matched.join(threads, on=["process", "forward_thread", "thread"], how="semi")
-
-
-def _check_links(made: pl.DataFrame, links: pl.DataFrame) -> tuple[int, int]:
-    """The number of nodes that have an arrow of the profiler, and the number of arrows that lead to our operator."""
-    begin = links.filter("begins").select("id", pl.col("start_ns").alias("from_ns"), "process")
-    finish = links.filter(~pl.col("begins")).select("id", pl.col("start_ns").alias("to_ns"), "process")
-    arrows = begin.join(finish, on=["process", "id"], how="inner")
-    both = made.explode("backward_ns").join(
-        arrows, left_on=["process", "backward_ns"], right_on=["process", "to_ns"], how="inner"
-    )
-    if not both.height:
-        return 0, 0
-    return both.height, int((both["forward_ns"] == both["from_ns"]).sum())
 
 
 def _placed(made: pl.DataFrame, places: tuple[Places, Places], threads: pl.DataFrame) -> pl.DataFrame:

@@ -286,10 +286,20 @@ def occupation(attribution: Attribution) -> Occupation | None:
     if attribution.table.on_cpu or not work.height:
         return None
     columns = ["start_ns", "duration_ns", "device", "process", "name", "launch_ns", "launch_thread", "phase", "step"]
+    end_ns = pl.col("start_ns") + pl.col("duration_ns")
     devices, between = [], []
     for device in work["device"].unique().sort().to_list():
         own = work.lazy().filter(pl.col("device") == device).select(columns).collect()
-        inside = _within_span(own)
+        # The device's work clipped to the span of its steps, sorted by start.
+        marked = own.filter(pl.col("step").is_not_null()) if own["step"].count() else own
+        first, last = marked.select(pl.col("start_ns").min(), end_ns.max().alias("end_ns")).row(0)
+        inside = (
+            own.filter((end_ns >= first) & (pl.col("start_ns") <= last))
+            .with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
+            .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
+            .drop("_end_ns")
+            .sort("start_ns", "launch_ns", nulls_last=True)
+        )
         gaps = _gaps(inside)
         between.append(gaps)
         devices.append(
@@ -304,20 +314,6 @@ def occupation(attribution: Attribution) -> Occupation | None:
             )
         )
     return Occupation(devices=tuple(devices), gaps=_with_causes(pl.concat(between), attribution))
-
-
-def _within_span(work: pl.DataFrame) -> pl.DataFrame:
-    """The device's work clipped to its span, sorted by start."""
-    end_ns = pl.col("start_ns") + pl.col("duration_ns")
-    marked = work.filter(pl.col("step").is_not_null()) if work["step"].count() else work
-    first, last = marked.select(pl.col("start_ns").min(), end_ns.max().alias("end_ns")).row(0)
-    return (
-        work.filter((end_ns >= first) & (pl.col("start_ns") <= last))
-        .with_columns(pl.col("start_ns").clip(lower_bound=first), end_ns.clip(upper_bound=last).alias("_end_ns"))
-        .with_columns((pl.col("_end_ns") - pl.col("start_ns")).alias("duration_ns"))
-        .drop("_end_ns")
-        .sort("start_ns", "launch_ns", nulls_last=True)
-    )
 
 
 def _gaps(work: pl.DataFrame) -> pl.DataFrame:

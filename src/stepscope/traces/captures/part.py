@@ -255,7 +255,11 @@ def part_of(
     if step is not None:
         work, instances = _of_step(work, instances, step, source)
     if phase is not None:
-        work = _of_phase(work, phase, source)
+        names = work["phase"].cast(pl.String).fill_null(OUTSIDE)
+        work = work.filter(names == phase)
+        if not work.height:
+            there = ", ".join(known for known in (*PHASES, OUTSIDE) if known in names.unique().to_list())
+            raise InputError(f"--phase {phase!r}: nothing ran in it in {source}: there is {there or 'no work'}")
     if name is not None:
         work, opened = _inside_ranges(whole, work, name, source)
     if module is not None:
@@ -268,7 +272,12 @@ def part_of(
                 raise InputError(f"--{column} {number}: nothing ran on it in {source}: there is {there}")
     if between is not None:
         work, instances = _between(whole, work, instances, between, source)
-        forwards = _leading_to(work, forwards)
+        # The forwards that were the last to begin before some of the work was launched.
+        launches = work.select("process", pl.col("launch_ns").alias("start_ns")).drop_nulls().sort("start_ns")
+        begins = forwards.select("process", "start_ns", pl.col("start_ns").alias("begin_ns")).sort("start_ns")
+        last = launches.join_asof(begins, on="start_ns", by="process", strategy="backward", check_sortedness=False)
+        last = last.select("process", pl.col("begin_ns").alias("start_ns"))
+        forwards = forwards.join(last, on=["process", "start_ns"], how="semi")
     asked = {
         "--range": name,
         "--phase": phase,
@@ -305,16 +314,6 @@ def _of_step(work: pl.DataFrame, instances: pl.DataFrame, step: int, source: str
     return work.filter(pl.col("step") == step), instances.filter((begins >= first) & (begins < last))
 
 
-def _of_phase(work: pl.DataFrame, phase: str, source: str) -> pl.DataFrame:
-    names = work["phase"].cast(pl.String).fill_null(OUTSIDE)
-    chosen = work.filter(names == phase)
-    if chosen.height:
-        return chosen
-    present = set(names.unique().to_list())
-    there = [known for known in (*PHASES, OUTSIDE) if known in present]
-    raise InputError(f"--phase {phase!r}: nothing ran in it in {source}: there is {', '.join(there) or 'no work'}")
-
-
 def _of_module(work: pl.DataFrame, module: str, source: str) -> pl.DataFrame:
     """The work of a module and of those inside it; of all layers where `module` has `*` for their number."""
     names = work["module"].unique().cast(pl.String).drop_nulls()
@@ -346,16 +345,6 @@ def _between(
         until = f"the capture ends at {ms_text((last or first) - first)}ms"
         raise InputError(f"--between: nothing started then in {source}: {until}")
     return chosen, instances.filter((pl.col("start_ns") < end) & (pl.col("end_ns") > begin))
-
-
-def _leading_to(work: pl.DataFrame, forwards: pl.DataFrame) -> pl.DataFrame:
-    """The forwards that were the last to begin before some of the work was launched."""
-    launches = work.select("process", pl.col("launch_ns").alias("start_ns")).drop_nulls().sort("start_ns")
-    begins = forwards.select("process", "start_ns", pl.col("start_ns").alias("begin_ns")).sort("start_ns")
-    last = launches.join_asof(begins, on="start_ns", by="process", strategy="backward", check_sortedness=False)
-    return forwards.join(
-        last.select("process", pl.col("begin_ns").alias("start_ns")), on=["process", "start_ns"], how="semi"
-    )
 
 
 def _inside_ranges(whole: Attribution, work: pl.DataFrame, name: str, source: str) -> tuple[pl.DataFrame, pl.DataFrame]:

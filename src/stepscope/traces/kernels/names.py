@@ -169,10 +169,6 @@ _SHAPE = r"(\d{1,5})x(\d{1,5})"
 _SCHEDULE = re.compile(r"warpspecialized|cooperative|pingpong|persistent|stream_k|coop[AB]|2cta")
 
 
-def _schedule(operation: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_SCHEDULE.findall(operation)))
-
-
 def _with_shape(decoded: KernelName, shape: tuple[str, str, str | None]) -> KernelName:
     """The decoded name with its tile, and with what the name says in words: stages, cluster, schedule, split K."""
     operation = decoded.operation
@@ -184,7 +180,7 @@ def _with_shape(decoded: KernelName, shape: tuple[str, str, str | None]) -> Kern
         tile=(int(m), int(n), int(k) if k else None),
         stages=int(stage[1]) if stage else decoded.stages,
         cluster=(int(cluster[1]), int(cluster[2])) if cluster else decoded.cluster,
-        schedule=_schedule(operation),
+        schedule=tuple(dict.fromkeys(_SCHEDULE.findall(operation))),
         split_k=bool(re.search(r"split_?k", operation, re.IGNORECASE)),
     )
 
