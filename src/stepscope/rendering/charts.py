@@ -137,10 +137,24 @@ def draw_points(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     marks = _marks(lines, styles, frame.line_title, frame.style_title, hollow=any(map(_is_hollow, points)))
     charts = []
     for i, panel in enumerate(panels):
+        rows = [
+            {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "name": printable(p.name),
+             "hollow": _is_hollow(p)}
+            for p in panel.points
+        ]  # fmt: skip
+        tooltip = [
+            alt.Tooltip("name:N"),
+            alt.Tooltip("line:N", title=panel.frame.line_title or "line"),
+            alt.Tooltip("style:N", title=panel.frame.style_title or "style"),
+            alt.Tooltip("x:Q", title=panel.x_title, format=",.4~g"),
+            alt.Tooltip("y:Q", title=panel.y_title, format=",.4~g"),
+        ]
         x = alt.X("x:Q", title=panel.x_title, **_axis([p.x for p in panel.points], panel.frame.x_ends, panel.x_log))
         y = alt.Y("y:Q", title=panel.y_title, **_axis([p.y for p in panel.points], panel.frame.y_ends, panel.y_log))
         layers = [layer for guide in panel.frame.guides for layer in _guide(guide, x, y)]
-        chart = alt.layer(*layers, _points(panel, marks).encode(x=x, y=y))
+        dots = alt.Chart(alt.InlineData(values=rows))
+        dots = dots.mark_point(size=70, strokeWidth=1.4, opacity=1, fillOpacity=0.75)
+        chart = alt.layer(*layers, dots.encode(**marks, tooltip=tooltip, x=x, y=y))
         charts.append(chart.properties(width=WIDTH, height=LOWER_HEIGHT if i else HEIGHT))
     return alt.vconcat(*charts, spacing=26).properties(title=_titled(title, subtitle))
 
@@ -174,26 +188,6 @@ def _marks(lines: list[str], styles: list[str], line_title: str, style_title: st
         "shape": alt.Shape("style:N", scale=style_scale, legend=by_shape),
         **({"fillOpacity": filled} if hollow else {}),
     }
-
-
-def _points(panel: Panel, marks: dict[str, Any]) -> alt.Chart:
-    rows = [
-        {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "name": printable(p.name),
-         "hollow": _is_hollow(p)}
-        for p in panel.points
-    ]  # fmt: skip
-    tooltip = [
-        alt.Tooltip("name:N"),
-        alt.Tooltip("line:N", title=panel.frame.line_title or "line"),
-        alt.Tooltip("style:N", title=panel.frame.style_title or "style"),
-        alt.Tooltip("x:Q", title=panel.x_title, format=",.4~g"),
-        alt.Tooltip("y:Q", title=panel.y_title, format=",.4~g"),
-    ]
-    return (
-        alt.Chart(alt.InlineData(values=rows))
-        .mark_point(size=70, strokeWidth=1.4, opacity=1, fillOpacity=0.75)
-        .encode(**marks, tooltip=tooltip)
-    )
 
 
 def _guide(guide: Guide, x: alt.X, y: alt.Y) -> list[alt.Chart]:

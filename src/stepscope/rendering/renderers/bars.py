@@ -97,7 +97,7 @@ def _bars(panel: Panel, blocks: bool) -> list[str]:
             continue
         mark = " *" if point.doubted else ""
         bar = bar_of(point.y / most if most else 0.0, room, blocks=blocks)
-        lines.append(f"{name:{longest}}  {_figure(point.y):>{_FIGURE}}  {bar}{mark}".rstrip())
+        lines.append(f"{name:{longest}}  {figure_text(point.y, '.4g'):>{_FIGURE}}  {bar}{mark}".rstrip())
     return lines
 
 
@@ -109,8 +109,8 @@ def _sparklines(panel: Panel, blocks: bool) -> list[str]:
     longest = max((len(_name(name)) for name in by_line), default=0)
     ends = 2 * _FIGURE + 4
     return [
-        f"{_name(name):{longest}}  {_figure(min(point.y for point in points)):>{_FIGURE}} to "
-        f"{_figure(max(point.y for point in points)):<{_FIGURE}}  "
+        f"{_name(name):{longest}}  {figure_text(min(point.y for point in points), '.4g'):>{_FIGURE}} to "
+        f"{figure_text(max(point.y for point in points), '.4g'):<{_FIGURE}}  "
         + sparkline(
             [point.y for point in sorted(points, key=lambda point: point.x)], WIDTH - longest - ends - 4, blocks=blocks
         )
@@ -124,10 +124,6 @@ def _is_drawn(point: Point) -> bool:
 
 def _name(text: str) -> str:
     return middle_cut(printable(text), _WIDEST_NAME)
-
-
-def _figure(value: float) -> str:
-    return figure_text(value, ".4g")
 
 
 def says_blocks() -> bool:
