@@ -70,11 +70,6 @@ class ModelWithLoss:
     def module(self) -> nn.Module:
         return self.own.module
 
-    @property
-    def loss_name(self) -> str:
-        """The name of the loss function, or that forward returns the loss."""
-        return self.own.loss_name
-
     def forward(self) -> tuple[Any, Tensor]:
         """The module's output, and the loss. Raises InputError where either fails, or the loss is none."""
         batch = self.own.batches[0]
@@ -125,19 +120,15 @@ def model_with_loss(
 
         toy, batch = ToyModel().to(device), torch.randn(TOY_BATCH, TOY_IN).to(device)
         return _ours(TOY, toy, batch, cross_entropy)
-    return _transformer(model, device, seed)
-
-
-def _transformer(preset: str, device: torch.device, seed: int) -> ModelWithLoss:
-    workload = TextbookWorkload(model=configure(preset), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
+    workload = TextbookWorkload(model=configure(model), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
     check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
 
-    def cross_entropy(logits_BSV: Tensor) -> Tensor:
+    def cross_entropy_of_tokens(logits_BSV: Tensor) -> Tensor:
         # Without the cast that the training step's loss has: here autocast chooses the dtype.
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
-    return _ours(preset, build_model(workload, device), tokens_BS, cross_entropy)
+    return _ours(model, build_model(workload, device), tokens_BS, cross_entropy_of_tokens)
 
 
 def _ours(name: str, module: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) -> ModelWithLoss:
@@ -275,16 +266,6 @@ def parameters_found(recording: AutocastRecord) -> Finding:
     )
 
 
-def loss_found(model: ModelWithLoss, recording: AutocastRecord) -> Iterator[Finding]:
-    """A warning where the loss is not finite."""
-    if not math.isfinite(recording.loss_value):
-        yield warning(
-            "loss",
-            f"The loss of {model.name} is {recording.loss_value}: its dtypes stand, its gradients mean nothing.",
-            {"loss": str(recording.loss_value)},
-        )
-
-
 def activations_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) -> Iterator[Finding]:
     """A finding on the dtype of gradients on their way back, where some are in 16 bits."""
     ran = [seen for seen in recording.seen.values() if seen.calls]
@@ -356,16 +337,13 @@ def normalisations_found(
             why = f"{kind.__name__} is no operator of the table, so what its code runs decides"
         else:
             here, there = operators[rules][operator].treatment, operators[other][operator].treatment
-            why = f"on {rules} autocast has {operator} {_said(here)}, on {other} {_said(there)}"
+            words = [_WORDS[each] if each is not None else "not observed" for each in (here, there)]
+            why = f"on {rules} autocast has {operator} {words[0]}, on {other} {words[1]}"
         yield note(
             "normalisation",
             f"{which} takes {' and '.join(seen.inputs)} and gives {' and '.join(seen.outputs)}: {why}.",
             {"modules": len(modules), "input": ", ".join(seen.inputs), "output": ", ".join(seen.outputs)},
         )
-
-
-def _said(treatment: Treatment | None) -> str:
-    return "not observed" if treatment is None else _WORDS[treatment]
 
 
 def squares_found(device: torch.device, low: torch.dtype) -> Finding:
@@ -480,7 +458,7 @@ def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> T
     """A table of dtypes, a row per module or parameter; neighbours named by a number share rows that are alike."""
     whole = model.module
     rows = list(_Tree(whole, recording).rows(type(whole).__name__, whole, path="", depth=0))
-    rows.append(("loss", model.loss_name, None, None, ", ".join(recording.output), recording.loss, None))
+    rows.append(("loss", model.own.loss_name, None, None, ", ".join(recording.output), recording.loss, None))
     return Table(title=title, columns=COLUMNS, rows=tuple(rows))
 
 
@@ -518,19 +496,16 @@ class _Tree:
         groups: list[tuple[list[str], list[Row]]] = []
         for name, child in module.named_children():
             rows = list(self.rows(name, child, path=_join(path, name), depth=depth))
-            if groups and name.isdigit() and groups[-1][0][-1].isdigit() and _alike(groups[-1][1], rows):
-                groups[-1][0].append(name)
+            members, before = groups[-1] if groups else ([""], rows)
+            # Alike but for the label of the first row.
+            if name.isdigit() and members[-1].isdigit() and [before[0][1:], *before[1:]] == [rows[0][1:], *rows[1:]]:
+                members.append(name)
             else:
                 groups.append(([name], rows))
         for members, rows in groups:
             if len(members) > 1:
                 rows[0] = (f"{'  ' * depth}{members[0]} to {members[-1]}, each", *rows[0][1:])
             yield from rows
-
-
-def _alike(one: list[Row], other: list[Row]) -> bool:
-    """Whether the rows are the same, apart from the label of the first one."""
-    return [one[0][1:], *one[1:]] == [other[0][1:], *other[1:]]
 
 
 def _join(path: str, name: str) -> str:
@@ -580,6 +555,7 @@ def study_autocast(
         "cpu": observe_operators(cpu, low),
         "cuda": observe_operators(where, low) if where.type == "cuda" else observe_cuda_rules(low),
     }
+    here = operators[rules]
     normalisations = tuple(normalisations_found(looked_at, recording, operators, rules))
     settings: dict[str, Cell] = {
         "model": looked_at.name,
@@ -589,10 +565,15 @@ def study_autocast(
         "CUDA's rules": "observed on this GPU" if where.type == "cuda" else "observed on tensors without data",
     }
     by = f"By {_WHOSE[rules]} rules{', imitated here' if imitated else ''}."
-    said: list[Finding] = []
+    first: list[Finding] = []
     if imitated:
         with AsOnCuda():
-            said.append(imitation_found(operators["cuda"], observe_operators(cpu, low)))
+            first.append(imitation_found(operators["cuda"], observe_operators(cpu, low)))
+    not_finite: list[Finding] = []
+    if not math.isfinite(recording.loss_value):
+        value = str(recording.loss_value)
+        sentence = f"The loss of {looked_at.name} is {value}: its dtypes stand, its gradients mean nothing."
+        not_finite.append(warning("loss", sentence, {"loss": value}))
     return computed_answer(
         where,
         study="autocast",
@@ -601,49 +582,39 @@ def study_autocast(
         settings=settings,
         tables=(
             msgspec.structs.replace(tree_table(looked_at, recording, TREE), notes=as_lines(by)),
-            _casts_table(recording, repeats),
-            _operator_table(operators, rules, dtype),
+            table_by(
+                CASTS,
+                {"one forward": recording.casts, **repeats}.items(),
+                {
+                    "how": lambda row: row[0],
+                    "casts of parameters": lambda row: row[1].of_named.total(),
+                    "parameters cast": lambda row: len(row[1].of_named),
+                    "bytes of their copies": lambda row: row[1].bytes_of_named,
+                    "casts of other tensors": lambda row: row[1].others,
+                },
+            ),
+            table_by(
+                OPERATOR_TABLE,
+                (op.name for op in OPERATORS),
+                {
+                    "operator": str,
+                    "of fp32": lambda name: here[name].of_fp32,
+                    f"of {dtype}": lambda name: here[name].of_low,
+                    "of both": lambda name: here[name].of_both,
+                    "of both without autocast": lambda name: here[name].of_both_without,
+                    **{f"autocast on {on}": lambda name, on=on: operators[on][name].treatment for on in RULES},
+                },
+            ),
         ),
         findings=(
-            *said,
+            *first,
             parameters_found(recording),
-            *loss_found(looked_at, recording),
+            *not_finite,
             *activations_found(looked_at, recording, dtype),
             *normalisations,
             *([squares_found(where, low)] if normalisations else []),
             caching_found(recording, repeats, dtype),
-            treated_found(operators[rules], rules),
+            treated_found(here, rules),
             *differences_found(operators),
         ),
-    )
-
-
-def _casts_table(recording: AutocastRecord, repeats: Mapping[str, Casts]) -> Table:
-    counted = {"one forward": recording.casts, **repeats}
-    return table_by(
-        CASTS,
-        counted.items(),
-        {
-            "how": lambda row: row[0],
-            "casts of parameters": lambda row: row[1].of_named.total(),
-            "parameters cast": lambda row: len(row[1].of_named),
-            "bytes of their copies": lambda row: row[1].bytes_of_named,
-            "casts of other tensors": lambda row: row[1].others,
-        },
-    )
-
-
-def _operator_table(operators: Mapping[str, Mapping[str, Observed]], rules: str, dtype: str) -> Table:
-    here = operators[rules]
-    return table_by(
-        OPERATOR_TABLE,
-        (op.name for op in OPERATORS),
-        {
-            "operator": str,
-            "of fp32": lambda name: here[name].of_fp32,
-            f"of {dtype}": lambda name: here[name].of_low,
-            "of both": lambda name: here[name].of_both,
-            "of both without autocast": lambda name: here[name].of_both_without,
-            **{f"autocast on {on}": lambda name, on=on: operators[on][name].treatment for on in RULES},
-        },
     )

@@ -162,7 +162,10 @@ class Casts(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and _changes_float(args[0].dtype, result.dtype):
+        if func is not torch.ops.aten._to_copy.default:
+            return result
+        before, after = args[0].dtype, result.dtype
+        if before != after and before.is_floating_point and after.is_floating_point:
             name = self._names.get(id(args[0]))
             if name is None:
                 self.others += 1
@@ -170,10 +173,6 @@ class Casts(TorchDispatchMode):
                 self.of_named[name] += 1
                 self.bytes_of_named += result.nbytes
         return result
-
-
-def _changes_float(before: torch.dtype, after: torch.dtype) -> bool:
-    return before != after and before.is_floating_point and after.is_floating_point
 
 
 @contextlib.contextmanager

@@ -108,22 +108,23 @@ def find_departure(plain: Plain, variant: StepVariant) -> Departure:
     compared = _Compared(kept, variant.accumulation)
     with setting.around(variant):
         _watch(setting.step(variant), setting.subject.seed, compared)
-    return _first(compared, moved, setting.rounding)
-
-
-def _first(compared: "_Compared", moved: dict[Event, float], least: float) -> Departure:
-    found = compared.off()
+    measured = compared.off()
     before: Event | None = None
-    for event, off in found.items():
-        rounding = max(moved.get(event, 0.0), least)
+    for event, off in measured.items():
+        rounding = max(moved.get(event, 0.0), setting.rounding)
         if off > FACTOR * rounding:
             if before is not None and (before.what == "gradient") != (event.what == "gradient"):
                 before = None
             return Departure(
-                event=event, off=off, rounding=rounding, before=before, compared=len(found), skipped=compared.skipped
+                event=event,
+                off=off,
+                rounding=rounding,
+                before=before,
+                compared=len(measured),
+                skipped=len(compared.unlike),
             )
         before = event
-    return Departure(event=None, compared=len(found), skipped=compared.skipped)
+    return Departure(event=None, compared=len(measured), skipped=len(compared.unlike))
 
 
 class _Compared:
@@ -132,13 +133,14 @@ class _Compared:
     def __init__(self, kept: dict[Event, Tensor], parts: int) -> None:
         self._kept, self._parts = kept, parts
         self._sums: dict[Event, list[float]] = {}
-        self._unlike: set[Event] = set()
+        self.unlike: set[Event] = set()
+        """Tensors that could not be compared."""
 
     def __call__(self, event: Event, micro: int, tensor: Tensor) -> None:
         whole = self._kept.get(event)
         expected = None if whole is None else _part_like(whole, tensor, micro, self._parts)
         if expected is None:
-            self._unlike.add(event)
+            self.unlike.add(event)
             return
         wide, other = tensor.detach().double(), expected.to(tensor.device).double()
         equal = wide == other  # infinities, as masks have them
@@ -148,15 +150,14 @@ class _Compared:
         sums[0] += float(off.square().sum())
         sums[1] += float(size.square().sum())
 
-    @property
-    def skipped(self) -> int:
-        """How many tensors could not be compared."""
-        return len(self._unlike)
-
     def off(self) -> dict[Event, float]:
         """How far each tensor is from the plain step's, relative, in the order in which they came: forward first."""
-        known = (event for event in self._sums if event not in self._unlike)
-        return {event: _root(*self._sums[event]) for event in sorted(known, key=lambda one: one.what == "gradient")}
+        relative: dict[Event, float] = {}
+        for event, (off, size) in sorted(self._sums.items(), key=lambda item: item[0].what == "gradient"):
+            if event not in self.unlike:
+                share_of_size = math.sqrt(off / size) if off and size else math.inf if off else 0.0
+                relative[event] = math.inf if math.isnan(off) else share_of_size
+        return relative
 
 
 def _part_like(whole: Tensor, tensor: Tensor, micro: int, parts: int) -> Tensor | None:
@@ -167,12 +168,6 @@ def _part_like(whole: Tensor, tensor: Tensor, micro: int, parts: int) -> Tensor 
         if whole.shape == (*tensor.shape[:dim], size * parts, *tensor.shape[dim + 1 :]):
             return whole.narrow(dim, micro * size, size)
     return None
-
-
-def _root(off: float, size: float) -> float:
-    if math.isnan(off):
-        return math.inf
-    return 0.0 if off == 0 else math.sqrt(off / size) if size else math.inf
 
 
 def _watch(step: ModuleStep, seed: int, told: Told) -> None:
@@ -436,7 +431,9 @@ def _first_departure(judged: Judged, departure: Departure) -> Finding:
     amount = f"by {share(departure.off)}, where rounding moves it by {share(departure.rounding)}"
     before = ""
     if departure.before and not _has_input(departure):
-        before = f" The last that agrees is {_event(departure.before)}."
+        of = {"input": "what goes into", "output": "the output of", "gradient": "the gradient of the output of"}
+        last = departure.before
+        before = f" The last that agrees is {of[last.what]} {_named(last.module)}."
     remedy = ""
     if event.what == "output":
         said = f"With {name} {_named(event.module)} is the first module to depart: its output is off {amount}"
@@ -553,11 +550,6 @@ def _module(judged: Judged, path: str) -> nn.Module:
 def _has_input(departure: Departure) -> bool:
     event, before = departure.event, departure.before
     return event is not None and before is not None and (before.what, before.module) == ("input", event.module)
-
-
-def _event(event: Event) -> str:
-    of = {"input": "what goes into", "output": "the output of", "gradient": "the gradient of the output of"}
-    return f"{of[event.what]} {_named(event.module)}"
 
 
 def _named(path: str) -> str:

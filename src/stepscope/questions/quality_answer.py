@@ -130,7 +130,7 @@ def quality_findings(
     if outcomes.apart is None:
         yield _no_yardstick(outcomes)
         if outcomes.reference.not_finite_from is None:
-            yield from (_alone(each, outcomes) for each in outcomes.variants)
+            yield from (_beside(each, outcomes) for each in outcomes.variants)
     else:
         yield _yardstick(outcomes)
         for each in outcomes.variants:
@@ -188,30 +188,21 @@ def _yardstick(outcomes: RunsJudged) -> Finding:
 
 
 def _beside(each: RunJudged, outcomes: RunsJudged) -> Finding:
+    """The finding on a run beside fp32; on the run alone where nothing tells which difference means something."""
+    known, judged = _known(each), outcomes.apart is not None
+    kind = "run-beside-fp32" if each.departs is None else "run-departs"
     if each.not_finite_from is not None:
-        return note(
-            "run-lost",
-            f"{each.name} departs at step {each.departs}; from step {each.not_finite_from} on its loss is not "
-            f"finite{_known(each)}.",
-            _figures(each, outcomes),
-        )
-    final = each.final_loss - outcomes.reference.final_loss
-    times = f" ({_times(final, outcomes.starts_final)} what starts change)"
-    departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
-    return note(
-        "run-beside-fp32" if each.departs is None else "run-departs",
-        f"{each.name} {departs}: it {_ends(each, outcomes)}{times}{_known(each)}.",
-        _figures(each, outcomes),
-    )
-
-
-def _alone(each: RunJudged, outcomes: RunsJudged) -> Finding:
-    """The finding on a run where nothing tells which difference means something."""
-    if each.not_finite_from is not None:
-        said = f"The loss of {each.name} is not finite from step {each.not_finite_from} on{_known(each)}."
-        return note("run-lost", said, _figures(each, outcomes))
-    said = f"{each.name} {_ends(each, outcomes)}{_known(each)}."
-    return note("run-beside-fp32", said, _figures(each, outcomes))
+        kind, since = "run-lost", each.not_finite_from
+        said = f"The loss of {each.name} is not finite from step {since} on{known}."
+        if judged:
+            said = f"{each.name} departs at step {each.departs}; from step {since} on its loss is not finite{known}."
+    elif judged:
+        times = _times(each.final_loss - outcomes.reference.final_loss, outcomes.starts_final)
+        departs = "does not depart from fp32" if each.departs is None else f"departs from fp32 at step {each.departs}"
+        said = f"{each.name} {departs}: it {_ends(each, outcomes)} ({times} what starts change){known}."
+    else:
+        said = f"{each.name} {_ends(each, outcomes)}{known}."
+    return note(kind, said, _figures(each, outcomes))
 
 
 def _figures(each: RunJudged, outcomes: RunsJudged) -> dict[str, float | int | str | None]:
@@ -449,8 +440,8 @@ def panels_of(outcomes: RunsJudged) -> Iterator[Panel]:
 # a difference means something only where it is larger than what starts do, and stays so:
 #
 #     A run departs at the first step from which on, for the last tenth of the run or longer, its smoothed loss is
-# farther     from that of fp32 than runs of fp32 from different starts, over the same batches, are from each other,
-# there or up     to a tenth of the run away from there; or from which on its loss is not finite.
+#     farther from that of fp32 than runs of fp32 from different starts, over the same batches, are from each other,
+#     there or up to a tenth of the run away from there; or from which on its loss is not finite.
 #
 # Steps count from 1.
 

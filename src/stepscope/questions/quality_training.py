@@ -13,7 +13,7 @@ import gc
 import gzip
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -340,7 +340,7 @@ def _trainee(variant: Variant, size: TrainingSize, model: Transformer, data: Bat
     forward, device = ForwardLoss(model), data.text.device
 
     def loss(step: int) -> Tensor:
-        with _autocast(variant, device):
+        with torch.autocast(device.type, dtype=variant.autocast, enabled=variant.autocast is not None):
             return forward(*data.at(step))
 
     return Trainee(
@@ -350,12 +350,6 @@ def _trainee(variant: Variant, size: TrainingSize, model: Transformer, data: Bat
         # Bytes that a batch lacks have rows of zeros in the embedding's gradient.
         counted=[parameter for parameter in model.parameters() if parameter is not model.embedding.weight],
     )
-
-
-def _autocast(variant: Variant, device: torch.device) -> contextlib.AbstractContextManager[object]:
-    if variant.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=variant.autocast)
 
 
 def _share_of_zeros(parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -415,22 +409,12 @@ def planned_runs(
 
     check: raises InputError for a variant that cannot run. So does this function, for one that was asked for.
     """
-    names, left_out = _chosen(asked, check)
-    reference = VARIANTS[REFERENCE]
-    starts = [
-        PlannedRun(name=f"fp32, start of seed {start}", variant=reference, start_seed=start, of_starts=True)
-        for start in range(seed + 1, seed + OTHER_STARTS + 1)
-    ]
-    others = [PlannedRun(name=name, variant=VARIANTS[name], start_seed=seed) for name in names if name != REFERENCE]
-    return [PlannedRun(name=REFERENCE, variant=reference, start_seed=seed), *starts, *others], left_out
-
-
-def _chosen(asked: Sequence[str] | None, check: Callable[[str, Variant], None]) -> tuple[list[str], dict[str, str]]:
     if asked is not None and not asked:
         raise InputError(f"no variant is given: choose of {', '.join(VARIANTS)}")
     for name in asked or ():
         choose(name, tuple(VARIANTS), "variant")
-    names, left_out = [], {}
+    names: list[str] = []
+    left_out: dict[str, str] = {}
     for name in dict.fromkeys(asked or VARIANTS):
         try:
             check(name, VARIANTS[name])
@@ -440,7 +424,13 @@ def _chosen(asked: Sequence[str] | None, check: Callable[[str, Variant], None]) 
             left_out[name] = str(error).partition(":")[0]
         else:
             names.append(name)
-    return names, left_out
+    reference = VARIANTS[REFERENCE]
+    starts = [
+        PlannedRun(name=f"fp32, start of seed {start}", variant=reference, start_seed=start, of_starts=True)
+        for start in range(seed + 1, seed + OTHER_STARTS + 1)
+    ]
+    others = [PlannedRun(name=name, variant=VARIANTS[name], start_seed=seed) for name in names if name != REFERENCE]
+    return [PlannedRun(name=REFERENCE, variant=reference, start_seed=seed), *starts, *others], left_out
 
 
 LEAST_STEPS = 20
@@ -469,9 +459,16 @@ def run_in_turn(
     """
     runs: dict[str, Trained] = {}
     for i, each in enumerate(planned):
+
+        def tell_step(step: int, place: int = i, name: str = each.name) -> None:
+            if tell is not None:
+                tell(f"{name} ({place + 1} of {len(planned)})", (place + step / steps) / len(planned))
+
         try:
-            with _device_failures():
-                trained = train(each, _teller(tell, f"{each.name} ({i + 1} of {len(planned)})", i, len(planned), steps))
+            tell_step(0)
+            trained = train(each, tell_step)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(f"the GPU has too little memory for this size: {one_line(error)}") from error
         except KeyboardInterrupt:
             if not runs:
                 raise
@@ -479,23 +476,6 @@ def run_in_turn(
         if trained is not None:
             runs[each.name] = trained
     return runs, None
-
-
-def _teller(tell: Told | None, name: str, before: int, runs: int, steps: int) -> Callable[[int], None]:
-    def told(step: int) -> None:
-        if tell is not None:
-            tell(name, (before + step / steps) / runs)
-
-    told(0)
-    return told
-
-
-@contextlib.contextmanager
-def _device_failures() -> Iterator[None]:
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise DeviceError(f"the GPU has too little memory for this size: {one_line(error)}") from error
 
 
 def judged_runs(

@@ -106,10 +106,11 @@ def study_underflow(
         name: best_scale(largest, FORMATS[name]) if shares_of(everything, FORMATS[name]).below_normal else 0
         for name in COMPARED
     }
+    scales_of = {name: tuple(dict.fromkeys((*SCALES, best[name]))) for name in COMPARED}
     shares = {
-        (name, scale): shares_of(everything, FORMATS[name], scale) for name in COMPARED for scale in _scales(best[name])
+        (name, scale): shares_of(everything, FORMATS[name], scale) for name in COMPARED for scale in scales_of[name]
     }
-    scales = _scales(best[format_name])
+    scales = scales_of[format_name]
     observed = _observed(workload, on, found, format_name, scales)
     tables = [_ranges(found), _formats(shares, best), _kinds(found, chosen, scales)]
     settings: dict[str, Cell] = {**workload.named, "seed": seed, "format": format_name}
@@ -232,10 +233,6 @@ def best_scale(largest: float, number: FloatFormat) -> int:
     (NVIDIA, Training with Mixed Precision, "Choosing a scaling factor").
     """
     return min(math.frexp(number.largest / largest)[1] - 1, _LARGEST_SCALE)
-
-
-def _scales(best: int) -> tuple[int, ...]:
-    return tuple(dict.fromkeys((*SCALES, best)))
 
 
 def _cells(shares: Shares) -> tuple[Cell, ...]:
