@@ -342,12 +342,9 @@ def test_percentiles_are_numpys_and_scipys(values: list[float]):
 @given(MANY_TIMES)
 def test_percentiles_lie_in_order_below_the_largest(values: list[float]):
     samples = of(*values)
-    assert (
-        samples.median_s is not None
-        and samples.percentile_s("p95") is not None
-        and samples.percentile_s("p99") is not None
-    )
-    assert samples.median_s <= samples.percentile_s("p95") <= samples.percentile_s("p99") <= max(values)
+    median_s, p95_s, p99_s = samples.median_s, samples.percentile_s("p95"), samples.percentile_s("p99")
+    assert median_s is not None and p95_s is not None and p99_s is not None
+    assert median_s <= p95_s <= p99_s <= max(values)
     assert samples.percentile_s("p95") == of(*reversed(values)).percentile_s("p95")
 
 

@@ -22,10 +22,9 @@ from stepscope.core.attention_call import (
     AttentionTiming,
     AttentionTimings,
     CallMemory,
-    backward_flops,
+    call_flops,
     decode_timings,
     encode_timings,
-    forward_flops,
     saved_by_formula,
 )
 from stepscope.core.environment import Environment
@@ -122,9 +121,9 @@ def test_formula_by_hand():
 
 def test_flops_are_counted_half_where_causal():
     full = square(100, causal=False)
-    assert forward_flops(full) == 4 * 2 * 100 * 100 * 16
-    assert backward_flops(full) == 2.5 * forward_flops(full)
-    assert forward_flops(square(100)) * 2 == forward_flops(full)
+    assert call_flops(full) == 4 * 2 * 100 * 100 * 16
+    assert call_flops(full, backward=True) == 2.5 * call_flops(full)
+    assert call_flops(square(100)) * 2 == call_flops(full)
 
 
 # ---- powers and crossovers

@@ -323,8 +323,10 @@ CONVENTION = (
 )
 
 
-def _sizes(shape: AttentionShape) -> AttentionSizes:
-    return AttentionSizes(
+def call_flops(shape: AttentionShape, *, backward: bool = False) -> int:
+    """FLOPs of forward's two products (Dao 2023, FlashAttention-2, section 4.1), or of the five of fused backward; half
+    as many where causal."""
+    sizes = AttentionSizes(
         batch=shape.batch,
         heads=shape.heads,
         queries=shape.queries,
@@ -332,16 +334,7 @@ def _sizes(shape: AttentionShape) -> AttentionSizes:
         head_dim=shape.head_dim,
         value_dim=shape.head_dim,
     )
-
-
-def forward_flops(shape: AttentionShape) -> int:
-    """FLOPs of forward's two products (Dao 2023, FlashAttention-2, section 4.1); half as many where causal."""
-    return attention_flops(_sizes(shape), "half" if shape.causal else "full")
-
-
-def backward_flops(shape: AttentionShape) -> int:
-    """FLOPs of the five matrix products of fused backward; half as many where causal."""
-    return attention_flops(_sizes(shape), "half" if shape.causal else "full", backward=True)
+    return attention_flops(sizes, "half" if shape.causal else "full", backward=backward)
 
 
 @dataclass(frozen=True, kw_only=True)

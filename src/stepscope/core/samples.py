@@ -340,7 +340,7 @@ def _autocorrelation(values: tuple[float, ...]) -> float | None:
     count = len(values)
     if count < MINIMUM_FOR_INTERVAL:
         return None
-    ranks = _ranks(values)
+    ranks = ranks_of(values)
     middle = (count + 1) / 2
     total = math.fsum((rank - middle) ** 2 for rank in ranks)
     if not total:
@@ -356,7 +356,7 @@ def _wandering(values: tuple[float, ...], autocorrelation: float) -> float:
     Samples that seem independent are left alone: their slowest waves differ by chance.
     """
     n = len(values)
-    ranks, middle = _ranks(values), (n + 1) / 2
+    ranks, middle = ranks_of(values), (n + 1) / 2
     total = math.fsum((rank - middle) ** 2 for rank in ranks)
     if not total:
         return 1.0
@@ -374,7 +374,7 @@ def _cosines(n: int) -> tuple[tuple[float, ...], ...]:
     )
 
 
-def _ranks(values: Sequence[float]) -> list[float]:
+def ranks_of(values: Sequence[float]) -> list[float]:
     """The ranks of the values from 1; equal values get their mean rank."""
     order = sorted(range(len(values)), key=values.__getitem__)
     ranks = [0.0] * len(values)

@@ -257,7 +257,6 @@ class TextbookWorkload(StepChoices, frozen=True, kw_only=True, tag_field="kind",
     arguments: ClassVar[Mapping[str, Any]] = {}
     by_factory: ClassVar[tuple[str, ...]] = ()
     may_run: ClassVar[bool] = True
-    counted_parameters: ClassVar[None] = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, ModelConfig):  # pyright: ignore[reportUnnecessaryIsInstance]
@@ -594,11 +593,6 @@ class _UserStep(StepChoices, frozen=True, kw_only=True):
         """The second size of the token ids, the first integers (B, S) in the batch; None where there are none."""
         tensors = self.model.inputs.values()
         return next((t.shape[1] for t in tensors if len(t.shape) == 2 and t.dtype in ("int64", "int32")), None)
-
-    @property
-    def counted_parameters(self) -> int | None:
-        """The number of parameters, where the model was made and they were counted."""
-        return self.model.parameters
 
     @property
     def tokens(self) -> int | None:

@@ -27,8 +27,7 @@ from stepscope.core.attention_call import (
     AttentionTiming,
     AttentionTimings,
     SavedByFormula,
-    backward_flops,
-    forward_flops,
+    call_flops,
     saved_by_formula,
 )
 from stepscope.core.errors import InputError
@@ -211,7 +210,7 @@ def both_s(row: AttentionTiming) -> float | None:
 def flops_per_s(row: AttentionTiming) -> float | None:
     """FLOP/s of forward and backward together, by the convention of `work.attention_call`."""
     seconds = both_s(row)
-    return (forward_flops(row.cell.shape) + backward_flops(row.cell.shape)) / seconds if seconds else None
+    return (call_flops(row.cell.shape) + call_flops(row.cell.shape, backward=True)) / seconds if seconds else None
 
 
 # What follows from timings of attention, in sentences made of the figures.
@@ -648,7 +647,7 @@ def _cells(study: AttentionStudy) -> Table:
                     **within("forward ms", "forward", forward),
                     **within("backward ms", "backward", row.backward),
                     **within("both ms", "both", both),
-                    "TFLOP/s forward": tera(forward_flops(shape) / forward_s if forward_s else None),
+                    "TFLOP/s forward": tera(call_flops(shape) / forward_s if forward_s else None),
                     "TFLOP/s both": tera(flops_per_s(row)),
                     "of the ceiling %": percent(study.share(row)),
                     # What a fused kernel reads and writes: inputs, output and three gradients.

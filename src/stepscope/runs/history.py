@@ -6,6 +6,7 @@ import itertools
 import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +33,7 @@ from stepscope.core.errors import InputError
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run, instant_of
 from stepscope.core.run_directory import Forecast, load_run, read_forecasts
-from stepscope.core.samples import CONFIDENCE
+from stepscope.core.samples import CONFIDENCE, ranks_of
 from stepscope.core.units import counted
 from stepscope.core.workloads import Workload, key_without_code
 from stepscope.runs.metrics import peak_bytes
@@ -101,7 +102,7 @@ def _worst(values: Sequence[float]) -> Cut | None:
     count = len(values)
     if count < 2 * FEWEST_BESIDE:
         return None
-    ranks, ties = _ranks(values)
+    ranks, ties = ranks_of(values), sum(t**3 - t for t in Counter(values).values())
     spread = (count + 1 - ties / (count * (count - 1))) / 12
     if spread <= 0:  # all are the same
         return None
@@ -122,21 +123,6 @@ def _worst(values: Sequence[float]) -> Cut | None:
     else:
         p_value = math.erfc(max(0.0, best - 0.5 / math.sqrt(place * after * spread)) / math.sqrt(2))
     return Cut(place, min(1.0, p_value * (count - 2 * FEWEST_BESIDE + 1)))
-
-
-def _ranks(values: Sequence[float]) -> tuple[list[float], int]:
-    """The ranks from 1, equal values their mean, and the sum of t^3 - t over ties of t values."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks, ties, first = [0.0] * len(values), 0, 0
-    while first < len(order):
-        last = first
-        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
-            last += 1
-        for position in order[first : last + 1]:
-            ranks[position] = (first + last) / 2 + 1
-        ties += (last - first + 1) ** 3 - (last - first + 1)
-        first = last + 1
-    return ranks, ties
 
 
 def _exact(few: int, many: int, away: float) -> float:

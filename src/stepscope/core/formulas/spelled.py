@@ -7,7 +7,7 @@ from stepscope.core.parts import PARTS, REFERENCE
 from stepscope.core.run import Settings
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import counted, format_count
-from stepscope.core.workloads import UserModel, Workload, by_sizes
+from stepscope.core.workloads import TextbookWorkload, UserModel, Workload
 
 
 def run_command(workload: Workload, settings: Settings | None = None) -> str | None:
@@ -85,7 +85,9 @@ def describe_model(workload: Workload, trainable: int | None = None) -> str:
 
 def parameters_of(workload: Workload) -> int | None:
     """Number of parameters of a workload's model; None where they were not counted."""
-    return by_sizes(workload, lambda sized: parameter_count(sized.model)) or workload.counted_parameters
+    if isinstance(workload, TextbookWorkload):
+        return parameter_count(workload.model)
+    return workload.model.parameters
 
 
 def cell_name(workload: Workload, settings: Settings | None = None) -> str:
