@@ -43,6 +43,28 @@ def language_model(kind: str = "qwen2", **changes: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config).to(DEVICE).train()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _every_kind_of_model_is_held_once() -> Iterator[None]:
+    """To hold a kernel against a model's own code takes most of the time of a test. It gives the same for each model of
+    the same class, way, configuration and parameters: the first test with such a model holds it, whatever it is for.
+    A kernel that was found unlike is held again."""
+    held = set[Any]()
+
+    def hold(model: nn.Module, replacement: type[nn.Module], trials: Any) -> None:
+        parameters = tuple(
+            (name, *each.shape, each.dtype, each.requires_grad) for name, each in model.named_parameters()
+        )
+        told = (replacement, str(getattr(model, "config", None)), repr(model), parameters, frozenset(vars(model)))
+        if told not in held:
+            held_each_time(model, replacement, trials)
+            held.add(told)
+
+    held_each_time = replaced_module.hold
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(replaced_module, "hold", hold)
+        yield
+
+
 def batch() -> dict[str, Tensor]:
     tokens = torch.arange(3, 25, device=DEVICE).view(2, 11)
     labels = tokens.clone()

@@ -31,6 +31,15 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FUSED = {"norm": "fused", "mlp": "fused", "loss": "fused"}
 QUICK = ("--warmup", 1, "--steps", 3, "--no-profile", "--device", "cpu")
 
+QUICKENED = f"""
+import sys
+sys.path.append({str(Path(__file__).parents[2])!r})
+import triton.runtime.interpreter
+from tests.interpreter import quicken
+quicken()
+"""
+"""For a factory's file: its processes run kernels in Triton's interpreter, as quickly as this one does."""
+
 OWN = """
 import torch
 import torch.nn.functional as F
@@ -243,6 +252,7 @@ def test_what_cannot_be_is_one_line_of_the_command(file: Path, words: tuple[str,
 )
 def test_ranks_compute_with_other_kernels_what_one_process_does(file: Path, strategy: str, dtype: str):
     """Sharded parameters are whole and plain when a module runs, so the kernels take them."""
+    file.write_text(QUICKENED + OWN)
     done = stepscope(
         "run", "--module", "own.py:make", "--kernels", "fused", "--parallel", strategy, "--ranks", 2, "--dtype", dtype,
         *QUICK, "--json", cwd=file.parent,
