@@ -30,7 +30,12 @@ def test_two_lines_make_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (run.status, run.tag, run.samples["step"].count) == ("done", "mine", 5)
     assert run.evidence.loop is not None and run.evidence.loop.first_step == 3
     assert repr(watched).startswith("Net: ") and repr(watched).endswith("a step, the median of 5")
-    assert capsys.readouterr() == ("", f"stepscope: {watched!r}; saved in {directory}\n")
+    out, err = capsys.readouterr()
+    soon, end = err.splitlines()
+    assert out == "" and end == f"stepscope: {watched!r}; saved in {directory}"
+    assert soon.startswith("stepscope: measured: a step takes ") and soon.endswith(
+        f"by 5 steps; the script goes on alone: stepscope show {directory}"
+    )
     assert nothing_is_left(model, optimizer)
 
 

@@ -59,6 +59,7 @@ from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSte
 from stepscope.recording.watch.watch import Stage, Watch, watching
 from stepscope.recording.weak_attributes import weakly, weakly_each
 from stepscope.runs.checks import check_run
+from stepscope.runs.first_lines import rate_words
 from stepscope.runs.metrics import summarise
 from stepscope.training.user_module.user_code import source_digest, structure_digest
 
@@ -365,9 +366,9 @@ class WatchedRun:
             if too_short:
                 fewer = f"; --steps 2:{watch.steps // 2} leaves steps for that" if self.request.between else ""
                 draft.note(f"{', '.join(too_short)}, since the loop ended before{fewer}")
-            self.finish()
+            self._finish()
         elif self.run is not None and self.run is not draft.run:  # What ended the loop has come to be known.
-            self.finish()
+            self._finish()
         return self.run
 
     def _why_nothing(self) -> str:
@@ -417,6 +418,13 @@ class WatchedRun:
             draft.save_meanwhile()
 
     def finish(self) -> None:
+        """Write the run with its findings, and say so, since the loop may go on for days."""
+        self._finish()
+        if self.run is not None and (words := rate_words(self.run)) and os.environ.get("RANK", "0") == "0":
+            steps = counted(self.run.samples["step"].count, "step")
+            self._say(f"measured: {words}, by {steps}; the script goes on alone: stepscope show {self.directory}")
+
+    def _finish(self) -> None:
         """Write the run with its findings: everything is measured, or the loop has ended."""
         draft = self._draft
         assert draft is not None

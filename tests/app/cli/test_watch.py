@@ -1,6 +1,7 @@
 """`stepscope watch`: a script runs as it would without, and leaves a run."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -134,12 +135,15 @@ def test_a_script_prints_what_it_prints_and_leaves_a_run(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_what_is_shown_at_the_end_is_what_show_shows(tmp_path: Path):
+def test_what_is_shown_at_the_end_is_three_lines_and_what_show_shows(tmp_path: Path):
     script = written(tmp_path, HEAD, "for _ in range(20): step()\n")
     done = stepscope("watch", "--steps", "4:14", "--runs", tmp_path / "runs", script)
     shown = stepscope("show", "last", "--runs", tmp_path / "runs")
-    saved = done.stderr.index("Saved in")
-    assert done.stderr[:saved] == shown.stdout
+    soon, end = done.stderr.index("stepscope: measured: a step takes "), done.stderr.index("A step takes ")
+    answer, saved = done.stderr.index(shown.stdout.splitlines()[0]), done.stderr.index("Saved in")
+    assert 0 == soon < end < answer and done.stderr[answer:saved] == shown.stdout
+    lines = " ".join(done.stderr[end:answer].split())
+    assert re.search(r"takes most of it: .* (None of the habits that were looked for|Change first: )", lines)
     assert stepscope("table", tmp_path / "runs", "--value", "data,forward,rest,step").returncode == 0
     assert "AdamW" in stepscope("ls", tmp_path / "runs").stdout
 
@@ -283,6 +287,7 @@ def test_workers_of_a_loader_and_forked_children_leave_no_run(tmp_path: Path, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an optimizer asks CUDA, which no forked child can
     ending = """
     import os
+import re
     from torch.utils.data import DataLoader, TensorDataset
     loader = DataLoader(TensorDataset(torch.randn(80, 8)), batch_size=4, num_workers=2, multiprocessing_context="fork")
     for (x,) in loader:

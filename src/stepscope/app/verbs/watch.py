@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
+import msgspec
+
 from stepscope.app.cli.output import give_back, show
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line, warn
@@ -193,10 +195,14 @@ class _Watching:
             elif os.environ.get("RANK", "0") != "0":
                 self._say(f"rank {os.environ['RANK']} was measured: {directory}")
             elif self._stream is not None:
+                from stepscope.core.answer import Line
                 from stepscope.rendering.terminal import render_answer
                 from stepscope.runs.answer import answer_run
+                from stepscope.runs.first_lines import first_lines
 
-                show(render_answer(answer_run(run, str(directory))), self._stream)
+                answer = answer_run(run, str(directory))
+                lead = tuple(Line(line, "strong") for line in first_lines(run))
+                show(render_answer(msgspec.structs.replace(answer, lead=(*lead, *answer.lead))), self._stream)
         except Exception as error:  # The process must end as the script ended, even if its run cannot be shown.
             self._say(f"what was measured cannot be shown: {one_line(error)}")
 
