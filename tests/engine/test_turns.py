@@ -60,10 +60,13 @@ def test_each_side_is_a_run_beside_the_other(out: Path):
 
 
 def test_turns_see_a_step_that_is_slower(out: Path, tmp_path: Path):
-    quick, slow = own(tmp_path, "quick"), own(tmp_path, "slow", "time.sleep(0.02)")
+    quick, slow = (
+        own(tmp_path, "quick"),
+        own(tmp_path, "slow", "time.sleep(0.2)"),
+    )  # longer than a busy machine may hold up the quick one
     first, second = in_turns(out, quick, slow)
     ratios = [b / a for a, b in zip(first.samples["step"].values_s, second.samples["step"].values_s, strict=True)]
-    assert min(ratios) > 1 and min(second.samples["forward"].values_s) > 0.02
+    assert min(ratios) > 1 and min(second.samples["forward"].values_s) > 0.2
 
 
 @pytest.mark.parametrize("place", [0, 1])
