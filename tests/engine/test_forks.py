@@ -317,7 +317,7 @@ import sys
 from pathlib import Path
 from stepscope.engine.sweep import Series, run_sweep
 from tests.engine.test_forks import made, plan
-from stepscope.engine.request import Policy
+from stepscope.engine.sweep_plan import Policy
 own, out = map(Path, sys.argv[1:3])
 run_sweep(plan(out, made(own, "plain"), made(own, "escapes", then_s=600)), Policy(start=sys.argv[3]))
 """

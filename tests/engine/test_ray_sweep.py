@@ -275,7 +275,7 @@ import sys
 from pathlib import Path
 import msgspec
 from stepscope.core import interrupts
-from stepscope.engine.request import Policy, SweepPlan
+from stepscope.engine.sweep_plan import Policy, SweepPlan
 from stepscope.engine.sweep import run_sweep
 interrupts.install(even_if_ignored=True)
 run_sweep(msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=SweepPlan), Policy(on="auto"))
