@@ -398,12 +398,18 @@ def textbook_parts(
 
         for weights in model.projections():
             lie_together(weights)
+    if batches is None:
+        # Uniformly random tokens and targets (B, S): content does not change the arithmetic, repetition would.
+        generator = torch.Generator().manual_seed(workload.seed)
+        shape = (DISTINCT_BATCHES, 2, workload.batch_size, workload.seq_len)
+        tokens = torch.randint(workload.model.vocabulary, shape, generator=generator)
+        batches = [(batch[0].to(device), batch[1].to(device)) for batch in tokens]
     return StepParts(
         model=model,
         masters=masters,
         forward=model if inference else ForwardLoss(model),
         forward_inputs=1 if inference else 2,
-        batches=_random_batches(workload, device) if batches is None else batches,
+        batches=batches,
         named_tensors=lambda batch: list(zip(("tokens", "targets"), batch, strict=True)),
         split=_chunks,
         blocks=tuple(model.blocks),
@@ -537,11 +543,3 @@ def optimizer_for(
     from stepscope.training.half_optimizers import OnMasters  # noqa: PLC0415  (where weights are halved)
 
     return OnMasters(trained, adamw, masters, max_norm)
-
-
-def _random_batches(workload: TextbookWorkload, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Uniformly random tokens and targets (B, S): content does not change the arithmetic, repetition would."""
-    generator = torch.Generator().manual_seed(workload.seed)
-    shape = (DISTINCT_BATCHES, 2, workload.batch_size, workload.seq_len)
-    tokens = torch.randint(workload.model.vocabulary, shape, generator=generator)
-    return [(batch[0].to(device), batch[1].to(device)) for batch in tokens]

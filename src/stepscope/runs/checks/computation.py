@@ -7,9 +7,11 @@ reads what the step did, never what it was told to do.
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from stepscope.core.answer import Finding, error, note, warning
 from stepscope.core.errors import printable
+from stepscope.core.evidence import KernelTotal, ProfiledStep
 from stepscope.core.parts import ATTENTIONS, AUTO, PARTS, Part, calls_in_forward
 from stepscope.core.precisions import PRECISIONS
 from stepscope.core.range_names import BACKWARD, FORWARD, FORWARD_BACKWARD, OPTIMIZER, STEP
@@ -17,7 +19,9 @@ from stepscope.core.run import Run
 from stepscope.core.units import format_bytes
 from stepscope.core.workloads import OF_ONE_LAUNCH, OPTIMIZERS, Compile, Optimizer
 from stepscope.runs.metrics import buffers_by_formula, on_gpu
-from stepscope.traces.kernels.names import decode, is_tf32
+
+if TYPE_CHECKING:
+    from stepscope.traces.kernels.names import KernelName
 
 TF32_ERROR = 1e-5
 """Relative error of the fp32 probe above which TF32 ran: true fp32 is near 2e-7, TF32 near 3e-4."""
@@ -47,13 +51,11 @@ def precision(run: Run) -> Iterator[Finding]:
     dtype, in_fp32 = run.workload.dtype, _attention_in_fp32(run)
     operands = observation.product_dtypes if observation and observation.product_dtypes else ()
     # A CPU's are operators, whose names say nothing of the products inside.
-    kernels = run.evidence.profile.kernels if run.evidence.profile and on_gpu(run) else ()
-    decoded = [(kernel, decode(kernel.name)) for kernel in kernels]
-    products = [(kernel, name) for kernel, name in decoded if name.transposes]
+    products = _products(run.evidence.profile) if run.evidence.profile and on_gpu(run) else []
     # Not every TF32 kernel is named so: cutlass_80_tensorop_s1688gemm is one.
-    tf32 = list(dict.fromkeys([*(probed.tf32_kernels if probed else ()), *(p.name for _, p in products if is_tf32(p))]))
-    in_fp32_by_name = (product.name for _, product in products if product.input_dtype == "fp32")
-    fp32 = list(dict.fromkeys([*(probed.fp32_kernels if probed else ()), *in_fp32_by_name]))
+    by_dtype = {dtype: [name.name for _, name in products if name.input_dtype == dtype] for dtype in ("tf32", "fp32")}
+    tf32 = list(dict.fromkeys([*(probed.tf32_kernels if probed else ()), *by_dtype["tf32"]]))
+    fp32 = list(dict.fromkeys([*(probed.fp32_kernels if probed else ()), *by_dtype["fp32"]]))
     fault = ""
     if probed is not None:
         probe = probed.probe_relative_error
@@ -104,6 +106,14 @@ def precision(run: Run) -> Iterator[Finding]:
             {"asked": dtype},
             "take another attention, or torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)",
         )
+
+
+def _products(profile: ProfiledStep) -> "list[tuple[KernelTotal, KernelName]]":
+    """The kernels that multiply matrices, each with what its name says."""
+    from stepscope.traces.kernels.names import decode  # noqa: PLC0415  (only a GPU's kernels have such names)
+
+    decoded = [(kernel, decode(kernel.name)) for kernel in profile.kernels]
+    return [(kernel, name) for kernel, name in decoded if name.transposes]
 
 
 def _attention_in_fp32(run: Run) -> bool:
