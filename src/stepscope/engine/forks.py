@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -229,12 +229,17 @@ def main() -> int:
     """Serve the sweep until it is gone. Returns in each child alone, with the exit code of its cell."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
-    with _one_thread_in_blas():
-        import stepscope.engine.step  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
-        from stepscope.engine.cell_process import main as measure  # noqa: PLC0415
+    # NumPy's OpenBLAS, which starts its threads when it is loaded, starts none.
+    blas_threads = os.environ.get(_BLAS_THREADS[0])
+    os.environ[_BLAS_THREADS[0]] = "1"
+    import stepscope.engine.step  # noqa: F401, PLC0415  # pyright: ignore[reportUnusedImport]
+    from stepscope.engine.cell_process import main as measure  # noqa: PLC0415
 
-        for module in sys.argv[2:]:
-            importlib.import_module(module)
+    for module in sys.argv[2:]:
+        importlib.import_module(module)
+    del os.environ[_BLAS_THREADS[0]]
+    if blas_threads is not None:
+        os.environ[_BLAS_THREADS[0]] = blas_threads
     set_blas_threads = _blas()
     os.close(os.pidfd_open(os.getpid()))  # raises where the system has none, or forbids it
     sys.stdout.flush()
@@ -309,7 +314,13 @@ class _ForkServer:
             ready, told = os.pipe()
             pid = os.fork()
             if pid == 0:
-                self._let_go(talk.detach(), ready)
+                # What belongs to this process and to the other cells is not the child's.
+                self._selector.close()
+                self._channel.close()
+                for cell in self._cells:
+                    cell.close()
+                for file in (talk.detach(), ready):
+                    os.close(file)
                 _become(request, files)
                 os.write(told, b"1")
                 os.close(told)
@@ -354,15 +365,6 @@ class _ForkServer:
             self._cells.remove(cell)
             cell.close()
 
-    def _let_go(self, *files: int) -> None:
-        """Close, in a child, what belongs to this process and to the other cells."""
-        self._selector.close()
-        self._channel.close()
-        for cell in self._cells:
-            cell.close()
-        for file in files:
-            os.close(file)
-
 
 def _become(request: ForkRequest, files: list[int]) -> None:
     """Make this child the leader of a session, with the pipes and the mark of its cell."""
@@ -396,21 +398,6 @@ def _mark(mark: str) -> None:
     os.environ[MARK] = mark
     if f"{MARK}={mark}".encode() not in Path("/proc/self/environ").read_bytes().split(b"\0"):
         raise OSError("the system does not show the mark")
-
-
-@contextlib.contextmanager
-def _one_thread_in_blas() -> Generator[None]:
-    """Inside, NumPy's OpenBLAS, which starts its threads when it is loaded, starts none."""
-    name = _BLAS_THREADS[0]
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _blas() -> list[Callable[[int], object]]:

@@ -556,25 +556,21 @@ def _small(workload: TextbookWorkload) -> TextbookWorkload:
     both_chunks = 2 * workload.ranks  # where ranks share a sequence, each takes two chunks
     micro_batches = workload.strategy.micro_batches(workload.ranks, workload.accumulation)
     vocabulary = min(workload.model.vocabulary, _VOCABULARY)
+    # Checkpointing has blocks of every kind that the whole model has.
+    last, offloaded = selective_of(workload.checkpointing), offload_of(workload.checkpointing)
+    checkpointing = of_fewer_layers(workload.checkpointing, layers)
+    if last is not None:
+        checkpointing = f"selective-{min(last, layers - 1)}"
+    elif offloaded is not None and offloaded < workload.model.layers:
+        checkpointing = f"{OFFLOAD}-{min(offloaded, layers - 1)}"
     return msgspec.structs.replace(
         workload,
         model=msgspec.structs.replace(workload.model, layers=layers, vocabulary=vocabulary),
         batch_size=min(workload.batch_size, _SAMPLES * workload.ranks * micro_batches),
         seq_len=min(workload.seq_len, _SEQUENCE // both_chunks * both_chunks),
         compile="eager",
-        checkpointing=_of_fewer_layers(workload, layers),
+        checkpointing=checkpointing,
     )
-
-
-def _of_fewer_layers(workload: TextbookWorkload, layers: int) -> str:
-    """The checkpointing of a model of so few layers that has blocks of every kind that the whole model has."""
-    checkpointing, last = workload.checkpointing, selective_of(workload.checkpointing)
-    offloaded = offload_of(checkpointing)
-    if last is not None:
-        return f"selective-{min(last, layers - 1)}"
-    if offloaded is not None and offloaded < workload.model.layers:
-        return f"{OFFLOAD}-{min(offloaded, layers - 1)}"
-    return of_fewer_layers(checkpointing, layers)
 
 
 def _fault_of(found: Correctness, name: str) -> str:

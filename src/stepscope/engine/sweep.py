@@ -138,9 +138,14 @@ class _Sweep:
         self._find_results()
         self._waiting = [cell for cell in self.state.cells if cell.run is None]
         self._changed, self._all_ended = asyncio.Condition(), asyncio.Event()
-        self._imported = self._imports()
+        self._imported: tuple[str, ...] | None = None
+        """What a process that forks the cells imports besides; None where each is better a Python of its own."""
         self._forks = None
-        if self._imported is not None:
+        forked = [cell.cell.workload for cell in self._waiting if cell.cell.repeat is None]
+        if self._policy.start == "fork" and len(forked) >= (FEWEST_FORKED if series is None else 1):
+            compiled = any(workload.compile != "eager" for workload in forked)
+            compilers = tuple({_compiler_on(device) for device in plan.devices}) if compiled and series is None else ()
+            self._imported = series.modules if series is not None else compilers
             self._forks = series.forks if series is not None else Forks(self._next_mark, self._imported)
         self._terms = terms_of(policy.on, plan, policy) if policy.on is not None else None
         self._cluster: Cluster | None = None
@@ -162,16 +167,6 @@ class _Sweep:
                 if not self.interrupted:
                     raise
         return [cell.run for cell in self.state.cells if cell.run is not None]
-
-    def _imports(self) -> tuple[str, ...] | None:
-        """What a process that forks the cells imports besides; None where each is better a Python of its own."""
-        forked = [cell.cell.workload for cell in self._waiting if cell.cell.repeat is None]
-        if self._policy.start != "fork" or len(forked) < (FEWEST_FORKED if self._series is None else 1):
-            return None
-        if self._series is not None:
-            return self._series.modules
-        compiled = any(workload.compile != "eager" for workload in forked)
-        return tuple({_compiler_on(device) for device in self._plan.devices}) if compiled else ()
 
     async def _measure_all(self) -> None:
         try:

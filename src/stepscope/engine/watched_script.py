@@ -146,12 +146,12 @@ def prepare(program: Program) -> Callable[[], None]:
     _first_on_path(str(Path(path).resolve().parent))
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __cached__=None, __loader__=loader)
-    return lambda: _run_source(source, path, main)
 
+    def run() -> None:
+        sys.modules["__main__"] = main
+        exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
 
-def _run_source(source: bytes, path: str, main: types.ModuleType) -> None:
-    sys.modules["__main__"] = main
-    exec(compile(source, path, "exec", dont_inherit=True), main.__dict__)
+    return run
 
 
 def _run_module(name: str, main: types.ModuleType, *, names_itself: bool) -> None:

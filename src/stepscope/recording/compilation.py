@@ -36,7 +36,13 @@ def reset_compilation() -> None:
 def compile_report(compiled: nn.Module | None = None) -> CompileReport:
     """Read the counters gathered since `reset_compilation`, and what `compiled` says it was made with."""
     counters = dynamo_utils.counters
-    places = _places_of_breaks()
+    # Where each graph was broken, by the first line of the reason.
+    places: dict[str, list[str]] = {}
+    for broken in getattr(dynamo_utils, "graph_break_reasons", ()):
+        if broken.user_stack:
+            frame = broken.user_stack[-1]
+            places.setdefault(_first_line(broken.reason), []).append(f"{portable_path(frame.filename)}:{frame.lineno}")
+    at = {reason: f" at {', '.join(dict.fromkeys(lines))}" for reason, lines in places.items()}
     breaks = {_first_line(reason): count for reason, count in counters["graph_break"].items()}
     refusals = [*counters["graph_break"], *counters["unimplemented"]]
     metrics = dynamo_utils.get_compilation_metrics()
@@ -57,7 +63,7 @@ def compile_report(compiled: nn.Module | None = None) -> CompileReport:
         frames_compiled=counters["frames"]["ok"],
         graphs=counters["stats"]["unique_graphs"],
         graph_breaks=sum(breaks.values()),
-        graph_break_reasons=tuple(f"{reason}{places.get(reason, '')}" for reason in breaks),
+        graph_break_reasons=tuple(f"{reason}{at.get(reason, '')}" for reason in breaks),
         recompiles=len(recompiles),
         recompile_reasons=tuple(dict.fromkeys(reasons)),
         limit_hit=any(phrase in str(reason).lower() for reason in refusals for phrase in _LIMIT_PHRASES),
@@ -144,16 +150,6 @@ def _compiled_by_themselves(module: nn.Module | None) -> list[object]:
     """What `Module.compile` made of the modules in it."""
     calls = (getattr(part, "_compiled_call_impl", None) for part in (module.modules() if module is not None else ()))
     return [made for made in calls if made is not None]
-
-
-def _places_of_breaks() -> dict[str, str]:
-    """Where a graph was broken, by the first line of the reason: ` at model.py:12, model.py:30`."""
-    places: dict[str, list[str]] = {}
-    for broken in getattr(dynamo_utils, "graph_break_reasons", ()):
-        if broken.user_stack:
-            frame = broken.user_stack[-1]
-            places.setdefault(_first_line(broken.reason), []).append(f"{portable_path(frame.filename)}:{frame.lineno}")
-    return {reason: f" at {', '.join(dict.fromkeys(lines))}" for reason, lines in places.items()}
 
 
 def _first_line(reason: object) -> str:

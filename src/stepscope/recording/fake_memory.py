@@ -161,7 +161,8 @@ class FakeMemory(TorchDispatchMode):
         for tensor in _tensors(outputs):
             index = self._note(tensor, func)
             if index is not None:
-                if self._is_cast_copy(tensor, func, args):
+                casts = func is _aten._to_copy.default and self._phase in (FORWARD, BACKWARD) and tensor.itemsize == 2
+                if casts and self._index.get(args[0].untyped_storage()._cdata) in self._weights:
                     self.allocations[index].category = "cast copies"
                 if again:
                     self._recomputed.append(index)
@@ -196,11 +197,6 @@ class FakeMemory(TorchDispatchMode):
         self._index[key] = index
         self._references[key] = weakref.ref(storage, lambda _: self._release(key))
         return index
-
-    def _is_cast_copy(self, tensor: Tensor, func: Any, args: tuple[Any, ...]) -> bool:
-        if func is not _aten._to_copy.default or self._phase not in (FORWARD, BACKWARD):
-            return False
-        return tensor.itemsize == 2 and self._index.get(args[0].untyped_storage()._cdata) in self._weights
 
     def _allocate(self, nbytes: int, func: Any) -> int:
         self.allocations.append(

@@ -282,7 +282,9 @@ class GpuSampler:
             )
         ready = False
         try:
-            ready = self._process is not None and self._is_ready()
+            if self._process is not None and (told := self._process.stdout) is not None:
+                readable, _, _ = select.select([told], [], [], _ANSWER_S)
+                ready = bool(readable) and os.read(told.fileno(), len(_READY)) == _READY
         finally:
             if not ready:
                 self.close()
@@ -309,11 +311,6 @@ class GpuSampler:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
-
-    def _is_ready(self) -> bool:
-        assert self._process is not None and self._process.stdout is not None
-        readable, _, _ = select.select([self._process.stdout], [], [], _ANSWER_S)
-        return bool(readable) and os.read(self._process.stdout.fileno(), len(_READY)) == _READY
 
 
 def sampler_of(device: "torch.device") -> GpuSampler | None:

@@ -37,7 +37,12 @@ def saved_tensors(root: Node) -> Iterator[SavedTensor]:
     Tensors that hooks hold for autograd, as in activation checkpointing, are left out: to ask for them would run the
     forward again.
     """
-    for node in sorted(nodes_below(root), key=lambda node: node._sequence_nr()):
+    nodes, waiting = {root}, [root]
+    while waiting:
+        fresh = {edge for edge, _ in waiting.pop().next_functions if edge is not None} - nodes
+        waiting += fresh
+        nodes |= fresh
+    for node in sorted(nodes, key=lambda node: node._sequence_nr()):
         for attribute in _saved_attributes(type(node)):
             name = attribute.removeprefix(_RAW)
             raw = getattr(node, attribute)
@@ -51,16 +56,6 @@ def saved_tensors(root: Node) -> Iterator[SavedTensor]:
                         name=f"{'saved' if attribute == '_raw_saved_tensors' else name}[{i}]" if several else name,
                         sequence_nr=node._sequence_nr(),
                     )
-
-
-def nodes_below(root: Node) -> set[Node]:
-    """Every node of the graph below `root`, with `root` itself."""
-    seen, waiting = {root}, [root]
-    while waiting:
-        fresh = {edge for edge, _ in waiting.pop().next_functions if edge is not None} - seen
-        waiting += fresh
-        seen |= fresh
-    return seen
 
 
 @cache

@@ -198,7 +198,11 @@ class Finder(Recorder):
     def _hook(self) -> Callable[..., None]:
         def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             if torch._C._current_graph_task_id() != _NO_BACKWARD:
-                self._steps_in_backward(optimizer)
+                # From the next one on, each backward ends a step. This may run in a thread of autograd's.
+                if not self._in_backward:
+                    self._undo.append(end_with_backward(self.step))
+                self._in_backward.add(id(optimizer))
+                self.stepped = True
                 return
             if self._is_the_loops_thread():
                 self._stepping = False
@@ -206,13 +210,6 @@ class Finder(Recorder):
                 self._stepped(optimizer)
 
         return stepped
-
-    def _steps_in_backward(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let each backward from the next one on end a step. This may run in a thread of autograd's."""
-        if not self._in_backward:
-            self._undo.append(end_with_backward(self.step))
-        self._in_backward.add(id(optimizer))
-        self.stepped = True
 
     def _around_scaler(
         self, original: Any, scaler: GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
