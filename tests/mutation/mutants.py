@@ -263,7 +263,7 @@ MUTANTS = (
     ),
     Mutant(
         name="second moment's bias",
-        file="training/optimizer.py",
+        file="training/half_optimizers.py",
         old='square.div_(1 - beta2 ** state["step"])',
         new="square.div_(1 - beta2)",
         falsifies="after its first step AdamW moves by a fraction",
@@ -271,7 +271,7 @@ MUTANTS = (
     ),
     Mutant(
         name="weight decay",
-        file="training/optimizer.py",
+        file="training/half_optimizers.py",
         old='parameter.mul_(1 - lr * group["weight_decay"])',
         new='parameter.mul_(1 - lr * lr * group["weight_decay"])',
         falsifies="AdamW is Adam",
@@ -279,7 +279,7 @@ MUTANTS = (
     ),
     Mutant(
         name="epsilon under the root",
-        file="training/optimizer.py",
+        file="training/half_optimizers.py",
         old='square.div_(1 - beta2 ** state["step"]).sqrt_().add_(group["eps"])',
         new='square.div_(1 - beta2 ** state["step"]).add_(group["eps"]).sqrt_()',
         falsifies="parameters with small gradients hardly move",
@@ -296,7 +296,7 @@ MUTANTS = (
     ),
     Mutant(
         name="ties round up",
-        file="core/precisions.py",
+        file="core/float_formats.py",
         old="rounded = round(exact / unit) * unit",
         new="rounded = math.floor(exact / unit + Fraction(1, 2)) * unit",
         falsifies="rounding has a bias",
