@@ -33,7 +33,6 @@ myst_links_external_new_tab = True
 autodoc_mock_imports = ["accelerate", "lightning", "transformers"]  # for the callbacks: imported, they take seconds
 autodoc_default_options = {"undoc-members": True, "exclude-members": "__init__"}
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 maximum_signature_line_length = 90
 add_module_names = False

@@ -196,13 +196,15 @@ class Verb:
     conflicts: tuple[Rule, ...] = ()
     defaults: Mapping[str, str] = field(default_factory=dict[str, str])
     """What an option is when it is left out, in words, where that is no constant of the signature."""
+    common: tuple[str, ...] = ()
+    """The options that `--help` shows, where `--help-all` shows more; empty: all of them."""
 
 
 def verb(
-    name: str, *examples: str, conflicts: tuple[Rule, ...] = (), **defaults: str
+    name: str, *examples: str, conflicts: tuple[Rule, ...] = (), common: str = "", **defaults: str
 ) -> Callable[[Callable[..., int | None]], Verb]:
     """A decorator that makes a Verb of a function."""
-    return lambda function: Verb(name, function, examples, conflicts, defaults)
+    return lambda function: Verb(name, function, examples, conflicts, defaults, tuple(common.split()))
 
 
 def spelled_out(*, before: str = "") -> Callable[[F], F]:

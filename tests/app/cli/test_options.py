@@ -22,6 +22,7 @@ from stepscope.core.model_config import ModelConfig
 from stepscope.core.options import GROUPS, Needs, Unread
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
+from tests import command
 
 pytestmark = pytest.mark.slow
 
@@ -120,11 +121,44 @@ def test_help_is_as_wide_as_the_terminal_and_cuts_nothing(width: int):
     assert max(map(len, shown.splitlines())) <= width and "..." not in shown.replace("[ARGS]...", "")
     summary = inspect.getdoc(VERBS["trace"].callback) or ""
     assert summary in " ".join(shown.split())
-    lines = stepscope("run", "--help", COLUMNS=str(width)).stdout.splitlines()
+    lines = stepscope("run", "--help-all", COLUMNS=str(width)).stdout.splitlines()
     assert max(len(line) for line in lines if not line.startswith("  stepscope")) <= width
     groups = [line.rstrip(":") for line in lines if re.fullmatch(r"[A-Z][\w ]+:", line)]
     assert groups == ["Model", "Workload", "Many GPUs", "Measuring", "Recording", "Memory", "Stored runs and results",
                       "Output", "Help", "Examples"]  # fmt: skip
+
+
+def test_help_shows_what_people_use_and_help_all_the_rest():
+    """`--help` of `run` shows sixteen options, and how many others there are; a verb with few shows all of them."""
+    every = {flag for flag in options_of("run") if flag.startswith("--")} - {"--help"}
+    shown, whole = (stepscope("run", flag, COLUMNS="120").stdout for flag in ("--help", "--help-all"))
+    few = set(re.findall(r"^  (--[a-z-]+)", shown, re.M)) - {"--help", "--help-all"}
+    assert few == {*VERBS["run"].verb.common} < every and len(few) == 16
+    assert f"Show the other {len(every) - 16} options" in shown
+    assert set(re.findall(r"^  (?:-\w, )?(--[a-z-]+)", whole, re.M)) == every | {"--help"}
+    assert stepscope("ls", "--help").stdout == stepscope("ls", "--help-all").stdout
+
+
+def test_the_verbs_stand_in_four_groups_each_once():
+    grouped = [name for names in _Command.groups.values() for name in names]
+    assert sorted(grouped) == sorted((*_Command.verbs, "study")) and len(_Command.groups) == 4
+
+
+def test_alone_it_says_what_there_is_to_do_in_this_folder(tmp_path: Path):
+    assert command.stepscope(cwd=tmp_path).stdout == ""  # nothing is there: the help, on stderr
+    for name, text in (
+        ("helpers.py", "import torch\n"),
+        ("a fit.py", "from lightning import Trainer\nTrainer().fit(model)\n"),
+        ("train.py", "import torch\nloss.backward()\n"),
+        ("notes.py", "# loss.backward()\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    shown = command.stepscope(cwd=tmp_path)
+    commands = re.findall(r"^  (stepscope .*?)  ", shown.stdout, re.M)
+    assert commands == ["stepscope watch -- train.py", "stepscope watch -- 'a fit.py'"] and shown.returncode == 0
+    (tmp_path / "runs" / "one").mkdir(parents=True)
+    (tmp_path / "runs" / "one" / "run.json").write_text("{}")
+    assert "  stepscope show last " in command.stepscope(cwd=tmp_path).stdout
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import re
+import shlex
 import sys
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
@@ -98,6 +100,13 @@ class _Command(Verbs):
         ),
     }
 
+    groups: ClassVar = {
+        "Measure": ("run", "watch", "bench", "sweep", "compare", "tune", "device"),
+        "Explain": ("trace", "memory", "kernel", "study"),
+        "Predict": ("fit", "plan", "models"),
+        "Keep": ("show", "ls", "table", "history", "report", "writeup"),
+    }
+
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("To begin with"):
             formatter.write_dl(_FIRST)
@@ -120,6 +129,36 @@ app = typer.Typer(
     context_settings=help_width(),
 )
 app.add_typer(study.app, name="study")
+
+
+_LARGEST_SCRIPT, _MOST_SCRIPTS = 1 << 20, 200
+_TRAINS = re.compile(r"\.backward\(|\bTrainer\(|\.train\(\)|\.fit\(")
+_USES_TORCH = re.compile(r"^\s*(import|from) (torch|transformers|lightning|pytorch_lightning|accelerate)\b", re.M)
+
+
+def _scripts(folder: Path) -> list[str]:
+    """Scripts of a folder that seem to train with PyTorch, those that are called like it first."""
+    found: list[str] = []
+    for file in sorted(folder.glob("*.py"), key=lambda file: ("train" not in file.stem, file.name))[:_MOST_SCRIPTS]:
+        with contextlib.suppress(OSError):
+            text = file.read_text(errors="replace") if file.stat().st_size < _LARGEST_SCRIPT else ""
+            if _USES_TORCH.search(text) and _TRAINS.search(text):
+                found.append(file.name)
+    return found
+
+
+def _next_commands() -> list[tuple[str, str]]:
+    """What there is to do in this folder: with the run measured last, and with a script that trains."""
+    from stepscope.core.run_directory import last_run
+
+    commands: list[tuple[str, str]] = []
+    if Path("runs").is_dir() and (latest := last_run(Path("runs"))) is not None:
+        commands.append(("stepscope show last", f"the run measured last, {latest.parent.name}"))
+        commands.append(("stepscope report last", "the same as a page"))
+    for name in _scripts(Path())[:2]:
+        quoted = shlex.quote(name)
+        commands.append((f"stepscope watch -- {quoted}", f"measure the steps of {name} while it trains"))
+    return commands
 
 
 def _version(wanted: bool) -> None:
@@ -155,6 +194,11 @@ def main() -> NoReturn:
         Path.cwd()  # libraries that are loaded where there is no directory end the process themselves
     except OSError:
         _leave("the current directory is gone: change to one that is there", EXIT_WRONG_INPUT)
+    if len(sys.argv) == 1 and (commands := _next_commands()):
+        width = max(len(command) for command, _ in commands)
+        lines = [f"  {command:{width}}  {words}" for command, words in commands]
+        emit("\n".join(["Here:", *lines, "", "stepscope --help shows all verbs.", ""]))
+        sys.exit(0)
     try:
         code = app(prog_name="stepscope", standalone_mode=False)
     except StepscopeError as error:

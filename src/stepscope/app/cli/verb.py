@@ -226,6 +226,7 @@ OLD_SPELLINGS: dict[str, tuple[str, ...]] = {
 """What an option was called, and is called now: the first of these names that the verb has. They go with the next
 release. `--memory` without a size, which asked for a record, is taken care of beside it."""
 
+_HELP_ALL = "--help-all"
 _FEW_VERBS = 4
 """Verbs that a line names."""
 
@@ -256,6 +257,10 @@ class Command(TyperCommand):
             flag, sign, value = arg.partition("=")
             if flag in paths and not value and (sign or before_script[i + 1 : i + 2] == [""]):
                 raise InputError(f"{flag} is empty: name a path, or write `{flag} .` for the current directory")
+        own = renewed[: renewed.index("--")] if "--" in renewed else renewed
+        if _HELP_ALL in own:
+            ctx.meta[_HELP_ALL] = True
+            renewed = ["--help"]
         try:
             rest = super().parse_args(ctx, renewed)
         except Exception as error:
@@ -289,12 +294,20 @@ class Command(TyperCommand):
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
+        common = () if ctx.meta.get(_HELP_ALL) else self.verb.common
+        left_out = 0
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
-            if record is not None:
-                is_argument = param.param_type_name == "argument"
-                group = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Help"
+            if record is None:
+                continue
+            is_argument = param.param_type_name == "argument"
+            group = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or "Help"
+            if common and group in GROUPS and not {*param.opts} & {*common}:
+                left_out += 1
+            else:
                 groups.setdefault(group, []).append(record)
+        if left_out:
+            groups["Help"].append((_HELP_ALL, f"Show the other {left_out} options, too."))
         for group in ("Arguments", *GROUPS, "Help"):
             if group in groups:
                 with formatter.section(group):
@@ -313,6 +326,8 @@ class Verbs(TyperGroup):
     """Each verb's module, or module:record, and what it does. The module is imported when the verb is asked for."""
     home: ClassVar = ""
     """What the names of the modules begin with."""
+    groups: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """The verbs under the heads that the help shows them by; empty: all stand together."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -334,8 +349,9 @@ class Verbs(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         texts = {name: text for name, (_, text) in self.verbs.items()}
         texts |= {name: command.help for name, command in self.commands.items() if name not in texts}
-        with formatter.section("Verbs"):
-            formatter.write_dl(list(texts.items()))
+        for head, names in (self.groups or {"Verbs": tuple(texts)}).items():
+            with formatter.section(head):
+                formatter.write_dl([(name, texts[name]) for name in names], col_max=10)
 
 
 def _renewed(args: list[str], takes_value: dict[str, bool], has_arguments: bool) -> list[str]:

@@ -287,6 +287,8 @@ Against = Annotated[
     "run",
     "stepscope run --model small --seq-len 512 --dtype bf16 --attention sdpa --compile default",
     "stepscope run --model small --record kineto,memory",
+    common="--model --module --seq-len --batch-size --dtype --attention --compile --optimizer --parallel --device "
+    "--seconds --repeat --against --record --tag --json",
     model="small on a GPU, tiny on a CPU",
     seq_len="512 on a GPU, 128 on a CPU",
 )
