@@ -5,7 +5,7 @@ import msgspec
 from stepscope.allocations.prediction.fit import budget_of_memory
 from stepscope.core.model_config import configure
 from stepscope.core.workloads import TextbookWorkload
-from stepscope.engine.forecast import cells_that_will_not_fit, is_foretold
+from stepscope.engine.sweep import cells_that_will_not_fit, is_foretold
 from stepscope.engine.sweep_plan import Cell, SweepPlan
 
 STEP = TextbookWorkload(

@@ -21,9 +21,9 @@ from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, Attention, AttentionCall, attention_names, is_kept
 from stepscope.core.run import Settings
 from stepscope.engine.fake_module import estimate_by_running
-from stepscope.engine.forecast import cells_that_will_not_fit
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
+from stepscope.engine.sweep import cells_that_will_not_fit
 from stepscope.engine.sweep_plan import Cell, SweepPlan
 from stepscope.runs.answer import answer_run
 from stepscope.training.attention import attention_for, implementation, written_out

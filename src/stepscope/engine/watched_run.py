@@ -45,7 +45,7 @@ from stepscope.recording.environment import HostLoad, launcher, read_environment
 from stepscope.recording.nvml import read_gpu, sampler_of
 from stepscope.recording.updates import Changes, most_updates
 from stepscope.recording.watch.finder import backward_has_run
-from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name
+from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name, weakly, weakly_each
 from stepscope.recording.watch.phases import ScriptProfilers
 from stepscope.recording.watch.stages import (
     LookedAtSteps,
@@ -57,7 +57,6 @@ from stepscope.recording.watch.stages import (
 )
 from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSteps, marks_for
 from stepscope.recording.watch.watch import Stage, Watch, watching
-from stepscope.recording.weak_attributes import weakly, weakly_each
 from stepscope.runs.checks import check_run
 from stepscope.runs.first_lines import rate_words
 from stepscope.runs.metrics import summarise

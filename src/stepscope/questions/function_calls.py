@@ -16,8 +16,8 @@ from stepscope.core.errors import one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.run import Settings
 from stepscope.recording.device import let_go, timing_device
+from stepscope.recording.keepers import saved_tensors
 from stepscope.recording.leads import Leads, overwrite_cache, with_lead
-from stepscope.recording.saved_tensors import saved_tensors
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import Measurement, StepFailed, measure
 from stepscope.training.judging import Call, Function, results_of

@@ -29,9 +29,8 @@ from stepscope.core.samples import Interval
 from stepscope.core.study_results import Tried, Verdict, kept_fits
 from stepscope.core.units import format_bytes
 from stepscope.core.workloads import Workload, by_sizes
-from stepscope.engine.forecast import fits, is_foretold, memory_of, needed_bytes
 from stepscope.engine.measured_cell import REFUSED
-from stepscope.engine.sweep import Series, run_sweep
+from stepscope.engine.sweep import Series, fits, is_foretold, memory_of, needed_bytes, run_sweep
 from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan, SweepState, TellSweep, order_cells, repeated
 from stepscope.questions.tuning_curves import STEPS, TRAININGS
 from stepscope.recording.nvml import smallest_gpu

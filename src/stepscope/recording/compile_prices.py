@@ -30,7 +30,7 @@ from stepscope.core.study_results import CompiledStep, GraphBreak, PricedBreak, 
 from stepscope.recording.compilation import CompilationWatch, reset_compilation
 from stepscope.recording.device import timing_device
 from stepscope.recording.driven import observe_step
-from stepscope.recording.saved_tensors import saved_tensors
+from stepscope.recording.keepers import saved_tensors
 from stepscope.recording.step import Recorder, Step, drive
 from stepscope.recording.timer import measure_one
 

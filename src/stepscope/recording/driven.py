@@ -19,7 +19,7 @@ from stepscope.core.samples import Samples
 from stepscope.recording import ranges
 from stepscope.recording.capture import export_kineto, kineto_session, profiled_step, profiler_for
 from stepscope.recording.device import Device
-from stepscope.recording.observe import Observer, OperatorCounts, distinct_in, parameter_bytes
+from stepscope.recording.observe import Observer, OperatorCounts, PhasePeaks, distinct_in, parameter_bytes
 from stepscope.recording.step import Driven, Step, drive, optimizers_of
 from stepscope.recording.timer import ALONE, Peers, timed_steps
 
@@ -38,8 +38,6 @@ def observe_step(step: Step, device: torch.device, held_before_bytes: int = 0) -
         graphs_alive = seen.graphs_alive
         memory = PhaseMemory(parameter_bytes=parameter_bytes(step), saved_for_backward=seen.saved_bytes)
         if device.type == "cuda":
-            from stepscope.recording.phase_peaks import PhasePeaks  # noqa: PLC0415  (for GPUs)
-
             peaks = PhasePeaks(step, device, held_before_bytes)
             drive(step, peaks)
             memory = peaks.memory()

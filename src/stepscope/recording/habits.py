@@ -29,7 +29,7 @@ from stepscope.recording.flops import product_flops
 from stepscope.recording.held_tensors import local_part
 from stepscope.recording.step import Recorder
 from stepscope.recording.updates import Changes, held_by, most_updates
-from stepscope.recording.weak_attributes import weakly, weakly_each
+from stepscope.recording.watch.loop import weakly, weakly_each
 
 # Looks at what trains: which parameters get a gradient, and which of those do not change.
 

@@ -44,10 +44,8 @@ from stepscope.core.workloads import Workload
 from stepscope.recording import ranges
 from stepscope.recording.backward_ranges import BackwardRanges, SequenceNotes
 from stepscope.recording.held_tensors import local_part, model_tensors, optimizer_tensors, plain_parts
-from stepscope.recording.keepers import Keepers
-from stepscope.recording.observe import parameter_bytes
-from stepscope.recording.phase_peaks import PhasePeaks, gradient_bytes
-from stepscope.recording.saved_tensors import saved_tensors
+from stepscope.recording.keepers import Keepers, saved_tensors
+from stepscope.recording.observe import PhasePeaks, gradient_bytes, parameter_bytes
 from stepscope.recording.step import Recorder, Step, drive, optimizers_of
 
 # Which tensor lies at which address, noted while a step runs: what a snapshot of the allocator cannot know.
@@ -705,10 +703,17 @@ class MemoryCapture:
 
 
 def capture_memory(
-    step: Step, device: torch.device, directory: Path, *, workload: Workload, device_name: str = "",
-    stacks: str = "python", steps: int = 1, held_before_bytes: int = 0,
+    step: Step,
+    device: torch.device,
+    directory: Path,
+    *,
+    workload: Workload,
+    device_name: str = "",
+    stacks: str = "python",
+    steps: int = 1,
+    held_before_bytes: int = 0,
     is_out_of_memory: Callable[[BaseException], bool] | None = None,
-) -> MemoryCapture:  # fmt: skip
+) -> MemoryCapture:
     """Record one step, or several, into `memory.pickle.gz`, with stacks as MemoryRecorder takes them.
 
     `is_out_of_memory` tells the exceptions of a step that ran out of memory; that step is kept as far as it went.

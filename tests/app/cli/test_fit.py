@@ -16,7 +16,7 @@ from stepscope.allocations.prediction.answer import Accuracy, accuracy_sentences
 from stepscope.core.model_config import PRESETS
 from stepscope.core.run_directory import load_runs
 from stepscope.core.units import GIB, MIB
-from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
+from stepscope.engine.sweep import cells_that_will_not_fit, memory_of
 from stepscope.engine.sweep_plan import Cell, SweepPlan
 from stepscope.rendering.picture import draw_answer
 from stepscope.rendering.plots import save_plot

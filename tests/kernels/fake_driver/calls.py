@@ -27,7 +27,7 @@ from stepscope.kernels.flash.configuration import (
 )
 from stepscope.kernels.flash.recorded_launches import ATTENTION
 from stepscope.kernels.parts import mlp, norm, rope
-from stepscope.recording.saved_tensors import saved_tensors
+from stepscope.recording.keepers import saved_tensors
 from tests.kernels.fake_driver.fake import Fake, Kept, in_cpp, said
 from tests.kernels.fake_driver.lessons import lessons
 

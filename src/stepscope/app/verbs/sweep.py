@@ -160,7 +160,7 @@ def measure_and_report(
 def _foretell(plan: "SweepPlan") -> None:
     """A line on the cells that are predicted to run out of memory. They are measured all the same."""
     from stepscope.core.formulas.spelled import cell_name
-    from stepscope.engine.forecast import cells_that_will_not_fit, memory_of
+    from stepscope.engine.sweep import cells_that_will_not_fit, memory_of
 
     budget = memory_of(plan)
     unfit = cells_that_will_not_fit(plan, budget) if budget is not None else []
@@ -175,7 +175,7 @@ def _foretell(plan: "SweepPlan") -> None:
 def _keep(plan: "SweepPlan", usable_bytes: int, unfit: set[str]) -> None:
     """Keep the verdict on each cell beside the runs that will show whether it comes true."""
     from stepscope.core.run_directory import forecast_of_peak, keep_forecasts
-    from stepscope.engine.forecast import is_foretold
+    from stepscope.engine.sweep import is_foretold
 
     keys = dict.fromkeys(cell.workload.key for cell in plan.cells if is_foretold(cell.workload))
     verdicts = [forecast_of_peak("sweep", key, None, budget_bytes=usable_bytes, fits=key not in unfit) for key in keys]

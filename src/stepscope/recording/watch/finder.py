@@ -30,10 +30,10 @@ from stepscope.recording.watch.loop import (
     decide,
     is_compiled,
     others_to_come,
+    weakly,
     whole_round,
 )
 from stepscope.recording.watch.phases import Phases, Undo, end_with_backward, replace, uncompiled, watch_backward
-from stepscope.recording.weak_attributes import weakly
 
 _ORIGINAL_CALL = nn.Module.__call__
 _MOST_OF_ONE = 12

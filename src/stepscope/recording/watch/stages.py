@@ -25,14 +25,12 @@ from stepscope.recording.capture import capture_range, export_kineto, kineto_ses
 from stepscope.recording.flops import FlopCounts
 from stepscope.recording.habits import STEPS, HabitsRecorder
 from stepscope.recording.memory_history import MemoryRecorder
-from stepscope.recording.observe import parameter_bytes
-from stepscope.recording.phase_peaks import PhasePeaks
+from stepscope.recording.observe import PhasePeaks, parameter_bytes
 from stepscope.recording.step import Phase, Recorder, Step
 from stepscope.recording.updates import Changes
-from stepscope.recording.watch.loop import LoopStep
+from stepscope.recording.watch.loop import LoopStep, weakly, weakly_each
 from stepscope.recording.watch.phases import Phases, ScriptProfilers
 from stepscope.recording.watch.stopwatch import Stopwatch, marks_for
-from stepscope.recording.weak_attributes import weakly, weakly_each
 
 
 class WatchedStep:
@@ -310,9 +308,16 @@ class TracedSteps(_Recording):
     name = "trace kineto"
 
     def __init__(
-        self, step: Step, device: torch.device, directory: Path, profilers: ScriptProfilers,
-        *, steps: int, stacks: bool, keep: Callable[[Capture], None],
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        device: torch.device,
+        directory: Path,
+        profilers: ScriptProfilers,
+        *,
+        steps: int,
+        stacks: bool,
+        keep: Callable[[Capture], None],
+    ) -> None:
         super().__init__(profilers)
         self._step, self._device, self._directory, self._keep = step, device, directory, keep
         self._steps, self._stacks = steps, stacks
@@ -400,9 +405,19 @@ class RecordedMemory(_Recording):
     name = "memory"
 
     def __init__(
-        self, step: Step, phases: Phases, device: torch.device, directory: Path, profilers: ScriptProfilers,
-        *, stacks: str, steps: int, workload: Workload, device_name: str, keep: Callable[[PhaseMemory], None],
-    ) -> None:  # fmt: skip
+        self,
+        step: Step,
+        phases: Phases,
+        device: torch.device,
+        directory: Path,
+        profilers: ScriptProfilers,
+        *,
+        stacks: str,
+        steps: int,
+        workload: Workload,
+        device_name: str,
+        keep: Callable[[PhaseMemory], None],
+    ) -> None:
         super().__init__(profilers)
         self._step, self._phases, self._device, self._directory = step, phases, device, directory
         self._stacks, self._workload, self._device_name, self._keep = stacks, workload, device_name, keep
