@@ -177,9 +177,14 @@ class Turns:
 
 
 def measure_in_turns(
-    repository: Repository, sides: Sequence[Checkout], words: Sequence[str], *, out: Path, processes: int,
+    repository: Repository,
+    sides: Sequence[Checkout],
+    words: Sequence[str],
+    *,
+    out: Path,
+    processes: int,
     tell: Tell = lambda _: None,
-) -> Turns:  # fmt: skip
+) -> Turns:
     """Run this command of stepscope at each side, so many times, each side first in every other round.
 
     words: a verb that stores a run, its options and what follows. out: runs of a side lie in a folder of it there.

@@ -343,9 +343,14 @@ def choices_among(function: str, arguments: Mapping[str, Any], options: ModelOpt
 
 
 def check_one_model(
-    model: object, module: str | None, arguments: Mapping[str, Any] | None, *, batch: object = None,
-    loss: object = None, optimizer: object = None,
-) -> None:  # fmt: skip
+    model: object,
+    module: str | None,
+    arguments: Mapping[str, Any] | None,
+    *,
+    batch: object = None,
+    loss: object = None,
+    optimizer: object = None,
+) -> None:
     """Raise InputError if two models are named, or if a model is given something that it does not take."""
     if model is not None and module is not None:
         raise InputError("model and module both say which model is meant: give one of them")

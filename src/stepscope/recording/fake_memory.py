@@ -479,9 +479,17 @@ class AsOnCuda(TorchFunctionMode):
             F.softmax, F.scaled_dot_product_attention, F.dropout = softmax, attend, dropout
 
     def _attend(  # noqa: PLR0917  (the parameters of scaled_dot_product_attention, which is called by place, too)
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, *, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         """Attention by the operators that at::scaled_dot_product_attention calls on CUDA.
 
         enable_gqa: keys and values have fewer heads than queries. For the efficient kernel, which requires as many,

@@ -64,9 +64,15 @@ def stored(study: str, only: tuple[str, ...] = (), like: str = "", *, plot: bool
 
 
 def table(
-    rows: str, columns: str = "", value: str = "step", statistic: Statistic = "median", speedup: str | None = None, *,
-    where: Mapping[str, str], says: Callable[[list[Run]], str] | None = None,
-) -> Source:  # fmt: skip
+    rows: str,
+    columns: str = "",
+    value: str = "step",
+    statistic: Statistic = "median",
+    speedup: str | None = None,
+    *,
+    where: Mapping[str, str],
+    says: Callable[[list[Run]], str] | None = None,
+) -> Source:
     """The table of the largest sweep with such runs, its plot, and what it `says` in a sentence."""
     query = TableQuery(
         rows=_names(rows), columns=_names(columns), values=_names(value), statistic=statistic, speedup=speedup

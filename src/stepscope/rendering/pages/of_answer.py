@@ -38,9 +38,15 @@ _OF_A_TERMINAL = re.compile(r"(?:More tables with --only: .*|\d[\d,]* more: --on
 
 
 def page_of_answer(
-    answer: Answer, kind: str, *, title: str = "", sentence: str = "", figures: tuple[Figure, ...] = (),
-    panels: tuple[Panel, ...] = (), shown_by: tuple[str, ...] = (),
-) -> Page:  # fmt: skip
+    answer: Answer,
+    kind: str,
+    *,
+    title: str = "",
+    sentence: str = "",
+    figures: tuple[Figure, ...] = (),
+    panels: tuple[Panel, ...] = (),
+    shown_by: tuple[str, ...] = (),
+) -> Page:
     """The page of one answer: its sentences as findings, then plots, then each table. `panels` are further plots."""
     drawn = msgspec.structs.replace(answer, panels=(*panels, *answer.panels))
     # What says the most: the gravest finding, the first sentence that stands alone, or the first line.
