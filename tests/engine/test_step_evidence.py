@@ -14,7 +14,7 @@ from stepscope.core.run_directory import load_run
 from stepscope.engine import stages as timed
 from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
-from stepscope.recording.environment import HostLoad
+from stepscope.recording.device import HostLoad
 from stepscope.training import training_step
 from stepscope.training.training_step import TrainingStep
 from tests.conftest import at_length, mini

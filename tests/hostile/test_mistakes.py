@@ -37,9 +37,8 @@ from stepscope.core.run import Run, Settings
 from stepscope.core.run_directory import load_run
 from stepscope.core.workloads import COMPILES, OF_ONE_LAUNCH, OPTIMIZERS, FactoryWorkload, TextbookWorkload, UserModel
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
-from stepscope.recording.device import HostDevice
+from stepscope.recording.device import HostDevice, HostLoad
 from stepscope.recording.driven import observe_step, step_habits, step_operators
-from stepscope.recording.environment import HostLoad
 from stepscope.recording.precision import with_kernels
 from stepscope.recording.step import Phase
 from stepscope.recording.timer import measure

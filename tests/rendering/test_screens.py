@@ -16,7 +16,7 @@ from stepscope.app.cli.app import app
 from stepscope.app.cli.output import present
 from stepscope.core.answer import Answer, Line
 from stepscope.core.answer import Table as Figures
-from stepscope.rendering.terminal import NARROWEST, CleanConsole, OneLine, fitted, plain_text, render_answer
+from stepscope.rendering.terminal import NARROWEST, CleanConsole, fitted, plain_text, render_answer
 from tests.shown import check_golden
 
 pytestmark = pytest.mark.slow
@@ -154,9 +154,9 @@ def test_text_folds_first_then_names_are_shortened_then_columns_go_below():
 
 
 def test_a_line_keeps_its_first_column_and_drops_the_last():
-    table = OneLine(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False)
     for head in ("run", "cell", "status", "findings"):
-        table.add_column(head)
+        table.add_column(head, no_wrap=True)
     table.add_row("20261121T041327.986", "small-b4-s512-fp32-train-1234abcd", Text("done"), "launch-bound, low-rate")
     ((head, row),) = lines_of(table, 64)
     assert head.split() == ["run", "cell", "status"] and row.split()[0] == "20261121T041327.986" and "…" not in row

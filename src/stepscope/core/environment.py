@@ -1,4 +1,4 @@
-"""Where a process runs: machine and software with their state, its memory, and its place among the ranks of a job."""
+"""Where a process runs: machine and software with their state, and its place among the ranks of a job."""
 
 import os
 import re
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from stepscope.core.errors import DeviceError, InputError
-from stepscope.core.units import MIB, counted, format_bytes
+from stepscope.core.errors import InputError
+from stepscope.core.units import counted, format_bytes
 
 COMMITS = ("git_commit", "git_dirty", "own_commit", "own_dirty")
 """The fields of an environment that say which code ran."""
@@ -141,33 +141,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
             elif mine[field] != theirs[field]:
                 found[field] = (mine[field], theirs[field])
         return found
-
-
-# Whether this process may have enough memory to load PyTorch at all.
-
-
-LEAST_FOR_TORCH = 768 * MIB
-"""Bytes of address space below which PyTorch's libraries raise, abort or retry for ever while they load."""
-
-
-def address_space_limit() -> int | None:
-    """Bytes of address space that this process may have (`ulimit -v`); None where nothing limits it."""
-    try:
-        import resource  # noqa: PLC0415 - not on every system
-    except ImportError:
-        return None
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
-
-
-def require_room_for_torch() -> None:
-    """Raise DeviceError where the limit leaves no room for PyTorch. Packages that import PyTorch call this before."""
-    limit = address_space_limit()
-    if limit is not None and limit < LEAST_FOR_TORCH:
-        raise DeviceError(
-            f"this process may have {format_bytes(limit)} of memory (ulimit -v), which is too little to load PyTorch: "
-            "raise the limit to 2 GiB or more"
-        )
 
 
 # How the allocator of polars treats memory that is no longer used.

@@ -97,12 +97,6 @@ class InputError(StepscopeError):
     """Raised where the user's input cannot be measured or read as given."""
 
 
-class Stopped(StepscopeError):
-    """Raised where the user stopped the work; the message says how it can go on."""
-
-    exit_code = EXIT_INTERRUPTED
-
-
 class DeviceError(StepscopeError):
     """Raised where the device could not do the work: out of memory, lost, or broken."""
 

@@ -38,13 +38,12 @@ Reaction = Callable[[int, FrameType | None], None]
 
 
 class _State:
-    def __init__(self) -> None:
-        self.received: int | None = None
-        """The first signal received."""
-        self.received_at_s = 0.0
-        self.raised = False
-        """Whether the signal's exception was raised, as far as is known, or its callback was called."""
-        self.reaction: Reaction = _end
+    received: int | None = None
+    """The first signal received."""
+    received_at_s = 0.0
+    raised = False
+    """Whether the signal's exception was raised, as far as is known, or its callback was called."""
+    reaction: Reaction
 
 
 def install(*, even_if_ignored: bool = False) -> None:
@@ -255,6 +254,7 @@ def _forget() -> None:
 
 
 _state = _State()
+_state.reaction = _end
 
 
 # The end of a process, without the seconds that Python takes to free torch's modules one by one.
@@ -316,6 +316,36 @@ def _ended_as_python_ends() -> bool:
         return False
     ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
     return True
+
+
+# Whether this process may have enough memory to load PyTorch at all.
+
+
+LEAST_FOR_TORCH = 768 << 20
+"""Bytes of address space below which PyTorch's libraries raise, abort or retry for ever while they load."""
+
+
+def address_space_limit() -> int | None:
+    """Bytes of address space that this process may have (`ulimit -v`); None where nothing limits it."""
+    try:
+        import resource  # noqa: PLC0415 - not on every system
+    except ImportError:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def require_room_for_torch() -> None:
+    """Raise DeviceError where the limit leaves no room for PyTorch. Packages that import PyTorch call this before."""
+    limit = address_space_limit()
+    if limit is not None and limit < LEAST_FOR_TORCH:
+        from stepscope.core.errors import DeviceError  # noqa: PLC0415
+        from stepscope.core.units import format_bytes  # noqa: PLC0415
+
+        raise DeviceError(
+            f"this process may have {format_bytes(limit)} of memory (ulimit -v), which is too little to load PyTorch: "
+            "raise the limit to 2 GiB or more"
+        )
 
 
 # The lifeline of a process: its stdin, which closes when its starter dies, however it dies.

@@ -14,10 +14,10 @@ Nothing here is built before a command is asked for: to import a verb takes no t
 import inspect
 import keyword
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 from stepscope.core.errors import InputError
 
@@ -94,79 +94,52 @@ DEVICES = completed("auto", "cpu", "cuda", "cuda:0", "cuda:1")
 
 _ALWAYS = ("--only", "--style", "--brief", "--json", "--save", "--device")
 """What shows an answer, and the device, which a script may name for all that it runs."""
-_given: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
-
-
-def remember(flags: Iterable[str]) -> None:
-    """Keep the options that this command line has, before its verb runs. Those that only have a default are not."""
-    _given.set(tuple(flags))
+GIVEN: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
+"""The options that this command line has, set before its verb runs. Those that only have a default are not."""
 
 
 def is_given(flag: str) -> bool:
     """Whether the command line has this option."""
-    return flag in _given.get()
+    return flag in GIVEN.get()
 
 
 def refuse_beside(mode: str, *read: str) -> None:
     """Raise InputError for given options that are not read beside `mode`."""
-    if fault := Alone(mode, *read).fault((mode, *_given.get())):
+    if fault := Rule("alone", (mode, *read)).fault((mode, *GIVEN.get())):
         raise InputError(fault)
 
 
-class Conflict:
-    """Options of which one alone may be given. In `why`, {} stands for those that were."""
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """Options that exclude or need one another."""
 
-    def __init__(self, *flags: str, why: str) -> None:
-        self.flags, self.why = flags, why
-
-    def fault(self, given: Collection[str]) -> str | None:
-        """What is wrong with these options, in words."""
-        both = [flag for flag in self.flags if flag in given]
-        return self.why.format(" and ".join(both)) if len(both) > 1 else None
-
-
-class Needs:
-    """An option that says something beside another one only."""
-
-    def __init__(self, option: str, other: str, why: str = "", *, words: str = "") -> None:
-        self.flags, self.words = (option, other), words or f"{option} belongs to {other}: {why}"
+    kind: Literal["conflict", "needs", "unread", "alone"]
+    """conflict: one of the flags may be given. needs: the first says something beside the second only. unread: the
+    verb does not read the first, though other verbs do. alone: beside the first no others are read, but for the rest
+    of the flags; or, where there are `others`, not these."""
+    flags: tuple[str, ...]
+    why: str = ""
+    """What is wrong, in words. {} stands for the options that are too many."""
+    others: Collection[str] = ()
 
     def fault(self, given: Collection[str]) -> str | None:
         """What is wrong with these options, in words."""
-        option, other = self.flags
-        return self.words if option in given and other not in given else None
-
-
-class Unread:
-    """An option of a workload that a verb does not read, though others do."""
-
-    def __init__(self, option: str, why: str) -> None:
-        self.flags, self.why = (option,), why
-
-    def fault(self, given: Collection[str]) -> str | None:
-        """What is wrong with these options, in words."""
-        return f"{self.flags[0]} says nothing with {self.why}" if self.flags[0] in given else None
-
-
-class Alone:
-    """An option beside which no others are read, but for some. In `why`, {} stands for those that were given."""
-
-    def __init__(self, mode: str, *read: str, others: Collection[str] = (), why: str = "") -> None:
-        self.flags, self.others = (mode, *read), others
-        self.why = why or f"{{}} says nothing with {mode}: leave it out"
-
-    def fault(self, given: Collection[str]) -> str | None:
-        """What is wrong with these options, in words."""
+        first = self.flags[0]
+        if self.kind == "conflict":
+            both = [flag for flag in self.flags if flag in given]
+            return self.why.format(" and ".join(both)) if len(both) > 1 else None
+        if first not in given or (self.kind == "needs" and self.flags[1] in given):
+            return None
+        if self.kind != "alone":
+            return self.why
         useless = [flag for flag in given if flag not in (*self.flags, *_ALWAYS)]
         if self.others:
             useless = [flag for flag in self.others if flag in given]
-        return self.why.format(", ".join(useless)) if self.flags[0] in given and useless else None
+        why = self.why or f"{{}} says nothing with {first}: leave it out"
+        return why.format(", ".join(useless)) if useless else None
 
 
 # Verbs.
-
-
-Rule = Conflict | Needs | Unread | Alone
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ from stepscope.recording import ranges
 from stepscope.recording.capture import capture_range
 from stepscope.recording.ceilings import ceilings_for, supported_dtypes
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
-from stepscope.recording.device import is_out_of_memory
+from stepscope.recording.device import HostLoad, is_out_of_memory
 from stepscope.recording.driven import (
     capture_kineto,
     observe_step,
@@ -54,7 +54,7 @@ from stepscope.recording.driven import (
     step_traffic,
     trace_nvtx,
 )
-from stepscope.recording.environment import HostLoad, launcher, read_environment
+from stepscope.recording.environment import launcher, read_environment
 from stepscope.recording.held_tensors import local_part, tensors_within
 from stepscope.recording.nvml import LEAST_S, EnergyMeter, GpuSampler, gpu_sampled, nvml_kept_open, read_gpu
 from stepscope.recording.observe import whole_bytes

@@ -41,7 +41,8 @@ from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watched_script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
-from stepscope.recording.environment import HostLoad, launcher, read_environment
+from stepscope.recording.device import HostLoad
+from stepscope.recording.environment import launcher, read_environment
 from stepscope.recording.nvml import read_gpu, sampler_of
 from stepscope.recording.updates import Changes, most_updates
 from stepscope.recording.watch.finder import backward_has_run

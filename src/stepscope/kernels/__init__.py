@@ -13,7 +13,7 @@ runs the first one's kernels on (batch, heads, seq, head_dim), also with a windo
 import importlib
 from typing import Any
 
-from stepscope.core.environment import require_room_for_torch
+from stepscope.core.interrupts import require_room_for_torch
 
 require_room_for_torch()
 

@@ -1,5 +1,5 @@
 """What measures and looks at a step: clock, device, timer, and the observers that run beside the timed steps."""
 
-from stepscope.core.environment import require_room_for_torch
+from stepscope.core.interrupts import require_room_for_torch
 
 require_room_for_torch()

@@ -1,12 +1,18 @@
-"""The device a step runs on, as far as timing needs it: marks in its stream of work, and waiting for it."""
+"""The device a step runs on, as far as timing needs it: marks in its stream of work, and waiting for it; and how
+busy its host is."""
 
+import os
 import time
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
+from stepscope.core.environment import HostReading
 from stepscope.core.errors import DeviceError, InputError, message_of, one_line
 from stepscope.core.units import format_bytes
+
+_PROC_STAT = Path("/proc/stat")
 
 
 class Clock(Protocol):
@@ -103,6 +109,34 @@ def timing_device(device: torch.device) -> Device:
         torch.cuda.set_device(device)
         return CudaDevice(device)
     return HostDevice()
+
+
+class HostLoad:
+    """Measures how busy the host is between construction and `read()`; known only on Linux."""
+
+    def __init__(self) -> None:
+        self._start = self._now()
+
+    def read(self) -> HostReading | None:
+        end = self._now()
+        if self._start is None or end is None:
+            return None
+        wall_s, own_s, busy_s = (b - a for a, b in zip(self._start, end, strict=True))
+        if wall_s < 0.1:
+            return None  # /proc/stat counts in ticks of 10 ms, and tells nothing of a shorter time
+        return HostReading(own_cores=own_s / wall_s, other_cores=max(0.0, busy_s - own_s) / wall_s)
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        try:
+            fields = _PROC_STAT.read_text().splitlines()[0].split()[1:]
+        except OSError:
+            return None
+        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+        ticks = os.sysconf("SC_CLK_TCK")
+        busy_s = (user + nice + system + irq + softirq + steal) / ticks
+        times = os.times()
+        return time.monotonic(), times.user + times.system, busy_s
 
 
 def limit_memory(device: torch.device, limit_bytes: int | None) -> None:

@@ -6,24 +6,26 @@ import os
 import platform
 import re
 import subprocess
-import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
 
 import stepscope
-from stepscope.core.environment import Environment, HostReading, RankPlace
 from stepscope.core.errors import InputError
 
-_PROC_STAT = Path("/proc/stat")
+if TYPE_CHECKING:
+    from stepscope.core.environment import Environment, RankPlace
 
 
 def read_environment(
     device: torch.device, memory_limit_bytes: int | None = None, *, user_code: Path | None = None
-) -> Environment:
+) -> "Environment":
     """The parts of the environment that do not change during a run. user_code: the folder of a user's code that is
     measured; its commit is noted."""
+    from stepscope.core.environment import Environment  # noqa: PLC0415  (to name a device takes no records)
+
     commit, dirty = _git_state()
     # New files count nothing: measuring itself leaves some.
     own_commit, own_dirty = _checkout(user_code, "--untracked-files=no") if user_code else (None, None)
@@ -62,34 +64,6 @@ def read_environment(
         driver=driver_version(),
         allocator=os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or None,
     )
-
-
-class HostLoad:
-    """Measures how busy the host is between construction and `read()`; known only on Linux."""
-
-    def __init__(self) -> None:
-        self._start = self._now()
-
-    def read(self) -> HostReading | None:
-        end = self._now()
-        if self._start is None or end is None:
-            return None
-        wall_s, own_s, busy_s = (b - a for a, b in zip(self._start, end, strict=True))
-        if wall_s < 0.1:
-            return None  # /proc/stat counts in ticks of 10 ms, and tells nothing of a shorter time
-        return HostReading(own_cores=own_s / wall_s, other_cores=max(0.0, busy_s - own_s) / wall_s)
-
-    @staticmethod
-    def _now() -> tuple[float, float, float] | None:
-        try:
-            fields = _PROC_STAT.read_text().splitlines()[0].split()[1:]
-        except OSError:
-            return None
-        user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
-        ticks = os.sysconf("SC_CLK_TCK")
-        busy_s = (user + nice + system + irq + softirq + steal) / ticks
-        times = os.times()
-        return time.monotonic(), times.user + times.system, busy_s
 
 
 def _versions() -> dict[str, str]:
@@ -149,7 +123,7 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def resolve_device(name: str, place: RankPlace | None = None) -> torch.device:
+def resolve_device(name: str, place: "RankPlace | None" = None) -> torch.device:
     """`auto`, `cpu`, `cuda` or `cuda:N` as a device that is there; raises InputError that says what is there.
 
     place: of a rank among several, which has a GPU of its own.

@@ -31,22 +31,16 @@ NARROWEST, NARROWEST_LABEL = 16, 24
 """A name is not shortened below this; in the first column, which tells rows apart, nor below a third of the screen."""
 
 
-class OneLine(Table):
-    """A table whose rows are one line each: columns on the right are left out where there is no room for them, and
-    only the first column is never shortened."""
-
-
 def fitted(table: Table, console: Console) -> list[Table]:
     """The table as it is where there is room for it, or the tables that take its place."""
     if not table.columns or natural_width(table, console) <= console.width:
         return [table]
     label = max(NARROWEST_LABEL, console.width // 3)
     columns = [_Measured.of(column, console, NARROWEST if i else label) for i, column in enumerate(table.columns)]
-    layout = _Layout(table, console)
-    if isinstance(table, OneLine):
-        return [layout.one_line(columns)]
-    whole = layout.part(columns)
-    return [whole] if whole is not None else layout.stacked(columns) or [table]
+    if len(columns) > 1 and all(column.no_wrap for column in table.columns):
+        return [_on_one_line(table, console, columns)]
+    whole = _part(table, console, columns)
+    return [whole] if whole is not None else _stacked(table, console, columns) or [table]
 
 
 def natural_width(table: Table, console: Console) -> int:
@@ -77,83 +71,80 @@ class _Measured:
         return cls(column, most, whole, least)
 
 
-class _Layout:
-    """Parts of one table, each no wider than the screen."""
+def _part(table: Table, console: Console, columns: Sequence[_Measured]) -> Table | None:
+    """The table with these columns alone, no wider than the screen; None where not even shortened names fit.
 
-    def __init__(self, table: Table, console: Console) -> None:
-        self._table, self._console = table, console
+    First text gives way down to its words, then names down to the least.
+    """
+    widths = [column.most for column in columns]
+    room = console.width - (natural_width(_of_widths(table, columns, widths), console) - sum(widths))
+    for least in ([column.whole for column in columns], [column.least for column in columns]):
+        if sum(least) > room:
+            widths = least
+            continue
+        while sum(widths) > room:  # the widest gives way, one by one
+            shrinkable = (i for i, width in enumerate(widths) if width > least[i])
+            widths[max(shrinkable, key=widths.__getitem__)] -= 1
+        return _of_widths(table, columns, widths)
+    return None
 
-    def part(self, columns: Sequence[_Measured]) -> Table | None:
-        """The table with these columns alone; None where not even shortened names fit."""
-        widths = self._widths(columns)
-        return None if widths is None else self._of(columns, widths)
 
-    def stacked(self, columns: Sequence[_Measured]) -> list[Table]:
-        """The columns in several tables, each with the labels; none where a label leaves no room for a figure.
+def _of_widths(table: Table, columns: Sequence[_Measured], widths: Sequence[int]) -> Table:
+    part = copy.copy(table)
+    part.columns = [
+        dataclasses.replace(
+            measured.column, width=width, min_width=None, max_width=None, ratio=None, no_wrap=False,
+            overflow="fold", _index=i, _cells=_told_apart(measured.column._cells, width),
+        )
+        for i, (measured, width) in enumerate(zip(columns, widths, strict=True))
+    ]  # fmt: skip
+    return part
 
-        The labels are as many columns, from the left, as it takes to tell rows apart; at least all before the first
-        figure.
-        """
-        rows = list(zip(*(map(str, measured.column._cells) for measured in columns), strict=True))
-        figures = (i for i, measured in enumerate(columns) if measured.column.justify == "right")
-        before = max(1, next(figures, 1))
-        apart = (count for count in range(before, len(columns)) if len({row[:count] for row in rows}) == len(rows))
-        for count in range(next(apart, before), 0, -1):
-            parts = self._under(columns[:count], columns[count:])
-            if parts:
-                return parts
-        return []
 
-    def one_line(self, columns: Sequence[_Measured]) -> Table:
-        """The table with as many columns from the left as there is room for, each row on one line."""
-        for least in (max(NARROWEST_LABEL, self._console.width // 3), 1):
-            in_one = [dataclasses.replace(c, whole=c.most, least=min(c.most, least)) for c in columns]
-            in_one[0] = dataclasses.replace(in_one[0], least=in_one[0].most)
-            for count in range(len(in_one), 1, -1):
-                part = self.part(in_one[:count])
-                if part is not None:
-                    return part
-        return self._table
+def _stacked(table: Table, console: Console, columns: Sequence[_Measured]) -> list[Table]:
+    """The columns in several tables, each with the labels; none where a label leaves no room for a figure.
 
-    def _under(self, labels: Sequence[_Measured], rest: Sequence[_Measured]) -> list[Table]:
-        parts: list[Table] = []
-        begun: list[_Measured] = []
-        for column in rest:
-            if self._widths([*labels, *begun, column]) is not None:
-                begun.append(column)
-            elif not begun or self._widths([*labels, column]) is None:
+    The labels are as many columns, from the left, as it takes to tell rows apart; at least all before the first figure.
+    """
+    rows = list(zip(*(map(str, measured.column._cells) for measured in columns), strict=True))
+    figures = (i for i, measured in enumerate(columns) if measured.column.justify == "right")
+    before = max(1, next(figures, 1))
+    apart = (count for count in range(before, len(columns)) if len({row[:count] for row in rows}) == len(rows))
+    for count in range(next(apart, before), 0, -1):
+        parts = _under(table, console, columns[:count], columns[count:])
+        if parts:
+            return parts
+    return []
+
+
+def _under(table: Table, console: Console, labels: Sequence[_Measured], rest: Sequence[_Measured]) -> list[Table]:
+    parts: list[Table] = []
+    begun: list[_Measured] = []
+    widest: Table | None = None
+    for column in rest:
+        wider = _part(table, console, [*labels, *begun, column])
+        if wider is None:
+            alone = _part(table, console, [*labels, column])
+            if widest is None or alone is None:
                 return []
-            else:
-                parts.append(self._of([*labels, *begun], self._widths([*labels, *begun]) or []))
-                begun = [column]
-        if begun:
-            parts.append(self._of([*labels, *begun], self._widths([*labels, *begun]) or []))
-        return parts
+            parts.append(widest)
+            begun, wider = [], alone
+        begun.append(column)
+        widest = wider
+    return parts if widest is None else [*parts, widest]
 
-    def _widths(self, columns: Sequence[_Measured]) -> list[int] | None:
-        """A width for each column: first text gives way down to its words, then names down to the least."""
-        widths = [column.most for column in columns]
-        room = self._console.width - (natural_width(self._of(columns, widths), self._console) - sum(widths))
-        for least in ([column.whole for column in columns], [column.least for column in columns]):
-            if sum(least) > room:
-                widths = least
-                continue
-            while sum(widths) > room:  # the widest gives way, one by one
-                shrinkable = (i for i, width in enumerate(widths) if width > least[i])
-                widths[max(shrinkable, key=widths.__getitem__)] -= 1
-            return widths
-        return None
 
-    def _of(self, columns: Sequence[_Measured], widths: Sequence[int]) -> Table:
-        part = copy.copy(self._table)
-        part.columns = [
-            dataclasses.replace(
-                measured.column, width=width, min_width=None, max_width=None, ratio=None, no_wrap=False,
-                overflow="fold", _index=i, _cells=_told_apart(measured.column._cells, width),
-            )
-            for i, (measured, width) in enumerate(zip(columns, widths, strict=True))
-        ]  # fmt: skip
-        return part
+def _on_one_line(table: Table, console: Console, columns: Sequence[_Measured]) -> Table:
+    """The table with as many columns from the left as there is room for, each row on one line. Only the first column is
+    never shortened."""
+    for least in (max(NARROWEST_LABEL, console.width // 3), 1):
+        in_one = [dataclasses.replace(c, whole=c.most, least=min(c.most, least)) for c in columns]
+        in_one[0] = dataclasses.replace(in_one[0], least=in_one[0].most)
+        for count in range(len(in_one), 1, -1):
+            part = _part(table, console, in_one[:count])
+            if part is not None:
+                return part
+    return table
 
 
 def _told_apart(cells: Sequence[RenderableType], width: int) -> list[RenderableType]:
@@ -227,12 +218,12 @@ def render_answer(answer: Answer, *, drawn: bool = False) -> RenderableType:
 
 def make_table(figures: Figures) -> Table:
     """The house's table: a rule below the head, figures to the right, folded and never cut on a narrow screen."""
-    table = (OneLine if figures.one_line else Table)(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, head in enumerate(figures.columns):
         table.add_column(
             printable(head),
             justify="right" if is_figures(figures, i) else "left",
-            no_wrap=i == 0,
+            no_wrap=i == 0 or figures.one_line,
             overflow="fold",
             max_width=_WIDEST_PROSE if unit_of(figures, i) == PROSE else None,
         )

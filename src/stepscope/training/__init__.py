@@ -1,5 +1,5 @@
 """The transformer family, and a training step of it."""
 
-from stepscope.core.environment import require_room_for_torch
+from stepscope.core.interrupts import require_room_for_torch
 
 require_room_for_torch()

@@ -19,7 +19,7 @@ from stepscope.app.cli.study import _Studies
 from stepscope.app.cli.verb import OLD_SPELLINGS
 from stepscope.core.errors import InputError
 from stepscope.core.model_config import ModelConfig
-from stepscope.core.options import GROUPS, Needs, Unread
+from stepscope.core.options import GROUPS
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 from tests import command
@@ -106,13 +106,12 @@ def test_options_that_exclude_or_need_others_are_options_of_the_verb():
     rules = [(verb, rule) for verb in VERBS for rule in VERBS[verb].verb.conflicts]
     assert len(rules) >= 6
     for verb, rule in rules:
-        others = getattr(rule, "others", ())
-        assert {*rule.flags, *others} <= set(options_of(verb)), verb
+        assert {*rule.flags, *rule.others} <= set(options_of(verb)), verb
         assert rule.fault(()) is None
-        together = (*rule.flags, *(others or ("--anything",)))
-        alone, beside = (together, rule.flags[:1]) if isinstance(rule, Needs) else (rule.flags[:1], together)
+        together = (*rule.flags, *(rule.others or ("--anything",)))
+        alone, beside = (together, rule.flags[:1]) if rule.kind == "needs" else (rule.flags[:1], together)
         assert rule.fault(beside), verb
-        assert isinstance(rule, Unread) or rule.fault(alone) is None, verb
+        assert rule.kind == "unread" or rule.fault(alone) is None, verb
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])

@@ -4,8 +4,10 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import typer
@@ -13,10 +15,16 @@ import typer
 from stepscope import __version__
 from stepscope.app.cli import study
 from stepscope.app.cli.output import emit, mend
-from stepscope.app.cli.verb import Verbs, help_width
+from stepscope.app.cli.verb import Verbs
 from stepscope.core import interrupts
-from stepscope.core.environment import address_space_limit, require_room_for_torch
-from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, EXIT_WRONG_INPUT, StepscopeError, one_line, warn
+from stepscope.core.errors import (
+    EXIT_DEVICE_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_WRONG_INPUT,
+    StepscopeError,
+    one_line,
+    warn,
+)
 from stepscope.core.units import format_bytes
 
 _OPTIONAL = {
@@ -112,6 +120,9 @@ class _Command(Verbs):
             formatter.write_dl(_FIRST)
 
     def invoke(self, ctx: Any) -> Any:
+        if ctx.params["version"]:
+            emit(f"stepscope {__version__}\n")
+            raise typer.Exit
         try:
             with interrupts.raising():
                 return super().invoke(ctx)
@@ -126,7 +137,7 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    context_settings=help_width(),
+    context_settings={"max_content_width": shutil.get_terminal_size().columns},
 )
 app.add_typer(study.app, name="study")
 
@@ -161,31 +172,20 @@ def _next_commands() -> list[tuple[str, str]]:
     return commands
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        emit(f"stepscope {__version__}\n")
-        raise typer.Exit
-
-
 @app.callback()
-def _root(
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Say the version."),
-) -> None:
+def _root(version: bool = typer.Option(False, "--version", help="Say the version.")) -> None:
     pass
 
 
-class _RoomForTorch:
-    """Finds nothing: refuses PyTorch, whoever imports it first, where it would raise, abort or retry for ever."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name == "torch":
-            require_room_for_torch()
+def _find_spec(name: str, path: object = None, target: object = None) -> None:
+    """Find nothing: refuse PyTorch, whoever imports it first, where it would raise, abort or retry for ever."""
+    if name == "torch":
+        interrupts.require_room_for_torch()
 
 
 def main() -> NoReturn:
     """Run the command. Every failure that stepscope names is one line on stderr and its exit code."""
-    sys.meta_path.insert(0, _RoomForTorch)
+    sys.meta_path.insert(0, SimpleNamespace(find_spec=_find_spec))
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     interrupts.install()
@@ -262,7 +262,7 @@ def _library_that_failed(error: BaseException) -> str | None:
 
 def _memory_limit() -> str:
     """What limits the memory of this process, in words; empty where nothing does."""
-    limit = address_space_limit()
+    limit = interrupts.address_space_limit()
     return f": this process may have {format_bytes(limit)} (ulimit -v), raise the limit" if limit else ""
 
 

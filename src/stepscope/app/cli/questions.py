@@ -10,7 +10,7 @@ import typer
 from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean, sweep_progress
 from stepscope.core.answer import Answer
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError, warn
-from stepscope.core.options import Alone, Verb, is_given
+from stepscope.core.options import Rule, Verb, is_given
 from stepscope.questions.question import Cells, Question, Result, read_answer
 
 _TOOLS = ("tell", "options_in")
@@ -22,7 +22,8 @@ def verb_of(question: Question) -> Verb:
     parameters = inspect.signature(question.measure).parameters
     stated = [parameter for name, parameter in parameters.items() if name not in _TOOLS]
     # What shows an answer comes after what is stored.
-    place = next((i for i, each in enumerate(stated, 1) if "from_" in _fields(each)), len(stated))
+    records = [getattr(parameter.annotation, "__dataclass_fields__", ()) for parameter in stated]
+    place = next((i for i, fields in enumerate(records, 1) if "from_" in fields), len(stated))
     stated[place:place] = [inspect.signature(_shared).parameters[name] for name in question.shared]
 
     @functools.wraps(question.measure)
@@ -47,13 +48,8 @@ def verb_of(question: Question) -> Verb:
         return _show(Result(answer=measured) if isinstance(measured, Answer) else measured, shown, save)
 
     run.__signature__ = inspect.Signature(stated)  # type: ignore[attr-defined]
-    conflicts = (Alone("--from"),) if "from_" in question.shared else ()
+    conflicts = (Rule("alone", ("--from",)),) if "from_" in question.shared else ()
     return Verb(f"study {question.name}", run, question.examples, conflicts, question.defaults)
-
-
-def _fields(parameter: inspect.Parameter) -> dict[str, Any]:
-    """The fields of a parameter that is a record."""
-    return getattr(parameter.annotation, "__dataclass_fields__", {})
 
 
 def _shared(

@@ -12,7 +12,6 @@ import inspect
 import math
 import operator
 import shlex
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from stepscope.app.cli.options import OPTIONS, run_names
 from stepscope.core.errors import InputError, one_line, warn
-from stepscope.core.options import GROUPS, Argument, Option, Verb, completed, remember, several
+from stepscope.core.options import GIVEN, GROUPS, Argument, Option, Verb, completed, several
 
 if TYPE_CHECKING:
     from stepscope.engine.workload_options import OneWorkload
@@ -46,7 +45,7 @@ def command_of(verb: Verb, kind: type[TyperCommand] | None = None, **settings: A
     run.__doc__ = verb.function.__doc__
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    alone = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=help_width())
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None)
     alone.command(verb.name.rpartition(" ")[2], cls=kind or Command, **settings)(run)
     command: Any = typer.main.get_command(alone)
     command.verb, command.options = verb, options
@@ -198,11 +197,6 @@ def workload_in(text: str, takes: str) -> "OneWorkload":
     return found[0]
 
 
-def help_width() -> dict[str, Any]:
-    """Settings of a context whose help is as wide as the terminal."""
-    return {"max_content_width": shutil.get_terminal_size().columns}
-
-
 # How every verb reads its arguments and shows its help; and the spellings of the release before.
 
 
@@ -270,7 +264,7 @@ class Command(TyperCommand):
             raise
         sources = {param.opts[0]: ctx.get_parameter_source(param.name) for param in self.params}
         given = [flag for flag, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
-        remember(given)
+        GIVEN.set(tuple(given))
         for rule in self.verb.conflicts:
             if fault := rule.fault(given):
                 raise InputError(fault)

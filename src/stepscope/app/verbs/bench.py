@@ -12,7 +12,7 @@ from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError
 from stepscope.core.files import read_named
-from stepscope.core.options import CALLS, MEASURING, Alone, Argument, Conflict, Option, verb
+from stepscope.core.options import CALLS, MEASURING, Argument, Option, Rule, verb
 from stepscope.questions.bench_result import Bench, decode_bench, encode_bench
 
 
@@ -128,9 +128,9 @@ Seconds = Annotated[float, Option("How long each function is timed on each size.
     "stepscope bench kernels.py:softmax --against torch.softmax --arg dim=-1 --shape Nx1024 --size N=1024,8192",
     "stepscope bench kernels.py:flash --preset cs336-attention",
     conflicts=(
-        Conflict("--shape", "--inputs", why="{} both say what to call the function with: leave one out"),
-        Conflict("--preset", "--inputs", why="{} both say what to call the function with: leave one out"),
-        Alone("--from"),
+        Rule("conflict", ("--shape", "--inputs"), "{} both say what to call the function with: leave one out"),
+        Rule("conflict", ("--preset", "--inputs"), "{} both say what to call the function with: leave one out"),
+        Rule("alone", ("--from",)),
     ),
     dtype="fp32, or the preset's",
 )

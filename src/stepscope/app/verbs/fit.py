@@ -15,7 +15,7 @@ from stepscope.app.verbs.run import gradients_kept, of_object
 from stepscope.core.errors import InputError, warn
 from stepscope.core.files import json_document
 from stepscope.core.model_config import PRESETS, ModelOptions
-from stepscope.core.options import BUDGET, Alone, Conflict, Needs, Option, spelled_out, verb, words
+from stepscope.core.options import BUDGET, Option, Rule, spelled_out, verb, words
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.units import parse_bytes
@@ -205,13 +205,23 @@ Apart = Annotated[
     "stepscope fit --model xl --seq-len 1024 --device H100",
     "stepscope fit --sweep --memory 80GiB",
     conflicts=(
-        Needs("--save", "--against", "say which runs to compare with, or leave it out"),
-        Needs("--apart", "--against", "say which runs to compare with, or leave it out"),
-        Conflict("--tensors", "--sweep", "--fake", "--against", why="{} are different questions: ask one at a time"),
-        Alone("--tensors", others=("--memory", "--device"), why="--tensors asks for no budget: leave out {}"),
-        Alone("--against", others=("--memory", "--device"), why="--against asks for no budget: leave out {}"),
-        Alone("--against", others=flags_of("fit"), why="--against takes its workloads from the runs: leave out {}"),
-        Conflict("--memory", "--device", why="{} both say how much there is: give one of them"),
+        Rule(
+            "needs",
+            ("--save", "--against"),
+            "--save belongs to --against: say which runs to compare with, or leave it out",
+        ),
+        Rule(
+            "needs",
+            ("--apart", "--against"),
+            "--apart belongs to --against: say which runs to compare with, or leave it out",
+        ),
+        Rule(
+            "conflict", ("--tensors", "--sweep", "--fake", "--against"), "{} are different questions: ask one at a time"
+        ),
+        Rule("alone", ("--tensors",), "--tensors asks for no budget: leave out {}", ("--memory", "--device")),
+        Rule("alone", ("--against",), "--against asks for no budget: leave out {}", ("--memory", "--device")),
+        Rule("alone", ("--against",), "--against takes its workloads from the runs: leave out {}", flags_of("fit")),
+        Rule("conflict", ("--memory", "--device"), "{} both say how much there is: give one of them"),
     ),
     model="small",
     seq_len="512",

@@ -11,7 +11,7 @@ from stepscope.app.cli.options import device_names
 from stepscope.app.cli.output import Presentation
 from stepscope.core.errors import InputError, warn
 from stepscope.core.networks import NETWORKS
-from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Alone, Conflict, Option, Unread, completed, verb
+from stepscope.core.options import BUDGET, MODEL, PARALLEL, WORKLOAD, Option, Rule, completed, verb
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.engine.workload_options import OneWorkload
 
@@ -67,14 +67,15 @@ Against = Annotated[tuple[Path, ...], Option("With --verify: stored runs.", meta
     "stepscope plan --model llama3-70B --ranks 64 --device H100 --seq-len 8192 --batch-size 512",
     "stepscope plan --model llama3-8B --ranks 8 --seq-len 8192 --batch-size 16 --layout sharding=zero3",
     conflicts=(
-        Alone("--verify", "--against", "--network"),
-        Alone("--against", "--verify", "--network", why="{} says nothing with --verify: leave it out"),
-        Unread("--phase", "plan: a plan is of a training step"),
-        Unread("--accumulation", "plan: a plan chooses micro-batches: say --layout micro-batch=1"),
-        Unread("--clip", "plan: a plan has no time of clipping"),
-        Conflict(
-            "--batch-size", "--batch-tokens", why="{} both say how much a step takes: give one of them"
+        Rule("alone", ("--verify", "--against", "--network")),
+        Rule("alone", ("--against", "--verify", "--network"), "{} says nothing with --verify: leave it out"),
+        Rule("unread", ("--phase",), "--phase says nothing with plan: a plan is of a training step"),
+        Rule(
+            "unread", ("--accumulation",),
+            "--accumulation says nothing with plan: a plan chooses micro-batches: say --layout micro-batch=1",
         ),
+        Rule("unread", ("--clip",), "--clip says nothing with plan: a plan has no time of clipping"),
+        Rule("conflict", ("--batch-size", "--batch-tokens"), "{} both say how much a step takes: give one of them"),
     ),
     model="small", seq_len="512", dtype="bf16", attention="flash", compile="default", optimizer="adamw-fused",
     checkpointing="the best of none, selective, selective-K, offload-K (eager, no graph), attention and every-1",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from stepscope.app.cli.output import emit
 from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import InputError, choose, warn
-from stepscope.core.options import OUTPUT, Argument, Needs, Option, verb
+from stepscope.core.options import OUTPUT, Argument, Option, Rule, verb
 from stepscope.core.run_directory import RUN_FILE, check_is_ours, write_atomically
 from stepscope.rendering.pages import GENERATOR
 from stepscope.rendering.picture import Drawer
@@ -38,7 +38,13 @@ Redact = Annotated[bool, Option("Leave out hosts, paths, arguments, lines of sou
     "report",
     "stepscope report last --open",
     "stepscope report results/h200/plain -o sweep.html --plots plots",
-    conflicts=(Needs("--across", "--compare", "it says in what the two sides may differ"),),
+    conflicts=(
+        Rule(
+            "needs",
+            ("--across", "--compare"),
+            "--across belongs to --compare: it says in what the two sides may differ",
+        ),
+    ),
 )
 def command(
     what: Annotated[

@@ -14,7 +14,7 @@ from stepscope.app.cli.output import Presentation, draw, emit, present
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import InputError, StepscopeError, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.options import STORED, Alone, Argument, Needs, Option, completed, verb
+from stepscope.core.options import STORED, Argument, Option, Rule, completed, verb
 from stepscope.core.run import Run
 from stepscope.core.run_directory import LAST, RUN_FILE, encode_run, find_place, find_run, find_run_files, load_runs
 from stepscope.core.samples import Samples
@@ -307,12 +307,13 @@ Predictions = Annotated[bool, Option("Show forecasts beside what was measured af
     "stepscope history results/h200 --where dtype=bf16",
     "stepscope history --workload tiny-b4 --json",
     conflicts=(
-        Alone(
-            "--predictions",
-            others=("--workload", "--where", "--tag", "--save"),
-            why="--predictions shows all forecasts of these places: leave out the other choices",
+        Rule(
+            "alone",
+            ("--predictions",),
+            "--predictions shows all forecasts of these places: leave out the other choices",
+            ("--workload", "--where", "--tag", "--save"),
         ),
-        Needs("--save", "--workload", words="--save draws one trend: name it with --workload"),
+        Rule("needs", ("--save", "--workload"), "--save draws one trend: name it with --workload"),
     ),
 )
 def history(

@@ -12,9 +12,10 @@ from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
     EXIT_DEVICE_FAILED,
     EXIT_DONE,
+    EXIT_INTERRUPTED,
     EXIT_WRONG_INPUT,
     InputError,
-    Stopped,
+    StepscopeError,
     warn,
 )
 from stepscope.core.options import MEASURING, SWEEPING, Argument, Option, completed, verb
@@ -24,6 +25,12 @@ from stepscope.engine.workload_options import ManyWorkloads, Recording, Timing
 
 if TYPE_CHECKING:
     from stepscope.engine.sweep_plan import Policy, SweepPlan
+
+
+class Stopped(StepscopeError):
+    """Raised where the user stopped the work; the message says how it can go on."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 _UNFIT_NAMED = 6

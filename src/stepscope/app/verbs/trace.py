@@ -10,7 +10,7 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.answer import Answer, Finding, name_of
 from stepscope.core.environment import give_pages_back
 from stepscope.core.errors import EXIT_DONE, InputError, warn
-from stepscope.core.options import OUTPUT, Alone, Conflict, Option, file_or_run, verb
+from stepscope.core.options import OUTPUT, Option, Rule, file_or_run, verb
 from stepscope.core.range_names import PHASES
 from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window, parse_window
@@ -174,15 +174,15 @@ _OF_A_PART = ("--range", "--phase", "--step", "--module", "--device", "--stream"
     "stepscope trace runs/small-b4-s512-fp32-train-4f2c --range softmax --phase forward",
     "stepscope trace rank0.json.gz rank1.json.gz",
     conflicts=(
-        Conflict("--cut", "--against", why=f"--cut writes one capture, {_COMPARED}: ask for one after the other"),
-        Conflict("--save", "--against", why=f"--save draws one capture, {_COMPARED}: leave one of them out"),
-        Conflict(
-            "--perfetto", "--against",
-            why=f"--perfetto shows one whole capture, {_COMPARED}: ask for one after the other",
+        Rule("conflict", ("--cut", "--against"), f"--cut writes one capture, {_COMPARED}: ask for one after the other"),
+        Rule("conflict", ("--save", "--against"), f"--save draws one capture, {_COMPARED}: leave one of them out"),
+        Rule(
+            "conflict", ("--perfetto", "--against"),
+            f"--perfetto shows one whole capture, {_COMPARED}: ask for one after the other",
         ),
-        Alone(
-            "--perfetto", others=_OF_A_PART,
-            why="--perfetto shows one whole capture, other options show a part: ask for one after the other",
+        Rule(
+            "alone", ("--perfetto",),
+            "--perfetto shows one whole capture, other options show a part: ask for one after the other", _OF_A_PART,
         ),
     ),
 )  # fmt: skip

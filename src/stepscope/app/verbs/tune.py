@@ -10,7 +10,7 @@ from stepscope.app.cli.output import Presentation, exit_code_of, stdout_kept_cle
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError, warn
 from stepscope.core.files import decode_document, json_document, read_named
-from stepscope.core.options import MEASURING, STORED, Alone, Option, verb
+from stepscope.core.options import MEASURING, STORED, Option, Rule, verb
 from stepscope.core.strategies import shared_somehow
 from stepscope.core.study_results import TUNED_FIELDS, Tuned, fields_kept
 from stepscope.core.units import parse_bytes, parse_seconds
@@ -105,7 +105,7 @@ Fresh = Annotated[bool, Option("Measure again what an earlier search has measure
     "tune",
     "stepscope tune --model large --dtype bf16 --memory 80GiB",
     "stepscope tune --module train.py:make --budget 10min --keep dtype",
-    conflicts=(Alone("--from"),),
+    conflicts=(Rule("alone", ("--from",)),),
     model="small on a GPU, tiny on a CPU",
     seq_len="512 on a GPU, 128 on a CPU",
 )
