@@ -10,23 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stepscope.core.answer import (
-    MEASURED_STEP,
-    TEXT,
-    Answer,
-    Cell,
-    Finding,
-    Frame,
-    Line,
-    Panel,
-    Point,
-    Table,
-    Tone,
-    as_lines,
-    table_of,
-    text,
-    warning,
-)
+from stepscope.core import answer
 from stepscope.core.environment import Environment
 from stepscope.core.errors import printable
 from stepscope.core.evidence import RankFigures, RanksEvidence, WatchedLoop
@@ -57,14 +41,14 @@ class UnlikeNode(msgspec.Struct, frozen=True, kw_only=True):
     """By field, what most have and what this one has."""
 
     @property
-    def finding(self) -> Finding:
+    def finding(self) -> answer.Finding:
         """What it differs in, and from how many cells."""
         words = [
             f"{field} {'none' if here is None else here}, not {'none' if most is None else most}"
             for field, (most, here) in self.differences.items()
         ]
         more = f" and {len(words) - _NODES_NAMED} more" if len(words) > _NODES_NAMED else ""
-        return warning(
+        return answer.warning(
             "unlike-node",
             f"Node {self.name}, which measured {counted(self.cells, 'cell')}, is unlike the others: "
             f"{'; '.join(words[:_NODES_NAMED])}{more}.",
@@ -117,14 +101,14 @@ class ProgressRow:
 
 def sweep_progress(
     rows: Sequence[ProgressRow], seconds_left: float | None, height: int | None = None
-) -> tuple[str, Table]:
+) -> tuple[str, answer.Table]:
     """How much of a sweep is done, and its cells with their states; a low screen has those round the one measured."""
     ended = sum(1 for row in rows if row.run is not None)
     fit = len(rows) if height is None else max(3, height - 5)  # summary, head, rule, two blank lines
     current = next((i for i, row in enumerate(rows) if row.state == "measuring"), ended)
     first = max(0, min(current - fit // 2, len(rows) - fit))
-    cells: list[tuple[Cell, ...]] = []
-    tones: dict[int, Tone] = {}
+    cells: list[tuple[answer.Cell, ...]] = []
+    tones: dict[int, answer.Tone] = {}
     for i, row in enumerate(rows[first : first + fit]):
         if row.run is None:
             state = row.stage or row.state
@@ -133,7 +117,7 @@ def sweep_progress(
             state = f"{status_word(row.run)}{', found on disk' if row.resumed else ''}"
             tones[i] = "" if row.run.status == "done" else "bad"
         cells.append((row.name, state, row.step))
-    table = table_of("cell", "state", "step", rows=cells, tones=tones)
+    table = answer.table_of("cell", "state", "step", rows=cells, tones=tones)
     return f"{ended} of {len(rows)} cells{_time_left(seconds_left)}", table
 
 
@@ -160,15 +144,15 @@ _BEHIND = 1.05
 """A rank whose own phases take so many times the median of all is named."""
 
 
-def ranks_table(run: Run) -> Table:
+def ranks_table(run: Run) -> answer.Table:
     """A row a rank: its own times, and what it keeps of the model; empty for a step of one process."""
     shared = run.shared
     if shared is None:
-        return Table(title="", columns=("rank",), rows=())
+        return answer.Table(title="", columns=("rank",), rows=())
     times = [STEP, *(name for name in run.samples if name not in (STEP, "host"))]
     peaks = [figures.memory.allocated_peak if figures.memory else None for figures in shared.ranks]
     has_peaks = any(peak is not None for peak in peaks)
-    rows: list[tuple[Cell, ...]] = [
+    rows: list[tuple[answer.Cell, ...]] = [
         (
             figures.rank,
             figures.host,
@@ -179,9 +163,10 @@ def ranks_table(run: Run) -> Table:
         )
         for figures, peak in zip(shared.ranks, peaks, strict=True)
     ]
-    return table_of(
-        "rank", ("host", TEXT), *((name, "s") for name in times), ("parameters", "B"), ("optimizer state", "B"),
-        *((("peak", "B"),) if has_peaks else ()), rows=rows, title="ranks", notes=as_lines(*_about_ranks(run, shared)),
+    return answer.table_of(
+        "rank", ("host", answer.TEXT), *((name, "s") for name in times), ("parameters", "B"), ("optimizer state", "B"),
+        *((("peak", "B"),) if has_peaks else ()), rows=rows, title="ranks",
+        notes=answer.as_lines(*_about_ranks(run, shared)),
     )  # fmt: skip
 
 
@@ -283,7 +268,7 @@ def doubts(run: Run) -> str:
 
 def time_table(
     timed: Mapping[str, Samples], notes: Iterable[str], rates: Mapping[str, float | None] | None = None
-) -> Table:
+) -> answer.Table:
     """A row for each of the parts that was timed: median, interval, mean, and share of the step.
 
     Percentiles have a column where there is one. rates: the FLOP/s of each part, for a column of its own.
@@ -291,7 +276,7 @@ def time_table(
     named = {name: samples for name, samples in timed.items() if any(samples.values_s)}
     step_s = named[STEP].median_s if STEP in named else None
     shown = [head for head in FEWEST_FOR_PERCENTILE if any(samples.percentile_s(head) for samples in named.values())]
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[answer.Cell, ...]] = []
     for name, samples in named.items():
         percentiles = [samples.percentile_s(head) for head in shown]
         rate = [] if rates is None else [rates.get(name)]
@@ -299,10 +284,10 @@ def time_table(
         deviation = f" ± {format_milliseconds(samples.stdev_s)}" if samples.stdev_s is not None else ""
         mean = f"{format_milliseconds(samples.mean_s or 0)}{deviation} ms"
         rows.append((name, samples.median_s, interval_ms(samples.interval()), mean, *percentiles, share, *rate))
-    return table_of(
-        "phase", ("median", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("mean ± std", TEXT),
+    return answer.table_of(
+        "phase", ("median", "s"), (f"{CONFIDENCE * 100:.0f} % interval", answer.TEXT), ("mean ± std", answer.TEXT),
         *((head, "s") for head in shown), ("share", "%"), *([] if rates is None else [("model FLOP/s", "FLOP/s")]),
-        rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=as_lines(*notes),
+        rows=rows, tones={i: "strong" for i, row in enumerate(rows) if row[0] == STEP}, notes=answer.as_lines(*notes),
     )  # fmt: skip
 
 
@@ -335,7 +320,7 @@ def about_intervals(named: Mapping[str, Samples], more: str) -> list[str]:
     return lines
 
 
-def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Environment) -> Answer:
+def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Environment) -> answer.Answer:
     """The Answer on work that was timed alone: its phases by name, and the step that they make up."""
     step = samples[STEP]
     named = {name: found for name, found in samples.items() if name not in (STEP, "host")}
@@ -345,12 +330,12 @@ def answer_times(samples: Mapping[str, Samples], steady: bool | None, where: Env
         *about_intervals({**named, STEP: step}, "steps=N"),
     )
     table = time_table({**named, STEP: step}, notes)
-    return Answer(
+    return answer.Answer(
         study="measure",
         question=f"How long {'do' if len(named) > 1 else 'does'} {' and '.join(named)} take?",
         device=where.device_name,
         versions=where.versions,
-        lead=as_lines(where.described),
+        lead=answer.as_lines(where.described),
         tables=(table,),
     )
 
@@ -361,11 +346,11 @@ _NAMED = 4
 """Operators that are named where their FLOPs are not known; the others are counted."""
 
 
-def answer_run(run: Run, directory: str | None = None) -> Answer:
+def answer_run(run: Run, directory: str | None = None) -> answer.Answer:
     """The whole run as one would explain it."""
-    tables: list[Table] = []
+    tables: list[answer.Table] = []
     if run.status != "done" or run.failure is not None:
-        tables.append(text(Line(status_sentence(run), "bad")))
+        tables.append(answer.text(answer.Line(status_sentence(run), "bad")))
     parts = (*metrics.parts_of(run), STEP)
     # Without the samples of a part that there never was.
     timed = {name: samples for name in parts if (samples := run.samples.get(name)) and any(samples.values_s)}
@@ -387,12 +372,12 @@ def answer_run(run: Run, directory: str | None = None) -> Answer:
             ("peak during the optimizer step", memory.optimizer_peak),
             ("reserved by the allocator at most", memory.reserved_peak),
         )
-        tables.append(table_of("memory", ("allocated", "B"), rows=[row for row in rows if row[1] is not None]))
+        tables.append(answer.table_of("memory", ("allocated", "B"), rows=[row for row in rows if row[1] is not None]))
     asides = [f"Not observed: {note}." for note in run.evidence.notes]
     if run.evidence.loop is not None and (ended_by := run.evidence.loop.ended_by) is not None:
         ended = f"The loop ended with an exception after the measured steps, which are whole: {ended_by}"
         asides.append(printable(ended))
-    return Answer(
+    return answer.Answer(
         study="run",
         question=f"What does a step of {cell_name(run.workload)} take?",
         **measured_on(run),
@@ -416,14 +401,14 @@ def measured_on(run: Run) -> dict[str, Any]:
     }
 
 
-def heading(run: Run) -> tuple[Line, ...]:
+def heading(run: Run) -> tuple[answer.Line, ...]:
     """The model, the workload, and where it ran."""
     where = [run.environment.described] if run.environment else []
     loop = run.evidence.loop
     step = [_watched_step(loop)] if loop else []
     trainable = loop.trainable if loop else None
-    return as_lines(
-        Line(describe_model(run.workload, trainable), "strong"), describe_workload(run.workload), *step, *where
+    return answer.as_lines(
+        answer.Line(describe_model(run.workload, trainable), "strong"), describe_workload(run.workload), *step, *where
     )
 
 
@@ -461,9 +446,9 @@ def _watched_step(loop: WatchedLoop) -> str:
     return f"A step {ends}{others} ({loop.why}): {forwards}{autocast}, {backwards}{closure}.{unlike}"
 
 
-def answer_list(runs: Sequence[Run]) -> Answer:
+def answer_list(runs: Sequence[Run]) -> answer.Answer:
     """One line a run, oldest first: when it began, which names it too, and which cell it measured."""
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[answer.Cell, ...]] = []
     for run in runs:
         began, _, cell = run.id.partition("-")
         rows.append((
@@ -471,15 +456,15 @@ def answer_list(runs: Sequence[Run]) -> Answer:
             figure(metrics.tokens_per_s(run), run), figure(metrics.peak_bytes(run), run), doubts(run),
         ))  # fmt: skip
     columns = ("run", "cell", "status", ("step", "s"), "tag", ("tokens/s", ",.0f"), ("peak", "B"), "findings")
-    return Answer(study="ls", question="", tables=(table_of(*columns, rows=rows, one_line=True),))
+    return answer.Answer(study="ls", question="", tables=(answer.table_of(*columns, rows=rows, one_line=True),))
 
 
-def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
+def answer_cells(runs: Sequence[Run], folder: str | None = None) -> answer.Answer:
     """The cells of a sweep, in the order they ran; with their nodes, where they are those of a cluster."""
     unlike = {node.name: node for node in unlike_nodes(runs)}
     nodes = [run.environment.node if run.environment is not None else None for run in runs]
     on_nodes = any(nodes)
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[answer.Cell, ...]] = []
     for run, node in zip(runs, nodes, strict=True):
         name = cell_name(run.workload, run.settings)
         on_node = [f"{node} {MARKS['warning']}" if node in unlike else node] if on_nodes else []
@@ -499,39 +484,44 @@ def answer_cells(runs: Sequence[Run], folder: str | None = None) -> Answer:
         notes = f"{measured} of {counted(len(runs), 'cell')} measured, {others}; runs in {folder}"
         if not ends:
             notes = f"{counted(measured, 'run')} in {folder}"
-    table = table_of(
+    table = answer.table_of(
         "cell", *((f"{name} ms", "ms of s") for name in (*PHASES, STEP)), ("tokens/s", ",.0f"),
         ("MFU", "%"), ("peak", "B"), "findings", *(["node"] if on_nodes else []), rows=rows,
-        tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"}, notes=as_lines(notes) if notes else (),
+        tones={i: "bad" for i, run in enumerate(runs) if run.status != "done"},
+        notes=answer.as_lines(notes) if notes else (),
     )  # fmt: skip
-    return Answer(study="sweep", question="", tables=(table,), findings=tuple(node.finding for node in unlike.values()))
+    return answer.Answer(
+        study="sweep", question="", tables=(table,), findings=tuple(node.finding for node in unlike.values())
+    )
 
 
-def _run_panels(run: Run, timed: Mapping[str, Samples]) -> Iterator[Panel]:
+def _run_panels(run: Run, timed: Mapping[str, Samples]) -> Iterator[answer.Panel]:
     """A bar for each phase and the step, with the interval of its median; and every measured step in its order."""
     bars = tuple(bar("median", name, samples, doubted=bool(doubt_mark(run))) for name, samples in timed.items())
     if bars:
-        yield Panel(x_title="", y_title="median, ms", points=bars, kind="bars")
+        yield answer.Panel(x_title="", y_title="median, ms", points=bars, kind="bars")
     curves = {name: samples.values_s for name, samples in timed.items() if samples.count > 1}
     together = max((math.ceil(len(values) / _DRAWN_STEPS) for values in curves.values()), default=1)
     points = tuple(
-        Point(line=name, x=float(place + 1), y=statistics.fmean(values[place : place + together]) * 1e3)
+        answer.Point(line=name, x=float(place + 1), y=statistics.fmean(values[place : place + together]) * 1e3)
         for name, values in curves.items()
         for place in range(0, len(values), together)
     )
     if points:
         note = f"a point is the mean of {together} steps in a row" if together > 1 else ""
-        frame = Frame(heading="Every measured step", note=note, line_title="part of the step")
-        yield Panel(x_title=MEASURED_STEP, y_title="ms", points=points, x_log=False, y_log=False, frame=frame)
+        frame = answer.Frame(heading="Every measured step", note=note, line_title="part of the step")
+        yield answer.Panel(
+            x_title=answer.MEASURED_STEP, y_title="ms", points=points, x_log=False, y_log=False, frame=frame
+        )
 
 
-def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", doubted: bool = False) -> Point:
+def bar(line: str, name: str, samples: Samples | None, *, missing: str = "", doubted: bool = False) -> answer.Point:
     """The median of samples in milliseconds, with its interval; marked with `missing` where there is none."""
     if samples is None or samples.median_s is None:
-        return Point(line=line, name=name, y=0.0, missing=missing or "not measured")
+        return answer.Point(line=line, name=name, y=0.0, missing=missing or "not measured")
     interval = samples.interval()
     low, high = (interval.low * 1e3, interval.high * 1e3) if interval else (None, None)
-    return Point(line=line, name=name, y=samples.median_s * 1e3, low=low, high=high, doubted=doubted)
+    return answer.Point(line=line, name=name, y=samples.median_s * 1e3, low=low, high=high, doubted=doubted)
 
 
 def _about_step(run: Run, timed: Mapping[str, Samples]) -> Iterator[str]:

@@ -6,20 +6,7 @@ from typing import Any
 import msgspec
 import polars as pl
 
-from stepscope.core.answer import (
-    SEVERITIES,
-    Answer,
-    Cell,
-    Finding,
-    Line,
-    Panel,
-    Point,
-    Table,
-    as_lines,
-    note,
-    table_of,
-    warning,
-)
+from stepscope.core import answer
 from stepscope.core.device_spec import find_device_spec
 from stepscope.core.errors import InputError, name_shown
 from stepscope.core.units import counted, format_count, format_rate, format_share, in_ms
@@ -35,9 +22,9 @@ _UNEVEN = 0.01
 """The least excess that is shown, as a share of a step."""
 
 
-def answer_job(job: Job, findings: tuple[Finding, ...], source: str) -> Answer:
+def answer_job(job: Job, findings: tuple[answer.Finding, ...], source: str) -> answer.Answer:
     """The answer of several ranks' captures."""
-    return Answer(
+    return answer.Answer(
         study="trace",
         question=f"Where does the time of the ranks in {source} go?",
         device=", ".join(sorted({rank.device for rank in job.ranks if rank.device})),
@@ -49,11 +36,11 @@ def answer_job(job: Job, findings: tuple[Finding, ...], source: str) -> Answer:
     )
 
 
-def _heading(job: Job, source: str) -> Iterator[Line]:
+def _heading(job: Job, source: str) -> Iterator[answer.Line]:
     devices = ", ".join(sorted({rank.device for rank in job.ranks if rank.device}))
     of = f" of {job.size}" if job.size != len(job.ranks) else ""
     noun = "ranks" if len(job.ranks) > 1 or of else "rank"
-    yield Line(f"{source}: {len(job.ranks)}{of} {noun}{f', {devices}' if devices else ''}", "strong")
+    yield answer.Line(f"{source}: {len(job.ranks)}{of} {noun}{f', {devices}' if devices else ''}", "strong")
     meetings = job.matched.arrivals["collective"].n_unique()
     if meetings:
         how = "process group and sequence number" if job.matched.by_sequence else "kind, step and order"
@@ -63,34 +50,34 @@ def _heading(job: Job, source: str) -> Iterator[Line]:
         # What ends so far apart says nothing of clocks.
         if ends and max(ends) <= _APART_NS and not any(clock.offset_ns for clock in compared):
             clocks = f"They end within {in_ms(max(ends))} of each other on all ranks, so their clocks count as one."
-        yield Line(f"{counted(meetings, 'collective')} of several ranks, matched by {how}. {clocks}")
+        yield answer.Line(f"{counted(meetings, 'collective')} of several ranks, matched by {how}. {clocks}")
 
 
-def _tables(job: Job) -> Iterator[Table]:
+def _tables(job: Job) -> Iterator[answer.Table]:
     yield _rank_table(job)
     if len(job.ranks) > 2:
         waits = job.waits.head(_ROWS).filter(pl.col("waiting_ns") > 0)
         who = pl.format("rank {} for rank {}", "rank", "late")
         a_step = each_step(waits, job.steps, "waiting_ns", "stalled_ns")
         heads = ("collectives", "d"), ("ms a step", "ms of ns"), ("stalled", "ms of ns")
-        yield table_of("who waits for whom", *heads, rows=waits.select(who, "waits", *a_step).rows())
+        yield answer.table_of("who waits for whom", *heads, rows=waits.select(who, "waits", *a_step).rows())
     yield _collective_table(job)
     yield _uneven_table(job)
 
 
-def _rank_table(job: Job) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+def _rank_table(job: Job) -> answer.Table:
+    rows: list[tuple[answer.Cell, ...]] = []
     for rank in job.ranks:
         times = (rank.computation_ns, rank.communication_ns, rank.exposed_ns, rank.idle_ns)
         a_step = (time_ns / max(1, rank.steps) for time_ns in times)
         waits = job.in_a_step(rank.number) if rank.collectives.height else (None, None)
         rows.append((str(rank.number), rank.steps, *a_step, *waits, job.last_arrivals(rank.number)))
-    return table_of(
+    return answer.table_of(
         "rank, ms a step", ("steps", "d"), ("computation", "ms of ns"), ("communication", "ms of ns"),
         ("exposed", "ms of ns"), ("idle", "ms of ns"), ("waiting", "ms of ns"), ("stalled", "ms of ns"),
         ("arrives last", "d"),
         rows=rows,
-        notes=as_lines(
+        notes=answer.as_lines(
             "Exposed is communication while the rank computes nothing. Waiting, of the median step, lasts from a "
             "rank's arrival at a collective to the last rank's, and is part of its communication; the rank is stalled "
             "where it computes nothing meanwhile.",
@@ -98,7 +85,7 @@ def _rank_table(job: Job) -> Table:
     )  # fmt: skip
 
 
-def _collective_table(job: Job) -> Table:
+def _collective_table(job: Job) -> answer.Table:
     devices = {rank.device for rank in job.ranks}
     spec = find_device_spec(devices.pop()) if len(devices) == 1 else None
     peak = spec.link_bytes_per_s if spec else None
@@ -112,11 +99,11 @@ def _collective_table(job: Job) -> Table:
     )
     left = job.collectives[_ROWS:]
     notes = [f"{counted(left.height, 'further size')} with {left['calls'].sum()} calls."] if left.height else []
-    return table_of(
+    return answer.table_of(
         "collective", ("message", "B"), ("ranks", "d"), ("calls", "d"), ("transfer us", "us of ns"),
         ("bus bandwidth", "B/s"), *link, ("skew us", "us of ns"), ("largest skew us", "us of ns"),
         rows=rows.rows(),
-        notes=as_lines(
+        notes=answer.as_lines(
             "A transfer lasts from the last arrival to the last end; skew is from the first arrival to the last. The "
             "bus bandwidth is what each link carries, by the formulas of nccl-tests.",
             *((f"The link's peak is {format_rate(peak, 'B/s')} ({spec.source}).",) if peak and spec else ()),
@@ -125,10 +112,10 @@ def _collective_table(job: Job) -> Table:
     )  # fmt: skip
 
 
-def _uneven_table(job: Job) -> Table:
+def _uneven_table(job: Job) -> answer.Table:
     least = _UNEVEN * job.step_ns * job.steps
     uneven = job.times.filter((pl.col("most_ns") - pl.col("mean_ns")) >= least).head(_ROWS)
-    rows: list[tuple[Cell, ...]] = [
+    rows: list[tuple[answer.Cell, ...]] = [
         (
             _where(row),
             row["mean_ns"] / job.steps,
@@ -140,7 +127,7 @@ def _uneven_table(job: Job) -> Table:
     ]
     if len(job.ranks) < 2:
         rows = []
-    return table_of(
+    return answer.table_of(
         "uneven over ranks, ms a step",
         ("mean", "ms of ns"),
         ("most", "ms of ns"),
@@ -158,20 +145,20 @@ def _where(row: dict[str, str | None]) -> str:
     return f"{phase}idle, {row['place']}"
 
 
-def _panels(job: Job) -> Iterator[Panel]:
+def _panels(job: Job) -> Iterator[answer.Panel]:
     """A bar for each rank: its computation, its exposed communication, and its idle time."""
-    points: list[Point] = []
+    points: list[answer.Point] = []
     for rank in job.ranks:
         parts = {"computation": rank.computation_ns, "exposed communication": rank.exposed_ns, "idle": rank.idle_ns}
         name = name_shown(f"rank {rank.number}")
-        points += [Point(name=name, line=part, y=ns / max(1, rank.steps) * 1e-6) for part, ns in parts.items()]
-    yield Panel(x_title="", y_title="ms a step", kind="stack", points=tuple(points))
+        points += [answer.Point(name=name, line=part, y=ns / max(1, rank.steps) * 1e-6) for part, ns in parts.items()]
+    yield answer.Panel(x_title="", y_title="ms a step", kind="stack", points=tuple(points))
 
 
 # A job's ranks as plain data, which `stepscope trace RANK0 RANK1 --json` prints.
 
 
-def job_as_json(job: Job, findings: tuple[Finding, ...]) -> dict[str, Any]:
+def job_as_json(job: Job, findings: tuple[answer.Finding, ...]) -> dict[str, Any]:
     """The ranks, their collectives and who waits for whom. Times are in nanoseconds over the whole capture."""
     clocks = {clock.rank: clock for clock in job.matched.clocks}
     return {
@@ -210,7 +197,7 @@ _MOSTLY = 0.5
 _NAMED = 3
 """The most ranks that a sentence names."""
 
-JobCheck = Callable[[Job], Finding | None]
+JobCheck = Callable[[Job], answer.Finding | None]
 
 
 JOB_CHECKS: list[JobCheck] = []
@@ -222,23 +209,23 @@ def _check(check: JobCheck) -> JobCheck:
     return check
 
 
-def check_job(job: Job) -> tuple[Finding, ...]:
+def check_job(job: Job) -> tuple[answer.Finding, ...]:
     """All findings on this job, the most severe first."""
     findings = [*_doubts(job), *(finding for check in JOB_CHECKS if (finding := check(job)) is not None)]
-    return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
+    return tuple(sorted(findings, key=lambda finding: answer.SEVERITIES.index(finding.severity)))
 
 
-def _doubts(job: Job) -> Iterator[Finding]:
+def _doubts(job: Job) -> Iterator[answer.Finding]:
     """What is to be doubted of the ranks' captures: of each kind the gravest, with the ranks that have it."""
-    by_kind: dict[str, list[tuple[Finding, int]]] = {}
+    by_kind: dict[str, list[tuple[answer.Finding, int]]] = {}
     for rank in job.ranks:
         for finding in rank.doubts:
             by_kind.setdefault(finding.kind, []).append((finding, rank.number))
     for found in by_kind.values():
-        gravest, number = min(found, key=lambda one: SEVERITIES.index(one[0].severity))
+        gravest, number = min(found, key=lambda one: answer.SEVERITIES.index(one[0].severity))
         others = [other for _, other in found if other != number]
         also = f" The like is said of {_ranks(others)}." if others else ""
-        yield Finding(
+        yield answer.Finding(
             kind=gravest.kind,
             severity=gravest.severity,
             sentence=f"Rank {number}: {gravest.sentence}{also}",
@@ -248,7 +235,7 @@ def _doubts(job: Job) -> Iterator[Finding]:
 
 
 @_check
-def straggler(job: Job) -> Finding | None:
+def straggler(job: Job) -> answer.Finding | None:
     """A finding on a rank that comes last to most collectives, and so late that it costs the others time."""
     counts = job.lateness["late"].value_counts(sort=True)
     if len(job.ranks) < 2 or not counts.height:
@@ -266,7 +253,7 @@ def straggler(job: Job) -> Finding | None:
         does = "It computes" if excesses[0].what == COMPUTATION else "Its device is idle"
         more = f"{in_ms(excesses[0].excess_ns / job.steps)} a step more than the others do"
         reason = f" {does} {more}, in {_place(excesses[0])}."
-    return warning(
+    return answer.warning(
         "straggler",
         f"Rank {late} arrives last at {format_count(last)} of {counted(meetings, 'collective')}, by up to "
         f"{in_ms(latest_ns)} in the median step, {format_share(latest_ns / job.step_ns)} of it; for "
@@ -295,7 +282,7 @@ def _place(excess: Excess) -> str:
 
 
 @_check
-def steps_differ(job: Job) -> Finding | None:
+def steps_differ(job: Job) -> answer.Finding | None:
     """A finding on captures of different steps, or of which one was cut short."""
     by_steps: dict[tuple[int, ...], list[int]] = {}
     for rank in job.ranks:
@@ -306,7 +293,7 @@ def steps_differ(job: Job) -> Finding | None:
         f"{_ranks(numbers)} {'has' if len(numbers) == 1 else 'have'} {_steps(steps)}"
         for steps, numbers in by_steps.items()
     ]
-    return warning(
+    return answer.warning(
         "steps-differ",
         f"The captures are not of the same steps: {'; '.join(said)}. Collectives are compared where both sides have "
         "them; figures a step are of each rank's own steps.",
@@ -327,7 +314,7 @@ def _steps(steps: tuple[int, ...]) -> str:
 
 
 @_check
-def collectives_alone(job: Job) -> Finding | None:
+def collectives_alone(job: Job) -> answer.Finding | None:
     """A finding on collectives that no other rank has: another job's capture, or one with lost events."""
     total = sum(rank.collectives.height for rank in job.ranks)
     alone = sum(job.matched.unmatched.values())
@@ -337,13 +324,13 @@ def collectives_alone(job: Job) -> Finding | None:
         f"{format_count(alone)} of {counted(total, 'collective')} have no counterpart on another rank that is here"
     )
     if alone == total:
-        return warning(
+        return answer.warning(
             "collectives-alone",
             f"{sentence}, so nothing says who waits for whom: are these captures of one job, and of the same steps?",
             {"alone": alone, "collectives": total},
             remedy="give captures of one job that were taken together",
         )
-    return note(
+    return answer.note(
         "collectives-alone",
         f"{sentence}: their peers are not here, or the capture lost them. Waiting is counted at the others.",
         {"alone": alone, "collectives": total},
@@ -351,12 +338,12 @@ def collectives_alone(job: Job) -> Finding | None:
 
 
 @_check
-def clocks_apart(job: Job) -> Finding | None:
+def clocks_apart(job: Job) -> answer.Finding | None:
     """A finding on clocks that differ, or that nothing compares."""
     moved = [clock for clock in job.matched.clocks if clock.offset_ns]
     if moved:
         far = max(moved, key=lambda clock: abs(clock.offset_ns))
-        return note(
+        return answer.note(
             "clocks-moved",
             f"The clocks of {counted(len(moved), 'rank')} differ from that of rank {job.ranks[0].number}, by up to "
             f"{in_ms(abs(far.offset_ns))}. They are set by the ends of {counted(far.compared, 'collective')}, which "
@@ -372,7 +359,7 @@ def clocks_apart(job: Job) -> Finding | None:
     ]
     if not strangers:
         return None
-    return warning(
+    return answer.warning(
         "clocks-unknown",
         f"The times of {_ranks(strangers)} do not overlap with those of rank {first.number}, and no collective that "
         "both have says how far their clocks are apart.",
@@ -382,12 +369,12 @@ def clocks_apart(job: Job) -> Finding | None:
 
 
 @_check
-def ranks_absent(job: Job) -> Finding | None:
+def ranks_absent(job: Job) -> answer.Finding | None:
     """A note where not all ranks of the job are here."""
     missing = job.size - len(job.ranks)
     if missing <= 0:
         return None
-    return note(
+    return answer.note(
         "ranks-absent",
         f"{len(job.ranks)} of the job's {job.size} ranks are here: a rank is said to wait for the last of these, so "
         "that it may have waited longer, for a rank that is not here.",
@@ -419,28 +406,28 @@ def _pairs(before: Job, after: Job) -> list[tuple[Rank, Rank]]:
     return pairs
 
 
-def answer_jobs(before: Job, after: Job, old: str, new: str) -> Answer:
+def answer_jobs(before: Job, after: Job, old: str, new: str) -> answer.Answer:
     """The answer that sets two captures of a job side by side."""
     pairs = _pairs(before, after)
-    tables: list[Table] = []
+    tables: list[answer.Table] = []
     for what, of in _TIMES:
-        rows: list[tuple[Cell, ...]] = []
+        rows: list[tuple[answer.Cell, ...]] = []
         for early, late in pairs:
             then, now = of(before, early), of(after, late)
             rows.append((str(late.number), then, now, now - then, now / then if then else None))
         if any(then or now for _, then, now, *_ in rows):
             heads = ("before", "ms of ns"), ("after", "ms of ns"), ("change", "ms of ns"), ("after / before", ".2f")
-            tables.append(table_of(f"{what} by rank, ms a step", *heads, rows=rows))
+            tables.append(answer.table_of(f"{what} by rank, ms a step", *heads, rows=rows))
     numbers = {rank.number for rank in (*before.ranks, *after.ranks)}
     alone = sorted(numbers - {rank.number for _, rank in pairs})
     if alone:
         missing = f"Ranks {', '.join(map(str, alone))} are in one of the two only."
-        tables.append(Table(title="", columns=(), rows=(), notes=as_lines(missing)))
-    return Answer(
+        tables.append(answer.Table(title="", columns=(), rows=(), notes=answer.as_lines(missing)))
+    return answer.Answer(
         study="trace",
         question=f"What changed from {old} to {new}, rank by rank?",
         device=", ".join(sorted({rank.device for rank in (*before.ranks, *after.ranks) if rank.device})),
-        lead=(Line(f"{new} ({len(after.ranks)} ranks) against {old} ({len(before.ranks)} ranks)", "strong"),),
+        lead=(answer.Line(f"{new} ({len(after.ranks)} ranks) against {old} ({len(before.ranks)} ranks)", "strong"),),
         tables=tuple(tables),
     )
 

@@ -29,23 +29,7 @@ from stepscope.allocations.planning.times import (
 )
 from stepscope.allocations.prediction.estimate import estimate
 from stepscope.allocations.prediction.layouts import RankMemory, RankNeeds, bytes_of
-from stepscope.core.answer import (
-    PROSE,
-    TEXT,
-    Answer,
-    Cell,
-    Finding,
-    Frame,
-    Line,
-    Panel,
-    Point,
-    Table,
-    as_lines,
-    note,
-    table_of,
-    text,
-    warning,
-)
+from stepscope.core import answer
 from stepscope.core.attention_support import is_predicted
 from stepscope.core.checkpointing import offload_of, selective_of
 from stepscope.core.device_spec import DATASHEET, DeviceSpec, find_device_spec
@@ -153,10 +137,10 @@ class Planning(msgspec.Struct, frozen=True, kw_only=True):
     spread: float = STEP_SPREAD
 
 
-def answer_plan(planning: Planning) -> Answer:
+def answer_plan(planning: Planning) -> answer.Answer:
     """The Answer to which layout is best."""
     plan, workload = planning.plan, planning.plan.question.workload
-    return Answer(
+    return answer.Answer(
         study="plan",
         question=f"Which layout of {workload.model.name} is fastest on {plan.question.ranks:,} x {planning.spec.name}?",
         lead=tuple(_lead(planning)),
@@ -170,18 +154,18 @@ def answer_plan(planning: Planning) -> Answer:
     )
 
 
-def _lead(planning: Planning) -> Iterable[Line]:
+def _lead(planning: Planning) -> Iterable[answer.Line]:
     question, network = planning.plan.question, planning.machine.network
     workload, model = question.workload, question.model
     sizes = ", ".join(f"{field} {size:,}" for field, size in workload.model.sizes.items())
     experts = f", {model.experts} experts of which {model.active} active" if model.experts > 1 else ""
-    yield Line(f"{workload.model.name}: {model.parameters:,} parameters ({sizes}{experts})", "strong")
-    yield Line(
+    yield answer.Line(f"{workload.model.name}: {model.parameters:,} parameters ({sizes}{experts})", "strong")
+    yield answer.Line(
         f"{counted(workload.batch_size, 'sequence')} of {workload.seq_len:,} = {workload.tokens:,} tokens a step, "
         f"{workload.dtype}, {workload.attention} attention, "
         f"{'eager' if workload.compile == 'eager' else f'torch.compile {workload.compile}'}, {workload.optimizer}"
     )
-    yield Line(
+    yield answer.Line(
         f"{question.ranks:,} x {planning.spec.name}; {network.name}: {network.node} GPUs at "
         f"{format_rate(network.inside_bytes_per_s, 'B/s')}, nodes at {format_rate(network.between_bytes_per_s, 'B/s')} "
         f"a GPU, of which collectives reach {network.share:.0%}"
@@ -196,31 +180,31 @@ def _lead(planning: Planning) -> Iterable[Line]:
         rate = bus_bandwidth(kind, 1, fit.ranks, 1 / fit.bytes_per_s) if fit.bytes_per_s else None
         moved = f", and moves bytes at {format_rate(rate, 'B/s')} of bus bandwidth" if rate else ""
         others = "; other numbers of ranks keep its bus bandwidth" if set(numbers) != {question.ranks} else ""
-        yield Line(
+        yield answer.Line(
             f"Within a node, {', '.join(kinds)} take what was measured over {fit.backend} among "
             f"{' and '.join(map(str, numbers))} ranks ({network.source}), not what the name says: among {fit.ranks}, "
             f"{kind} waits {format_seconds(fit.latency_s)}{moved}{others}."
         )
     for said in planning.machine.rates.said:
-        yield Line(said, "aside")
+        yield answer.Line(said, "aside")
     if question.ranks > 1:
         products, other_kernels = beside(planning.machine.rates, network)
         whose = "measured over NCCL on two H100" if network.beside is None else "as --network says"
-        yield Line(
+        yield answer.Line(
             f"While a collective runs, matrix products take {products:.2f} times as long, and other kernels "
             f"{other_kernels:.2f} times ({whose}).",
             "aside",
         )
 
 
-def _tables(planning: Planning) -> Iterable[Table]:
+def _tables(planning: Planning) -> Iterable[answer.Table]:
     plan = planning.plan
-    yield text(*_headline(planning))
+    yield answer.text(*_headline(planning))
     if plan.best:
         best = plan.best[0]
         yield _best_table(planning)
         parts = [(part, best.time.parts[part], best.time.parts[part] / best.time.step_s) for part in PARTS]
-        yield table_of(
+        yield answer.table_of(
             "part",
             ("seconds", "s"),
             ("share", "%"),
@@ -235,13 +219,13 @@ def _tables(planning: Planning) -> Iterable[Table]:
     layouts = [(reason, "layouts", count) for reason, count in plan.too_large.items()]
     rows = [*sorted(grids, key=lambda row: -row[2]), *sorted(layouts, key=lambda row: -row[2])]
     fitting = f"{plan.fitting:,} of {counted(plan.layouts, 'layout')} fit, of {plan.grids:,} ways to share out "
-    yield table_of(
-        ("why not", PROSE),
+    yield answer.table_of(
+        ("why not", answer.PROSE),
         "what",
         ("how many", ","),
         title="Why others are not",
         rows=rows,
-        notes=as_lines(f"{fitting}{counted(plan.question.ranks, 'rank')}."),
+        notes=answer.as_lines(f"{fitting}{counted(plan.question.ranks, 'rank')}."),
     )
     if planning.scaled:
         yield _scaling_table(planning)
@@ -251,43 +235,49 @@ def _tables(planning: Planning) -> Iterable[Table]:
         yield _simulation_table(planning)
 
 
-def _headline(planning: Planning) -> Iterable[Line]:
+def _headline(planning: Planning) -> Iterable[answer.Line]:
     plan, budget = planning.plan, planning.machine.budget
     if not plan.best:
         if plan.nearest is None:
-            yield Line("There is no layout: see the reasons below.", "bad")
+            yield answer.Line("There is no layout: see the reasons below.", "bad")
             return
         needs = format_bytes(plan.nearest.peak_bytes)
-        yield Line(
+        yield answer.Line(
             f"Nothing fits into {budget.said}. {_described(plan.nearest.layout)}, whose states are smallest, needs "
             f"{needs} on a rank: {plan.question.what_would_fit}.",
             "bad",
         )
         return
     best = plan.best[0]
-    yield Line(
+    yield answer.Line(
         f"Best: {_described(best.layout)}. A step takes {format_seconds(best.time.step_s)}, "
         f"{format_share(_mfu(best, planning))} MFU, {_tokens(best, planning):,.0f} tokens/s; "
         f"{format_bytes(best.peak_bytes)} of {format_bytes(budget.usable_bytes)} on the rank that needs most.",
         "good",
     )
     if best.host_bytes:
-        yield Line(f"Blocks that offload keep {format_bytes(best.host_bytes)} of each rank in the host's memory.")
+        yield answer.Line(
+            f"Blocks that offload keep {format_bytes(best.host_bytes)} of each rank in the host's memory."
+        )
     experts, checkpointing = plan.question.model.experts, best.layout.checkpointing
-    yield Line(f"To plan it alone: --layout {settled(best.layout, experts)} --checkpointing {checkpointing}", "aside")
+    yield answer.Line(
+        f"To plan it alone: --layout {settled(best.layout, experts)} --checkpointing {checkpointing}", "aside"
+    )
     ran = step_of(plan.question.workload, best.layout) if experts == 1 else None
     command = run_command(ran) if ran is not None else None
-    yield Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
+    yield answer.Line(f"To run it: {command or 'your own trainer; no strategy of --parallel is this layout'}", "aside")
     simple = plan.simplest
     if simple is not None:
         slower = format_share(simple.time.step_s / best.time.step_s - 1)
-        yield Line(f"Simpler, and {slower} slower: {_described(simple.layout)} ({format_bytes(simple.peak_bytes)}).")
+        yield answer.Line(
+            f"Simpler, and {slower} slower: {_described(simple.layout)} ({format_bytes(simple.peak_bytes)})."
+        )
     parts = sorted(best.time.parts.items(), key=lambda part: -part[1])
     shares = [f"{name} ({format_share(seconds / best.time.step_s)})" for name, seconds in parts[:3] if seconds]
-    yield Line(f"What bounds it: {', then '.join(shares)}.")
+    yield answer.Line(f"What bounds it: {', then '.join(shares)}.")
     stop = stops_at(planning.scaled, plan.question.ranks)
     if stop is not None:
-        yield Line(
+        yield answer.Line(
             f"With this batch it stops scaling at {counted(stop.ranks, 'rank')}: twice as many make a step less than "
             "1.5 times faster, or cannot share it."
         )
@@ -308,11 +298,11 @@ def _tokens(planned: Planned, planning: Planning) -> float:
     return planning.plan.question.workload.tokens / planned.time.step_s
 
 
-def _best_table(planning: Planning) -> Table:
+def _best_table(planning: Planning) -> answer.Table:
     names = dict.fromkeys(planned.layout.sharding for planned in planning.plan.best)
-    return table_of(
-        "layout", ("micro-batches", TEXT), "checkpointing", ("step", "s"), ("MFU", "%"), ("tokens/s a GPU", ",.0f"),
-        ("peak", "B"), "bound by",
+    return answer.table_of(
+        "layout", ("micro-batches", answer.TEXT), "checkpointing", ("step", "s"), ("MFU", "%"),
+        ("tokens/s a GPU", ",.0f"), ("peak", "B"), "bound by",
         title="Best layouts",
         rows=[
             (
@@ -322,7 +312,7 @@ def _best_table(planning: Planning) -> Table:
             )
             for one in planning.plan.best
         ],
-        notes=as_lines(
+        notes=answer.as_lines(
             "tp, cp, pp, ep, dp: tensor (with sequence), context, pipeline, expert and data parallel; v: chunks of an "
             "interleaved pipeline.",
             *(
@@ -339,7 +329,7 @@ def _best_table(planning: Planning) -> Table:
     )  # fmt: skip
 
 
-def _memory_table(needs: RankNeeds, planning: Planning) -> Table:
+def _memory_table(needs: RankNeeds, planning: Planning) -> answer.Table:
     parts = {
         "parameters": needs.parameters,
         "gradients": needs.gradients,
@@ -351,22 +341,22 @@ def _memory_table(needs: RankNeeds, planning: Planning) -> Table:
         "data and workspaces": needs.fixed,
     }
     left = planning.machine.budget.usable_bytes - COMMUNICATION_BYTES
-    return table_of(
+    return answer.table_of(
         "memory of a rank",
         ("bytes", "B"),
         ("share", "%"),
         title="Memory of the rank that needs most",
         rows=[(name, count, count / needs.peak) for name, count in parts.items() if count],
-        notes=as_lines(
+        notes=answer.as_lines(
             f"Pipeline rank {needs.rank}. A layout fits where its peak and 4 % more are within {format_bytes(left)}: "
             f"what the device has, less its context and {format_bytes(COMMUNICATION_BYTES)} for NCCL, an assumption."
         ),
     )
 
 
-def _traffic_table(best: Planned, planning: Planning) -> Table:
+def _traffic_table(best: Planned, planning: Planning) -> answer.Table:
     question, layout = planning.plan.question, best.layout
-    rows: list[tuple[Cell, ...]] = []
+    rows: list[tuple[answer.Cell, ...]] = []
     sizes = bytes_of(question.workload, layout.sharding)
     for transfer in transfers_of(question.model, layout, question.workload.seq_len, sizes):
         rounds = 1 if transfer.when == "step" else layout.micro_batches
@@ -383,16 +373,16 @@ def _traffic_table(best: Planned, planning: Planning) -> Table:
                 "as far as it goes" if transfer.overlaps else "no",
             )
         )
-    return table_of(
-        "what", "collective", ("ranks", TEXT), ("message", "B"), ("times a step", ","), ("bytes on a link", "B"),
+    return answer.table_of(
+        "what", "collective", ("ranks", answer.TEXT), ("message", "B"), ("times a step", ","), ("bytes on a link", "B"),
         ("seconds", "s"), "hidden", title="What a rank sends in a step",
         rows=rows,
-        notes=as_lines("Bytes by the formulas of nccl-tests; seconds by latency and bandwidth, hidden or not."),
+        notes=answer.as_lines("Bytes by the formulas of nccl-tests; seconds by latency and bandwidth, hidden or not."),
     )  # fmt: skip
 
 
-def _scaling_table(planning: Planning) -> Table:
-    rows: list[tuple[Cell, ...]] = []
+def _scaling_table(planning: Planning) -> answer.Table:
+    rows: list[tuple[answer.Cell, ...]] = []
     alone_s = _first_s(planning.scaled)
     for one in planning.scaled:
         if one.best is None:
@@ -411,11 +401,11 @@ def _scaling_table(planning: Planning) -> Table:
         )
     mixed = planning.plan.best[0].layout.checkpointing not in planning.plan.question.tried
     alike = ", with any checkpointing," if mixed else " and checkpointing"
-    return table_of(
+    return answer.table_of(
         ("ranks", ","), ("step", "s"), ("MFU", "%"), ("efficiency", "%"), "bound by", "best layout",
         title="Strong scaling: the same batch on more ranks", rows=rows,
         tones={i: "strong" for i, one in enumerate(planning.scaled) if one.ranks == planning.plan.question.ranks},
-        notes=as_lines(
+        notes=answer.as_lines(
             f"Of the kind of sharding{alike} that is best above; efficiency against the first row that has a step."
         ),
     )  # fmt: skip
@@ -426,9 +416,9 @@ def _first_s(scaled: Sequence[Scaled]) -> float:
     return next((one.best.time.step_s * one.ranks for one in scaled if one.best), 0.0)
 
 
-def _sensitivity_table(planning: Planning) -> Table:
+def _sensitivity_table(planning: Planning) -> answer.Table:
     best = planning.plan.best[0]
-    return table_of(
+    return answer.table_of(
         "links", ("rate", "{:.2f} x"), ("step", "s"), ("change", "+%"), "best layout",
         title="If links were slower or faster",
         rows=[
@@ -438,13 +428,13 @@ def _sensitivity_table(planning: Planning) -> Table:
             )
             for one in planning.sensitive
         ],
-        notes=as_lines("The best of the fastest layouts of the search, each timed again."),
+        notes=answer.as_lines("The best of the fastest layouts of the search, each timed again."),
     )  # fmt: skip
 
 
-def _simulation_table(planning: Planning) -> Table:
+def _simulation_table(planning: Planning) -> answer.Table:
     formula_s = planning.plan.best[0].time.step_s
-    rows: list[tuple[Cell, ...]] = [("by formula", formula_s, 0.0, None)]
+    rows: list[tuple[answer.Cell, ...]] = [("by formula", formula_s, 0.0, None)]
     for name, played in (
         ("played, ranks alike", planning.even),
         (f"played, ranks differ by {planning.spread:.1%}", planning.uneven),
@@ -452,14 +442,14 @@ def _simulation_table(planning: Planning) -> Table:
         if played is not None:
             rows.append((name, played.step_s, played.step_s / formula_s - 1, played.idle_share))
     replicas = f"; {planning.uneven.replicas} data-parallel replicas were played." if planning.uneven else "."
-    return table_of(
+    return answer.table_of(
         "step",
         ("seconds", "s"),
         ("over the formula", "+%"),
         ("ranks wait", "%"),
         title="The step played through",
         rows=rows,
-        notes=as_lines(
+        notes=answer.as_lines(
             "Each rank's speed is drawn once from a normal distribution of that standard deviation, with a fixed seed"
             + replicas
         ),
@@ -478,45 +468,45 @@ _COLOURS = {
 """Parts that share a colour in the plot: it can tell eight apart."""
 
 
-def _panels(planning: Planning) -> Iterable[Panel]:
+def _panels(planning: Planning) -> Iterable[answer.Panel]:
     best = planning.plan.best
     if not best:
         return
-    yield Panel(
+    yield answer.Panel(
         x_title="",
         y_title="seconds",
         kind="stack",
         points=tuple(
-            Point(line=name, name=one.layout.name, y=seconds)
+            answer.Point(line=name, name=one.layout.name, y=seconds)
             for one in best
             for name, parts in _COLOURS.items()
             if (seconds := sum(one.time.parts[part] for part in parts))
         ),
-        frame=Frame(heading="What a step is made of, by layout", line_title="part"),
+        frame=answer.Frame(heading="What a step is made of, by layout", line_title="part"),
     )
     curve = [(float(one.ranks), one.best.time.step_s) for one in planning.scaled if one.best is not None]
     if len(curve) > 1:
         alone_s = _first_s(planning.scaled)
-        yield Panel(
+        yield answer.Panel(
             x_title="ranks",
             y_title="seconds a step",
             x_log=True,
             y_log=True,
             points=(
-                *(Point(line="ideal", x=ranks, y=alone_s / ranks) for ranks, _ in curve),
-                *(Point(line="planned", x=ranks, y=step_s) for ranks, step_s in curve),
+                *(answer.Point(line="ideal", x=ranks, y=alone_s / ranks) for ranks, _ in curve),
+                *(answer.Point(line="planned", x=ranks, y=step_s) for ranks, step_s in curve),
             ),
-            frame=Frame(heading="Strong scaling", line_title="step"),
+            frame=answer.Frame(heading="Strong scaling", line_title="step"),
         )
     played = planning.uneven or planning.even
     if played is not None and played.slices:
-        yield Panel(
+        yield answer.Panel(
             x_title="ms",
             y_title="",
             points=(),
             kind="timeline",
             slices=played.slices,
-            frame=Frame(
+            frame=answer.Frame(
                 heading="The best step, played through",
                 note="timeline: one data-parallel replica, as simulated",
                 x_ends=(0.0, max(one.end for one in played.slices)),
@@ -529,16 +519,16 @@ _NEARLY_FULL = 0.85
 and did not at 75 % (docs/planning.md); between these nothing was measured."""
 
 
-def _findings(planning: Planning) -> Iterable[Finding]:
+def _findings(planning: Planning) -> Iterable[answer.Finding]:
     plan = planning.plan
     if not plan.best:
-        yield warning("nothing-fits", "No layout fits.", {"layouts": plan.layouts, "ranks": plan.question.ranks})
+        yield answer.warning("nothing-fits", "No layout fits.", {"layouts": plan.layouts, "ranks": plan.question.ranks})
         return
     best = plan.best[0]
     communication = sum(seconds for part, seconds in best.time.parts.items() if "parallel" in part or "sends" in part)
     share = communication / best.time.step_s
     if plan.question.ranks > 1:
-        yield note(
+        yield answer.note(
             "exposed-communication",
             f"Communication that nothing hides takes {format_share(share)} of the best step.",
             {"seconds": communication, "share": share},
@@ -547,7 +537,7 @@ def _findings(planning: Planning) -> Iterable[Finding]:
     last, offloaded = selective_of(best.layout.checkpointing), offload_of(best.layout.checkpointing)
     if (last or offloaded) and best.peak_bytes > _NEARLY_FULL * budget:
         other = "selective-K of fewer" if last else "offload-K of more"
-        yield note(
+        yield answer.note(
             "nearly-full",
             f"The best layout fills {format_share(best.peak_bytes / budget)} of a rank's memory. PyTorch's cache holds "
             "more than a peak, and where it has to give memory back within a step the GPU waits, which no plan counts: "
@@ -556,7 +546,7 @@ def _findings(planning: Planning) -> Iterable[Finding]:
         )
     bubble = best.time.parts["pipeline bubble"] / best.time.step_s
     if bubble > 0.1:
-        yield note(
+        yield answer.note(
             "pipeline-bubble",
             f"Ranks of the best layout idle {format_share(bubble)} of the step in the pipeline's bubble.",
             {"share": bubble},
@@ -642,31 +632,31 @@ NetworkOf = Callable[[DeviceSpec], Network]
 """The network that joins devices of a kind."""
 
 
-def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for) -> Answer:
+def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for) -> answer.Answer:
     """The Answer to how far plans are off. network_of: the network that joined the devices of the runs."""
     measured = [row for run in runs if (row := _measured_row(run, network_of)) is not None]
     unknown = dict.fromkeys((one.source, one.unknown.rpartition("GPUs; ")[2]) for one in PUBLISHED)
-    public = table_of(
-        ("published", PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
+    public = answer.table_of(
+        ("published", answer.PROSE), ("measured", "text"), ("planned", "text"), ("difference", "+%"),
         ("peak, GiB", ".1f"), ("planned, GiB", ".1f"), ("of peak", "+%"),
         title="Published figures", rows=map(_published_row, PUBLISHED),
-        notes=as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
+        notes=answer.as_lines(*(f"{source}. What a plan of it does not know: {what}." for source, what in unknown)),
     )  # fmt: skip
-    stored = table_of(
+    stored = answer.table_of(
         "run", ("step", "s"), ("planned", "s"), ("difference", "+%"), ("peak", "B"), ("planned peak", "B"),
         ("of peak", "{:+.3f} %"), ("computing", "%"),
         title="Stored runs", rows=sorted(measured, key=lambda row: str(row[0])),
-        notes=as_lines(
+        notes=answer.as_lines(
             "The peak of one GPU is the one that `stepscope fit` predicts, where it does. Computing: the part of the "
             "step in which the device (of ranks, the first one's) computes, by the profiled step."
         ),
     )  # fmt: skip
-    return Answer(
+    return answer.Answer(
         study="plan",
         question="How far are plans from what was measured?",
         lead=(
-            Line("Plans beside published figures, and beside stored runs", "strong"),
-            Line(
+            answer.Line("Plans beside published figures, and beside stored runs", "strong"),
+            answer.Line(
                 "Every plan assumes the same shares of the datasheet's rates, measured on an H200 (`stepscope plan` "
                 "names them)."
             ),
@@ -676,7 +666,7 @@ def answer_verification(runs: Sequence[Run], network_of: NetworkOf = network_for
     )
 
 
-def _published_row(one: Published) -> tuple[Cell, ...]:
+def _published_row(one: Published) -> tuple[answer.Cell, ...]:
     config = configure(one.model)
     workload = TextbookWorkload(
         model=config, batch_size=one.batch_size, seq_len=one.seq_len, dtype="bf16", attention="flash",
@@ -704,7 +694,7 @@ def _published_row(one: Published) -> tuple[Cell, ...]:
     )
 
 
-def _measured_row(run: Run, network_of: NetworkOf) -> tuple[Cell, ...] | None:
+def _measured_row(run: Run, network_of: NetworkOf) -> tuple[answer.Cell, ...] | None:
     """A run beside its plan; None for what no plan is of."""
     workload = run.workload
     environment, step = run.environment, run.samples.get("step")
@@ -739,7 +729,7 @@ _BUSY = 0.8
 """The least part of a step in which a device computes that does not wait for its host: `launch-bound` has the same."""
 
 
-def _findings_of_verification(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]:
+def _findings_of_verification(rows: list[tuple[answer.Cell, ...]]) -> Iterable[answer.Finding]:
     """How far plans are off; of steps whose devices wait apart: what a host needs, no plan knows."""
     if not rows:
         return
@@ -748,21 +738,21 @@ def _findings_of_verification(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]
     known = [(abs(float(row[3])), row[7]) for row in rows if isinstance(row[3], float) and isinstance(row[7], float)]
     waiting = [off for off, share in known if share < _BUSY]
     busy = [off for off, share in known if share >= _BUSY]
-    yield note(
+    yield answer.note(
         "steps-off",
         f"Of {len(steps)} steps, plans are off by {statistics.median(steps):.1%} in the median, and by "
         f"{max(steps):.1%} at most.",
         {"median": statistics.median(steps), "worst": max(steps)},
     )
     if waiting and busy:
-        yield note(
+        yield answer.note(
             "steps-busy",
             f"In {len(busy)} of them the device computes for at least {_BUSY:.0%} of the step: plans of these are off "
             f"by {statistics.median(busy):.1%} in the median, and by {max(busy):.1%} at most.",
             {"median": statistics.median(busy), "worst": max(busy)},
         )
     if waiting:
-        yield note(
+        yield answer.note(
             "steps-waiting",
             f"In {len(waiting)} the device waits for longer, for its host or for other ranks. A plan counts "
             f"{LAUNCH_S * 1e6:.0f} us for each launch of a step op by op, and some ms for the hooks of sharded "
@@ -770,7 +760,7 @@ def _findings_of_verification(rows: list[tuple[Cell, ...]]) -> Iterable[Finding]
             {"steps": len(waiting), "worst": max(waiting)},
         )
     if peaks:
-        yield note(
+        yield answer.note(
             "peaks-off",
             f"Of {len(peaks)} peaks of memory, by {statistics.median(peaks):.3%} in the median, and by "
             f"{max(peaks):.2%} at most.",
