@@ -249,7 +249,23 @@ def draw_series(panels: Sequence[Panel], *, title: str = "", subtitle: str = "")
     x = _x_axis(xs, x_title, log=x_log)
     # A legend of dashes would explain nothing where no line has two points.
     joined = len({(point.line, point.style) for point in points}) < len({(p.line, p.style, p.x) for p in points})
-    channels = _channels(lines, styles, frame.line_title, frame.style_title, dashes=joined)
+    # A style is told by dashes, or by shapes where nothing joins the points. Not by both: Vega-Lite would draw them in
+    # one legend, of dashed shapes that read badly.
+    colours = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
+    by_colour = alt.Legend(title=frame.line_title or None, symbolType="circle") if len(lines) > 1 else None
+    by_dash = alt.Legend(title=frame.style_title or None, symbolType="stroke", symbolSize=500, symbolStrokeColor=INK)
+    by_shape = alt.Legend(title=frame.style_title or None, symbolFillColor=INK)
+    dash, shape = alt.value(DASHES[0]), alt.value(SHAPES[0])
+    if len(styles) > 1 and joined:
+        dash = alt.StrokeDash("style:N", scale=alt.Scale(domain=styles, range=list(DASHES)), legend=by_dash)
+    elif len(styles) > 1:
+        shape = alt.Shape("style:N", scale=alt.Scale(domain=styles, range=list(SHAPES)), legend=by_shape)
+    channels = {
+        "color": alt.Color("line:N", scale=colours, legend=by_colour),
+        "fill": alt.condition("datum.doubted", alt.value("white"), alt.Fill("line:N", scale=colours, legend=None)),
+        "strokeDash": dash,
+        "shape": shape,
+    }
     width, height = (640, 400) if len(panels) == 1 else (430, 300)
     charts = []
     for panel in panels:
@@ -299,33 +315,17 @@ def _x_axis(xs: list[float], title: str, *, log: bool) -> alt.X:
     return alt.X("x:Q", title=title, scale=scale, axis=axis)
 
 
-def _channels(
-    lines: list[str], styles: list[str], line_title: str, style_title: str, *, dashes: bool
-) -> dict[str, Any]:
-    """How lines and points look. A style is told by dashes, or by shapes where nothing joins the points.
-
-    Not by both: Vega-Lite would draw them in one legend, of dashed shapes that read badly.
-    """
-    colours = alt.Scale(domain=lines, range=list(PALETTE[: len(lines)]))
-    by_colour = alt.Legend(title=line_title or None, symbolType="circle") if len(lines) > 1 else None
-    by_dash = alt.Legend(title=style_title or None, symbolType="stroke", symbolSize=500, symbolStrokeColor=INK)
-    by_shape = alt.Legend(title=style_title or None, symbolFillColor=INK)
-    dash, shape = alt.value(DASHES[0]), alt.value(SHAPES[0])
-    if len(styles) > 1 and dashes:
-        dash = alt.StrokeDash("style:N", scale=alt.Scale(domain=styles, range=list(DASHES)), legend=by_dash)
-    elif len(styles) > 1:
-        shape = alt.Shape("style:N", scale=alt.Scale(domain=styles, range=list(SHAPES)), legend=by_shape)
-    return {
-        "color": alt.Color("line:N", scale=colours, legend=by_colour),
-        "fill": alt.condition("datum.doubted", alt.value("white"), alt.Fill("line:N", scale=colours, legend=None)),
-        "strokeDash": dash,
-        "shape": shape,
-    }
-
-
 def _layers(panel: Panel, x: alt.X, y: alt.Y, low: alt.Y, channels: dict[str, Any]) -> list[alt.Chart]:
     placed = [point for point in panel.points if _has_place(point)]
-    wide = _covered(placed)
+    # For each line that lies on it and is drawn later, a line is drawn wider, and seen on both sides.
+    lines: dict[tuple[str, str], dict[float, float]] = {}
+    for point in placed:
+        lines.setdefault((point.line, point.style), {})[point.x] = point.y
+    wide = dict.fromkeys(lines, 0)
+    for (name, one), (_, other) in itertools.combinations(lines.items(), 2):
+        shared = sorted(one.keys() & other.keys())
+        meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
+        wide[name] += any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
     rows = [
         {"x": p.x, "y": p.y, "line": printable(p.line), "style": printable(p.style), "low": p.low, "high": p.high,
          "doubted": p.doubted, "wide": _WIDTH + _WIDER * wide[p.line, p.style]}
@@ -373,19 +373,6 @@ def _lost(panel: Panel, placed: Sequence[Point], x: alt.X, y: alt.Y, colour: alt
         marks.append(mark.encode(x=x, y=place, text="why:N", color=colour))
         words_at[point.x, height] += 1
     return marks
-
-
-def _covered(points: Sequence[Point]) -> dict[tuple[str, str], int]:
-    """How many lines that are drawn later lie on each line: it is drawn so much wider, and seen on both sides."""
-    lines: dict[tuple[str, str], dict[float, float]] = {}
-    for point in points:
-        lines.setdefault((point.line, point.style), {})[point.x] = point.y
-    covered = dict.fromkeys(lines, 0)
-    for (name, one), (_, other) in itertools.combinations(lines.items(), 2):
-        shared = sorted(one.keys() & other.keys())
-        meets = [math.isclose(one[x], other[x], rel_tol=_AS_ONE) for x in shared]
-        covered[name] += any(itertools.starmap(operator.and_, itertools.pairwise(meets)))
-    return covered
 
 
 # Icicles, timelines and heat maps as charts: rectangles over two axes.
@@ -589,7 +576,19 @@ def draw_areas(
     peak_us, peak_bytes = moments.times[at], sum(peak.values())
     spans, guides = panel.frame.spans, panel.frame.guides
     end_us = max(moments.times[-1], *(span.end for span in spans), 1)
-    labels = _place_spans(spans, end_us)
+    used_px = [0.0, 0.0, 0.0]
+    """For each line of labels, the pixels from the left that are used."""
+    # Each name over the middle of its span, on the first line with room; names that find none are left out.
+    labels = []
+    for span in sorted(spans, key=lambda span: span.begin):
+        text = printable(span.name)
+        width = (len(text) + 2) * _CHARACTER_PX
+        middle = (span.begin + span.end) / 2 / end_us * AREAS_WIDTH
+        middle = min(max(middle, width / 2), AREAS_WIDTH - width / 2)
+        line = next((i for i, used in enumerate(used_px) if used <= middle - width / 2), None)
+        if line is not None:
+            used_px[line] = middle + width / 2
+            labels.append(_SpanLabel(text=text, middle_us=middle / AREAS_WIDTH * end_us, line=line))
     lines = 1 + max((label.line for label in labels), default=-1)
     highest = max(peak_bytes, *(guide.y[0] for guide in guides), 0)
     byte_unit, byte_size = next(((u, s) for u, s in (("GiB", GIB), ("MiB", MIB)) if highest >= s / 2), ("KiB", KIB))
@@ -689,23 +688,6 @@ def _pointer(data: alt.InlineData, categories: list[str], scales: _Scales) -> al
         .encode(x=scales.x, opacity=alt.condition(moment, alt.value(0.8), alt.value(0)), tooltip=tooltip)
         .add_params(moment, zoom)
     )
-
-
-def _place_spans(spans: Sequence[Span], end_us: float) -> list[_SpanLabel]:
-    """Each name over the middle of its span, on the first line with room; names that find none are left out."""
-    used_px = [0.0, 0.0, 0.0]
-    """For each line of labels, the pixels from the left that are used."""
-    placed = []
-    for span in sorted(spans, key=lambda span: span.begin):
-        text = printable(span.name)
-        width = (len(text) + 2) * _CHARACTER_PX
-        middle = (span.begin + span.end) / 2 / end_us * AREAS_WIDTH
-        middle = min(max(middle, width / 2), AREAS_WIDTH - width / 2)
-        line = next((i for i, used in enumerate(used_px) if used <= middle - width / 2), None)
-        if line is not None:
-            used_px[line] = middle + width / 2
-            placed.append(_SpanLabel(text=text, middle_us=middle / AREAS_WIDTH * end_us, line=line))
-    return placed
 
 
 def _bands(spans: Sequence[Span], scales: _Scales) -> list[alt.Chart]:

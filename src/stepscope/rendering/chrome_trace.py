@@ -235,7 +235,17 @@ def lanes(slices: pl.DataFrame) -> list[pl.DataFrame]:
     if not slices.height:
         return []
     slices = slices.sort(pl.col("start_ns"), pl.col("duration_ns"), descending=[False, True])
-    if _nest(slices):
+    # They nest exactly if none outlasts the last one before it that is one less deep (deep: begun, but not ended,
+    # before).
+    count = slices.height
+    positions = pl.int_range(count, dtype=pl.Int64, eager=True)
+    ends = slices["start_ns"] + slices["duration_ns"].clip(lower_bound=1)
+    depth = positions - ends.sort().search_sorted(slices["start_ns"], side="right").cast(pl.Int64)
+    levels = depth * count + positions
+    ordered = levels.sort()
+    before = ordered.search_sorted(levels - count, side="right").cast(pl.Int64) - 1
+    around = ordered.gather(before.clip(lower_bound=0)) % count
+    if not ((depth > 0) & (ends > ends.gather(around))).any():
         return [slices]
     # The first lane in which each nests: by start, outer before inner.
     open_ends: list[list[int]] = []
@@ -253,22 +263,6 @@ def lanes(slices: pl.DataFrame) -> list[pl.DataFrame]:
         numbers.append(number)
     numbered_slices = slices.with_columns(pl.Series("lane", numbers))
     return numbered_slices.partition_by("lane", include_key=False, maintain_order=True)
-
-
-def _nest(slices: pl.DataFrame) -> bool:
-    """Whether slices, by start and outer before inner, are apart or hold one another.
-
-    They do exactly if none outlasts the last one before it that is one less deep (deep: begun, but not ended, before).
-    """
-    count = slices.height
-    positions = pl.int_range(count, dtype=pl.Int64, eager=True)
-    ends = slices["start_ns"] + slices["duration_ns"].clip(lower_bound=1)
-    depth = positions - ends.sort().search_sorted(slices["start_ns"], side="right").cast(pl.Int64)
-    levels = depth * count + positions
-    ordered = levels.sort()
-    before = ordered.search_sorted(levels - count, side="right").cast(pl.Int64) - 1
-    around = ordered.gather(before.clip(lower_bound=0)) % count
-    return not ((depth > 0) & (ends > ends.gather(around))).any()
 
 
 def _tracks(rank: Rank) -> Iterator[_Track]:

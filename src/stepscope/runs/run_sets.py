@@ -179,12 +179,24 @@ def answer_set(run_set: RunSet, folder: str | None = None) -> Answer:
         )
         for name, part in timed.items()
     )
+    rows: list[tuple[Cell, ...]] = []
+    typical = run_set.processes(STEP).typical_s
+    for run in run_set.runs:
+        median = median_s(run, STEP) if run in run_set.measured else None
+        rows.append((
+            run.repeat.number if run.repeat else 1, run.id.partition("-")[0], status_word(run), figure(median, run),
+            median / typical - 1 if median and typical else None, doubts(run),
+        ))  # fmt: skip
+    processes = table_of(
+        "process", "run", "status", ("step", "s"), ("from typical", "+%"), "findings", rows=rows, title="processes",
+        tones={i: "bad" for i, run in enumerate(run_set.runs) if run.status != "done"},
+    )  # fmt: skip
     return Answer(
         study="run",
         question=f"What does a step of {cell_name(shown.workload)} take?",
         **measured_on(shown),
         lead=heading(shown),
-        tables=(*([_parts_table(run_set, timed)] if run_set.measured else []), _process_table(run_set)),
+        tables=(*([_parts_table(run_set, timed)] if run_set.measured else []), processes),
         panels=(Panel(x_title="", y_title="typical, ms", points=points, kind="bars"),) if points else (),
         findings=tuple(
             finding
@@ -240,21 +252,6 @@ def _parts_table(run_set: RunSet, timed: Mapping[str, PartFigures]) -> Table:
         "phase", ("typical", "s"), (f"{CONFIDENCE * 100:.0f} % interval", TEXT), ("between processes ±", "%"),
         ("fastest", "s"), ("slowest", "s"), ("share", "%"), rows=rows, tones={len(rows) - 1: "strong"},
         notes=(*lost, *as_lines(*notes)),
-    )  # fmt: skip
-
-
-def _process_table(run_set: RunSet) -> Table:
-    rows: list[tuple[Cell, ...]] = []
-    typical = run_set.processes(STEP).typical_s
-    for run in run_set.runs:
-        median = median_s(run, STEP) if run in run_set.measured else None
-        rows.append((
-            run.repeat.number if run.repeat else 1, run.id.partition("-")[0], status_word(run), figure(median, run),
-            median / typical - 1 if median and typical else None, doubts(run),
-        ))  # fmt: skip
-    return table_of(
-        "process", "run", "status", ("step", "s"), ("from typical", "+%"), "findings", rows=rows, title="processes",
-        tones={i: "bad" for i, run in enumerate(run_set.runs) if run.status != "done"},
     )  # fmt: skip
 
 

@@ -83,7 +83,17 @@ def select_runs(runs: Sequence[Run], query: TableQuery) -> tuple[list[Run], list
     apart: list[Disagreement | None] = []
     for labels, candidates in cells.items():
         finished = [run for run in candidates if run.status not in REPEATED] or candidates
-        _refuse_mixture(labels, finished)
+        for field in (*IDENTIFYING, *argument_fields(finished)):
+            # A run that ended before it could look round knows no device: it contradicts none.
+            values = {field_named(field).read(run) for run in finished if run.environment is not None}
+            texts = [field_text(value) for value in sorted(values, key=field_named(field).rank)]
+            if len(texts) > 1:
+                cell = " ".join(field_text(label) for label in labels)
+                raise InputError(
+                    f"{len(finished)} different runs share the cell '{cell}': they differ in {field} "
+                    f"({', '.join(texts)}); add {field} to --rows or --columns, or choose with --where "
+                    f"{field}={texts[0]}"
+                )
         newest = sets_of(finished)[-1]
         chosen.append(newest.representative)
         shown = set(map(id, newest.runs))
@@ -205,19 +215,6 @@ def _about_samples(runs: Sequence[Run], query: TableQuery) -> Iterator[str]:
             f"How exact {without} of {len(shown)} medians are cannot be told: their samples are too few, or too much "
             "like their neighbours, for an interval."
         )
-
-
-def _refuse_mixture(labels: tuple[Scalar, ...], candidates: list[Run]) -> None:
-    for name in (*IDENTIFYING, *argument_fields(candidates)):
-        # A run that ended before it could look round knows no device: it contradicts none.
-        values = {field_named(name).read(run) for run in candidates if run.environment is not None}
-        texts = [field_text(value) for value in sorted(values, key=field_named(name).rank)]
-        if len(texts) > 1:
-            cell = " ".join(field_text(label) for label in labels)
-            raise InputError(
-                f"{len(candidates)} different runs share the cell '{cell}': they differ in {name} "
-                f"({', '.join(texts)}); add {name} to --rows or --columns, or choose with --where {name}={texts[0]}"
-            )
 
 
 def _label(run: Run, columns: tuple[str, ...]) -> str:

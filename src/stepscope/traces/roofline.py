@@ -484,7 +484,25 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
             (pl.col("free_ns").is_null() | (pl.col("free_ns") <= pl.col("launch_ns"))).alias("dry"),
         )
     )
-    work = work.join(_kernels_say(work), on=["kernel", "family"], how="left", maintain_order="left")
+    distinct = work.select("kernel", "family").unique()
+    names = distinct["kernel"].cast(pl.String).to_list()
+    says = [product_arithmetic(name) for name in names]
+    # What is no product computes on CUDA cores, in fp32 for 16-bit elements too.
+    arithmetic = [
+        said if family in _PRODUCTS else "fp64" if said == "fp64" else "fp32"
+        for said, family in zip(says, distinct["family"], strict=True)
+    ]
+    work = work.join(
+        distinct.with_columns(
+            pl.Series("arithmetic", arithmetic, dtype=_ARITHMETIC),
+            pl.Series("second_pass", [decode(name).second_pass for name in names], dtype=pl.Boolean),
+            pl.Series("element_bytes", [element_bytes(name) for name in names], dtype=pl.Int64),
+            pl.Series("between", [_BETWEEN_MEMORIES.search(name) is not None for name in names], dtype=pl.Boolean),
+        ),
+        on=["kernel", "family"],
+        how="left",
+        maintain_order="left",
+    )
     # A second pass adds up what a split product left, and says nothing of how it was multiplied.
     chief = pl.when("second_pass").then(-1).otherwise("duration_ns").arg_max()
     parts = work.group_by("operator_row", "family").agg(
@@ -510,24 +528,6 @@ def _calls(attribution: Attribution) -> pl.DataFrame:
             pl.col("between").any(),
         )
         .with_columns(pl.col("kernel").cast(pl.String))
-    )
-
-
-def _kernels_say(work: pl.DataFrame) -> pl.DataFrame:
-    """What the names say, each looked at once: `arithmetic`, `second_pass`, `element_bytes`, `between` memories."""
-    distinct = work.select("kernel", "family").unique()
-    names = distinct["kernel"].cast(pl.String).to_list()
-    says = [product_arithmetic(name) for name in names]
-    # What is no product computes on CUDA cores, in fp32 for 16-bit elements too.
-    arithmetic = [
-        said if family in _PRODUCTS else "fp64" if said == "fp64" else "fp32"
-        for said, family in zip(says, distinct["family"], strict=True)
-    ]
-    return distinct.with_columns(
-        pl.Series("arithmetic", arithmetic, dtype=_ARITHMETIC),
-        pl.Series("second_pass", [decode(name).second_pass for name in names], dtype=pl.Boolean),
-        pl.Series("element_bytes", [element_bytes(name) for name in names], dtype=pl.Int64),
-        pl.Series("between", [_BETWEEN_MEMORIES.search(name) is not None for name in names], dtype=pl.Boolean),
     )
 
 

@@ -25,17 +25,6 @@ COUNTER_SCHEMA = pl.Schema(
 ALLOCATED, RESERVED, COPYING = "bytes allocated", "bytes reserved", "copy bandwidth, bytes/s"
 
 
-def _copy_bandwidth(work: pl.DataFrame) -> pl.DataFrame:
-    """The counter of bytes a second that copies move."""
-    known = work.filter(
-        pl.col("kind") == "memcpy", pl.col("bytes") > 0, pl.col("bytes") < 2**53, pl.col("duration_ns") > 0
-    )
-    rate = (pl.col("bytes") / pl.col("duration_ns") * 1e9).round().cast(pl.Int64, strict=False).fill_null(0)
-    begins = known.select("device", "start_ns", rate.alias("change"))
-    ends = known.select("device", pl.col("start_ns") + pl.col("duration_ns"), -rate.alias("change"))
-    return stepwise(pl.concat([begins, ends]), COPYING)
-
-
 def stepwise(changes: pl.DataFrame, name: str) -> pl.DataFrame:
     """A device's counter that is the sum of its changes (device, start_ns, change) so far."""
     summed = changes.group_by("device", "start_ns").agg(pl.col("change").sum()).sort("device", "start_ns")
@@ -594,7 +583,14 @@ def assemble(table: TraceTable, path: Path, *, arrows: pl.DataFrame | None = Non
     if (work.height or operators.height) and not any(frame["start_ns"].count() for frame in (work, calls, operators)):
         raise InputError(f"{path}: none of its events has a time that can be read: this capture is damaged")
     others = {CALLS: calls, OPERATORS: operators, RANGES: table.ranges, "arrows": table.links}
-    others |= {"collectives": table.collectives, "counters": pl.concat([table.counters, _copy_bandwidth(work)])}
+    known = work.filter(
+        pl.col("kind") == "memcpy", pl.col("bytes") > 0, pl.col("bytes") < 2**53, pl.col("duration_ns") > 0
+    )
+    rate = (pl.col("bytes") / pl.col("duration_ns") * 1e9).round().cast(pl.Int64, strict=False).fill_null(0)
+    begins = known.select("device", "start_ns", rate.alias("change"))
+    ends = known.select("device", pl.col("start_ns") + pl.col("duration_ns"), -rate.alias("change"))
+    copying = stepwise(pl.concat([begins, ends]), COPYING)
+    others |= {"collectives": table.collectives, "counters": pl.concat([table.counters, copying])}
     work, others = without_impossible_times(work, others, damage)
     calls, operators, ranges, links, collectives, counters = others.values()
     for frame in (work, calls, ranges, operators):

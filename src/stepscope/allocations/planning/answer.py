@@ -230,7 +230,19 @@ def _tables(planning: Planning) -> Iterable[answer.Table]:
     if planning.scaled:
         yield _scaling_table(planning)
     if planning.sensitive:
-        yield _sensitivity_table(planning)
+        best = planning.plan.best[0]
+        yield answer.table_of(
+            "links", ("rate", "{:.2f} x"), ("step", "s"), ("change", "+%"), "best layout",
+            title="If links were slower or faster",
+            rows=[
+                (
+                    one.links, one.factor, one.best.time.step_s, one.best.time.step_s / best.time.step_s - 1,
+                    one.best.layout.name if one.best.layout != best.layout else "the same",
+                )
+                for one in planning.sensitive
+            ],
+            notes=answer.as_lines("The best of the fastest layouts of the search, each timed again."),
+        )  # fmt: skip
     if planning.even is not None:
         yield _simulation_table(planning)
 
@@ -414,22 +426,6 @@ def _scaling_table(planning: Planning) -> answer.Table:
 def _first_s(scaled: Sequence[Scaled]) -> float:
     """Seconds of all ranks together in the step of the first number of ranks that has one."""
     return next((one.best.time.step_s * one.ranks for one in scaled if one.best), 0.0)
-
-
-def _sensitivity_table(planning: Planning) -> answer.Table:
-    best = planning.plan.best[0]
-    return answer.table_of(
-        "links", ("rate", "{:.2f} x"), ("step", "s"), ("change", "+%"), "best layout",
-        title="If links were slower or faster",
-        rows=[
-            (
-                one.links, one.factor, one.best.time.step_s, one.best.time.step_s / best.time.step_s - 1,
-                one.best.layout.name if one.best.layout != best.layout else "the same",
-            )
-            for one in planning.sensitive
-        ],
-        notes=answer.as_lines("The best of the fastest layouts of the search, each timed again."),
-    )  # fmt: skip
 
 
 def _simulation_table(planning: Planning) -> answer.Table:

@@ -529,7 +529,16 @@ def page_named(names: Sequence[str], runs: Path, say: Say, begun: Begun | None =
     Raises InputError where a name means nothing, or what it means cannot be read.
     """
     if len(names) > 1:
-        return _of_several(names, runs, say)
+        places = [_place(name, runs) for name in names]
+        files = [place for place in places if place is not None]
+        if len(files) < len(places):
+            raise InputError("several names are runs, or captures of ranks: name each set by itself")
+        if all(place.is_file() and place.name != RUN_FILE for place in files):
+            return _of_ranks(files, [str(file) for file in files], say)
+        members, faults = load_runs(files)
+        for fault in faults:
+            say(f"left out: {fault}")
+        return page_of_runs(members, " ".join(names), list(dict.fromkeys(map(str, files))))
     name = names[0]
     place = _place(name, runs)
     if place is None:
@@ -731,19 +740,6 @@ def _of_run(run: Run, directory: Path, say: Say, begun: Begun | None) -> Page:
         except StepscopeError as error:
             notes.append(f"Its memory snapshot is not shown: {error}")
     return page_of_run(run, captured=captured, digest=digest, remembered=remembered, notes=tuple(notes))
-
-
-def _of_several(names: Sequence[str], runs: Path, say: Say) -> Page:
-    places = [_place(name, runs) for name in names]
-    files = [place for place in places if place is not None]
-    if len(files) < len(places):
-        raise InputError("several names are runs, or captures of ranks: name each set by itself")
-    if all(place.is_file() and place.name != RUN_FILE for place in files):
-        return _of_ranks(files, [str(file) for file in files], say)
-    members, faults = load_runs(files)
-    for fault in faults:
-        say(f"left out: {fault}")
-    return page_of_runs(members, " ".join(names), list(dict.fromkeys(map(str, files))))
 
 
 def _of_ranks(captures: list[Path], places: Sequence[str], say: Say) -> Page:

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -136,30 +136,26 @@ def page_of_prediction(document: Any, source: str) -> Page:
         )
     answer = decode_answer(json.dumps(document["answer"]).encode(), source)
     try:
-        figures = tuple(_figures_of_prediction(document))
+        fits, margin, estimate = document["fits"], document["margin_bytes"], document["estimate"]
+        figures = [
+            Figure(name="peak", value=format_bytes(document["peak_bytes"]), note="predicted, by PyTorch's allocator"),
+        ]
+        if fits is not None:
+            figures += [
+                Figure(name="fits", value="yes" if fits else "no", note=str(document["budget"]["said"])),
+                Figure(name="left" if margin >= 0 else "missing", value=format_bytes(abs(margin))),
+            ]
+        largest = max(document["categories"].items(), key=lambda one: one[1])
+        figures.append(Figure(name="most of it", value=str(largest[0]), note=format_bytes(largest[1])))
+        saved = estimate.get("saved_for_backward")
+        if saved:
+            figures.append(Figure(name="saved for backward", value=format_bytes(saved), note="when forward ends"))
+        figures = tuple(figures)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{source} is no whole prediction ({error}): write it anew by stepscope fit --json") from None
     # The verdict is the first sentence under a table, where the others say how it came to be.
     sentence = next((line.text for table in answer.tables for line in table.notes), "")
     return page_of_answer(answer, "prediction", sentence=sentence, figures=figures)
-
-
-def _figures_of_prediction(document: Mapping[str, Any]) -> list[Figure]:
-    fits, margin, estimate = document["fits"], document["margin_bytes"], document["estimate"]
-    figures = [
-        Figure(name="peak", value=format_bytes(document["peak_bytes"]), note="predicted, by PyTorch's allocator"),
-    ]
-    if fits is not None:
-        figures += [
-            Figure(name="fits", value="yes" if fits else "no", note=str(document["budget"]["said"])),
-            Figure(name="left" if margin >= 0 else "missing", value=format_bytes(abs(margin))),
-        ]
-    largest = max(document["categories"].items(), key=lambda one: one[1])
-    figures.append(Figure(name="most of it", value=str(largest[0]), note=format_bytes(largest[1])))
-    saved = estimate.get("saved_for_backward")
-    if saved:
-        figures.append(Figure(name="saved for backward", value=format_bytes(saved), note="when forward ends"))
-    return figures
 
 
 # The page of a captured step, and of a job's ranks: where the time went, by which kernels, how near the device's
@@ -169,11 +165,26 @@ def _figures_of_prediction(document: Mapping[str, Any]) -> list[Figure]:
 def page_of_capture(summary: TraceSummary, findings: tuple[Finding, ...], source: str) -> Page:
     """The page of one capture. Raises InputError where it holds no work."""
     answer = answer_trace(summary, findings, source)
+    steps, noun = max(1, summary.steps), "operators" if summary.attribution.table.on_cpu else "kernels"
+    per = counted(steps, "step")
+    occupied = summary.occupation
+    idle = occupied.idle_ns / occupied.span_ns if occupied is not None and occupied.span_ns else None
+    covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
     return Page(
         title=f"Where does the time of {source} go?",
         kind="capture",
         sentence=_sentence_of_capture(summary),
-        figures=_figures_of_capture(summary, findings),
+        figures=(
+            Figure(name=f"{noun[:-1]} time a step", value=f"{ms_text(summary.busy_ns / steps)} ms"),
+            Figure(name=f"{noun} a step", value=format_count(round(summary.kernel_count / steps)), note=per),
+            Figure(name="matrix products", value=format_share(summary.gemm_fraction), note="of the time in phases"),
+            Figure(
+                name="device idle",
+                value=format_share(idle) if idle is not None else "not known",
+                note="under the profiler" if idle is not None else "a CPU, or part of a capture",
+            ),
+            gravest(findings, note=f"{format_share(covered)} of the time has a place"),
+        ),
         findings=findings,
         checked=True,
         sections=(*heading_of(answer), *sections_of_capture(summary, answer), *ending_of(answer)),
@@ -223,25 +234,6 @@ def _sentence_of_capture(summary: TraceSummary) -> str:
     if summary.attribution.table.on_cpu:
         kept = f"takes {took} of the host's time in {noun}"
     return f"A step {kept}, {format_share(share)} of it {where}; most of it is {family}."
-
-
-def _figures_of_capture(summary: TraceSummary, findings: tuple[Finding, ...]) -> tuple[Figure, ...]:
-    steps, noun = max(1, summary.steps), "operators" if summary.attribution.table.on_cpu else "kernels"
-    per = counted(steps, "step")
-    occupied = summary.occupation
-    idle = occupied.idle_ns / occupied.span_ns if occupied is not None and occupied.span_ns else None
-    covered = 1 - summary.unattributed_ns / summary.busy_ns if summary.busy_ns else 1.0
-    return (
-        Figure(name=f"{noun[:-1]} time a step", value=f"{ms_text(summary.busy_ns / steps)} ms"),
-        Figure(name=f"{noun} a step", value=format_count(round(summary.kernel_count / steps)), note=per),
-        Figure(name="matrix products", value=format_share(summary.gemm_fraction), note="of the time in phases"),
-        Figure(
-            name="device idle",
-            value=format_share(idle) if idle is not None else "not known",
-            note="under the profiler" if idle is not None else "a CPU, or part of a capture",
-        ),
-        gravest(findings, note=f"{format_share(covered)} of the time has a place"),
-    )
 
 
 def page_of_job(

@@ -35,7 +35,6 @@ from stepscope.traces.captures.summary import (
     LAYERS_TOGETHER,
     NO_MODULE,
     OUTSIDE,
-    CriticalPath,
     KernelRow,
     Part,
     TraceSummary,
@@ -352,7 +351,19 @@ def _idle_table(summary: TraceSummary) -> Table:
         if one.communication_ns
     ]
     if (path := summary.critical_path) is not None and path.duration_ns:
-        words.append(_path_words(path))
+        columns = path.by_category.select("category", "family", "duration_ns", "share")
+        beside, working = path.beside_host_ns, ""
+        if beside >= _NAMED_SHARE * path.duration_ns:
+            working = f", in which the device worked for {ms_text(beside)} ms"
+        named = [
+            f"{family if category == 'computation' and family else category} {format_share(share)} "
+            f"({ms_text(duration_ns)} ms{working if category == 'host' else ''})"
+            for category, family, duration_ns, share in columns.iter_rows()
+            if share >= _NAMED_SHARE
+        ]
+        which = f"step {format_count(path.step)}" if path.step is not None else "the capture"
+        time = f"{ms_text(path.duration_ns)} ms"
+        words.append(f"The critical path of {which} on device {path.device}, {time}: {', '.join(named)}.")
     heads = ("idle, a step", ("gaps", ".0f"), ("ms", "ms of ns"), ("largest us", "us of ns"), ("of the span", "%"))
     rows = [
         (cause, gaps / steps, idle_ns / steps, largest_ns, idle_ns / occupied.span_ns if occupied.span_ns else None)
@@ -361,29 +372,23 @@ def _idle_table(summary: TraceSummary) -> Table:
     return table_of(*(heads if rows else ()), rows=rows, notes=as_lines(*words))
 
 
-def _path_words(path: CriticalPath) -> str:
-    columns = path.by_category.select("category", "family", "duration_ns", "share")
-    beside = path.beside_host_ns
-    working = (
-        f", in which the device worked for {ms_text(beside)} ms" if beside >= _NAMED_SHARE * path.duration_ns else ""
-    )
-    named = [
-        f"{family if category == 'computation' and family else category} {format_share(share)} "
-        f"({ms_text(duration_ns)} ms{working if category == 'host' else ''})"
-        for category, family, duration_ns, share in columns.iter_rows()
-        if share >= _NAMED_SHARE
-    ]
-    which = f"step {format_count(path.step)}" if path.step is not None else "the capture"
-    return f"The critical path of {which} on device {path.device}, {ms_text(path.duration_ns)} ms: {', '.join(named)}."
-
-
 def _panels(summary: TraceSummary) -> Iterator[Panel]:
     """The pictures of a capture: the longest kernels, the families, and the families against the device's roofs.
 
     Each kernel has a bar in the colour of its phase, each family a bar of its time by phase.
     """
     kernels = [row for phase in summary.phase_names for row in summary.top_kernels(phase, _KERNELS_DRAWN)]
-    names = _bar_names(kernels)
+    # Products of one library differ in the middle, by layout and tile.
+    names: dict[str, str] = {}
+    for name in dict.fromkeys(row.name for row in kernels):
+        label, decoded = name_shown(kernel_label(name)), decode(name)
+        tile = "x".join(str(side) for side in decoded.tile if side) if decoded.tile else ""
+        said = " ".join(filter(None, (decoded.transposes, tile)))
+        if len(label) > _ON_A_BAR and said:
+            label = f"{middle_cut(label, _ON_A_BAR - len(said) - 1)} {said}"
+        short = middle_cut(label, _ON_A_BAR)
+        count = sum(known.startswith(short) for known in names.values())
+        names[name] = f"{short} ({count + 1})" if count else short
     bars = tuple(Point(name=names[row.name], line=row.phase, y=row.busy_ns * 1e-6) for row in kernels)
     if bars:
         yield Panel(x_title="", y_title="ms a step, the longest kernels", kind="bars", points=bars)
@@ -398,21 +403,6 @@ def _panels(summary: TraceSummary) -> Iterator[Panel]:
         yield Panel(x_title="", y_title="ms a step, by family", kind="stack", points=stack)
     if summary.roofline is not None and (roofs := roofline_panel(summary.roofline)) is not None:
         yield roofs
-
-
-def _bar_names(kernels: list[KernelRow]) -> dict[str, str]:
-    """A distinct short name for each kernel. Products of one library differ in the middle, by layout and tile."""
-    names: dict[str, str] = {}
-    for name in dict.fromkeys(row.name for row in kernels):
-        label, decoded = name_shown(kernel_label(name)), decode(name)
-        tile = "x".join(str(side) for side in decoded.tile if side) if decoded.tile else ""
-        said = " ".join(filter(None, (decoded.transposes, tile)))
-        if len(label) > _ON_A_BAR and said:
-            label = f"{middle_cut(label, _ON_A_BAR - len(said) - 1)} {said}"
-        short = middle_cut(label, _ON_A_BAR)
-        count = sum(known.startswith(short) for known in names.values())
-        names[name] = f"{short} ({count + 1})" if count else short
-    return names
 
 
 def _noun(summary: TraceSummary) -> str:

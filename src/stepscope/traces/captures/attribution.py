@@ -182,7 +182,14 @@ def with_found_phases(
     wanted = [phase for phase in PHASES if phase not in marked]
     if not wanted or not work["phase"].has_nulls():
         return work, _NO_FORWARDS
-    operators = _with_other_threads(operators, table.operators)
+    # In the cut of a phase, the other phases' threads launch nothing, and still tell where a forward begins and ends.
+    thread = ["process", "thread"]
+    others = table.operators.join(operators.select(thread).unique(), on=thread, how="anti", nulls_equal=True)
+    highest = operators["track"].max()
+    tracks = (numbered(others, thread) + (highest if isinstance(highest, int) else 0) + 1).cast(pl.Int64)
+    columns = ["track", *thread, "name", "start_ns", "duration_ns", "sequence", "forward_thread"]
+    own = operators.with_columns(pl.col("track").cast(pl.Int64)).select(columns)
+    operators = pl.concat([own, others.with_columns(tracks.alias("track")).select(columns)])
     nodes = operators.filter(is_node(operators))
     in_node = _inside_range(nodes, work)
     # A forward's operators, and no recomputation's: those that autograd follows, outside its nodes. Where gradients are
@@ -198,7 +205,20 @@ def with_found_phases(
     with_nodes = nodes["track"].unique()
     alone = with_nodes.filter(~with_nodes.is_in(makers["track"].unique().implode()))
     engine = pl.concat([pl.Series(by_name, dtype=pl.Int64), alone.cast(pl.Int64)]).unique()
-    forward = _forward_spans(makers.filter(~pl.col("track").is_in(engine.implode())), nodes)
+    # A forward that leads to a backward lasts from its first operator to there.
+    begins = nodes.select("process", pl.col("start_ns").alias("backward_ns")).sort("backward_ns")
+    forward = (
+        makers.filter(~pl.col("track").is_in(engine.implode()))
+        .select("process", "start_ns")
+        .sort("start_ns")
+        .join_asof(
+            begins, left_on="start_ns", right_on="backward_ns", by="process", strategy="forward", check_sortedness=False
+        )
+        .drop_nulls("backward_ns")
+        .group_by("process", "backward_ns")
+        .agg(pl.col("start_ns").min())
+        .select("process", "start_ns", (pl.col("backward_ns") - pl.col("start_ns")).alias("duration_ns"))
+    )
     before_backward = Nest(forward, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
     zeroing = named(table.ranges, r"^Optimizer\.zero_grad#")
     zeroed = Nest(zeroing, "process").innermost(work["process"], work["launch_ns"]).is_not_null()
@@ -234,39 +254,9 @@ def tells_phase(operators: pl.DataFrame) -> pl.Series:
     return is_node(operators) | operators.select(_FOLLOWED).to_series().fill_null(False)
 
 
-def _with_other_threads(operators: pl.DataFrame, every: pl.DataFrame) -> pl.DataFrame:
-    """These operators and those of threads that launch nothing, on tracks of their own.
-
-    In the cut of a phase, the other phases' threads launch nothing, and still tell where a forward begins and ends.
-    """
-    thread = ["process", "thread"]
-    others = every.join(operators.select(thread).unique(), on=thread, how="anti", nulls_equal=True)
-    highest = operators["track"].max()
-    track = (numbered(others, thread) + (highest if isinstance(highest, int) else 0) + 1).cast(pl.Int64)
-    columns = ["track", *thread, "name", "start_ns", "duration_ns", "sequence", "forward_thread"]
-    own = operators.with_columns(pl.col("track").cast(pl.Int64)).select(columns)
-    return pl.concat([own, others.with_columns(track.alias("track")).select(columns)])
-
-
 def _inside_range(operators: pl.DataFrame, work: pl.DataFrame) -> pl.Series:
     """Whether each row of work was launched while one of these operators was open on its thread."""
     return Nest(operators, "track").innermost(work["track"], work["launch_ns"]).is_not_null()
-
-
-def _forward_spans(makers: pl.DataFrame, nodes: pl.DataFrame) -> pl.DataFrame:
-    """The forwards that lead to a backward: process, start_ns (the first operator's), duration_ns (to the backward)."""
-    begins = nodes.select("process", pl.col("start_ns").alias("backward_ns")).sort("backward_ns")
-    return (
-        makers.select("process", "start_ns")
-        .sort("start_ns")
-        .join_asof(
-            begins, left_on="start_ns", right_on="backward_ns", by="process", strategy="forward", check_sortedness=False
-        )
-        .drop_nulls("backward_ns")
-        .group_by("process", "backward_ns")
-        .agg(pl.col("start_ns").min())
-        .select("process", "start_ns", (pl.col("backward_ns") - pl.col("start_ns")).alias("duration_ns"))
-    )
 
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -380,7 +370,17 @@ def attribute(table: TraceTable) -> Attribution:
     work = table.work.with_columns(numbered(table.work, ["process", "launch_thread"]).alias("track"))
     threads = work.select("track", "process", pl.col("launch_thread").alias("thread")).unique("track")
     kinds = _kinds(table.ranges)
-    few = _steps_and_phases(table.ranges, kinds)
+    names = [*kinds["step"], *kinds["phase"]]
+    known = pl.DataFrame(
+        {
+            "name": pl.Series(names, dtype=pl.Categorical()),
+            "what": ["step"] * len(kinds["step"]) + ["phase"] * len(kinds["phase"]),
+            "phase": pl.Series([phase_of(name) for name in names], dtype=pl.Enum(PHASES)),
+        },
+        schema_overrides={"what": pl.String},
+    )
+    few = table.ranges.filter(_is_named(names)).join(known, on="name", how="left", maintain_order="left")
+    few = few.filter(~_recomputed(few))
     modules = _modules(_named(table.ranges, kinds["module"], threads), few, threads)
     parts = Places(_named(table.ranges, kinds["part"], threads))
     work = work.with_columns(
@@ -436,21 +436,6 @@ def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
     for name in ranges["name"].unique().to_list():
         kinds[range_kind(name)].append(name)
     return kinds
-
-
-def _steps_and_phases(ranges: pl.DataFrame, kinds: dict[RangeKind, list[str]]) -> pl.DataFrame:
-    """The ranges of steps and phases, with `what` ("step" or "phase") and, for phases, `phase`."""
-    names = [*kinds["step"], *kinds["phase"]]
-    known = pl.DataFrame(
-        {
-            "name": pl.Series(names, dtype=pl.Categorical()),
-            "what": ["step"] * len(kinds["step"]) + ["phase"] * len(kinds["phase"]),
-            "phase": pl.Series([phase_of(name) for name in names], dtype=pl.Enum(PHASES)),
-        },
-        schema_overrides={"what": pl.String},
-    )
-    few = ranges.filter(_is_named(names)).join(known, on="name", how="left", maintain_order="left")
-    return few.filter(~_recomputed(few))
 
 
 def _recomputed(few: pl.DataFrame) -> pl.Series:

@@ -357,9 +357,17 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
     table = attribution.table
     gaps = gaps.with_row_index("gap")
     late = gaps.filter(pl.col("launch_ns") > pl.col("start_ns") - LAUNCH_NS)
+    # The time that the launching threads spent loading data from each gap's start to its launch.
+    columns = ["process", "thread", "start_ns", "duration_ns"]
+    loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
+    loading = loading.join(late, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi")
+    spent = pl.Series("loading_ns", [0], dtype=pl.Int64).new_from_index(0, late.height)
+    for process in loading["process"].unique().to_list():
+        covered = covered_ns(pieces(loading.filter(pl.col("process") == process)), late["start_ns"], late["launch_ns"])
+        spent = pl.select(pl.when(late["process"] == process).then(covered).otherwise(spent)).to_series()
     late = late.with_columns(
         waiting_call(late, waits(table, attribution.work)),
-        _loading_ns(late, table),
+        spent.alias("loading_ns"),
         fits(late["after"], _TO_DEVICE).alias("copies_in"),
     )
     late = late.select(
@@ -386,15 +394,3 @@ def _with_causes(gaps: pl.DataFrame, attribution: Attribution) -> pl.DataFrame:
         .with_columns(pl.when(pl.col("cause") == "synchronisation").then("wait").alias("wait"))
         .select("device", "start_ns", "duration_ns", "cause", "phase", "step", "before", "after", "launch_ns", "wait")
     )
-
-
-def _loading_ns(gaps: pl.DataFrame, table: TraceTable) -> pl.Series:
-    """The time that the launching threads spent loading data from each gap's start to its launch."""
-    columns = ["process", "thread", "start_ns", "duration_ns"]
-    loading = pl.concat(named(frame, _LOADS_DATA).select(columns) for frame in (table.ranges, table.operators))
-    loading = loading.join(gaps, left_on=["process", "thread"], right_on=["process", "launch_thread"], how="semi")
-    spent = pl.Series("loading_ns", [0], dtype=pl.Int64).new_from_index(0, gaps.height)
-    for process in loading["process"].unique().to_list():
-        covered = covered_ns(pieces(loading.filter(pl.col("process") == process)), gaps["start_ns"], gaps["launch_ns"])
-        spent = pl.select(pl.when(gaps["process"] == process).then(covered).otherwise(spent)).to_series()
-    return spent.alias("loading_ns")

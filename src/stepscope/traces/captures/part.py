@@ -263,7 +263,13 @@ def part_of(
     if name is not None:
         work, opened = _inside_ranges(whole, work, name, source)
     if module is not None:
-        work = _of_module(work, module, source)
+        names = work["module"].unique().cast(pl.String).drop_nulls()
+        names = names.filter(names != ROOT)
+        pattern = r"\d+".join(re.escape(piece) for piece in module.split("*"))
+        inside = names.filter(names.str.contains(rf"^{pattern}(?:\.|$)"))
+        if not len(inside):
+            raise InputError(f"--module {module!r}: no work in it in {source}: {_near(module, names.sort().to_list())}")
+        work = work.filter(pl.col("module").is_in(inside.cast(work["module"].dtype).implode()))
     for column, number in (("device", device), ("stream", stream)):
         if number is not None:
             present, work = work[column].unique().sort().head(_NAMED).to_list(), work.filter(pl.col(column) == number)
@@ -312,17 +318,6 @@ def _of_step(work: pl.DataFrame, instances: pl.DataFrame, step: int, source: str
     own, begins = instances.filter(pl.col("what") == STEP).sort("start_ns")[step : step + 1], pl.col("start_ns")
     first, last = own.select(begins.min(), pl.col("end_ns").max()).row(0)
     return work.filter(pl.col("step") == step), instances.filter((begins >= first) & (begins < last))
-
-
-def _of_module(work: pl.DataFrame, module: str, source: str) -> pl.DataFrame:
-    """The work of a module and of those inside it; of all layers where `module` has `*` for their number."""
-    names = work["module"].unique().cast(pl.String).drop_nulls()
-    names = names.filter(names != ROOT)
-    pattern = r"\d+".join(re.escape(piece) for piece in module.split("*"))
-    inside = names.filter(names.str.contains(rf"^{pattern}(?:\.|$)"))
-    if not len(inside):
-        raise InputError(f"--module {module!r}: no work in it in {source}: {_near(module, names.sort().to_list())}")
-    return work.filter(pl.col("module").is_in(inside.cast(work["module"].dtype).implode()))
 
 
 def first_event_ns(whole: Attribution) -> int:
