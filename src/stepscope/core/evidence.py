@@ -263,10 +263,6 @@ class MeasuredCompilation(msgspec.Struct, frozen=True, kw_only=True):
             **{name: getattr(self, name) + getattr(other, name) for name in self.__struct_fields__}
         )
 
-    @property
-    def count(self) -> int:
-        return self.frames + self.graphs + self.recordings + self.kernels + self.tunings
-
 
 class Updates(msgspec.Struct, frozen=True, kw_only=True):
     """What the optimizer did in the measured steps, by its own count."""

@@ -19,9 +19,12 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 # `_signal` is built in. `signal`, `threading` and `ctypes` take ten milliseconds to import, and Ctrl-C would print a
 # traceback meanwhile.
@@ -145,24 +148,22 @@ def told(callback: Callable[[], object]) -> _Scope:
     return _Scope(tell)
 
 
-class _Expected:
-    """A context in which signals do not ask the process to end."""
-
-    def __enter__(self) -> None:
-        self._before = {number: _signal.getsignal(number) for number in SIGNALS}
-        for number, handler in self._before.items():
-            if handler is _handle:
-                _signal.signal(number, _signal.SIG_IGN)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            if handler is _handle:
-                _signal.signal(number, handler)
-
-
-def expected() -> _Expected:
+def expected() -> "AbstractContextManager[None]":
     """A context in which signals are ignored, since a tool that watches this process sends one when it is done."""
-    return _Expected()
+    from contextlib import contextmanager  # noqa: PLC0415
+
+    @contextmanager
+    def ignored() -> Generator[None]:
+        ours = [number for number in SIGNALS if _signal.getsignal(number) is _handle]
+        for number in ours:
+            _signal.signal(number, _signal.SIG_IGN)
+        try:
+            yield
+        finally:
+            for number in ours:
+                _signal.signal(number, _handle)
+
+    return ignored()
 
 
 def leaving() -> None:

@@ -70,11 +70,6 @@ class Option:
         """The name of the verb's parameter: the option's, with an underscore behind a keyword of Python."""
         return f"{self.name}_" if keyword.iskeyword(self.name) else self.name
 
-    @property
-    def words(self) -> str:
-        """The option's help, with its choices."""
-        return f"{self.help} One of {', '.join(self.choices)}.".strip() if self.choices else self.help
-
 
 def completed(*names: str) -> Callable[[str], list[str]]:
     """A function that offers these names to a shell, also after a comma."""

@@ -38,13 +38,6 @@ def processor_name(device: "torch.device") -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
-def versions() -> dict[str, str]:
-    """Versions of the software that the figures depend on."""
-    import torch
-
-    return {"stepscope": stepscope.__version__, "python": platform.python_version(), "torch": str(torch.__version__)}
-
-
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """While open, PyTorch computes on one thread of the CPU: for operators too small to be worth sharing out.
@@ -106,8 +99,15 @@ def computed_answer(
     findings: Iterable[Finding],
 ) -> Answer:
     """The answer of a study that computed on a device. `device` says where in other words than its name."""
+    import torch
+
+    versions = {
+        "stepscope": stepscope.__version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+    }
     where = {"device": device or processor_name(on), "date": datetime.now(UTC).date().isoformat()}
-    facts = {"versions": versions(), "settings": dict(settings or {})}
+    facts = {"versions": versions, "settings": dict(settings or {})}
     parts = {"tables": tuple(tables), "panels": tuple(panels), "findings": tuple(findings)}
     return Answer(study=study, question=question, **where, **facts, **parts)
 

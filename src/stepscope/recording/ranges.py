@@ -25,38 +25,26 @@ _SILENT: AbstractContextManager[None] = contextlib.nullcontext()
 class Emitter(Protocol):
     """A receiver of ranges. They nest on each thread: pop ends the one that was pushed last on the same thread."""
 
-    def push(self, name: str) -> None: ...
+    def push(self, name: str, /) -> object: ...
 
-    def pop(self) -> None: ...
+    def pop(self) -> object: ...
 
 
 class NvtxEmitter:
-    """An emitter to NVTX tools: by PyTorch, or by NVIDIA's package `nvtx` where PyTorch is built without NVTX."""
-
-    def push(self, name: str) -> None:
-        torch.cuda.nvtx.range_push(name)
-
-    def pop(self) -> None:
-        torch.cuda.nvtx.range_pop()
-
-
-class _PackageEmitter:
-    """An emitter by the package `nvtx`, for CPU builds of PyTorch, which have no NVTX."""
+    """An emitter to NVTX tools: by PyTorch, or by NVIDIA's package `nvtx` where PyTorch is built without NVTX, as for
+    CPUs alone. Raises ImportError where neither can."""
 
     def __init__(self) -> None:
+        if hasattr(torch._C, "_nvtx"):
+            self.push, self.pop = torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+            return
         import nvtx  # noqa: PLC0415  (optional: `pip install 'stepscope[nsys]'`)
 
-        self._nvtx = nvtx
         # From 0.2.12 on the package asks the tool whether it listens. Nsight Systems 2023.4 answers that it does not,
         # so no range arrives, and nothing says so; 0.2.11 did not ask, and all arrive.
         if type(nvtx.get_domain("NVTX")).__name__ == "DummyDomain":
             raise ImportError("this release of nvtx finds no tool that listens")
-
-    def push(self, name: str) -> None:
-        self._nvtx.push_range(name)
-
-    def pop(self) -> None:
-        self._nvtx.pop_range()
+        self.push, self.pop = nvtx.push_range, nvtx.pop_range
 
 
 class OwnRange(torch.profiler.record_function):
@@ -98,17 +86,14 @@ def nvtx_available() -> bool:
 class _Emission:
     """The emitters of the whole process now; read for every range."""
 
-    def __init__(self) -> None:
-        self.emitters: tuple[Emitter, ...] = ()
-        self.detailed = False
-        if watched() and hasattr(torch._C, "_nvtx"):
-            self.emitters = (NvtxEmitter(),)
-        elif watched():
-            with contextlib.suppress(ImportError):
-                self.emitters = (_PackageEmitter(),)
+    emitters: tuple[Emitter, ...] = ()
+    detailed = False
 
 
 _emission = _Emission()
+if watched():
+    with contextlib.suppress(ImportError):
+        _emission.emitters = (NvtxEmitter(),)
 
 
 class _Range:

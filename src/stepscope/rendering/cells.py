@@ -23,7 +23,8 @@ def is_figures(table: Table, column: int) -> bool:
     """Whether a column holds figures. A cell of nothing says nothing against it."""
     if table.units:
         return unit_of(table, column) not in ("", PROSE)
-    values = [_plain(row[column]) for row in table.rows]
+    cells = (row[column] for row in table.rows)
+    values = [cell.value if isinstance(cell, Doubted) else cell for cell in cells]
     return all(
         value is None or value in NOT_FINITE or (isinstance(value, (int, float)) and not isinstance(value, bool))
         for value in values
@@ -34,7 +35,7 @@ def row_texts(table: Table) -> list[list[str]]:
     """Each row's cells as people read them. Different names that look the same, once cleaned and cut, are numbered."""
     texts: list[list[str]] = []
     for row in table.rows:
-        plain = [_text(_plain(cell), unit_of(table, column)) for column, cell in enumerate(row)]
+        plain = [_text(cell, unit_of(table, column)) for column, cell in enumerate(row)]
         marks = [cell.mark if isinstance(cell, Doubted) else "" for cell in row]
         texts.append([f"{text} {mark}" if text and mark else text for text, mark in zip(plain, marks, strict=True)])
     for column in range(len(table.columns)):
@@ -46,9 +47,11 @@ def row_texts(table: Table) -> list[list[str]]:
     return texts
 
 
-def _text(cell: str | float | None, unit: str) -> str:
-    """A figure in its unit; without one as exact as it is: floats by the shortest text that reads back the same, cut
-    to eight digits."""
+def _text(cell: Cell, unit: str) -> str:
+    """A figure in its unit, without the mark of a doubted one; without a unit as exact as it is: floats by the shortest
+    text that reads back the same, cut to eight digits."""
+    if isinstance(cell, Doubted):
+        cell = cell.value
     if cell is None:
         return ""
     if isinstance(cell, str):
@@ -81,7 +84,7 @@ def bare_row(table: Table, row: tuple[Cell, ...]) -> list[str | float | bool | N
     marks = _columns_with_marks(table)
     cells: list[str | float | bool | None] = []
     for i, cell in enumerate(row):
-        value = _plain(cell)
+        value = cell.value if isinstance(cell, Doubted) else cell
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             unit = unit_of(table, i)
             factor = UNITS[unit][1] if unit in UNITS else 1
@@ -100,12 +103,8 @@ def _columns_with_marks(table: Table) -> set[int]:
 def where_of(answer: Answer) -> str:
     """Device, date, versions and settings, on one line."""
     versions = ", ".join(f"{name} {version}" for name, version in answer.versions.items())
-    settings = ", ".join(f"{name} {_text(_plain(value), '')}" for name, value in answer.settings.items())
+    settings = ", ".join(f"{name} {_text(value, '')}" for name, value in answer.settings.items())
     return "; ".join(part for part in (answer.device, answer.date, versions, settings) if part)
-
-
-def _plain(cell: Cell) -> str | float | None:
-    return cell.value if isinstance(cell, Doubted) else cell
 
 
 def sentences_of(answer: Answer) -> list[Line]:

@@ -238,7 +238,8 @@ def page() -> str:
             places = f"every verb but {named(others)}" if 3 * len(others) < len(verbs) else named(verbs)
             places = places if others else "every verb"
             spelled = f"{option.flag} {values[-1]}".strip().replace("|", "\\|")
-            words = option.words.replace("|", "\\|")
+            words = f"{option.help} One of {', '.join(option.choices)}.".strip() if option.choices else option.help
+            words = words.replace("|", "\\|")
             parts.append(f"| `{spelled}` | {words} | {places} |")
         parts[-1] += "\n"
     parts.append("## Old spellings\n\n| before | now |\n|---|---|")

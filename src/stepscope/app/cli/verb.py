@@ -137,7 +137,9 @@ def _parameter(option: Option, several: bool, repeats: bool, default: Any, usual
         kind = option.takes
     elif option.takes is Path or option.metavar == "FILE":
         kind = Path
-    metavar, text = option.metavar or _METAVARS.get(option.takes, "WORD"), option.words
+    metavar, text = option.metavar or _METAVARS.get(option.takes, "WORD"), option.help
+    if option.choices:
+        text = f"{text} One of {', '.join(option.choices)}.".strip()
     if repeats:
         kind, default, text = list[kind], default or None, f"{text} May be repeated."
     elif several and kind is not bool:

@@ -110,6 +110,8 @@ def precision(run: Run) -> Iterator[Finding]:
 
 def _products(profile: ProfiledStep) -> "list[tuple[KernelTotal, KernelName]]":
     """The kernels that multiply matrices, each with what its name says."""
+    if not profile.kernels:
+        return []
     from stepscope.traces.kernels.names import decode  # noqa: PLC0415  (only a GPU's kernels have such names)
 
     decoded = [(kernel, decode(kernel.name)) for kernel in profile.kernels]

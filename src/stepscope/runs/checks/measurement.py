@@ -128,7 +128,7 @@ def _warm_up_more(run: Run) -> str:
 def compiled_while_measured(run: Run) -> Iterator[Finding]:
     """[26] What is compiled during a measured step is in its time."""
     compiled, step = run.evidence.compiled_while_measured, run.samples.get(STEP)
-    if compiled is None or not compiled.count or step is None or not step.count:
+    if compiled is None or step is None or not step.count:
         return
     kinds = {
         "frame": compiled.frames,
@@ -138,6 +138,8 @@ def compiled_while_measured(run: Run) -> Iterator[Finding]:
         "kernel tuning": compiled.tunings,
     }
     what = [f"{count} {name}{'s' if count > 1 else ''}" for name, count in kinds.items() if count]
+    if not what:
+        return
     spent = f" (dynamo: {format_seconds(compiled.compile_s)})" if compiled.compile_s else ""
     figures = ("frames", "graphs", "recordings", "kernels", "tunings", "compile_s")
     yield error(
