@@ -212,5 +212,5 @@ def _remedies(sums: list[_Sum]) -> Iterator[Finding]:
 QUESTION = Question(
     "accumulation",
     study_accumulation,
-    examples=("stepscope study accumulation --only findings", "stepscope study accumulation --addend 0.1 --count 5000"),
+    examples=("--only findings", "--addend 0.1 --count 5000"),
 )

@@ -121,8 +121,8 @@ QUESTION = Question(
     "allocator",
     compare_allocators,
     examples=(
-        "stepscope study allocator --module train.py:make --dtype bf16",
-        "stepscope study allocator --model large --seq-len 1024 --setting garbage_collection_threshold:0.8",
+        "--module train.py:make --dtype bf16",
+        "--model large --seq-len 1024 --setting garbage_collection_threshold:0.8",
     ),
     shared=("shown",),
     defaults={"model": "small", "seq_len": "512"},

@@ -425,8 +425,8 @@ QUESTION = Question(
     "attention",
     time_attentions,
     examples=(
-        "stepscope study attention --seq-len 1024,4096 --attention reference,sdpa,flash --figures calls.json",
-        "stepscope study attention --from calls.json --only 'Peak memory' --save calls.svg",
+        "--seq-len 1024,4096 --attention reference,sdpa,flash --figures calls.json",
+        "--from calls.json --only 'Peak memory' --save calls.svg",
     ),
     shared=("save", "shown"),
     titles=_titles,

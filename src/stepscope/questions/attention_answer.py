@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
 
 from stepscope.core.answer import (
     Answer,
@@ -31,23 +30,14 @@ from stepscope.core.attention_call import (
     saved_by_formula,
 )
 from stepscope.core.errors import InputError
-from stepscope.core.figures import (
-    digits,
-    gibibytes,
-    mebibytes,
-    median_ms,
-    milliseconds,
-    percent,
-    tera,
-)
+from stepscope.core.figures import digits, gibibytes, mebibytes, median_ms, milliseconds, percent, tera
 from stepscope.core.samples import Ratio
-from stepscope.core.units import MIB, format_bytes, format_rate, format_share
+from stepscope.core.units import MIB, counted, format_bytes, format_rate, format_share
 from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
 # Timings of attention, ordered and set beside one another: powers of the sequence, ratios, crossovers.
 
 
-_Key = TypeVar("_Key")
 FITTED = 3
 """Points of a slope: the longest sequences, where what grows slower no longer shows."""
 BASELINE = "reference"
@@ -190,15 +180,12 @@ def arrange(timings: AttentionTimings) -> AttentionStudy:
     groups: dict[tuple[str, int, str], list[AttentionTiming]] = {}
     for row in cells.values():
         groups.setdefault((row.cell.dtype, row.cell.shape.head_dim, row.cell.line), []).append(row)
-    curves = [
-        Curve(
-            line=line,
-            dtype=dtype,
-            head_dim=head_dim,
-            rows=tuple(sorted(rows, key=lambda row: row.cell.shape.queries)),
-        )
+    for rows in groups.values():
+        rows.sort(key=lambda row: row.cell.shape.queries)
+    curves = (
+        Curve(line=line, dtype=dtype, head_dim=head_dim, rows=tuple(rows))
         for (dtype, head_dim, line), rows in groups.items()
-    ]
+    )
     return AttentionStudy(timings=timings, curves=tuple(curves))
 
 
@@ -222,10 +209,10 @@ CLOSE = 0.02
 
 def attention_findings(study: AttentionStudy) -> Iterator[Finding]:
     """The gate first, since without it no figure means anything."""
-    yield from chain(_gate(study), _interpreted(study))
+    yield from _gate(study)
     if not study.mixed:
         yield from chain(_memory_runs_out(study), _contests(study), _compiled_findings(study), _powers(study))
-    yield from chain(_formula(study), _best(study), _shown(study), _unfinished(study))
+    yield from chain(_formula(study), _best(study), _unfinished(study))
 
 
 def _gate(study: AttentionStudy) -> Iterator[Finding]:
@@ -245,12 +232,9 @@ def _gate(study: AttentionStudy) -> Iterator[Finding]:
         of_line = [row for row in wrong if row.cell.line == line]
         yield error(
             "refused",
-            f"No time of {line} is shown in {_cell_findings(len(of_line))}: {of_line[0].reason}.",
+            f"No time of {line} is shown in {counted(len(of_line), 'cell')}: {of_line[0].reason}.",
             {"cells": len(of_line)},
         )
-
-
-def _interpreted(study: AttentionStudy) -> Iterator[Finding]:
     names = study.timings.interpreted
     if names:
         yield warning(
@@ -365,10 +349,6 @@ def _powers(study: AttentionStudy) -> Iterator[Finding]:
                 )
 
 
-def _cell_findings(count: int) -> str:
-    return f"{count} cell{'' if count == 1 else 's'}"
-
-
 def _span(powers: Sequence[float]) -> str:
     low, high = f"{min(powers):.2f}", f"{max(powers):.2f}"
     return low if low == high else f"{low} to {high}"
@@ -416,48 +396,39 @@ def _best(study: AttentionStudy) -> Iterator[Finding]:
         yield note("convention", f"FLOPs are counted as {CONVENTION}.")
 
 
-def _shown(study: AttentionStudy) -> Iterator[Finding]:
-    """Launches that show where they should not."""
-    if study.timings.launches != "hidden":
-        return
-    rows = [row for curve in study.curves for row in curve.measured if row.launches == "shown"]
-    if rows:
+def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
+    """Launches that show where they should not, and cells without a time."""
+    shown = [row for curve in study.curves for row in curve.measured if row.launches == "shown"]
+    if shown and study.timings.launches == "hidden":
         yield warning(
             "launches",
-            f"In {_cell_findings(len(rows))} the host was slower than the lead it was given, so that launches may be "
-            f"in the times: {rows[0].cell} first.",
-            {"cells": len(rows)},
+            f"In {counted(len(shown), 'cell')} the host was slower than the lead it was given, so that launches may be "
+            f"in the times: {shown[0].cell} first.",
+            {"cells": len(shown)},
         )
-
-
-def _unfinished(study: AttentionStudy) -> Iterator[Finding]:
-    rows = [row for curve in study.curves for row in curve.rows if row.outcome in ("not reached", "interrupted")]
-    if rows:
+    rows = [row for curve in study.curves for row in curve.rows]
+    late = [row for row in rows if row.outcome in ("not reached", "interrupted")]
+    if late:
         yield warning(
             "unfinished",
-            f"Of {sum(len(curve.rows) for curve in study.curves)} cells {len(rows)} had not been measured at "
-            f"the end: {rows[0].cell} first.",
-            {"cells": len(rows)},
+            f"Of {len(rows)} cells {len(late)} had not been measured at the end: {late[0].cell} first.",
+            {"cells": len(late)},
         )
-    failed = [row for curve in study.curves for row in curve.rows if row.outcome == "failed"]
+    failed = [row for row in rows if row.outcome == "failed"]
     if failed:
         yield error(
             "failed",
-            f"In {_cell_findings(len(failed))} it failed: {failed[0].cell} {failed[0].reason}.",
+            f"In {counted(len(failed), 'cell')} it failed: {failed[0].cell} {failed[0].reason}.",
             {"cells": len(failed)},
         )
 
 
 def _by_line(study: AttentionStudy) -> list[tuple[str, str, list[Curve]]]:
     """Curves of one dtype and implementation, over head_dims."""
-    return [(*key, curves) for key, curves in _grouped(study, lambda curve: (curve.dtype, curve.line)).items()]
-
-
-def _grouped(study: AttentionStudy, key: Callable[[Curve], _Key]) -> dict[_Key, list[Curve]]:
-    groups: dict[_Key, list[Curve]] = {}
+    groups: dict[tuple[str, str], list[Curve]] = {}
     for curve in study.curves:
-        groups.setdefault(key(curve), []).append(curve)
-    return groups
+        groups.setdefault((curve.dtype, curve.line), []).append(curve)
+    return [(*key, curves) for key, curves in groups.items()]
 
 
 BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING = (
@@ -564,7 +535,10 @@ def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTimi
 
 def _groups(study: AttentionStudy) -> list[tuple[str, int, list[Curve]]]:
     """Curves of one dtype and head_dim, over implementations."""
-    return [(*key, curves) for key, curves in _grouped(study, lambda curve: (curve.dtype, curve.head_dim)).items()]
+    groups: dict[tuple[str, int], list[Curve]] = {}
+    for curve in study.curves:
+        groups.setdefault((curve.dtype, curve.head_dim), []).append(curve)
+    return [(*key, curves) for key, curves in groups.items()]
 
 
 def _compiled(study: AttentionStudy) -> Table:

@@ -328,9 +328,6 @@ def check_place(place: Path | None) -> None:
 QUESTION = Question(
     "attention-gate",
     judge_attentions,
-    examples=(
-        "stepscope study attention-gate --attention sdpa,flash --dtype bf16 --figures gate.json",
-        "stepscope study attention-gate --from results/h200/attention/gate.json",
-    ),
+    examples=("--attention sdpa,flash --dtype bf16 --figures gate.json", "--from results/h200/attention/gate.json"),
     shared=("shown",),
 )

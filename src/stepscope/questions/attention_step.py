@@ -181,7 +181,14 @@ def steps_findings(study: StepStudy, groups: Sequence[StepGroup], unread: int) -
         for pair in group.pairs:
             yield from chain(_step(group, pair), _kernels(pair), _saved(pair))
         yield from chain(_fastest(group), _waits(group))
-    yield from chain(_picked(groups), _alone(groups), _doubts(groups))
+    # What `auto` stood for.
+    picks: dict[str, list[str]] = {}
+    for cell in (cell for group in groups for cell in group.cells):
+        if cell.run.evidence.attention:
+            picks.setdefault(cell.run.evidence.attention, []).append(cell.name)
+    for picked, names in picks.items():
+        yield note("picked", f"auto is {picked} in {', '.join(names)}.", {"cells": len(names)})
+    yield from chain(_alone(groups), _doubts(groups))
     yield from unlike_environments([pair for group in groups for pair in group.pairs])
     yield from replaced_runs(study)
     for cell in study.unmeasured:
@@ -314,17 +321,6 @@ def _waits(group: StepGroup) -> Iterator[Finding]:
             "no attention shortens: compare their kernel time.",
             {"least share": least},
         )
-
-
-def _picked(groups: Sequence[StepGroup]) -> Iterator[Finding]:
-    """What `auto` stood for."""
-    picks: dict[str, list[str]] = {}
-    for group in groups:
-        for cell in group.cells:
-            if cell.run.evidence.attention:
-                picks.setdefault(cell.run.evidence.attention, []).append(cell.name)
-    for picked, cells in picks.items():
-        yield note("picked", f"auto is {picked} in {', '.join(cells)}.", {"cells": len(cells)})
 
 
 def _alone(groups: Sequence[StepGroup]) -> Iterator[Finding]:
@@ -511,8 +507,8 @@ QUESTION = Question(
     "attention-step",
     compare_attentions,
     examples=(
-        "stepscope study attention-step --model small,medium --seq-len 1024 --attention reference,flash",
-        "stepscope study attention-step --from results/h200/attention-steps --only findings",
+        "--model small,medium --seq-len 1024 --attention reference,flash",
+        "--from results/h200/attention-steps --only findings",
     ),
     shared=("save", "shown"),
     defaults={

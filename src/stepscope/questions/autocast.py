@@ -8,7 +8,7 @@ and the imitation held against what was seen.
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,7 +119,7 @@ def model_with_loss(
             return F.cross_entropy(logits_BO, targets_B)
 
         toy, batch = ToyModel().to(device), torch.randn(TOY_BATCH, TOY_IN).to(device)
-        return _ours(TOY, toy, batch, cross_entropy)
+        return ModelWithLoss(name=TOY, own=UserModule(name=TOY, module=toy, batches=[batch], loss=cross_entropy))
     workload = TextbookWorkload(model=configure(model), batch_size=SEQUENCES, seq_len=TOKENS, seed=seed)
     check_room(workload, device, bytes_per_parameter=_STEP_BYTES)
     tokens_BS, targets_BS = torch.randint(workload.model.vocabulary, (2, SEQUENCES, TOKENS)).to(device)
@@ -128,11 +128,9 @@ def model_with_loss(
         # Without the cast that the training step's loss has: here autocast chooses the dtype.
         return F.cross_entropy(logits_BSV.flatten(0, 1), targets_BS.flatten())
 
-    return _ours(model, build_model(workload, device), tokens_BS, cross_entropy_of_tokens)
-
-
-def _ours(name: str, module: nn.Module, batch: Tensor, loss: Callable[[Tensor], Tensor]) -> ModelWithLoss:
-    return ModelWithLoss(name=name, own=UserModule(name=name, module=module, batches=[batch], loss=loss))
+    module = build_model(workload, device)
+    own_module = UserModule(name=model, module=module, batches=[tokens_BS], loss=cross_entropy_of_tokens)
+    return ModelWithLoss(name=model, own=own_module)
 
 
 # One forward, loss and backward under autocast, as hooks saw it, and how often parameters were cast.
@@ -244,14 +242,15 @@ _LARGE = 1000.0
 """Deviation of the numbers that layer norm is tried on: its square, a million, is far above fp16's largest number."""
 
 
-def parameters_found(recording: AutocastRecord) -> Finding:
-    """A finding on the dtypes of parameters, of their gradients, and of the loss."""
+def dtypes_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) -> Iterator[Finding]:
+    """Findings on the dtypes of parameters, of their gradients and of the loss, on a loss that is not finite, and on
+    the dtype of gradients on their way back, where some are in 16 bits."""
     inside = Counter(recording.inside.values())
     gradients = Counter(recording.gradients.values())
     without = gradients.pop(None, 0)
     same = all(recording.gradients[name] in (None, dtype) for name, dtype in recording.inside.items())
     tail = f"; {without} got none" if without else ""
-    return note(
+    yield note(
         "parameters",
         f"Inside the region the {inside.total()} parameters are {_counted(inside)}, and the gradients "
         f"{_counted(gradients)}{tail}: "
@@ -264,10 +263,10 @@ def parameters_found(recording: AutocastRecord) -> Finding:
             "loss": str(recording.loss_value),
         },
     )
-
-
-def activations_found(model: ModelWithLoss, recording: AutocastRecord, dtype: str) -> Iterator[Finding]:
-    """A finding on the dtype of gradients on their way back, where some are in 16 bits."""
+    if not math.isfinite(recording.loss_value):
+        value = str(recording.loss_value)
+        sentence = f"The loss of {model.name} is {value}: its dtypes stand, its gradients mean nothing."
+        yield warning("loss", sentence, {"loss": value})
     ran = [seen for seen in recording.seen.values() if seen.calls]
     low = sum(dtype in of.outputs for of in ran)
     back = sum(dtype in of.gradients for of in ran)
@@ -400,20 +399,18 @@ def caching_found(recording: AutocastRecord, repeats: Mapping[str, Casts], dtype
     )
 
 
-def treated_found(here: Mapping[str, Observed], rules: str) -> Finding:
-    """A finding on how many operators these rules treat in each way."""
+def operators_found(operators: Mapping[str, Mapping[str, Observed]], rules: str) -> Iterator[Finding]:
+    """Findings on how many operators these rules treat in each way, and on those that CPU and CUDA treat differently,
+    grouped by how."""
+    here = operators[rules]
     counts = Counter(observed.treatment for observed in here.values())
     told = len(here) - counts[None]
     parts = [f"{counts[treatment]} {_WORDS[treatment]}" for treatment in TREATMENTS if counts[treatment]]
-    return note(
+    yield note(
         "operators",
         f"Of {told} operators autocast on {rules} has {', '.join(parts[:-1])} and {parts[-1]}.",
         {**{treatment: counts[treatment] for treatment in TREATMENTS}, "operators": told},
     )
-
-
-def differences_found(operators: Mapping[str, Mapping[str, Observed]]) -> Iterator[Finding]:
-    """Findings on the operators that CPU and CUDA treat differently, grouped by how."""
     pairs: dict[tuple[str, str], list[str]] = {}
     common = 0
     for op in OPERATORS:
@@ -457,45 +454,32 @@ COLUMNS = ("what", "kind", "calls", "dtype", "input", "output", "gradient")
 def tree_table(model: ModelWithLoss, recording: AutocastRecord, title: str) -> Table:
     """A table of dtypes, a row per module or parameter; neighbours named by a number share rows that are alike."""
     whole = model.module
-    rows = list(_Tree(whole, recording).rows(type(whole).__name__, whole, path="", depth=0))
-    rows.append(("loss", model.own.loss_name, None, None, ", ".join(recording.output), recording.loss, None))
-    return Table(title=title, columns=COLUMNS, rows=tuple(rows))
+    names = {id(parameter): name for name, parameter in whole.named_parameters()}
+    shown: dict[int, str] = {}
+    """The path of each module that has rows already, by its id. A module that is met again is only named."""
 
-
-class _Tree:
-    """The rows of one model, made from the top down."""
-
-    def __init__(self, whole: nn.Module, recording: AutocastRecord) -> None:
-        self._recording = recording
-        self._names = {id(parameter): name for name, parameter in whole.named_parameters()}
-        self._shown: dict[int, str] = {}
-        """The path of each module that has rows already, by its id. A module that is met again is only named."""
-
-    def rows(self, label: str, module: nn.Module, *, path: str, depth: int) -> Iterator[Row]:
+    def rows_of(label: str, module: nn.Module, path: str, depth: int) -> Iterator[Row]:
         """Rows of a module, its parameters, and the modules in it."""
         indent = "  " * depth
-        if id(module) in self._shown:
-            yield (indent + label, f"the same as {self._shown[id(module)]}", None, None, None, None, None)
+        if id(module) in shown:
+            yield (indent + label, f"the same as {shown[id(module)]}", None, None, None, None, None)
             return
-        self._shown[id(module)] = path or "the whole"
+        shown[id(module)] = path or "the whole"
         # A module that forward itself makes has no hooks.
-        seen = self._recording.seen.get(id(module), Seen())
+        seen = recording.seen.get(id(module), Seen())
         dtypes = (", ".join(found) for found in (seen.inputs, seen.outputs, seen.gradients))
         yield (indent + label, type(module).__name__, seen.calls or None, None, *dtypes)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            full = self._names[id(parameter)]
+            full = names[id(parameter)]
             kind = "parameter" if full == _join(path, name) else f"the same as {full}"
-            gradient = self._recording.gradients[full] or "none"
-            dtype = self._recording.inside[full]
+            gradient = recording.gradients[full] or "none"
+            dtype = recording.inside[full]
             yield (f"{indent}  {name}", f"{kind} {_shape(parameter)}", None, dtype, "", "", gradient)
         for name, buffer in module.named_buffers(recurse=False):
             yield (f"{indent}  {name}", f"buffer {_shape(buffer)}", None, dtype_name(buffer.dtype), "", "", "")
-        yield from self._children(module, path, depth + 1)
-
-    def _children(self, module: nn.Module, path: str, depth: int) -> Iterator[Row]:
         groups: list[tuple[list[str], list[Row]]] = []
         for name, child in module.named_children():
-            rows = list(self.rows(name, child, path=_join(path, name), depth=depth))
+            rows = list(rows_of(name, child, _join(path, name), depth + 1))
             members, before = groups[-1] if groups else ([""], rows)
             # Alike but for the label of the first row.
             if name.isdigit() and members[-1].isdigit() and [before[0][1:], *before[1:]] == [rows[0][1:], *rows[1:]]:
@@ -504,8 +488,11 @@ class _Tree:
                 groups.append(([name], rows))
         for members, rows in groups:
             if len(members) > 1:
-                rows[0] = (f"{'  ' * depth}{members[0]} to {members[-1]}, each", *rows[0][1:])
+                rows[0] = (f"{indent}  {members[0]} to {members[-1]}, each", *rows[0][1:])
             yield from rows
+
+    last = ("loss", model.own.loss_name, None, None, ", ".join(recording.output), recording.loss, None)
+    return Table(title=title, columns=COLUMNS, rows=(*rows_of(type(whole).__name__, whole, "", 0), last))
 
 
 def _join(path: str, name: str) -> str:
@@ -569,11 +556,6 @@ def study_autocast(
     if imitated:
         with AsOnCuda():
             first.append(imitation_found(operators["cuda"], observe_operators(cpu, low)))
-    not_finite: list[Finding] = []
-    if not math.isfinite(recording.loss_value):
-        value = str(recording.loss_value)
-        sentence = f"The loss of {looked_at.name} is {value}: its dtypes stand, its gradients mean nothing."
-        not_finite.append(warning("loss", sentence, {"loss": value}))
     return computed_answer(
         where,
         study="autocast",
@@ -608,13 +590,10 @@ def study_autocast(
         ),
         findings=(
             *first,
-            parameters_found(recording),
-            *not_finite,
-            *activations_found(looked_at, recording, dtype),
+            *dtypes_found(looked_at, recording, dtype),
             *normalisations,
             *([squares_found(where, low)] if normalisations else []),
             caching_found(recording, repeats, dtype),
-            treated_found(here, rules),
-            *differences_found(operators),
+            *operators_found(operators, rules),
         ),
     )

@@ -318,7 +318,14 @@ def _findings(bench: Bench) -> Iterator[answer.Finding]:
             remedy="a GPU times it",
         )
     yield from _less_exact(bench)
-    yield from _slow_to_compile(bench)
+    for row in bench.timings:
+        if row.first_s is not None and row.seconds and row.first_s > max(1.0, 100 * row.seconds):
+            yield answer.note(
+                "compiles",
+                f"{_where(row)}{row.function} needed {format_seconds(row.first_s)} for its first call, to compile and "
+                f"to choose: as long as {row.first_s / row.seconds:,.0f} later ones.",
+                {"first_s": row.first_s},
+            )
     yield from _of_the_device(bench)
     if bench.interrupted:
         yield answer.warning(
@@ -347,17 +354,6 @@ def _less_exact(bench: Bench) -> Iterator[answer.Finding]:
                 f"{function} is right, and up to {times:.1f} times as far off as {bench.yardstick or bench.reference}: "
                 f"the {error.result} with {verdict.case}, {error.error:.2g} beside {error.rival:.2g}.",
                 {"times": times},
-            )
-
-
-def _slow_to_compile(bench: Bench) -> Iterator[answer.Finding]:
-    for row in bench.timings:
-        if row.first_s is not None and row.seconds and row.first_s > max(1.0, 100 * row.seconds):
-            yield answer.note(
-                "compiles",
-                f"{_where(row)}{row.function} needed {format_seconds(row.first_s)} for its first call, to compile and "
-                f"to choose: as long as {row.first_s / row.seconds:,.0f} later ones.",
-                {"first_s": row.first_s},
             )
 
 

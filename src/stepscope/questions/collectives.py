@@ -355,10 +355,7 @@ def measure_collectives(
 QUESTION = Question(
     "collectives",
     measure_collectives,
-    examples=(
-        "stepscope study collectives --ranks 2 --backend gloo --largest 1MiB",
-        "stepscope study collectives --ranks 2,4,8 --save bandwidth.svg",
-    ),
+    examples=("--ranks 2 --backend gloo --largest 1MiB", "--ranks 2,4,8 --save bandwidth.svg"),
     defaults={
         "ranks": "every GPU, or 2 on CPUs",
         "backend": "nccl where GPUs are",

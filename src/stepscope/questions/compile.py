@@ -807,10 +807,7 @@ def compare_modes(
 QUESTION = Question(
     "compile",
     compare_modes,
-    examples=(
-        "stepscope study compile --model small --compile default,max-autotune",
-        "stepscope study compile --module train.py:make --prices",
-    ),
+    examples=("--model small --compile default,max-autotune", "--module train.py:make --prices"),
     shared=("save", "shown"),
     defaults={**ON_GPU.in_words(ON_CPU), "phase": "forward,train", "attention": "reference", "compile": "default"},
 )

@@ -224,6 +224,6 @@ def _lost(value: str, number: float, exact: Fraction) -> list[Finding]:
 QUESTION = Question(
     "formats",
     study_formats,
-    examples=("stepscope study formats --value 1e-7 --only becomes", "stepscope study formats --only Formats"),
+    examples=("--value 1e-7 --only becomes", "--only Formats"),
     shared=("from_", "shown"),
 )

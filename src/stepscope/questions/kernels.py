@@ -146,6 +146,13 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
     parts = [make(letter, ordered) for letter, make in TABLES.items() if not letters or letter in letters]
     shown = [part for part in parts if part.table.rows]
     missing = tuple(("-".join(run.workload.words()), ComparedRun(run=run).why_missing) for run in unmeasured)
+    # What the captures' own findings say to take care with, each with its cell.
+    doubts: list[Finding] = []
+    for cell in ordered:
+        for finding in (finding for finding in cell.tables.findings if finding.severity != "note"):
+            remedy = f" Remedy: {finding.remedy}." if finding.remedy else ""
+            sentence = f"{cell.cell}: {finding.severity} {finding.kind}: {finding.sentence}{remedy}"
+            doubts.append(msgspec.structs.replace(finding, sentence=sentence))
     return measured_answer(
         next((cell.run.environment for cell in ordered), None),
         study="kernels",
@@ -153,7 +160,7 @@ def answer_kernels(cells: Iterable[CapturedCell], letters: str = "", unmeasured:
         date=max(cell.run.day for cell in ordered),
         tables=(*(part.table for part in shown), Table(title=MISSING, columns=("cell", "why"), rows=missing)),
         panels=[panel for part in shown for panel in part.panels],
-        findings=[*(finding for part in shown for finding in part.findings), *_doubts(ordered)],
+        findings=[*(finding for part in shown for finding in part.findings), *doubts],
     )
 
 
@@ -331,9 +338,7 @@ def _softmax(letter: str, cells: list[CapturedCell]) -> _Part:
 
 
 def _softmax_kernels(letter: str, cells: list[CapturedCell]) -> _Part:
-    rows: list[tuple[Cell, ...]] = []
-    for cell in cells:
-        rows += [(cell.cell, *_kernel(row)) for row in cell.tables.softmax_kernels]
+    rows = [(cell.cell, *_kernel(row)) for cell in cells for row in cell.tables.softmax_kernels]
     columns = ("cell", "kernel", "calls a step", "ms a step", "share of softmax %")
     title = f"({letter}) The kernels that softmax is made of, in forward"
     return _Part(table=Table(title=title, columns=columns, rows=tuple(rows)))
@@ -343,8 +348,12 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
     busiest = busiest_families(cells)
     rows: list[tuple[Cell, ...]] = []
     ratios = []
+    twice = True
     for cell in cells:
         forward, backward = cell.tables.phase(FORWARD), cell.tables.phase(BACKWARD)
+        if forward and backward:
+            products = forward.product_kernels
+            twice &= products is not None and backward.product_kernels == 2 * products
         ratio = backward.busy_ns / forward.busy_ns if forward and backward and forward.busy_ns else None
         if ratio:
             ratios.append((ratio, cell.cell))
@@ -355,18 +364,8 @@ def _families(letter: str, cells: list[CapturedCell]) -> _Part:
     title = f"({letter}) Backward against forward, and where the device's time goes"
     columns = ("cell", "backward / forward", *(f"{family} ms" for family in busiest), "other ms")
     table = Table(title=title, columns=columns, rows=tuple(rows))
-    base = f"forward{', for twice the matrix products' if _twice_the_products(cells) else ''}"
+    base = "forward, for twice the matrix products" if twice else "forward"
     return _with_range(table, ratios, "backward-forward", "In kernel time backward takes", base)
-
-
-def _twice_the_products(cells: list[CapturedCell]) -> bool:
-    """Whether each backward ran twice the products of its forward."""
-    counts = [
-        (forward.product_kernels, backward.product_kernels)
-        for cell in cells
-        if (forward := cell.tables.phase(FORWARD)) and (backward := cell.tables.phase(BACKWARD))
-    ]
-    return all(forward is not None and backward == 2 * forward for forward, backward in counts)
 
 
 def _roofs(letter: str, cells: list[CapturedCell]) -> _Part:
@@ -432,17 +431,6 @@ def _tools(letter: str, cells: list[CapturedCell]) -> _Part:
         f"by at most {apart:.2f} %, the share of matrix multiplication by {share:.2f} points."
     )
     return _Part(table=table, findings=(note("profilers-agree", sentence, {"time %": apart, "points": share}),))
-
-
-def _doubts(cells: list[CapturedCell]) -> list[Finding]:
-    """What the captures' own findings say to take care with, each with its cell."""
-    doubts: list[Finding] = []
-    for cell in cells:
-        for finding in (finding for finding in cell.tables.findings if finding.severity != "note"):
-            remedy = f" Remedy: {finding.remedy}." if finding.remedy else ""
-            sentence = f"{cell.cell}: {finding.severity} {finding.kind}: {finding.sentence}{remedy}"
-            doubts.append(msgspec.structs.replace(finding, sentence=sentence))
-    return doubts
 
 
 TABLES: dict[str, Callable[[str, list[CapturedCell]], _Part]] = {
@@ -555,9 +543,6 @@ def _stored(place: Path, where: Sequence[str]) -> list[tuple[Run, Path]]:
 QUESTION = Question(
     "kernels",
     capture_kernels,
-    examples=(
-        "stepscope study kernels --model small --seq-len 128,512",
-        "stepscope study kernels --from results/h200/kernels --where model=large --only d,h",
-    ),
+    examples=("--model small --seq-len 128,512", "--from results/h200/kernels --where model=large --only d,h"),
     shared=("save", "style", "brief", "json"),
 )

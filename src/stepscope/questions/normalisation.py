@@ -155,29 +155,25 @@ def norm_limits(name: str, epsilon: float, device: "torch.device") -> NormLimits
     import torch
 
     dtype = answers.dtype_of(name)
-    held = torch.tensor(epsilon, dtype=dtype, device=device)
+    held = torch.tensor(epsilon, dtype=dtype, device=device).item()
+    form, swallowed_from = FORMATS[name], 0.0
+    if held:
+        # The first power of two at which half a spacing is more than epsilon: from there on no sum takes it.
+        power = math.frexp(held)[1] + form.significand_bits
+        while form.spacing(2.0**power) / 2 > held:
+            power -= 1
+        while form.spacing(2.0**power) / 2 <= held:
+            power += 1
+        swallowed_from = 2.0**power
     largest = answers.last_number_where(lambda x: torch.isfinite(x * x), dtype, device)
     return NormLimits(
         format=name,
         largest_square_of=largest,
         overflows_at=answers.next_number(largest, dtype),
         vanishes_up_to=answers.last_number_where(lambda x: x * x == 0, dtype, device),
-        epsilon=held.item(),
-        swallowed_from=_swallowed_from(name, held.item()),
+        epsilon=held,
+        swallowed_from=swallowed_from,
     )
-
-
-def _swallowed_from(name: str, epsilon: float) -> float:
-    """The first power of two at which half a spacing is more than epsilon: from there on no sum takes it."""
-    if epsilon == 0:
-        return 0.0
-    form = FORMATS[name]
-    power = math.frexp(epsilon)[1] + form.significand_bits
-    while form.spacing(2.0**power) / 2 > epsilon:
-        power -= 1
-    while form.spacing(2.0**power) / 2 <= epsilon:
-        power += 1
-    return 2.0**power
 
 
 # Findings on RMSNorm and LayerNorm in few bits, with the figures of the cases.
@@ -386,13 +382,22 @@ def study_normalisation(
     limits = [norm_limits(name, epsilon, on) for name in answers.FEW_BITS]
     drawn = [case for case in by_scale if case.way == MEAN or (case.format != "fp32" and case.way in (SUM, UPCAST))]
     grown = [case for case in by_width if case.way in (IN_TURN, MEAN)]
+    limit_columns: dict[str, Callable[[NormLimits], Cell]] = {
+        "format": lambda limit: limit.format,
+        "largest whose square is finite": lambda limit: limit.largest_square_of,
+        "square overflows at": lambda limit: limit.overflows_at,
+        "square is zero up to": lambda limit: limit.vanishes_up_to,
+        f"epsilon {epsilon:g} becomes": lambda limit: limit.epsilon,
+        "which is": lambda limit: kind_of_number(limit.epsilon, limit.format),
+        "swallowed beside a mean of squares from": lambda limit: limit.swallowed_from,
+    }
     return computed_answer(
         on,
         study="normalisation",
         question="Where do RMSNorm and LayerNorm break in few bits, and does upcasting mend it?",
         settings={"epsilon": epsilon, "width": middle, "rows": ROWS, "seed": seed},
         tables=(
-            _limits(limits, epsilon),
+            answers.table_by("Squares and epsilon in each format", limits, limit_columns),
             *(_by(f"{norm}: error of the output by the input's scale", of_norm(by_scale, norm), "scale")
               for norm in NORMS),
             *(_by(f"{norm}: error of the {SPREAD[norm]} by the width", of_norm(by_width, norm), "width")
@@ -407,21 +412,6 @@ def study_normalisation(
         ),
         findings=norm_findings(limits, by_scale, by_width, by_epsilon),
     )  # fmt: skip
-
-
-def _limits(limits: Iterable[NormLimits], epsilon: float) -> Table:
-    columns = (
-        "format", "largest whose square is finite", "square overflows at", "square is zero up to",
-        f"epsilon {epsilon:g} becomes", "which is", "swallowed beside a mean of squares from",
-    )  # fmt: skip
-    rows: list[tuple[Cell, ...]] = [
-        (
-            limit.format, limit.largest_square_of, limit.overflows_at, limit.vanishes_up_to, limit.epsilon,
-            kind_of_number(limit.epsilon, limit.format), limit.swallowed_from,
-        )
-        for limit in limits
-    ]  # fmt: skip
-    return Table(title="Squares and epsilon in each format", columns=columns, rows=tuple(rows))
 
 
 def _by(title: str, cases: Iterable[NormCase], field: str) -> Table:
@@ -647,8 +637,8 @@ QUESTION = Question(
     "normalisation",
     normalisation,
     examples=(
-        "stepscope study normalisation --scales 0.1,10,300 --widths 256,4096",
-        "stepscope study normalisation --from results/cpu/precision/normalisation.json --save normalisation.svg",
+        "--scales 0.1,10,300 --widths 256,4096",
+        "--from results/cpu/precision/normalisation.json --save normalisation.svg",
     ),
     defaults={"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"},
 )

@@ -205,30 +205,21 @@ def swallowed(
 UNDERFLOW = Question(
     "underflow",
     underflow,
-    examples=(
-        "stepscope study underflow --model small --save underflow.svg",
-        "stepscope study underflow --from results/h200/precision/underflow.json --only 'by format'",
-    ),
+    examples=("--model small --save underflow.svg", "--from results/h200/precision/underflow.json --only 'by format'"),
     defaults={"model": "tiny", "batch_size": "1", "seq_len": "64"},
 )
 
 SCALING = Question(
     "scaling",
     scaling,
-    examples=(
-        "stepscope study scaling --steps 100 --overflow-at 7,8,60",
-        "stepscope study scaling --from results/h200/precision/scaling.json --only findings",
-    ),
+    examples=("--steps 100 --overflow-at 7,8,60", "--from results/h200/precision/scaling.json --only findings"),
     defaults=_OF_A_FILE,
 )
 
 SWALLOWED = Question(
     "swallowed",
     swallowed,
-    examples=(
-        "stepscope study swallowed --learning-rate 1e-4,1e-3",
-        "stepscope study swallowed --from results/cpu/precision/swallowed.json --save swallowed.svg",
-    ),
+    examples=("--learning-rate 1e-4,1e-3", "--from results/cpu/precision/swallowed.json --save swallowed.svg"),
     defaults={"model": "tiny", "batch_size": "4", "seq_len": "32"},
 )
 
@@ -266,10 +257,7 @@ def autocast(
 AUTOCAST = Question(
     "autocast",
     autocast,
-    examples=(
-        "stepscope study autocast --model tiny --dtype fp16 --rules cuda",
-        "stepscope study autocast --module train.py:make --arg width=64 --only modules",
-    ),
+    examples=("--model tiny --dtype fp16 --rules cuda", "--module train.py:make --arg width=64 --only modules"),
     shared=("from_", "shown"),
     defaults={"model": "toy", "rules": "the device's", **_OF_A_FILE},
 )
@@ -296,8 +284,8 @@ PARITY = Question(
     "parity",
     parity,
     examples=(
-        "stepscope study parity --module train.py:make --accumulation 2,4",
-        "stepscope study parity --model tiny --attention sdpa,flash-tiled --checkpointing every-1,selective",
+        "--module train.py:make --accumulation 2,4",
+        "--model tiny --attention sdpa,flash-tiled --checkpointing every-1,selective",
     ),
     defaults={
         "accumulation": "2 and 4 where the batch can be cut",
@@ -326,10 +314,7 @@ def shadow(tell: Tell, *, asked: OneModel, to: To = "bf16", device: str) -> Answ
 SHADOW = Question(
     "shadow",
     shadow,
-    examples=(
-        "stepscope study shadow --module train.py:make --arg width=64",
-        "stepscope study shadow --model tiny --to fp16 --save shadow.svg",
-    ),
+    examples=("--module train.py:make --arg width=64", "--model tiny --to fp16 --save shadow.svg"),
     defaults={"model": "tiny", "batch_size": "4", "seq_len": "64"},
 )
 

@@ -322,23 +322,19 @@ def _lessons(cells: Sequence[SharedCell]) -> Iterator[Finding]:
             told = "cannot be told apart" if ratio.undecided else f"is {comparison.times_as_fast(ratio)}"
             step = f"the step{'s' if ratio.undecided else ''} {told}"
             times = f"{format_milliseconds(base.time_s)} to {format_milliseconds(cell.time_s)} ms"
-            moves = "; ".join([f"{step}, {times}", *_moves(base, cell)])
+            moves = [f"{step}, {times}"]
+            was, now = metrics.exposed_s(base.run), metrics.exposed_s(cell.run)
+            if was is not None and now is not None:
+                moves.append(f"exposed communication {format_milliseconds(was)} to {format_milliseconds(now)} ms")
+            for what, read in (("sent by a rank", metrics.sent_bytes), ("kept by a rank", metrics.kept_bytes)):
+                was, now = read(base.run), read(cell.run)
+                if was and now is not None and abs(now / was - 1) > _AS_BY_FORMULA:
+                    moves.append(f"{what} {format_bytes(was)} to {format_bytes(now)} ({now / was - 1:+.0%})")
             yield note(
                 kind,
-                f"{cell.name}, {counted(ranks, 'rank')}, from {before} to {after} ({words}): {moves}.",
+                f"{cell.name}, {counted(ranks, 'rank')}, from {before} to {after} ({words}): {'; '.join(moves)}.",
                 {"speed-up": ratio.value, "step_s": cell.time_s, "before_s": base.time_s},
             )
-
-
-def _moves(before: SharedCell, after: SharedCell) -> Iterator[str]:
-    """What else moved between two cells: exposed communication, bytes sent, what a rank keeps."""
-    was, now = metrics.exposed_s(before.run), metrics.exposed_s(after.run)
-    if was is not None and now is not None:
-        yield f"exposed communication {format_milliseconds(was)} to {format_milliseconds(now)} ms"
-    for words, read in (("sent by a rank", metrics.sent_bytes), ("kept by a rank", metrics.kept_bytes)):
-        was, now = read(before.run), read(after.run)
-        if was and now is not None and abs(now / was - 1) > _AS_BY_FORMULA:
-            yield f"{words} {format_bytes(was)} to {format_bytes(now)} ({now / was - 1:+.0%})"
 
 
 def _fastest(pairs: Sequence[SharedPair]) -> Iterator[Finding]:
@@ -488,8 +484,8 @@ QUESTION = Question(
     "parallel",
     compare_strategies,
     examples=(
-        "stepscope study parallel --model large --parallel ddp-bucketed --ranks 2,4 --graph step --scaling weak",
-        "stepscope study parallel --model tiny --device cpu --save strategies.svg",
+        "--model large --parallel ddp-bucketed --ranks 2,4 --graph step --scaling weak",
+        "--model tiny --device cpu --save strategies.svg",
     ),
     shared=("save", "shown"),
     defaults={

@@ -9,9 +9,10 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from stepscope.core.errors import InputError, StepscopeError
@@ -115,7 +116,9 @@ class Setting:
         with torch.no_grad():
             for parameter in step.model.parameters():
                 if parameter.is_floating_point():
-                    _move(parameter, self.rounding, generator)
+                    signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+                    rounding = max(self.rounding, torch.finfo(parameter.dtype).eps / 2)
+                    parameter.add_(parameter.abs() * signs.to(parameter.dtype), alpha=rounding)
         return step
 
 
@@ -182,12 +185,6 @@ class Plain:
         return self.times(off) <= FACTOR and self.alone(off)[1] <= FACTOR_OF_ONE
 
 
-def _move(parameter: nn.Parameter, rounding: float, generator: torch.Generator) -> None:
-    signs = torch.randint(2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
-    own = torch.finfo(parameter.dtype).eps / 2
-    parameter.add_(parameter.abs() * signs.to(parameter.dtype), alpha=max(rounding, own))
-
-
 # Why micro-batches do not add up to the batch: the weight that each of their losses should have had.
 #
 # A loss that is a mean over tokens weighs each token by one over their number. Where the tokens that count are counted
@@ -217,7 +214,9 @@ class Explained:
 def explain(plain: Plain, variant: StepVariant, found: StepResult) -> Explained | None:
     """The weights with which the variant's loss, and then its gradients, are those of the plain step; None if none."""
     parts = variant.accumulation
-    for counted, counts in (("", (1,) * parts), *_counts(plain, parts)):
+    # What micro-batches may have different numbers of, and its number in each.
+    differ = (each for each in _counted(plain, parts) if all(each[1]) and len(set(each[1])) > 1)
+    for counted, counts in chain([("", (1,) * parts)], differ):
         whole = 1 if not counted else sum(counts)
         weights = tuple(each / whole for each in counts)
         loss = sum(weight * each for weight, each in zip(weights, found.losses, strict=True))
@@ -235,13 +234,6 @@ def empty_micro_batches(plain: Plain, parts: int) -> list[int]:
         if not all(counts) and str(IGNORED) in counted:
             return [number for number, count in enumerate(counts, 1) if not count]
     return []
-
-
-def _counts(plain: Plain, parts: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """What micro-batches may have different numbers of, and its number in each."""
-    for counted, counts in _counted(plain, parts):
-        if all(counts) and len(set(counts)) > 1:
-            yield counted, counts
 
 
 def _counted(plain: Plain, parts: int) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -25,14 +25,7 @@ from stepscope.questions.question import Question
 if TYPE_CHECKING:
     import torch
 
-    from stepscope.questions.quality_training import (
-        PlannedRun,
-        Subject,
-        Told,
-        Trained,
-        TrainingSize,
-        Variant,
-    )
+    from stepscope.questions.quality_training import PlannedRun, Subject, Told, Trained, TrainingSize, Variant
 
 VALIDATION = FinalLoss(
     column="validation loss", where="in validation", evidence="validation", unit="nats", axis="nats a byte",
@@ -60,42 +53,32 @@ def study_quality(
     study is of the runs that ended, and says so. Raises InputError for what cannot be run here.
     """
     from stepscope.core.workloads import TextbookWorkload
-    from stepscope.questions.quality_training import (
-        LICENCE,
-        REFERENCE,
-        WORKS,
-        bundled_text,
-        check_training,
-        judged_runs,
-        planned_runs,
-        run_in_turn,
-        train,
-        train_whole_step,
-        whole_steps,
-    )
+    from stepscope.questions import quality_training
     from stepscope.recording.environment import resolve_device
     from stepscope.training.training_step import check_supported
 
     on = resolve_device(device)
     chosen = _size(size, on, steps, learning_rate)
-    check_training(chosen.steps, chosen.learning_rate, seed)
+    quality_training.check_training(chosen.steps, chosen.learning_rate, seed)
 
     def check(_name: str, variant: "Variant") -> None:
         check_supported(TextbookWorkload(model=chosen.model, dtype=variant.dtype), on)
 
-    planned, left_out = planned_runs(variants, check, seed)
-    planned += whole_steps(against, chosen, on, seed)
-    text = bundled_text()
+    planned, left_out = quality_training.planned_runs(variants, check, seed)
+    planned += quality_training.whole_steps(against, chosen, on, seed)
+    text = quality_training.bundled_text()
 
     def trained(each: "PlannedRun", told: Callable[[int], None]) -> "Trained":
         if each.step is not None:
-            return train_whole_step(each.step, chosen, text, device=on, seed=seed, tell_step=told)
-        return train(each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=told)
+            return quality_training.train_whole_step(each.step, chosen, text, device=on, seed=seed, tell_step=told)
+        return quality_training.train(
+            each.variant, chosen, text, device=on, seed=seed, start_seed=each.start_seed, tell_step=told
+        )
 
     with _threads(chosen, on):
-        runs, interrupted = run_in_turn(planned, trained, chosen.steps, tell)
-    outcomes = judged_runs(runs, planned, chosen.steps, VALIDATION, text.unigram_loss)
-    parameters = sum(parameter.numel() for parameter in runs[REFERENCE].parameters)
+        runs, interrupted = quality_training.run_in_turn(planned, trained, chosen.steps, tell)
+    outcomes = quality_training.judged_runs(runs, planned, chosen.steps, VALIDATION, text.unigram_loss)
+    parameters = sum(parameter.numel() for parameter in runs[quality_training.REFERENCE].parameters)
     return computed_answer(
         on,
         study="quality",
@@ -104,7 +87,7 @@ def study_quality(
             "model": chosen.model.name, **chosen.model.sizes, "parameters": parameters,
             "batch_size": chosen.batch_size, "seq_len": chosen.seq_len, "steps": chosen.steps,
             "learning_rate": chosen.learning_rate, "seed": seed,
-            "text": "; ".join(WORKS.values()), "text_licence": LICENCE,
+            "text": "; ".join(quality_training.WORKS.values()), "text_licence": quality_training.LICENCE,
             "bytes_trained_on": len(text.train), "bytes_held_out": len(text.held_out),
         },
         tables=tables_of(outcomes),
@@ -188,40 +171,34 @@ def study_own_quality(
     fails is left out, and the answer says why. The other arguments are those of `study_quality`. Raises InputError for
     what cannot be run here, and where the module fails in fp32.
     """
-    from stepscope.questions.quality_training import (
-        OwnTraining,
-        Subject,
-        check_training,
-        judged_runs,
-        own_randomness,
-        planned_runs,
-        run_in_turn,
-    )
+    from stepscope.questions import quality_training
     from stepscope.recording.environment import resolve_device
 
     on = resolve_device(device)
     length, highest = STEPS if steps is None else steps, LEARNING_RATE if learning_rate is None else learning_rate
-    check_training(length, highest, seed)
-    with own_randomness(on):
-        subject = Subject(own, arguments, on, seed)
+    quality_training.check_training(length, highest, seed)
+    with quality_training.own_randomness(on):
+        subject = quality_training.Subject(own, arguments, on, seed)
         if subject.optimizer is not None and learning_rate is not None:
             raise InputError(
                 f"{subject.name} gives an optimizer of its own, {subject.optimizer}, with its own learning rate: leave "
                 "out --learning-rate"
             )
-        planned, left_out = planned_runs(variants, subject.check, seed)
-        training = OwnTraining(subject, length, highest, left_out)
+        planned, left_out = quality_training.planned_runs(variants, subject.check, seed)
+        training = quality_training.OwnTraining(subject, length, highest, left_out)
         with threads_for(*subject.elements):
-            runs, interrupted = run_in_turn(planned, training.run, length, tell)
-    outcomes = judged_runs(
+            runs, interrupted = quality_training.run_in_turn(planned, training.run, length, tell)
+    outcomes = quality_training.judged_runs(
         runs, planned, length, OVER_THE_BATCHES, subject.untrained_loss, same_starts=training.same_starts
     )
+    count = len(subject.batches)
+    batches = "the one batch that each run trains on" if count == 1 else f"the {count} batches that each run trains on"
     return computed_answer(
         on,
         study="quality",
         question="What does each precision do to the training of this model, and where does a run depart from fp32?",
         settings={
-            **subject.workload.named, "parameters": subject.elements[0], "batches": len(subject.batches),
+            **subject.workload.named, "parameters": subject.elements[0], "batches": count,
             "steps": length, "seed": seed, "optimizer": subject.optimizer or "AdamW",
             "learning_rate": highest if subject.optimizer is None else "the factory's",
             "judged_by": "mean loss over the batches it was trained on, in fp32 and eval mode; nothing is held out",
@@ -233,7 +210,12 @@ def study_own_quality(
                 outcomes, _own_learned(outcomes, subject), left_out=left_out, interrupted=interrupted,
                 planned=len(planned)
             ),
-            _nothing_held_out(subject),
+            note(
+                "nothing-held-out",
+                f"The loss afterwards is the mean over {batches}, in fp32 and in eval mode. It says how well a run "
+                "fits them; nothing is held out, so it says nothing of other data.",
+                {"batches": count},
+            ),
         ],
     )  # fmt: skip
 
@@ -250,17 +232,6 @@ def _own_learned(outcomes: RunsJudged, subject: "Subject") -> Finding:
         sentence=f"fp32 ends at a loss of {found:.4g} over the batches, where it began at {before:.4g}: {judged}.",
         remedy="" if learned else f"train longer (--steps){other_rate}",
         evidence={"batches_loss": found, "loss_before": before},
-    )
-
-
-def _nothing_held_out(subject: "Subject") -> Finding:
-    count = len(subject.batches)
-    batches = "the one batch that each run trains on" if count == 1 else f"the {count} batches that each run trains on"
-    return note(
-        "nothing-held-out",
-        f"The loss afterwards is the mean over {batches}, in fp32 and in eval mode. It says how well a run fits them; "
-        "nothing is held out, so it says nothing of other data.",
-        {"batches": count},
     )
 
 
@@ -316,8 +287,8 @@ QUESTION = Question(
     "quality",
     quality,
     examples=(
-        "stepscope study quality --module train.py:make --save curves.svg",
-        'stepscope study quality --variants bf16 --against "--dtype bf16-master --kernels fused"',
+        "--module train.py:make --save curves.svg",
+        '--variants bf16 --against "--dtype bf16-master --kernels fused"',
     ),
     defaults={"batch_size": "4 of a config.json", "seq_len": "512 of a config.json"},
 )

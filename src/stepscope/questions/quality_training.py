@@ -218,11 +218,8 @@ def batches(size: TrainingSize, text: bytes, device: torch.device, seed: int) ->
     places = torch.randint(
         len(text) - size.seq_len, (size.steps, size.batch_size), generator=torch.Generator().manual_seed(seed)
     )
-    return Batches(_on(device, text), places.to(device), torch.arange(size.seq_len + 1, device=device))
-
-
-def _on(device: torch.device, text: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    on_device = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    return Batches(on_device, places.to(device), torch.arange(size.seq_len + 1, device=device))
 
 
 def train(
@@ -245,10 +242,23 @@ def train(
     if scaled := PRECISIONS[variant.dtype].scaled:
         scale_products(tuple(model.blocks), scaled, variant.dtype)
     data = batches(size, text.train, device, seed)
+    forward = ForwardLoss(model)
+
+    def loss(step: int) -> Tensor:
+        with torch.autocast(device.type, dtype=variant.autocast, enabled=variant.autocast is not None):
+            return forward(*data.at(step))
+
     # So that rounding at random is the same whatever ran before, and leaves no trace.
     with own_randomness(device), matmul_precision(variant.dtype):
         torch.manual_seed(seed)
-        trained = train_steps(_trainee(variant, size, model, data), size.steps, variant.scaled, tell_step)
+        trainee = Trainee(
+            loss=loss,
+            optimizer=adamw(list(model.parameters()), variant, device),
+            rate=lambda step: rate_at(step, size.steps, size.learning_rate),
+            # Bytes that a batch lacks have rows of zeros in the embedding's gradient.
+            counted=[parameter for parameter in model.parameters() if parameter is not model.embedding.weight],
+        )
+        trained = train_steps(trainee, size.steps, variant.scaled, tell_step)
     trained.parameters = [parameter.detach().float().clone() for parameter in model.parameters()]
     plain_products(model)
     with matmul_precision("fp32"):
@@ -293,7 +303,9 @@ def train_steps(trainee: Trainee, steps: int, scaled: bool, tell_step: Callable[
         loss = trainee.loss(step)
         (loss if scaler is None else scaler.scaled(loss)).backward()
         if step > steps - WATCHED_STEPS:
-            zeros.extend(_share_of_zeros(trainee.counted))
+            gradients = [parameter.grad for parameter in trainee.counted if parameter.grad is not None]
+            if elements := sum(gradient.numel() for gradient in gradients):
+                zeros.append(torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() / elements)
             if isinstance(optimizer, AdamWBf16Parameters):
                 optimizer.watch = watch
         if scaler is None:
@@ -336,33 +348,10 @@ def adamw(parameters: Sequence[Tensor], variant: Variant, device: torch.device) 
     return torch.optim.AdamW(parameters, fused=device.type == "cuda")
 
 
-def _trainee(variant: Variant, size: TrainingSize, model: Transformer, data: Batches) -> Trainee:
-    forward, device = ForwardLoss(model), data.text.device
-
-    def loss(step: int) -> Tensor:
-        with torch.autocast(device.type, dtype=variant.autocast, enabled=variant.autocast is not None):
-            return forward(*data.at(step))
-
-    return Trainee(
-        loss=loss,
-        optimizer=adamw(list(model.parameters()), variant, device),
-        rate=lambda step: rate_at(step, size.steps, size.learning_rate),
-        # Bytes that a batch lacks have rows of zeros in the embedding's gradient.
-        counted=[parameter for parameter in model.parameters() if parameter is not model.embedding.weight],
-    )
-
-
-def _share_of_zeros(parameters: Sequence[Tensor]) -> list[Tensor]:
-    """The share of gradient elements that are zero, as a list of one; an empty list where there are none."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    elements = sum(gradient.numel() for gradient in gradients)
-    return [torch.stack([(gradient == 0).sum() for gradient in gradients]).sum() / elements] if elements else []
-
-
 @torch.no_grad()
 def held_out_loss(model: Transformer, text: BundledText, seq_len: int) -> float:
     """The mean loss over the held-out text in sequences of seq_len predictions; a rest at its end is not counted."""
-    held_out = _on(next(model.parameters()).device, text.held_out)
+    held_out = torch.frombuffer(bytearray(text.held_out), dtype=torch.uint8).to(next(model.parameters()).device)
     forward = ForwardLoss(model)
     count = len(held_out) // (seq_len + 1)
     sequences = held_out[: count * (seq_len + 1)].view(count, seq_len + 1)
@@ -626,7 +615,7 @@ class Subject:
         self.batches: Sequence[Any] = [_copied(batch) for batch in step.batches]
         self.elements = elements_of(step)
         with user_errors(f"{self.name} has parameters that cannot be copied"):
-            self._start = [tensor.detach().clone() for tensor in _state(step.model)]
+            self.start = [tensor.detach().clone() for tensor in _state(step.model)]
         self.untrained_loss = self.judged(step)
 
     def check(self, name: str, variant: Variant) -> None:
@@ -644,16 +633,11 @@ class Subject:
         step = self._made(variant, start_seed)
         if start_seed == self.workload.seed:
             with user_errors(f"{self.name} makes another module each time that it is called"), torch.no_grad():
-                for tensor, start in zip(_state(step.model), self._start, strict=True):
+                for tensor, start in zip(_state(step.model), self.start, strict=True):
                     tensor.copy_(start)
         dtype = torch.float32 if variant.keeping is None else torch.bfloat16
         step.batches = [moved(_copied(batch), self.device, dtype, self.name) for batch in self.batches]
         return step
-
-    def starts_here(self, model: nn.Module) -> bool:
-        """Whether a module has the parameters of the shared start."""
-        found = list(model.parameters())
-        return all(torch.equal(one, other) for one, other in zip(found, self._start[: len(found)], strict=True))
 
     def judged(self, step: ModuleStep) -> float:
         """The mean loss over the shared batches of a module that is trained no more, in fp32 and eval mode."""
@@ -689,24 +673,22 @@ class OwnTraining:
         gc.collect()  # A step and its phases refer to each other, and the run before may still hold its memory.
         try:
             step = self._subject.step(planned.variant, planned.start_seed)
-            if planned.of_starts and self._subject.starts_here(step.model):
+            # The start ends with buffers, which do not tell.
+            if planned.of_starts and all(map(torch.equal, step.model.parameters(), self._subject.start)):
                 self.same_starts = True
                 return None
-            return self._trained(step, planned.variant, told)
+            subject, variant = self._subject, planned.variant
+            # So that dropout, and rounding at random, are the same whatever ran before.
+            torch.manual_seed(subject.workload.seed)
+            with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
+                trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, told)
+            trained.final_loss = subject.judged(step)
+            return trained
         except InputError as error:
             if planned.name == REFERENCE:
                 raise
             self._left_out[planned.name] = str(error)
             return None
-
-    def _trained(self, step: ModuleStep, variant: Variant, told: Callable[[int], None]) -> Trained:
-        subject = self._subject
-        # So that dropout, and rounding at random, are the same whatever ran before.
-        torch.manual_seed(subject.workload.seed)
-        with matmul_precision(variant.dtype), user_errors(f"{subject.name} fails in training"):
-            trained = train_steps(self._trainee(step, variant), self._steps, variant.scaled, told)
-        trained.final_loss = subject.judged(step)
-        return trained
 
     def _trainee(self, step: ModuleStep, variant: Variant) -> Trainee:
         def loss(_: int) -> Tensor:

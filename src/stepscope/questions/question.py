@@ -62,7 +62,7 @@ class Question:
     measure: Callable[..., Answer | Result | Cells]
     """The answer, from the options, which its signature states. Its docstring is the help."""
     examples: tuple[str, str]
-    """Two command lines, which the help shows."""
+    """What follows `stepscope study NAME` in two command lines, which the help shows."""
     shared: tuple[str, ...] = ("from_", "shown", "save")
     """The options that it has as others do: what the command line itself reads an answer by, shows it and draws it."""
     defaults: Mapping[str, str] = field(default_factory=dict[str, str])

@@ -4,6 +4,7 @@ each module alone in 16 bits, ranked by how far this moves the gradients, beside
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -115,7 +116,8 @@ class _Seeing(Recorder):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._open: list[str] = []
+        self.open: list[str] = []
+        """The modules that run, the innermost last."""
         self._watching = contextlib.ExitStack()
         self.called: dict[str, None] = {}
         self.widest: dict[str | None, int] = {}
@@ -124,41 +126,35 @@ class _Seeing(Recorder):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context in which the hooks are on."""
+
+        def enter(path: str, *_: object) -> None:
+            self.open.append(path)
+            self.called[path] = None
+
+        def leave(*_: object) -> None:
+            self.open.pop()
+
         with contextlib.ExitStack() as stack:
             for path, module in self._model.named_modules():
-                stack.callback(module.register_forward_pre_hook(self._entering(path)).remove)
-                stack.callback(module.register_forward_hook(self._leave).remove)
+                stack.callback(module.register_forward_pre_hook(functools.partial(enter, path)).remove)
+                stack.callback(module.register_forward_hook(leave).remove)
             stack.enter_context(self._watching)
             yield
 
     def phase_begins(self, name: str) -> None:
         if name == FORWARD:
-            self._watching.enter_context(_Operators(self._computed))
+            self._watching.enter_context(_Operators(self))
 
     def phase_ends(self, name: str) -> None:
         self._watching.close()
 
-    def _entering(self, path: str) -> Callable[..., None]:
-        def enter(*_: object) -> None:
-            self._open.append(path)
-            self.called[path] = None
-
-        return enter
-
-    def _leave(self, *_: object) -> None:
-        self._open.pop()
-
-    def _computed(self, widest: int) -> None:
-        module = self._open[-1] if self._open else None
-        self.widest[module] = max(self.widest.get(module, 0), widest)
-
 
 class _Operators(TorchDispatchMode):
-    """A mode that tells of each operator that computes floating numbers from others, and how wide those are."""
+    """A mode that notes how wide the floating numbers are that the open module's operators compute from others."""
 
-    def __init__(self, tell: Callable[[int], None]) -> None:
+    def __init__(self, seeing: _Seeing) -> None:
         super().__init__()
-        self._tell = tell
+        self._seeing = seeing
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -168,7 +164,8 @@ class _Operators(TorchDispatchMode):
         views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
         widest = _widest_number((args, kwargs))
         if not views and name not in _NO_ARITHMETIC and widest and _widest_number(output):
-            self._tell(widest)
+            module = self._seeing.open[-1] if self._seeing.open else None
+            self._seeing.widest[module] = max(self._seeing.widest.get(module, 0), widest)
         return output
 
 
@@ -197,11 +194,6 @@ class CastLoss:
             return self._loss(output, *others)
         wide = _widest(output)
         return _raised(self._loss(_lowered(output, self.low), *_lowered(others, self.low)), self.low, wide)
-
-
-def _with_cast_loss(module: UserModule) -> UserModule:
-    """The module with a loss that can be cast, where it has one outside of forward."""
-    return module if module.loss is None else dataclasses.replace(module, loss=CastLoss(module.loss))
 
 
 @contextlib.contextmanager
@@ -501,16 +493,10 @@ def study_shadow(
     with torch.random.fork_rng([on] if on.type == "cuda" else []):
         replay = Replay(Subject(workload, on), low, told)
         ranking = replay.ranking(to)
-    settings: dict[str, Cell] = {
-        **workload.named,
-        "seed": seed,
-        "to": to,
-        "run-to-run noise": digits(ranking.noise),
-    }
+    settings: dict[str, Cell] = {**workload.named, "seed": seed, "to": to, "run-to-run noise": digits(ranking.noise)}
     if replay.scale:
         settings["loss scale"] = f"2**{replay.scale}"
-    ranked = [*ranking.parts, *([ranking.at_once] if ranking.at_once else [])]
-    tables = [_table(RANKING, ranked, ranking)]
+    tables = [_table(RANKING, [*ranking.parts, *filter(None, [ranking.at_once])], ranking)]
     if ranking.layers:
         tables.append(_table(LAYERS, ranking.layers, ranking))
     return computed_answer(
@@ -529,7 +515,10 @@ class Replay:
 
     def __init__(self, subject: Subject, low: torch.dtype, told: Callable[[str, float], None]) -> None:
         self.subject, self._low, self._told = subject, low, told
-        self._step = subject.step(adapt=_with_cast_loss)
+        # A loss outside of forward becomes one that can be cast.
+        self._step = subject.step(
+            adapt=lambda own: own if own.loss is None else dataclasses.replace(own, loss=CastLoss(own.loss))
+        )
         self.quiet = tuple(replays.drawing_modules(self._step.model))
         replays.without_dropout(self._step.model)
         self._buffers = [(buffer, buffer.clone()) for buffer in self._step.model.buffers()]
@@ -572,7 +561,16 @@ class Replay:
         except StepscopeError as error:
             return Ranked(part=part, refused=str(error))
         off = replays.distance(found, self._given)
-        worst, worst_off = _worst(off, self._given)
+        # A parameter whose gradient is next to zero does not count: what is left of it is rounding.
+        norms = {name: float(each.double().norm()) for name, each in self._given.gradients.items()}
+        whole = sum(each**2 for each in norms.values()) ** 0.5
+        for_its_size = {
+            name: each * whole / norms[name]
+            for name, each in off.parameters.items()
+            if norms.get(name, 0.0) > 1e-6 * whole
+        }
+        worst = max(for_its_size, key=for_its_size.__getitem__, default="")
+        worst_off = for_its_size.get(worst, 0.0)
         return Ranked(part=part, off=off, finite=found.is_finite, worst=worst, worst_off=worst_off)
 
     def _run(self, changed: Sequence[Part], seed: int | None = None) -> replays.StepResult:
@@ -594,35 +592,18 @@ class Replay:
                 continue
 
 
-def _worst(off: Distance, given: replays.StepResult) -> tuple[str, float]:
-    """The parameter that is farthest for its own size, and how far. One whose gradient is next to zero does not count:
-    what is left of it is rounding."""
-    norms = {name: float(each.double().norm()) for name, each in given.gradients.items()}
-    whole = sum(each**2 for each in norms.values()) ** 0.5
-    found = {
-        name: each * whole / norms[name] for name, each in off.parameters.items() if norms.get(name, 0.0) > 1e-6 * whole
-    }
-    worst = max(found, key=found.__getitem__, default="")
-    return worst, found.get(worst, 0.0)
-
-
 def _table(title: str, ranked: Sequence[Ranked], ranking: Ranking) -> Table:
     rows: list[tuple[Cell, ...]] = []
     for each in ranked:
         figures: tuple[Cell, ...] = (None, None, "", None)
         if each.off is not None:
             figures = (digits(each.off.loss), digits(each.off.gradients), each.worst, digits(each.worst_off))
-        rows.append((each.part.name, each.part.kind, len(each.part.paths) or None, *figures, _verdict(each, ranking)))
+        verdict = "within noise" if ranking.is_noise(each) else "above noise"
+        if each.off is None or not each.finite:
+            verdict = "does not run" if each.off is None else "not finite"
+        rows.append((each.part.name, each.part.kind, len(each.part.paths) or None, *figures, verdict))
     columns = ("module", "class", "modules", "loss off by", "gradients off by", "worst parameter", "off by", "verdict")
     return Table(title=title, columns=columns, rows=tuple(rows))
-
-
-def _verdict(ranked: Ranked, ranking: Ranking) -> str:
-    if ranked.off is None:
-        return "does not run"
-    if not ranked.finite:
-        return "not finite"
-    return "within noise" if ranking.is_noise(ranked) else "above noise"
 
 
 def _panel(ranking: Ranking) -> Panel:

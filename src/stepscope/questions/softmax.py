@@ -448,8 +448,5 @@ def softmax_by_scale(*, row: Row, scales: Numbers | None, device: str = "cpu") -
 QUESTION = Question(
     "softmax",
     softmax_by_scale,
-    examples=(
-        "stepscope study softmax --row 10,11.5,89",
-        "stepscope study softmax --from results/cpu/precision/softmax.json --only 'exp in each format'",
-    ),
+    examples=("--row 10,11.5,89", "--from results/cpu/precision/softmax.json --only 'exp in each format'"),
 )

@@ -556,10 +556,7 @@ def compare_dtypes(
 QUESTION = Question(
     "speed",
     compare_dtypes,
-    examples=(
-        "stepscope study speed --model small,medium --dtype fp32,bf16",
-        "stepscope study speed --from results/h200/precision-speed --only amdahl",
-    ),
+    examples=("--model small,medium --dtype fp32,bf16", "--from results/h200/precision-speed --only amdahl"),
     shared=("save", "shown"),
     defaults={**ON_GPU.in_words(ON_CPU), "model": "small to 2.7B; tiny,small on a CPU"},
 )

@@ -80,10 +80,6 @@ class Tally:
         self.square_swallowed += float(exact[nothing].square().sum())
         self.along += float((exact * made.double()).sum())
 
-    def keep_sizes(self, before: Tensor, wanted: Tensor) -> None:
-        self.last_updates.append(wanted.abs().flatten())
-        self.last_half_units.append(half_unit(before).flatten())
-
     @property
     def median_update(self) -> float:
         return float(torch.cat(self.last_updates).median())
@@ -200,7 +196,8 @@ def _train(workload: Workload, name: str, rate: float, steps: int, device: torch
             tally.add(wanted, made)
         if len(trained.by_step) == steps:
             for tally in (of_layer, trained.total):
-                tally.keep_sizes(before, wanted)
+                tally.last_updates.append(wanted.abs().flatten())
+                tally.last_half_units.append(half_unit(before).flatten())
 
     if keeping is None:
         own, step.optimizer = None, torch.optim.AdamW(names, lr=rate, foreach=False)

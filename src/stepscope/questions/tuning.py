@@ -14,7 +14,7 @@ from stepscope.core.parts import PARTS, PREFERRED, PREFERRED_ELSEWHERE, is_kept
 from stepscope.core.precisions import PRECISIONS, Dtype
 from stepscope.core.processes import standing
 from stepscope.core.strategies import PARAMETERS, strategy_named
-from stepscope.core.study_results import Tried, Tuned, Verdict, change_words
+from stepscope.core.study_results import Tried, Tuned, change_words
 from stepscope.core.units import format_seconds
 from stepscope.core.workloads import TextbookWorkload, Workload
 from stepscope.questions.tuning_curves import curves, departs_at, why_not_compared
@@ -129,12 +129,6 @@ def _replay(best: Workload) -> Change:
     return {"graph": "step"}
 
 
-def _fused_apart(best: Workload, on_gpu: bool) -> Iterator[Change]:
-    if not all(name == "fused" for name in best.parts.values()):
-        for part in best.parts:
-            yield {part: "fused"}
-
-
 def _compiled(best: Workload, on_gpu: bool) -> Iterator[Change]:
     yield {"compile": "default"}
     if on_gpu:
@@ -166,16 +160,6 @@ def lighter(best: Workload) -> list[Change]:
     return [
         {"checkpointing": kept, "accumulation": micro_batches} for kept in recomputed(best) for micro_batches in parts
     ]
-
-
-def lighter_ways(best: Workload) -> list[Change]:
-    """What needs less memory than the step does, in the order in which it is tried.
-
-    Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
-    """
-    whole = best.ranks > 1 and PARAMETERS not in strategy_named(best.parallel).shards
-    sharded: list[Change] = [{"parallel": "fsdp2"}] if whole else []
-    return [*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(best))]
 
 
 def _lighter_work(best: Workload, on_gpu: bool) -> Iterator[Change]:
@@ -234,7 +218,11 @@ ROUNDS: tuple[Round, ...] = (
     Round(name="graph", changes=lambda best, _: [_replay(best)], of_gpu=True),
     Round(name="attention", changes=_attentions),
     Round(name="kernels", changes=lambda best, _: [dict.fromkeys(best.parts, "fused")], of_gpu=True),
-    Round(name="kernels apart", changes=_fused_apart, of_gpu=True),
+    Round(
+        name="kernels apart",
+        changes=lambda best, _: [{part: "fused"} for part in best.parts if {*best.parts.values()} != {"fused"}],
+        of_gpu=True,
+    ),
     Round(name="projections", changes=lambda _best, _: [{"projections": "joint"}]),
     Round(name=MEMORY_AGAIN, changes=_lighter_work),
     Round(name="offload", changes=_offloaded, of_gpu=True),
@@ -366,18 +354,13 @@ class Search:
         """
         self._go(together(usual), bench, tell)
         others, tries = [group for group in usual if not group.keys() <= PARTS.keys()], len(self.tried)
-        refused = bool(self.best.factory) and self._last_verdict(TOGETHER) in ("refused", "failed")
-        if not refused or len(others) == len(usual):
+        because_of = self.tried[-1].verdict if self.tried and self.tried[-1].round == TOGETHER else None
+        if not self.best.factory or because_of not in ("refused", "failed") or len(others) == len(usual):
             return usual
-        because_of = self._last_verdict(TOGETHER)
         self._go(together(others), bench, tell)
         if because_of == "refused" and len(self.tried) > tries and self.tried[-1].ratio is not None:
             self.kept |= PARTS.keys()
         return others
-
-    def _last_verdict(self, round_: str) -> Verdict | None:
-        """The verdict of the last change that was tried; None where another round tried it."""
-        return self.tried[-1].verdict if self.tried and self.tried[-1].round == round_ else None
 
     def _go(self, round_: Round, bench: Bench, tell: Callable[[str], None]) -> None:
         if (taken := self._round(round_, bench, tell)) is not None:
@@ -423,16 +406,13 @@ class Search:
             if tried.ratio is None or tried.verdict != "undecided":
                 continue
             if stand or tried.apart:
-                self._set(place, verdict="faster" if tried.ratio < 1 else "slower")
+                self.tried[place] = msgspec.structs.replace(tried, verdict="faster" if tried.ratio < 1 else "slower")
                 faster += [(tried.ratio, place)] if tried.ratio < 1 else []
         if not faster:
             return None
         _, place = min(faster)
-        self._set(place, verdict="taken")
+        self.tried[place] = msgspec.structs.replace(self.tried[place], verdict="taken")
         return dict(raced)[place]
-
-    def _set(self, place: int, **fields: str) -> None:
-        self.tried[place] = msgspec.structs.replace(self.tried[place], **fields)
 
     def so_far(self, asked: Workload) -> Tuned:
         """What was found until now."""
@@ -469,7 +449,16 @@ def tune(
         found = search.so_far(asked)
         while found.best != baseline:
             tell("losses of both steps")
-            found = _with_losses(found, racing, device, memory_limit_bytes)
+            try:
+                losses = curves(
+                    baseline, found.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
+                )
+            except StepscopeError as error:
+                found = msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
+                break
+            found = msgspec.structs.replace(
+                found, curves=losses, departs_at=departs_at(losses), why_no_losses=why_not_compared(losses)
+            )
             if found.departs_at is None:
                 break
             found = without_numeric_changes(found)
@@ -492,34 +481,22 @@ def one_that_fits(asked: Workload, racing: Racing, kept: frozenset[str] = frozen
     why = racing.fits(asked) or racing.runs_alone(asked)
     if why is None:
         return asked
-    for change in lighter_ways(asked):
+    # Ranks that keep all of the step's state each may shard it: that comes first, and what cannot be sharded after it.
+    whole = asked.ranks > 1 and PARAMETERS not in strategy_named(asked.parallel).shards
+    sharded: list[Change] = [{"parallel": "fsdp2"}] if whole else []
+    for change in (*sharded, *({**each, **change} for each in (*sharded, {}) for change in lighter(asked))):
         if any(name in kept and getattr(asked, name) != value for name, value in change.items()):
             continue
         try:
             other = changed(asked, change)
             if other != asked and racing.fits(other) is None and racing.runs_alone(other) is None:
-                return _with_most_blocks(other, racing) if "checkpointing" not in kept else other
+                if "checkpointing" in kept:
+                    return other
+                more = with_most_blocks(other, lambda step: racing.fits(step) is None)
+                return more if more != other and racing.runs_alone(more) is None else other
         except InputError:  # the step has nothing that this checkpointing keeps, or cannot be split so
             continue
     raise InputError(f"the step does not fit, however it is split or computed again: {why}; choose a smaller batch")
-
-
-def _with_most_blocks(step: Workload, racing: Racing) -> Workload:
-    """The step with more blocks that keep their products, where that fits and runs."""
-    more = with_most_blocks(step, lambda other: racing.fits(other) is None)
-    return more if more != step and racing.runs_alone(more) is None else step
-
-
-def _with_losses(found: Tuned, racing: Racing, device: str, memory_limit_bytes: int | None) -> Tuned:
-    try:
-        losses = curves(
-            found.baseline, found.best, device, memory_limit_bytes, out=Path(racing.out), fresh=racing.fresh
-        )
-    except StepscopeError as error:
-        return msgspec.structs.replace(found, curves=(), why_no_losses=str(error))
-    return msgspec.structs.replace(
-        found, curves=losses, departs_at=departs_at(losses), why_no_losses=why_not_compared(losses)
-    )
 
 
 def without_numeric_changes(found: Tuned) -> Tuned:

@@ -75,7 +75,15 @@ def main(text: str) -> str:
 
 def train_on_ranks(argument: bytes, ranks: Ranks, device: torch.device, say: Say) -> list[list[float] | None]:
     """The mean losses of all ranks, for `losses_of`. Each step is told: ranks that say nothing are taken to hang."""
-    return _one_by_one(argument, lambda training: _mean_losses(training, ranks, device, say))
+
+    def mean_losses(training: Training) -> list[float] | None:
+        of_ranks = ranks.gathered(_trained(training, device, ranks, lambda step: say(f"training step {step}")))
+        if None in of_ranks:
+            return None
+        known = [losses for losses in of_ranks if losses]  # in a pipeline, the last stage alone has a loss
+        return [statistics.fmean(of_step) for of_step in zip(*known, strict=False)]
+
+    return _one_by_one(argument, mean_losses)
 
 
 def _one_by_one(text: bytes, train: Callable[[Training], list[float] | None]) -> list[list[float] | None]:
@@ -84,14 +92,6 @@ def _one_by_one(text: bytes, train: Callable[[Training], list[float] | None]) ->
         found.append(train(training))
         gc.collect()  # a step's hooks hold it in circles, and the next one needs its memory
     return found
-
-
-def _mean_losses(training: Training, ranks: Ranks, device: torch.device, say: Say) -> list[float] | None:
-    of_ranks = ranks.gathered(_trained(training, device, ranks, lambda step: say(f"training step {step}")))
-    if None in of_ranks:
-        return None
-    known = [losses for losses in of_ranks if losses]  # in a pipeline, the last stage alone has a loss
-    return [statistics.fmean(of_step) for of_step in zip(*known, strict=False)]
 
 
 def trained(training: Training) -> list[float] | None:

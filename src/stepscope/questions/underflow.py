@@ -12,13 +12,13 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stepscope.core.answer import Answer, Cell, Finding, Panel, Table, note
 from stepscope.core.errors import InputError, choose
@@ -112,7 +112,25 @@ def study_underflow(
     }
     scales = scales_of[format_name]
     observed = _observed(workload, on, found, format_name, scales)
-    tables = [_ranges(found), _formats(shares, best), _kinds(found, chosen, scales)]
+    kinds = [
+        (each.kind, each.of, f"2**{scale}", *_cells(shares_of([each.magnitudes], chosen, scale)))
+        for each in found
+        for scale in scales
+    ]
+    formats = [(name, f"2**{scale}", scale == best[name], *_cells(each)) for (name, scale), each in shares.items()]
+    tables = [
+        _ranges(found),
+        Table(
+            title="Non-zero gradients of parameters and activations, by format",
+            columns=("format", "loss scale", "best", *_SHARES),
+            rows=tuple(formats),
+        ),
+        Table(
+            title=f"Non-zero gradients by kind of module, in {chosen.name}",
+            columns=("module", "gradients of", "loss scale", *_SHARES),
+            rows=tuple(kinds),
+        ),
+    ]
     settings: dict[str, Cell] = {**workload.named, "seed": seed, "format": format_name}
     if observed:
         columns = ("loss scale", "gradients of", "zero, but not in fp32, %", "not finite, %")
@@ -143,7 +161,15 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
         kind = kind_of(module)
         found.setdefault((of, kind), Gradients(kind, of, {})).tensors[name] = gradient.detach()
 
-    with _watched(step.model, keep):
+    def watch(name: str, output: object) -> None:
+        if isinstance(output, Tensor) and output.requires_grad:
+            output.register_hook(lambda gradient: keep("activations", name, name, gradient))
+
+    with contextlib.ExitStack() as hooks:
+        for name, module in step.model.named_modules():
+            if not list(module.children()) and any(True for _ in module.parameters()):
+                hook = module.register_forward_hook(lambda _module, _args, output, name=name: watch(name, output))
+                hooks.callback(hook.remove)
         step.prepare()
         drive(step)
     for name, parameter in step.model.named_parameters():
@@ -163,26 +189,6 @@ def gradients_of(workload: Workload, device: torch.device, scale: int = 0) -> li
         if not any(tensor.any() for each in kinds for tensor in each.tensors.values()):
             raise InputError(f"every gradient of this step is zero: {larger}")
     return kinds
-
-
-@contextlib.contextmanager
-def _watched(model: nn.Module, keep: Callable[[str, str, str, Tensor], None]) -> Iterator[None]:
-    """While open, the gradient with respect to the output of each module without children is handed to `keep`."""
-
-    def watch(name: str, output: object) -> None:
-        if isinstance(output, Tensor) and output.requires_grad:
-            output.register_hook(lambda gradient: keep("activations", name, name, gradient))
-
-    handles = [
-        module.register_forward_hook(lambda _module, _args, output, name=name: watch(name, output))
-        for name, module in model.named_modules()
-        if not list(module.children()) and any(True for _ in module.parameters())
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def kind_of_module(module: str) -> str:
@@ -256,22 +262,6 @@ def _median(counts: Counter[int]) -> int:
         if 2 * passed >= counts.total():
             return exponent
     raise ValueError("no counts")
-
-
-def _formats(shares: dict[tuple[str, int], Shares], best: dict[str, int]) -> Table:
-    rows = tuple((name, f"2**{scale}", scale == best[name], *_cells(each)) for (name, scale), each in shares.items())
-    columns = ("format", "loss scale", "best", *_SHARES)
-    return Table(title="Non-zero gradients of parameters and activations, by format", columns=columns, rows=rows)
-
-
-def _kinds(found: list[Gradients], number: FloatFormat, scales: tuple[int, ...]) -> Table:
-    rows = tuple(
-        (each.kind, each.of, f"2**{scale}", *_cells(shares_of([each.magnitudes], number, scale)))
-        for each in found
-        for scale in scales
-    )
-    columns = ("module", "gradients of", "loss scale", *_SHARES)
-    return Table(title=f"Non-zero gradients by kind of module, in {number.name}", columns=columns, rows=rows)
 
 
 def _observed(

@@ -102,9 +102,6 @@ def compare_warmups(
 QUESTION = Question(
     "warmup",
     compare_warmups,
-    examples=(
-        "stepscope study warmup --model small --seq-len 512",
-        "stepscope study warmup --warmup 0,1,10 --steps 20",
-    ),
+    examples=("--model small --seq-len 512", "--warmup 0,1,10 --steps 20"),
     shared=("shown",),
 )

@@ -49,7 +49,9 @@ def verb_of(question: Question) -> Verb:
 
     run.__signature__ = inspect.Signature(stated)  # type: ignore[attr-defined]
     conflicts = (Rule("alone", ("--from",)),) if "from_" in question.shared else ()
-    return Verb(f"study {question.name}", run, question.examples, conflicts, question.defaults)
+    name = f"study {question.name}"
+    examples = tuple(f"stepscope {name} {options}".strip() for options in question.examples)
+    return Verb(name, run, examples, conflicts, question.defaults)
 
 
 def _shared(
