@@ -285,12 +285,9 @@ def main() -> int:
 def _trace(request: StepRequest, keep: Callable[[dict[str, Samples]], None]) -> None:
     from stepscope.recording import ranges  # noqa: PLC0415
     from stepscope.recording.capture import capture_range  # noqa: PLC0415
-    from stepscope.recording.device import (  # noqa: PLC0415
-        limit_memory,
-        resolve_device,
-        timing_device,
-    )
+    from stepscope.recording.device import limit_memory, timing_device  # noqa: PLC0415
     from stepscope.recording.driven import trace_nvtx  # noqa: PLC0415
+    from stepscope.recording.environment import resolve_device  # noqa: PLC0415
     from stepscope.recording.precision import matmul_precision  # noqa: PLC0415
     from stepscope.recording.timer import timed_steps  # noqa: PLC0415
     from stepscope.training.making import make_step  # noqa: PLC0415  (torch, after the lifeline)
