@@ -1,5 +1,6 @@
 """What a run reads beside its times, and when: round the measured steps, and not among those that warm up."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,23 @@ def test_inference_has_no_updates(out: Path):
     run = measured(out, phase="forward")
     assert run.evidence.updates is None and run.evidence.observation is not None
     assert run.evidence.observation.backward_passes == 0
+
+
+def test_seconds_that_bound_the_whole_run_leave_out_what_they_have_no_time_for(
+    out: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Steps are slow here: one is timed, nothing more is looked at, and it is said. Stored ceilings cost nothing."""
+    prepare = TrainingStep.prepare
+
+    def prepared(step: TrainingStep) -> None:
+        time.sleep(1.2)
+        prepare(step)
+
+    monkeypatch.setattr(TrainingStep, "prepare", prepared)
+    request = StepRequest(workload=mini(), settings=Settings(seconds=0.1), device="cpu", out=str(out), in_seconds=True)
+    began_s = time.monotonic()
+    run, _ = measure_step(request)
+    assert time.monotonic() - began_s < 30  # ten steps after three of warm-up take more than the steps of this one
+    assert run.status == "done" and run.samples["step"].count < 10 and run.evidence.profile is None
+    assert any("--seconds 0.1 bounds the whole run" in note for note in run.evidence.notes)
+    assert run.evidence.observation is None or run.samples["step"].count == 1

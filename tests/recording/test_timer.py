@@ -6,7 +6,7 @@ import pytest
 
 from stepscope.core.run import Settings
 from stepscope.recording.step import Phase
-from stepscope.recording.timer import Measurement, Peers, Progress, StepFailed, is_steady, measure
+from stepscope.recording.timer import AFTER_S, Measurement, Peers, Progress, StepFailed, TimeLimit, is_steady, measure
 from tests.conftest import FakeClock, FakeDevice
 
 FIXED = Settings(warmup_floor=2, warmup_cap=2, steps_floor=3, steps_cap=3, seconds=0)
@@ -162,6 +162,34 @@ def test_measuring_lasts_until_the_time_has_passed_between_floor_and_cap():
     for seconds, expected in ((0, 4), (1000, 10), (1e9, 25)):
         settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=4, steps_cap=25, seconds=seconds)
         assert run_one(clock, device, step, settings).samples["step"].count == expected
+
+
+@pytest.mark.parametrize(
+    ("step_s", "seconds", "warmups", "steps"),
+    [
+        (2.0, 1.0, 2, 1),  # 1 + 1 + 2 s from the end of the first step on: one step is timed, however late it is
+        (0.7, 2.0, 3, 3),  # 2 + 1 + 2 s: fewer than the ten that are asked for
+        (0.3, 1.0, 5, 3),
+    ],
+)
+def test_a_limit_of_the_whole_run_takes_fewer_steps_and_one_at_least(
+    step_s: float, seconds: float, warmups: int, steps: int
+):
+    clock, device, step = machine(forward=(step_s, 0.0))
+    step.prepare = lambda: None
+    limit = TimeLimit(seconds, lambda: clock.now_ns() * 1e-9)
+    settings = Settings(seconds=seconds)
+    found = measure({"step": step}, device=device, settings=settings, clock=clock, limit=limit)["step"]
+    assert (len(found.samples["step"].warmup_s), found.samples["step"].count) == (warmups, steps)
+    assert limit.left_s() < AFTER_S
+
+
+def test_a_number_of_steps_that_is_fixed_has_no_limit_in_warm_up():
+    clock, device, step = machine(forward=(5.0, 0.0))
+    limit = TimeLimit(1.0, lambda: clock.now_ns() * 1e-9)
+    settings = Settings(warmup_floor=3, warmup_cap=3, seconds=1.0)
+    found = measure({"step": step}, device=device, settings=settings, clock=clock, limit=limit)["step"]
+    assert (len(found.samples["step"].warmup_s), found.samples["step"].count) == (3, 1)
 
 
 def test_several_subjects_are_interleaved():

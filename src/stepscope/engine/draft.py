@@ -17,6 +17,7 @@ from stepscope.core.run_directory import FAILURE_FILE, save_run
 from stepscope.engine.request import Stage, StepRequest, Tell, begun_run
 from stepscope.recording.device import is_out_of_memory, timing_device
 from stepscope.recording.step import Step
+from stepscope.recording.timer import TimeLimit
 from stepscope.training.training_step import Ranks
 
 if TYPE_CHECKING:
@@ -130,6 +131,8 @@ class Draft(RunDraft):
         self.load = load
         """What makes the step's model, where no factory does."""
         self.timing = timing_device(device)
+        self.limit = TimeLimit(request.settings.seconds) if request.in_seconds else None
+        """The time that the whole run may take; None where it may take what it needs."""
         self.built: Step | None = None
         self.correct: Correctness | None = None
         """That ranks which share the step compute what one process does."""

@@ -81,6 +81,8 @@ class StepRequest(msgspec.Struct, frozen=True, kw_only=True):
     """How the process that measures came to be, where it is a cell's."""
     node: str | None = None
     """The name of the cluster's node that measures; None on the machine of the command."""
+    in_seconds: bool = False
+    """Whether the settings' seconds bound the whole run, and not its measured steps alone."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):

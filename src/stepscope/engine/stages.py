@@ -41,7 +41,7 @@ from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
 from stepscope.recording import ranges
 from stepscope.recording.capture import capture_range
-from stepscope.recording.ceilings import ceilings_for, supported_dtypes
+from stepscope.recording.ceilings import ceilings_for, load_ceilings, supported_dtypes
 from stepscope.recording.compilation import CompilationWatch, compile_report, reset_compilation
 from stepscope.recording.device import HostLoad, is_out_of_memory
 from stepscope.recording.driven import (
@@ -68,6 +68,19 @@ from stepscope.training.training_step import StepParts
 
 if TYPE_CHECKING:
     from stepscope.recording.memory_history import MemoryCapture
+
+# What a run does without where its time is limited.
+
+
+def is_over(draft: Draft, needs_s: float) -> bool:
+    """Whether the run's limit leaves less than so many seconds."""
+    return draft.limit is not None and draft.limit.left_s() < needs_s
+
+
+def left_out(draft: Draft, what: str) -> None:
+    """Note what is not known, since the whole run has a limit of time."""
+    draft.note(f"{what}: --seconds {draft.request.settings.seconds:g} bounds the whole run, and its time was over")
+
 
 # Makes the step on the device, and later releases its memory.
 
@@ -102,6 +115,11 @@ def find_ceilings(draft: Draft) -> None:
     """Measure the ceilings, or take those that are stored for this device and build."""
     if draft.ranks.ranks > 1 and draft.device.type == "cpu":
         return  # ranks that share a processor would each measure what the others leave it
+    if is_over(draft, 3.0):
+        if (stored := load_ceilings(draft.device)) is None:
+            left_out(draft, "measured ceilings")
+        draft.set(ceilings=stored)
+        return
     draft.begin("ceiling")
     request = draft.request
     with ranges.silenced():  # these steps are not the model's
@@ -199,6 +217,9 @@ def _record(draft: Draft, out_of_memory: bool = False) -> "MemoryCapture":
 
 def observe(draft: Draft) -> None:
     """Probe the precision, run steps under hooks and the profiler, and keep the evidence."""
+    if is_over(draft, 0.5):
+        left_out(draft, "precision, memory, operators and profile of a step")
+        return
     draft.begin("observe")
     step, device = draft.step, draft.device
     precision = Precision(
@@ -217,6 +238,9 @@ def observe(draft: Draft) -> None:
     if ranges.watched() and device.type == "cuda":
         draft.note("no profile: CUDA lets one profiler in at a time, and a tool watches this process already")
         return
+    if is_over(draft, 0.5):
+        left_out(draft, "a profile")
+        return
     draft.begin("profile")
     profile = profile_step(step, device, draft.timing, draft.ranks)
     draft.set_evidence(profile=profile, precision=with_kernels(precision, profile))
@@ -226,6 +250,9 @@ def count_work(draft: Draft) -> None:
     """Count the FLOPs of a step, which no formula of its sizes says."""
     if draft.step.cuda_graphs:
         draft.note("no FLOPs: what CUDA graphs replay calls no operators that could be counted")
+        return
+    if is_over(draft, 0.0):
+        left_out(draft, "FLOPs")
         return
     draft.begin("count FLOPs")
     mine, unknown = step_flops(draft.step, draft.timing)
@@ -347,6 +374,7 @@ def time_steps(draft: Draft) -> None:
                 on_progress=lambda progress: _tell(draft, progress),
                 before_measuring=readings.before_the_measured_steps,
                 peers=draft.ranks,
+                limit=draft.limit,
             )["step"]
             draft.set(samples=result.samples, warmup_steady=result.warmup_steady)
             if draft.ranks.backend and not result.interrupted:
@@ -440,7 +468,7 @@ def measure_energy(draft: Draft) -> None:
 
     They are no samples. Whoever asks for less than LEAST_S of steps gets no more.
     """
-    if draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S:
+    if draft.run.evidence.energy is not None or draft.request.settings.seconds < LEAST_S or is_over(draft, LEAST_S):
         return
     settings = Settings(warmup_floor=0, warmup_cap=0, steps_floor=1, steps_cap=_MANY, seconds=LEAST_S)
     with nvml_kept_open(draft.device):

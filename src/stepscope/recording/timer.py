@@ -14,6 +14,7 @@ count as one: their times in a step add up.
 import itertools
 import math
 import statistics
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -125,6 +126,29 @@ class _Stopwatch(Recorder):
         return (*times_s, *phases_s.values())
 
 
+AFTER_S = 2.0
+"""Seconds that a TimeLimit leaves for what is looked at after the timed steps."""
+
+
+class TimeLimit:
+    """The time that a whole run may take from the end of its first step on, which may compile: that of warm-up, of the
+    measured steps, and of what is looked at after them."""
+
+    def __init__(self, seconds: float, now: Callable[[], float] = time.monotonic) -> None:
+        """seconds: the time that the measured steps may take."""
+        self.seconds, self._now = seconds, now
+        self._end_s = math.inf
+
+    def begin(self) -> None:
+        """Begin to count; later calls change nothing."""
+        if self._end_s == math.inf:
+            self._end_s = self._now() + self.seconds + max(1.0, self.seconds / 5) + AFTER_S
+
+    def left_s(self) -> float:
+        """Seconds that are left; below zero where it is over."""
+        return self._end_s - self._now()
+
+
 def measure(
     subjects: Mapping[str, Driven],
     *,
@@ -135,6 +159,7 @@ def measure(
     before_measuring: Callable[[], None] | None = None,
     recorders: Sequence[Recorder] = (),
     peers: Peers = ALONE,
+    limit: TimeLimit | None = None,
 ) -> dict[str, Measurement]:
     """Time the steps of one or several subjects; several are interleaved, one step each in turn, in an order that is
     reversed each time.
@@ -147,8 +172,9 @@ def measure(
     Recorders are told of every step. Their work counts in the step's time.
     peers: the other processes that take part in each step. All begin it together, and all end warm-up and measuring
     where the first of them does; both is settled between steps, untimed.
+    limit: the time of the whole run, for which fewer steps than the settings' floors are taken, one of each at least.
     """
-    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress, recorders, peers)
+    timer = _Timer(subjects, device, settings, clock or HostClock(), on_progress, recorders, peers, limit)
     try:
         for name in subjects:
             timer.warm_up(name)
@@ -198,6 +224,7 @@ class _Timer:
     _on_progress: Callable[[Progress], None] | None
     _recorders: Sequence[Recorder]
     _peers: Peers
+    _limit: TimeLimit | None
 
     def __post_init__(self) -> None:
         self._records = {
@@ -212,7 +239,10 @@ class _Timer:
     def warm_up(self, name: str) -> None:
         settings, record = self._settings, self._records[name]
         floor_ns = self._clock.now_ns()
+        fixed = settings.warmup_floor == settings.warmup_cap
         while record.warmups < settings.warmup_cap:
+            if record.warmups and not fixed and self._is_late(settings.seconds):
+                break
             if record.warmups >= settings.warmup_floor:
                 elapsed_s = (self._clock.now_ns() - floor_ns) * 1e-9
                 if self._peers.agree(is_steady(record.steps_s()) or elapsed_s >= settings.warmup_seconds):
@@ -222,6 +252,8 @@ class _Timer:
                 floor_ns = self._clock.now_ns()
             self._step(name)
             record.warmups += 1
+            if self._limit is not None:
+                self._limit.begin()
             self._tell(name, record.warmups, settings.warmup_floor, settings.warmup_cap)
         if record.warmups >= 2 * STEADY_WINDOW:
             record.steady = is_steady(record.steps_s())
@@ -236,8 +268,12 @@ class _Timer:
                 self._tell(name, done, settings.steps_floor, settings.steps_cap)
             elapsed_s = (self._clock.now_ns() - start_ns) * 1e-9
             long_enough = elapsed_s >= settings.seconds * len(self._subjects)
-            if done >= settings.steps_floor and self._peers.agree(long_enough):
+            if self._is_late() or (done >= settings.steps_floor and self._peers.agree(long_enough)):
                 break
+
+    def _is_late(self, before_s: float = 0.0) -> bool:
+        """Whether the limit leaves less than what comes after the steps takes, and so many seconds before that."""
+        return self._limit is not None and self._peers.agree(self._limit.left_s() < AFTER_S + before_s)
 
     def _step(self, name: str) -> None:
         subject, watch = self._subjects[name], _Stopwatch(self._device, self._clock)

@@ -68,6 +68,8 @@ OPTIONS = (
     Option("Exactly this many warm-up steps (default: until steady).", MEASURING, "warmup", int, least=0),
     Option("Exactly this many measured steps (default: 10 to 100).", MEASURING, "steps", int, least=1),
     Option("Measure for about this long.", MEASURING, "seconds", float, 5.0, least=0),
+    Option("Measure for about this long. Where it is given, the whole run ends soon after, and says what it left out.",
+           MEASURING, "seconds", float, 5.0, least=0, verbs=("run",)),
     Option("Measure in so many processes, each started afresh: five or more tell how far processes differ.", MEASURING,
            "repeat", int, 1, least=1, metavar="N"),
     Option("The device's peak for this dtype, as in 989T, if unknown.", MEASURING, "peak_flops", parse_flops_per_s,

@@ -25,7 +25,7 @@ from stepscope.core.errors import (
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.files import json_document
 from stepscope.core.model_config import ModelOptions
-from stepscope.core.options import MEASURING, Option, spelled_out, verb
+from stepscope.core.options import MEASURING, Option, is_given, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run, Settings, settings_from
@@ -141,7 +141,8 @@ def run(
 
     device: auto, cpu, cuda or cuda:N.
     warmup, steps: exactly so many. If left out, steps warm up until they are steady, and 10 to 100 are timed.
-    seconds: how long to go on measuring between the least and the most steps; 5 if left out.
+    seconds: how long to go on measuring between the least and the most steps; 5 if left out. Where they are given, the
+    whole run ends soon after: what there is no time for is left out.
     profile: whether one more step runs under the profiler.
     peak_flops: the device's peak in FLOP/s, where no datasheet is known.
     record: what is kept of some more steps, with commas between: every allocation ("memory"), a trace of torch.profiler
@@ -183,6 +184,7 @@ def run(
         workload=workload, settings=settings, device=device, out=str(runs), tag=tag, peak_flops_per_s=peak_flops,
         trace=TraceRequest(tools=cast("tuple[TraceTool, ...]", tools), steps=trace_steps),
         memory=MemoryRequest(steps=memory_steps) if "memory" in recorded else None,
+        in_seconds=seconds is not None and steps is None and workload.parallel == NOT_PARALLEL,
     )  # fmt: skip
     tell = tell or (lambda _: None)
     if workload.parallel != NOT_PARALLEL:
@@ -335,6 +337,7 @@ def command(
         workload=workload.any_workload(**usual_sizes(on_gpu=on_gpu)), settings=timing.settings, device=device,
         out=str(runs), tag=tag, memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace,
         memory=recording.memory, place=place if is_shared else None,
+        in_seconds=is_given("--seconds") and timing.steps is None and not is_shared,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         found, directory = measure_step(request, tell)
