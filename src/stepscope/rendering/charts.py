@@ -6,7 +6,7 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import altair as alt
 
@@ -537,15 +537,13 @@ class _Scales:
         return count / self.byte_size
 
 
-@dataclass(frozen=True, kw_only=True)
-class _SpanLabel:
+class _SpanLabel(NamedTuple):
     text: str
     middle_us: float
     line: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Moments:
+class _Moments(NamedTuple):
     """What every area is made of: the bytes of each, from the ground of the stack up, moment after moment."""
 
     times: tuple[float, ...]

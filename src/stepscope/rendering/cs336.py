@@ -307,13 +307,13 @@ def _answer(study: str, cost: int, full: str = "", small: str | None = None) -> 
     return Measure(study, cost, words, less, "answer")
 
 
+_WARMUP = Measure("warmup", 20, "study warmup --model small --seq-len 512", "study warmup --model tiny --seq-len 64")
 _STEPS = Measure(
     "step-time",
     60,
     "sweep --model small,medium,large,xl,2.7B --seq-len 128,256,512,1024",
     "sweep --model tiny --seq-len 64,128,256 --steps 5",
 )
-_WARMUP = Measure("warmup", 20, "study warmup --model small --seq-len 512", "study warmup --model tiny --seq-len 64")
 _KERNELS = Measure(
     "kernels",
     50,

@@ -273,17 +273,6 @@ class Trend:
     @property
     def document(self) -> TrendDocument:
         """What `--json` shows of it."""
-        points = [
-            TrendPoint(
-                run=one.run.id,
-                created=one.run.created,
-                commit=one.code[0],
-                dirty=one.code[1],
-                step_s=one.step_s,
-                processes=len(one.runs.measured),
-            )
-            for one in self.moments
-        ]
         changes = [
             TrendChange(
                 before=change.before.run.id, after=change.after.run.id,
@@ -297,7 +286,17 @@ class Trend:
             device=self.device,
             unmeasured=self.unmeasured,
             detectable=self.detectable,
-            points=points,
+            points=[
+                TrendPoint(
+                    run=one.run.id,
+                    created=one.run.created,
+                    commit=one.code[0],
+                    dirty=one.code[1],
+                    step_s=one.step_s,
+                    processes=len(one.runs.measured),
+                )
+                for one in self.moments
+            ],
             changes=changes,
         )
 

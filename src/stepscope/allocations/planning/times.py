@@ -647,7 +647,7 @@ LANES, SLICES = 16, 4_000
 _SEED = 20_210_409
 
 
-class Simulated(msgspec.Struct, frozen=True, kw_only=True):
+class Simulated(NamedTuple):
     """What a played step took, and when each rank of the first replica worked."""
 
     step_s: float

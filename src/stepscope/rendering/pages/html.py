@@ -9,9 +9,8 @@ import re
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -36,8 +35,7 @@ _NARROWEST = 0.4
 """Thousandths of the width: what is narrower is not seen."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tile:
+class Tile(NamedTuple):
     """A part of an icicle, in shares of the width."""
 
     name: str
@@ -49,8 +47,7 @@ class Tile:
     hue: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class Bar:
+class Bar(NamedTuple):
     """A stretch of a lane, in thousandths of the width."""
 
     left: float
@@ -59,8 +56,7 @@ class Bar:
     said: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lane:
+class Lane(NamedTuple):
     """A lane of a timeline. All bars of one hue that say nothing of their own are one path."""
 
     name: str
@@ -121,8 +117,7 @@ def _hues(kinds: Sequence[tuple[str, float]]) -> dict[str, int]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class Heat:
+class Heat(NamedTuple):
     """A heat map as a table: its columns, and its rows of a name and cells of text and strength from 0 to 1."""
 
     columns: tuple[str, ...]
@@ -164,22 +159,19 @@ _SUM = re.compile(r"all|together|total|the step|step|\d[\d,]* (?:more|others?)\b
 _SYMBOLS = {"error": "✕", "warning": "!", "note": "i"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Head:
+class _Head(NamedTuple):
     text: str
     number: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Cell:
+class _Cell(NamedTuple):
     text: str
     value: str
     """The bare figure, which the page sorts by; empty where there is none."""
     number: bool
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Row:
+class _Row(NamedTuple):
     cells: list[_Cell]
     tone: str
     rule: bool
@@ -187,8 +179,7 @@ class _Row:
     """Whether it is no part but a sum or a rest, which stays at the end however the parts are sorted."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Table:
+class _Table(NamedTuple):
     title: str
     heads: list[_Head]
     rows: list[_Row]

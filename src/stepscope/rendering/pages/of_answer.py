@@ -24,7 +24,7 @@ from stepscope.core.answer import (
 from stepscope.core.errors import InputError
 from stepscope.core.units import counted, format_bytes, format_count, format_share, ms_text
 from stepscope.rendering.pages import Figure, Page, Section
-from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicle_panel, timeline_panel
+from stepscope.traces.captures.answer import answer_trace, digest_icicles, icicle_panel, phase_heads, timeline_panel
 from stepscope.traces.captures.digest import TraceDigest
 from stepscope.traces.captures.summary import OUTSIDE, TraceSummary
 from stepscope.traces.kernels.names import kernel_labels
@@ -295,14 +295,7 @@ def _phases(digest: TraceDigest, noun: str) -> Table:
     ]
     steps = counted(digest.steps, "step")
     kept = f"From the digest of a trace by {digest.profiler} over {steps}; the trace itself is not kept here."
-    return table_of(
-        "phase, a step",
-        (f"{noun}s", "g"),
-        (f"{noun} time ms", "ms of ns"),
-        ("matrix share", "%"),
-        rows=rows,
-        notes=as_lines(kept),
-    )
+    return table_of(*phase_heads(noun), rows=rows, notes=as_lines(kept))
 
 
 def _longest(digest: TraceDigest) -> Iterator[Table]:

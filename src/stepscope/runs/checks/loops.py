@@ -81,10 +81,10 @@ def left_untrained(run: Run) -> Iterator[Finding]:
             remedy,
         )
     if count := habits.in_eval_mode_count:
+        named = f"{counted(count, 'module')} {'was' if count == 1 else 'were'}"
         yield warning(
             "eval-while-training",
-            f"{counted(count, 'module')} {'was' if count == 1 else 'were'} in "
-            f"eval mode while the model trained: {_first(habits.in_eval_mode, count)}.",
+            f"{named} in eval mode while the model trained: {_first(habits.in_eval_mode, count)}.",
             {"modules": count, "first": habits.in_eval_mode[0]},
             "model.train() before the loop and after each evaluation",
         )

@@ -162,16 +162,18 @@ def _phase_table(summary: TraceSummary) -> Table:
     kernels, busy_ns = (sum(getattr(phase, name) for phase in phases) for name in ("kernels", "busy_ns"))
     rows.append(("all", kernels, busy_ns, *[None] * len(known), summary.gemm_fraction))
     return table_of(
-        "phase, a step",
-        (f"{noun}s", "g"),
-        (f"{noun} time ms", "ms of ns"),
-        *((name, unit) for name, (unit, _) in known.items()),
-        ("matrix share", "%"),
+        *phase_heads(noun, *((name, unit) for name, (unit, _) in known.items())),
         rows=rows,
         rules=(len(rows) - 1,),
         tones={len(rows) - 1: "strong"},
         notes=as_lines(*_phase_words(summary)),
     )
+
+
+def phase_heads(noun: str, *more: tuple[str, str]) -> Iterator[str | tuple[str, str]]:
+    """The columns of a table of phases; `more` stand before the last one."""
+    yield "phase, a step"
+    yield from ((f"{noun}s", "g"), (f"{noun} time ms", "ms of ns"), *more, ("matrix share", "%"))
 
 
 def _phase_words(summary: TraceSummary) -> Iterator[str]:

@@ -150,8 +150,7 @@ def _while_capturing(calls: pl.DataFrame, by: list[str]) -> pl.Series:
 def names_missing(summary: TraceSummary) -> Finding | None:
     """A finding on rows whose name cannot be looked up. Family and phase go by names."""
     table = summary.attribution.table
-    counts = table.damage.nameless
-    if not counts:
+    if not (counts := table.damage.nameless):
         return None
     return _damaged(
         "names-missing",

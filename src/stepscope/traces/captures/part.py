@@ -5,6 +5,7 @@ import difflib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import polars as pl
 
@@ -30,8 +31,7 @@ _PAIRS_LIMIT = 20_000_000
 """The most pairs of (range, kernel inside) read for the top kernels. Real captures have a few pairs per kernel."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class KernelTotals:
+class KernelTotals(NamedTuple):
     """One kernel's share of a range: its name, family, calls and summed duration."""
 
     name: str
@@ -209,11 +209,9 @@ def _top_kernels(slices: pl.DataFrame, kernels: pl.DataFrame, top: int) -> dict[
         .head(top)
     )
     best: dict[str, tuple[KernelTotals, ...]] = {}
-    for name, kernel, family, calls, busy_ns in totals.select(
-        pl.col("name").cast(pl.String), "kernel", "family", "calls", "busy_ns"
-    ).iter_rows():
-        row = KernelTotals(name=kernel, family=family, calls=calls, busy_ns=busy_ns)
-        best[name] = (*best.get(name, ()), row)
+    columns = (pl.col("name").cast(pl.String), "kernel", "family", "calls", "busy_ns")
+    for name, *row in totals.select(columns).iter_rows():
+        best[name] = (*best.get(name, ()), KernelTotals(*row))
     return best
 
 
