@@ -6,6 +6,7 @@ Each function makes a Source: Material -> Answer or None.
 import contextlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -184,20 +185,17 @@ def speed(material: Material) -> Answer | None:
     return None
 
 
-def compiled(material: Material) -> Answer | None:
-    """The model, eager beside compiled."""
-    for found in _both(material, "compile", "eager"):
-        cells = [CompileCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
-        return answer_compile(compiled_pairs(cells))
-    return None
+def beside(
+    cell: Callable[..., Any], answer: Callable[[list[Any]], Answer], field: str, base: str, **wanted: str
+) -> Source:
+    """The answer on the cells of a sweep that measured the base's value of a field beside others."""
 
+    def source(material: Material) -> Answer | None:
+        for found in _both(material, field, base, **wanted):
+            return answer([cell(run=run, digest=material.digest(run, at, "kineto")) for run, at in found])
+        return None
 
-def attention_steps(material: Material) -> Answer | None:
-    """A training step with one attention beside another."""
-    for found in _both(material, "attention", "reference", phase="train", compile="eager"):
-        cells = [StepCell(run=run, digest=material.digest(run, directory, "kineto")) for run, directory in found]
-        return answer_steps(cells)
-    return None
+    return source
 
 
 def parallel(kinds: Sequence[str], *titles: str) -> Source:
@@ -396,6 +394,8 @@ _PEAKS = table("model,seq_len", "phase", "peak_memory", where={"dtype": "fp32", 
 _PEAKS_BY_DTYPE = table(
     "model,seq_len,phase", "dtype", "peak_memory", speedup="fp32", where={"dtype": "fp32,bf16", **_PHASES}
 )
+_BY_ATTENTION = beside(StepCell, answer_steps, "attention", "reference", phase="train", compile="eager")
+_COMPILED = beside(CompileCell, lambda cells: answer_compile(compiled_pairs(cells)), "compile", "eager")
 _SENDING = parallel(ranks.DATA_PARALLEL, ranks.STRONG, ranks.PHASES, ranks.COMMUNICATION)
 
 ASSIGNMENT = Assignment(
@@ -450,13 +450,13 @@ ASSIGNMENT = Assignment(
             Question("flash", "How does FlashAttention compare by length and width?", _FLASH,
                      stored("attention", _BY_LENGTH, "causal")),
             Question("flash-step", "What does another attention change in the whole training step?", _FLASH_STEP,
-                     attention_steps),
+                     _BY_ATTENTION),
         ),
         "Compilation": (
             Question("compile-a", "What does torch.compile give attention alone?", _ATTENTION,
                      stored("attention", ("beside compiled",), "full", plot=False)),
             Question("compile-b", "What does torch.compile give the whole model, in forward and in a training step?",
-                     _COMPILE, compiled),
+                     _COMPILE, _COMPILED),
         ),
         "Several GPUs": (
             Question("all-reduce", "How long does an all-reduce take by size and number of processes?", _COLLECTIVES,

@@ -276,7 +276,28 @@ class _Folder:
 
     def _write(self, kept: Iterable[tuple[tuple[str, os.stat_result], Run]]) -> None:
         target = self.place / INDEX_FILE
-        payload = msgspec.msgpack.encode(_index_of(kept))
+        index = _Index(made_by=_made_by())
+        lists = {name: _Distinct(getattr(index, of)) for name, of in _LISTS.items()}
+        for (path, state), run in kept:
+            where = run.environment
+            values = {name: getattr(run, name) for name in _LISTS}
+            if where is not None and where.during:
+                values["environment"] = msgspec.structs.replace(where, during=None)
+            index.entries.append(
+                _Entry(
+                    path=path,
+                    size=state.st_size,
+                    mtime_ns=state.st_mtime_ns,
+                    ctime_ns=state.st_ctime_ns,
+                    inode=state.st_ino,
+                    during=where.during if where else None,
+                    samples={name: known(found) for name, found in run.samples.items()},
+                    **{name: getattr(run, name) for name in _COPIED},
+                    **{name: None if value is None else lists[name].place(value) for name, value in values.items()},
+                    **{name: getattr(run.evidence, name) for name in _EVIDENCE},
+                )
+            )
+        payload = msgspec.msgpack.encode(index)
         try:
             write_atomically(_checksum(payload) + payload, target)
         except OSError as error:
@@ -370,32 +391,6 @@ def _run_of(entry: _Entry, index: _Index) -> Run:
         samples=entry.samples,  # type: ignore[arg-type]  # KnownSamples are Samples; nobody writes into them
         evidence=Evidence(**{name: getattr(entry, name) for name in _EVIDENCE}),
     )
-
-
-def _index_of(kept: Iterable[tuple[tuple[str, os.stat_result], Run]]) -> _Index:
-    """The index of these runs, each with the path and the state of its file."""
-    index = _Index(made_by=_made_by())
-    lists = {name: _Distinct(getattr(index, of)) for name, of in _LISTS.items()}
-    for (path, state), run in kept:
-        where = run.environment
-        values = {name: getattr(run, name) for name in _LISTS}
-        if where is not None and where.during:
-            values["environment"] = msgspec.structs.replace(where, during=None)
-        index.entries.append(
-            _Entry(
-                path=path,
-                size=state.st_size,
-                mtime_ns=state.st_mtime_ns,
-                ctime_ns=state.st_ctime_ns,
-                inode=state.st_ino,
-                during=where.during if where else None,
-                samples={name: known(found) for name, found in run.samples.items()},
-                **{name: getattr(run, name) for name in _COPIED},
-                **{name: None if value is None else lists[name].place(value) for name, value in values.items()},
-                **{name: getattr(run.evidence, name) for name in _EVIDENCE},
-            )
-        )
-    return index
 
 
 class _Distinct:

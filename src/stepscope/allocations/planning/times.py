@@ -648,13 +648,15 @@ _SEED = 20_210_409
 
 
 class Simulated(NamedTuple):
-    """What a played step took, and when each rank of the first replica worked."""
+    """What a played step took, and when each rank of the first replica worked.
+
+    The pipeline takes until the last backward of the slowest replica has ended; the ranks of the first replica wait for
+    `idle_share` of it.
+    """
 
     step_s: float
     pipeline_s: float
-    """Until the last backward of the slowest replica has ended."""
     idle_share: float
-    """Share of the pipeline's time in which its ranks wait, of the first replica."""
     replicas: int
     slices: tuple[Slice, ...] = ()
 

@@ -512,7 +512,7 @@ _FEW_BLOCKS = 2
 """Stages of at most so many blocks are run as they are; larger ones follow from 1 and 2, where blocks are alike."""
 
 
-class RankNeeds(msgspec.Struct, frozen=True, kw_only=True):
+class RankNeeds(NamedTuple):
     """Bytes of the rank that needs most, by what they are, at its peak."""
 
     parameters: int

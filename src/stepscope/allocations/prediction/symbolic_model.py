@@ -18,8 +18,8 @@ the sum under autocast.
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from stepscope.allocations.prediction.symbolic_tensors import (
     KEPT_OPERATORS,
@@ -52,8 +52,7 @@ _SCALE = 4
 """Bytes of a scale."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class ScaledProducts:
+class ScaledProducts(NamedTuple):
     """The products of a workload's linear layers."""
 
     by_row: bool

@@ -556,14 +556,8 @@ def _icicle(ways: Iterable[tuple[tuple[str, ...], float]], noun: str, heading: s
         parent = places.get(part[:-1], -1)
         nodes.append(Node(name_shown(str(part[-1])), times[part], parent, levels[part]))
     note = f"{noun} time of a step in ms, the layers of a model together; parts below {_SMALLEST_SHARE:.2%} left out"
-    return Panel(
-        x_title="ms a step",
-        y_title="",
-        points=(),
-        kind="icicle",
-        nodes=tuple(nodes),
-        frame=Frame(heading=heading, note=note),
-    )
+    frame = Frame(heading=heading, note=note)
+    return Panel(x_title="ms a step", y_title="", points=(), kind="icicle", nodes=tuple(nodes), frame=frame)
 
 
 def _modules(path: str) -> list[str]:

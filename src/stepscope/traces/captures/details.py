@@ -94,7 +94,27 @@ def _tree(attribution: Attribution, intervals: pl.DataFrame, rows: pl.Series, to
     )
     nodes = nodes.join(held, on="node", how="left").join(spent, on="node", how="left").fill_null(0).sort("node")
     on_device = int(nodes["self_device_ns"].sum()) > 0
-    return _ordered(_with_inner(nodes, on_device), top)
+    # Nodes also get what is launched inside their children, and `weight`: the most time of any node below.
+    nodes = nodes.with_columns(
+        pl.col("self_device_ns").alias("device_ns"),
+        pl.lit(0, pl.Int64).alias("weight") if on_device else pl.col("host_ns").alias("weight"),
+    )
+    for depth in range(int(nodes["depth"].max() or 0), 0, -1):  # type: ignore[arg-type]
+        inner = (
+            nodes.filter(pl.col("depth") == depth)
+            .group_by("parent")
+            .agg(pl.col("kernels", "device_ns").sum().name.prefix("inner_"), pl.col("weight").max().alias("inner"))
+        )
+        nodes = (
+            nodes.join(inner, left_on="node", right_on="parent", how="left", maintain_order="left")
+            .with_columns(
+                pl.col("kernels") + pl.col("inner_kernels").fill_null(0),
+                pl.col("device_ns") + pl.col("inner_device_ns").fill_null(0),
+                pl.max_horizontal("weight", pl.col("inner").fill_null(0)),
+            )
+            .drop("inner_kernels", "inner_device_ns", "inner")
+        )
+    return _ordered(nodes.with_columns(pl.col("device_ns").alias("weight")) if on_device else nodes, top)
 
 
 def _nodes(names: pl.Series, parent: pl.Series) -> tuple[pl.Series, pl.DataFrame]:
@@ -119,30 +139,6 @@ def _nodes(names: pl.Series, parent: pl.Series) -> tuple[pl.Series, pl.DataFrame
     nodes = pl.concat(levels).rename({"above": "parent"})
     node = frame.select("position").join(pl.concat(placed), on="position", how="left", maintain_order="left")["node"]
     return node, nodes
-
-
-def _with_inner(nodes: pl.DataFrame, on_device: bool) -> pl.DataFrame:
-    """The nodes with what is launched inside their children too, and `weight`: the most time of any node below."""
-    nodes = nodes.with_columns(
-        pl.col("self_device_ns").alias("device_ns"),
-        pl.lit(0, pl.Int64).alias("weight") if on_device else pl.col("host_ns").alias("weight"),
-    )
-    for depth in range(int(nodes["depth"].max() or 0), 0, -1):  # type: ignore[arg-type]
-        inner = (
-            nodes.filter(pl.col("depth") == depth)
-            .group_by("parent")
-            .agg(pl.col("kernels", "device_ns").sum().name.prefix("inner_"), pl.col("weight").max().alias("inner"))
-        )
-        nodes = (
-            nodes.join(inner, left_on="node", right_on="parent", how="left", maintain_order="left")
-            .with_columns(
-                pl.col("kernels") + pl.col("inner_kernels").fill_null(0),
-                pl.col("device_ns") + pl.col("inner_device_ns").fill_null(0),
-                pl.max_horizontal("weight", pl.col("inner").fill_null(0)),
-            )
-            .drop("inner_kernels", "inner_device_ns", "inner")
-        )
-    return nodes.with_columns(pl.col("device_ns").alias("weight")) if on_device else nodes
 
 
 def _ordered(nodes: pl.DataFrame, top: int | None) -> pl.DataFrame:

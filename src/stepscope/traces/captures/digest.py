@@ -72,8 +72,6 @@ def find_capture(path: Path) -> Path:
 
 
 _TOOLS = {"Kineto": "kineto", "Nsight Systems": "nsys"}
-KEPT_ROWS = 8
-"""The number of kernels kept of each ranking."""
 
 
 class FamilyRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +143,10 @@ class TraceDigest(msgspec.Struct, frozen=True, kw_only=True):
     def phase(self, name: str) -> PhaseSummary | None:
         """The phase of that name, or None."""
         return next((phase for phase in self.phases if phase.phase == name), None)
+
+
+KEPT_ROWS = 8
+"""The number of kernels kept of each ranking."""
 
 
 def digest_of(summary: TraceSummary, findings: tuple[Finding, ...]) -> TraceDigest:

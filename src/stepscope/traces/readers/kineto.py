@@ -17,29 +17,8 @@ import msgspec
 import polars as pl
 
 from stepscope.core.errors import InputError, printable
+from stepscope.traces import table
 from stepscope.traces.readers.json_events import read_events
-from stepscope.traces.table import (
-    ALLOCATED,
-    CALL_SCHEMA,
-    CALLS,
-    COLLECTIVE_SCHEMA,
-    COUNTER_SCHEMA,
-    DETAIL_SCHEMA,
-    KIND,
-    LINK_SCHEMA,
-    OPERATOR_SCHEMA,
-    OPERATORS,
-    RANGE_SCHEMA,
-    RANGES,
-    RESERVED,
-    WORK,
-    WORK_SCHEMA,
-    Damage,
-    TraceTable,
-    add_count,
-    assemble,
-    empty,
-)
 
 # Times of Chrome-trace events as exact nanoseconds.
 #
@@ -269,7 +248,7 @@ _ANNOTATIONS = ("ProfilerStep#", "Optimizer.step#", "Optimizer.zero_grad#", "Dis
 """Names of ranges that older versions list among the operators."""
 
 
-def read_kineto(path: Path) -> TraceTable:
+def read_kineto(path: Path) -> table.TraceTable:
     """The TraceTable of a Kineto trace. Raises InputError where it is broken or holds no events of a profiler."""
     reader = _Reader(path)
     for block in read_events(path, decode_block, reader.damage.mended):
@@ -293,7 +272,7 @@ class _Reader:
         self._events = 0
         self._ns_per_unit: int | None = None
         self.fields: dict[str, Any] = {}
-        self.damage = Damage()
+        self.damage = table.Damage()
         self._takers: dict[str, Callable[[list[Event]], None]] = {
             **{kind: partial(self._take_work, kind) for kind in ("kernel", "memcpy", "memset")},
             "call": self._take_calls,
@@ -346,7 +325,7 @@ class _Reader:
             self._other[_INSTANT] += len(group) - len(memory)
         if not memory:
             return
-        figures = {"device": "memory_of", ALLOCATED: "allocated", RESERVED: "reserved"}
+        figures = {"device": "memory_of", table.ALLOCATED: "allocated", table.RESERVED: "reserved"}
         columns = [
             pl.Series(
                 name, [_within(getattr(event.args, of, None), 2**62, 1 - 2**62) for event in memory], dtype=pl.Int64
@@ -359,7 +338,7 @@ class _Reader:
             .unpivot(index=["start_ns", "process", "device"], variable_name="name", value_name="value")
             .drop_nulls("value")
             .with_columns(pl.col("name").cast(pl.Categorical()))
-            .select(COUNTER_SCHEMA.names())
+            .select(table.COUNTER_SCHEMA.names())
         )
 
     def _name_threads(self, group: list[Event]) -> None:
@@ -385,10 +364,10 @@ class _Reader:
         self._parts["work"].append(
             pl.DataFrame(
                 [
-                    *self._times(group, WORK),
+                    *self._times(group, table.WORK),
                     _integers("device", (given.device for given in arguments), group, "pid"),
                     _integers("stream", (given.stream for given in arguments), group, "tid"),
-                    pl.Series("kind", [kind], dtype=KIND).new_from_index(0, len(group)),
+                    pl.Series("kind", [kind], dtype=table.KIND).new_from_index(0, len(group)),
                     self._text("name", (event.name for event in group)),
                     pl.Series("process", [None], dtype=pl.Int64).new_from_index(0, len(group)),
                     *self._columns(arguments, "correlation", "external", "graph_node"),
@@ -416,7 +395,7 @@ class _Reader:
 
     def _take_calls(self, group: list[Event]) -> None:
         arguments = [event.args or NO_ARGUMENTS for event in group]
-        self._keep("calls", group, CALLS, *self._columns(arguments, "correlation", "external"))
+        self._keep("calls", group, table.CALLS, *self._columns(arguments, "correlation", "external"))
 
     def _take_operators(self, group: list[Event]) -> None:
         old = {name for name in {event.name for event in group} if str(name).startswith(_ANNOTATIONS)}
@@ -437,12 +416,12 @@ class _Reader:
             places = [at for at, event in enumerate(group) if event.name in by_values and arguments[at].values]
             values = values.scatter(places, self._text("values", (bytes(arguments[at].values) for at in places)))
         ids = self._columns(arguments, "external", "sequence", "forward_thread")
-        self._keep("operators", group, OPERATORS, *ids, shapes, dtypes, values)
+        self._keep("operators", group, table.OPERATORS, *ids, shapes, dtypes, values)
         if any(event.name == _COLLECTIVE for event in group):
             self._take_collectives(group)
 
     def _take_ranges(self, group: list[Event]) -> None:
-        self._keep("ranges", group, RANGES, pl.Series("nested", [True]).new_from_index(0, len(group)))
+        self._keep("ranges", group, table.RANGES, pl.Series("nested", [True]).new_from_index(0, len(group)))
 
     def _keep(self, kind: str, group: list[Event], what: str, *columns: pl.Series) -> None:
         """Keep the times, places and names of events on the host, with these columns."""
@@ -461,10 +440,10 @@ class _Reader:
         start = nanoseconds("start_ns", [event.ts for event in group], per_unit)
         duration = nanoseconds("duration_ns", [event.dur or 0 for event in group], per_unit)
         if duration.null_count():
-            add_count(self.damage.endless, what, duration.null_count())
+            table.add_count(self.damage.endless, what, duration.null_count())
             duration = duration.fill_null(0)
         if group and cast("int", duration.min()) < 0:
-            add_count(self.damage.backwards, what, int((duration < 0).sum()))
+            table.add_count(self.damage.backwards, what, int((duration < 0).sum()))
             duration = duration.clip(lower_bound=0)
         return start, duration
 
@@ -504,7 +483,7 @@ class _Reader:
         texts = self._texts
         return pl.Series(name, [texts.setdefault(value, len(texts)) for value in values], dtype=pl.UInt32)  # type: ignore[arg-type]
 
-    def table(self) -> TraceTable:
+    def table(self) -> table.TraceTable:
         if not any(self._parts[kind] for kind in ("work", "operators", "calls")):
             raise InputError(
                 f"{self._path}: {self._events} events, but none of kernels or operators: "
@@ -515,14 +494,14 @@ class _Reader:
         listed = self.fields.get("deviceProperties")
         devices = cast("list[Any]", listed) if isinstance(listed, list) else []
         rank, ranks = self._rank()
-        table = TraceTable(
+        read = table.TraceTable(
             profiler="Kineto",
-            work=frame("work", pl.Schema({**WORK_SCHEMA, **DETAIL_SCHEMA})),
-            calls=frame("calls", CALL_SCHEMA),
-            ranges=frame("ranges", RANGE_SCHEMA),
-            operators=frame("operators", OPERATOR_SCHEMA),
-            links=frame("links", LINK_SCHEMA),
-            collectives=frame("collectives", COLLECTIVE_SCHEMA),
+            work=frame("work", pl.Schema({**table.WORK_SCHEMA, **table.DETAIL_SCHEMA})),
+            calls=frame("calls", table.CALL_SCHEMA),
+            ranges=frame("ranges", table.RANGE_SCHEMA),
+            operators=frame("operators", table.OPERATOR_SCHEMA),
+            links=frame("links", table.LINK_SCHEMA),
+            collectives=frame("collectives", table.COLLECTIVE_SCHEMA),
             devices={
                 one["id"]: str(one.get("name", ""))
                 for one in cast("list[dict[str, Any]]", [one for one in devices if isinstance(one, dict)])
@@ -534,15 +513,15 @@ class _Reader:
             rank=rank,
             ranks=ranks,
             damage=self.damage,
-            counters=pl.concat([empty(COUNTER_SCHEMA), *self._parts["counters"]]),
+            counters=pl.concat([table.empty(table.COUNTER_SCHEMA), *self._parts["counters"]]),
         )
-        return assemble(table, self._path, arrows=frame("arrows", LINK_SCHEMA))
+        return table.assemble(read, self._path, arrows=frame("arrows", table.LINK_SCHEMA))
 
     def _frame(self, texts: pl.Series, name: str, schema: pl.Schema) -> pl.DataFrame:
         """All that was kept of one kind; kernels and copies have different details."""
         parts = self._parts.pop(name, None)
         if not parts:
-            return empty(schema)
+            return table.empty(schema)
         frame = pl.concat(parts, how="diagonal", rechunk=True)
         present = [column for column in schema if column in frame.columns]
         named = [column for column in present if schema[column] in (pl.String, pl.Categorical())]
