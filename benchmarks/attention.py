@@ -24,9 +24,9 @@ from stepscope.core.attention_call import (
     AttentionShape,
     AttentionTiming,
     AttentionTimings,
+    call_flops,
     decode_timings,
     encode_timings,
-    forward_flops,
 )
 from stepscope.core.errors import (
     EXIT_CHECK_FAILED,
@@ -157,7 +157,7 @@ def rows_of(timings: AttentionTimings) -> list[tuple[str, ...]]:
         ratio = own.speedup_over(both) if own else None
         rows.append((
             *name, f"{row.forward.median_s * 1e3:.3f}", interval_of(row.forward), f"{both.median_s * 1e3:.3f}",
-            interval_of(both), f"{forward_flops(cell.shape) / row.forward.median_s / 1e12:.4g}",
+            interval_of(both), f"{call_flops(cell.shape) / row.forward.median_s / 1e12:.4g}",
             f"{(rate or 0.0) / 1e12:.4g}", f"{share * 100:.0f} %" if share else "",
             f"{ratio.value:.2f}" if ratio else "",
         ))  # fmt: skip

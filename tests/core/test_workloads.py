@@ -1,6 +1,7 @@
 """Model configurations, workloads and their keys."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -35,7 +36,7 @@ def test_an_overridden_preset_gets_a_name_of_its_own():
         ({"heads": 256}, "head_dim is 3"),
     ],
 )
-def test_impossible_sizes_are_refused(sizes: dict[str, int], says: str):
+def test_impossible_sizes_are_refused(sizes: dict[str, Any], says: str):
     with pytest.raises(InputError, match=says):
         configure("small", **sizes)
 
