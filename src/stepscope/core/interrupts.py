@@ -322,7 +322,7 @@ def _ended_as_python_ends() -> bool:
 # Whether this process may have enough memory to load PyTorch at all.
 
 
-LEAST_FOR_TORCH = 768 << 20
+LEAST_FOR_TORCH = 1 << 30
 """Bytes of address space below which PyTorch's libraries raise, abort or retry for ever while they load."""
 
 
