@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.core.errors import InputError
-from stepscope.core.user_model import code_digest, code_folder, factory_folder, parse_arguments
+from stepscope.core.user_model import code_digest, code_folder, file_of, parse_arguments
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_the_folder_of_a_users_code_is_that_of_its_file(tmp_path: Path, monkeypa
     (elsewhere := tmp_path / "elsewhere").mkdir()
     (script := elsewhere / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
-    assert code_folder(script) == elsewhere == factory_folder("elsewhere/train.py:make")
+    assert code_folder(script) == elsewhere == code_folder(file_of("elsewhere/train.py:make"))
     for file in (None, Path(sys.executable), tmp_path / "gone.py"):
         assert code_folder(file) == tmp_path

@@ -47,9 +47,11 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for field in _FIRST_FIELDS[1:]:
             whole_number(getattr(self, field), field, 1, 2**24)
         if self.d_model % self.heads:
+            near = range(max(1, self.heads - 4096), min(self.d_model // 2, self.heads + 4096) + 1)
+            divisors = [h for h in near if self.d_model % h == 0 and (self.d_model // h) % 2 == 0] or [1]
+            nearest = sorted(sorted(divisors, key=lambda h: abs(h - self.heads))[:4])  # which leave an even head_dim
             raise InputError(
-                f"heads {self.heads} do not divide d_model {self.d_model}: "
-                f"choose one of {', '.join(map(str, _near_divisors(self.d_model, self.heads)))}"
+                f"heads {self.heads} do not divide d_model {self.d_model}: choose one of {', '.join(map(str, nearest))}"
             )
         if self.head_dim % 2:
             raise InputError(
@@ -174,10 +176,3 @@ def configure(preset: str, **overrides: Unpack[ModelOptions]) -> ModelConfig:
         return base
     name = "+".join([base.name, *(field if size is True else f"{field}{size}" for field, size in changed.items())])
     return msgspec.structs.replace(base, name=name, **changed)
-
-
-def _near_divisors(d_model: int, heads: int) -> list[int]:
-    """The divisors of d_model nearest to the asked number of heads that leave an even head_dim."""
-    near = range(max(1, heads - 4096), min(d_model // 2, heads + 4096) + 1)
-    divisors = [h for h in near if d_model % h == 0 and (d_model // h) % 2 == 0]
-    return sorted(sorted(divisors or [1], key=lambda h: abs(h - heads))[:4])

@@ -234,7 +234,12 @@ class Samples(msgspec.Struct, frozen=True, kw_only=True):
         ordered = sorted(self.values_s)
         half_width = _DEVIATIONS / (2 * math.sqrt(effective))
         median = statistics.median(ordered)
-        low, high = (_quantile(ordered, 0.5 + side * half_width) for side in (-1, 1))
+        ends: list[float] = []
+        for share in (0.5 - half_width, 0.5 + half_width):  # between order statistics: the i-th is at (i - 1/2) / n
+            place = min(n - 1.0, max(0.0, share * n - 0.5))
+            below = min(int(place), n - 2)
+            ends.append(ordered[below] + (place - below) * (ordered[below + 1] - ordered[below]))
+        low, high = ends
         if not median:
             return Interval(low=0.0, high=max(median, high))
         # The variance about the samples' median is the variance about the true median times 1 - 1 / effective.
@@ -396,16 +401,6 @@ def _without_bias(estimate: float, n: int) -> float:
 
 def _effective(autocorrelation: float, n: int) -> float:
     return n * (1 - autocorrelation) / (1 + autocorrelation)
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """The quantile at a share, interpolated between order statistics: the i-th of n is at a share of (i - 1/2) / n.
-
-    Beyond the outermost shares it is the smallest or the largest value.
-    """
-    place = min(len(ordered) - 1.0, max(0.0, share * len(ordered) - 0.5))
-    below = min(int(place), len(ordered) - 2)
-    return ordered[below] + (place - below) * (ordered[below + 1] - ordered[below])
 
 
 def _autocorrelation_about(values: Sequence[float], slope: float) -> float:

@@ -37,14 +37,9 @@ def parse_arguments(written: Sequence[str]) -> dict[str, tuple[Any, ...]]:
     return values
 
 
-def factory_folder(factory: str) -> Path:
-    """The folder of the file in which a factory stands, as `code_folder` says."""
-    return code_folder(_file_of(factory))
-
-
 def code_digest(factory: str) -> str:
     """A digest of the file in which a factory stands; empty where it cannot be found without importing it."""
-    file = _file_of(factory)
+    file = file_of(factory)
     try:
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
     except OSError:
@@ -59,7 +54,8 @@ def code_folder(file: str | Path | None) -> Path:
     return Path(file).resolve().parent
 
 
-def _file_of(factory: str) -> Path | None:
+def file_of(factory: str) -> Path | None:
+    """The file in which a factory stands; None where it cannot be found without importing it."""
     place = factory if is_configuration(factory) else factory.rpartition(":")[0]
     if place.endswith((".py", ".json")):
         return Path(place)

@@ -9,7 +9,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, cast, get_args
 
 import msgspec
 
@@ -128,7 +128,16 @@ class StepChoices(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         choose(self.compile, COMPILES, "compile mode")
         choose(self.graph, GRAPHS, "graph")
         whole_number(self.accumulation, "accumulation", 1, LARGEST)
-        msgspec.structs.force_setattr(self, "clip", _norm_bound(self.clip))
+        clip = cast("object", self.clip)  # a stored record may hold anything
+        if clip == NO_CLIP:
+            clip = None
+        if clip is not None:
+            if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
+                raise InputError(
+                    f"clip is {clip!r:.40}: give the highest norm of the gradients, a number above 0, as in 1.0"
+                )
+            clip = float(clip)
+        msgspec.structs.force_setattr(self, "clip", clip)
         self._check_parallel()
         self._check_together()
 
@@ -519,15 +528,6 @@ def part_words(parts: Mapping[Part, Kernels]) -> dict[str, str]:
     if len(names) == 1 and names != {REFERENCE}:
         return {"norm": f"{parts['norm']}-parts"}
     return {part: f"{name}-{part}" if name != REFERENCE else "" for part, name in parts.items()}
-
-
-def _norm_bound(clip: object) -> float | None:
-    """The number that bounds the gradients' norm; None for none. Raises InputError for what is no number above zero."""
-    if clip is None or clip == NO_CLIP:
-        return None
-    if isinstance(clip, bool) or not isinstance(clip, (int, float)) or not 0 < clip < math.inf:
-        raise InputError(f"clip is {clip!r:.40}: give the highest norm of the gradients, a number above 0, as in 1.0")
-    return float(clip)
 
 
 def _nearest_divisors(number: int, near: int) -> list[int]:

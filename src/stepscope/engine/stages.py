@@ -35,7 +35,7 @@ from stepscope.core.run import Settings
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, RANK_FOLDER
 from stepscope.core.strategies import NOT_PARALLEL
 from stepscope.core.units import format_seconds
-from stepscope.core.user_model import factory_folder, unmet
+from stepscope.core.user_model import code_folder, file_of, unmet
 from stepscope.core.workloads import GRAPH_WARMUP, TextbookWorkload, by_sizes
 from stepscope.engine.draft import Draft
 from stepscope.engine.request import Stage
@@ -139,7 +139,7 @@ def look_round(draft: Draft) -> None:
     """Fill in what is known before anything runs, and write the run for the first time."""
     request = draft.request
     factory = request.workload.factory
-    folder = factory_folder(factory) if factory else None
+    folder = code_folder(file_of(factory)) if factory else None
     environment = read_environment(draft.device, request.memory_limit_bytes, user_code=folder)
     environment = msgspec.structs.replace(environment, node=request.node)
     name, stated = environment.device_name, request.peak_flops_per_s

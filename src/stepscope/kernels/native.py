@@ -122,7 +122,10 @@ def _is_whole(path: Path) -> bool:
 
 def _build_there(path: Path) -> None:
     failed = path.with_suffix(".failed")
-    if _asked() not in _AGAIN and (before := _said_in(failed)):
+    before = ""
+    with contextlib.suppress(OSError):  # nobody failed, or it cannot be read: the compiler will say
+        before = failed.read_text(errors="replace").strip()
+    if _asked() not in _AGAIN and before:
         raise InputError(printable(before))
     command, here = _compiler()
     for old in path.parent.glob("tmp*"):  # of builds whose process was killed, as we hold the lock
@@ -146,13 +149,6 @@ def _build_there(path: Path) -> None:
     why += f": {_REMEDY}, then set STEPSCOPE_NATIVE=1, which tries again"
     replace_file(failed, why.encode())
     raise InputError(why)
-
-
-def _said_in(failed: Path) -> str:
-    try:
-        return failed.read_text(errors="replace").strip()
-    except OSError:  # nobody failed, or it cannot be read: the compiler will say
-        return ""
 
 
 def _compiler() -> tuple[list[str], dict[str, str]]:

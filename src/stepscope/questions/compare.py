@@ -379,20 +379,13 @@ def _may_be_on(cell: RunSet, run: Run) -> bool:
 
 def _cells(side: Side, value: str) -> dict[str, RunSet]:
     """The side's runs by what they measured: runs of one workload on one device are its processes."""
-    by_key: dict[str, list[Run]] = {}
+    by_key: dict[str, dict[object, Run]] = {}
     for run, _ in side.runs:
         samples = samples_of(run, value) if run.status == "done" else None
         if samples is not None and samples.median_s:
-            by_key.setdefault(_key(run), []).append(run)
-    return {key: RunSet(runs=tuple(_numbered(runs))) for key, runs in by_key.items()}
-
-
-def _numbered(runs: Iterable[Run]) -> list[Run]:
-    """Of processes of one set that were measured again, the newest alone."""
-    newest: dict[object, Run] = {}
-    for run in runs:
-        newest[(run.repeat.set, run.repeat.number) if run.repeat else run.id] = run
-    return list(newest.values())
+            process = (run.repeat.set, run.repeat.number) if run.repeat else run.id
+            by_key.setdefault(_key(run), {})[process] = run  # one that was measured again counts once, as it is now
+    return {key: RunSet(runs=tuple(runs.values())) for key, runs in by_key.items()}
 
 
 def _key(run: Run, across: Sequence[str] = ()) -> str:

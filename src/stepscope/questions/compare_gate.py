@@ -59,17 +59,6 @@ class Limits:
     """Whether a step's FLOPs may not grow at all."""
 
 
-def limits_of(slower: str | None, larger: str | None, *, flops: bool) -> Limits | None:
-    """The limits that these options state; None where none does. Raises InputError for what cannot be read."""
-    if slower is None and larger is None and not flops:
-        return None
-    return Limits(
-        slower=parse_share(slower, "--fail-if-slower") if slower is not None else None,
-        larger=parse_growth(larger, "--fail-if-larger") if larger is not None else None,
-        flops=flops,
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class Gate:
     """What was found of the limits, in words: on each pair that exceeds one, and on each that leaves one open."""

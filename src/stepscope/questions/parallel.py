@@ -390,15 +390,6 @@ ON_CPU = Sizes(models=("tiny",), dtypes=("fp32",), seq_len=64, batch_size=4)
 USUAL = ("ddp-naive", "ddp-flat", "ddp-overlap", "ddp-bucketed", "zero1", "fsdp-textbook", "ddp", "fsdp2")
 
 
-def usual_ranks(device_type: str) -> tuple[int, ...]:
-    """Every GPU, or two ranks on a CPU."""
-    if device_type == "cpu":
-        return (2,)
-    import torch
-
-    return (max(2, torch.cuda.device_count()),)
-
-
 def parallel_cells(
     *, strategies: Sequence[str], ranks: Sequence[int], models: Sequence[ModelConfig], seq_lens: Sequence[int],
     batch_size: int, dtypes: Sequence[str], settings: Settings, scaling: str = "both", **choices: Any,
@@ -469,9 +460,13 @@ def compare_strategies(
         return compared.stored({**fields, **{field: (value,) for field, value in chosen.items()}}, "--kernels")
     sizes = options.sizes(options.usual(ON_CPU, ON_GPU))
     sizes["settings"] = settings_from(None, options.steps, options.seconds)  # the profile says what nothing hides
+    if not ranks:  # every GPU, or two ranks on a CPU
+        import torch
+
+        ranks = (2,) if options.device_type == "cpu" else (max(2, torch.cuda.device_count()),)
     cells, impossible = parallel_cells(
         strategies=[name for name in parallel or USUAL if name != NOT_PARALLEL],
-        ranks=ranks or usual_ranks(options.device_type),
+        ranks=ranks,
         scaling=scaling,
         **chosen,
         **sizes,

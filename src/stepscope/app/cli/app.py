@@ -146,28 +146,23 @@ _TRAINS = re.compile(r"\.backward\(|\bTrainer\(|\.train\(\)|\.fit\(")
 _USES_TORCH = re.compile(r"^\s*(import|from) (torch|transformers|lightning|pytorch_lightning|accelerate)\b", re.M)
 
 
-def _scripts(folder: Path) -> list[str]:
-    """Scripts of a folder that seem to train with PyTorch, those that are called like it first."""
-    found: list[str] = []
-    for file in sorted(folder.glob("*.py"), key=lambda file: ("train" not in file.stem, file.name))[:_MOST_SCRIPTS]:
-        with contextlib.suppress(OSError):
-            text = file.read_text(errors="replace") if file.stat().st_size < _LARGEST_SCRIPT else ""
-            if _USES_TORCH.search(text) and _TRAINS.search(text):
-                found.append(file.name)
-    return found
-
-
 def _next_commands() -> list[tuple[str, str]]:
-    """What there is to do in this folder: with the run measured last, and with a script that trains."""
+    """What there is to do in this folder: with the run measured last, and with scripts that seem to train with PyTorch,
+    those that are called like it first."""
     from stepscope.core.run_directory import last_run
 
     commands: list[tuple[str, str]] = []
     if Path("runs").is_dir() and (latest := last_run(Path("runs"))) is not None:
         commands.append(("stepscope show last", f"the run measured last, {latest.parent.name}"))
         commands.append(("stepscope report last", "the same as a page"))
-    for name in _scripts(Path())[:2]:
-        quoted = shlex.quote(name)
-        commands.append((f"stepscope watch -- {quoted}", f"measure the steps of {name} while it trains"))
+    scripts: list[str] = []
+    for file in sorted(Path().glob("*.py"), key=lambda file: ("train" not in file.stem, file.name))[:_MOST_SCRIPTS]:
+        with contextlib.suppress(OSError):
+            text = file.read_text(errors="replace") if file.stat().st_size < _LARGEST_SCRIPT else ""
+            if _USES_TORCH.search(text) and _TRAINS.search(text):
+                scripts.append(file.name)
+    for name in scripts[:2]:
+        commands.append((f"stepscope watch -- {shlex.quote(name)}", f"measure the steps of {name} while it trains"))
     return commands
 
 

@@ -114,7 +114,7 @@ def _workload(kind: Callable[..., Any], makers: Mapping[str, Callable[[Values], 
 
 def _shared_option(name: str, verb: str) -> Option | None:
     """The shared option of this name, as it is in a verb."""
-    lines = [option for option in OPTIONS if option.name == name]
+    lines = [option for option in OPTIONS if option.name == name and verb in (option.verbs or (verb,))]
     if not lines:
         from stepscope.engine.workload_options import OPTIONS as OF_A_WORKLOAD
 

@@ -210,10 +210,14 @@ def command(
 ) -> int:
     """Compare runs, sets, sweeps, tags or commits: what changed, by how much, and how sure that is."""
     from stepscope.questions.compare_answer import answer_comparison, comparison_as_json, pictured
-    from stepscope.questions.compare_gate import judge, limits_of
+    from stepscope.questions.compare_gate import Limits, judge, parse_growth, parse_share
 
-    limits = limits_of(fail_if_slower, fail_if_larger, flops=fail_if_flops_grow)
-    if strict and limits is None:
+    limits = Limits(
+        slower=parse_share(fail_if_slower, "--fail-if-slower") if fail_if_slower is not None else None,
+        larger=parse_growth(fail_if_larger, "--fail-if-larger") if fail_if_larger is not None else None,
+        flops=fail_if_flops_grow,
+    )
+    if strict and limits == Limits():
         raise InputError(
             "--strict belongs to a limit, as --fail-if-slower: say which change is too much, or leave it out"
         )
@@ -245,7 +249,7 @@ def command(
         draw(pictured(answers), save)
     if interrupted:
         return EXIT_INTERRUPTED
-    if limits is None:
+    if limits == Limits():
         return EXIT_DONE
     gate = judge(compared, limits)
     for line in gate.exceeded:

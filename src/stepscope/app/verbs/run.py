@@ -397,9 +397,16 @@ def _cells(
         return tuple(cells)  # ranks that share its steps are processes, too
     if against is not None:
         is_options = against.lstrip().startswith("-")
-        second = (
-            with_options(workload, against).any_workload(**usual) if is_options else _stored_workload(against, runs)
-        )
+        if is_options:
+            second = with_options(workload, against).any_workload(**usual)
+        elif not against.strip():
+            raise InputError(f"--against {against!r} names no run: {_OF_ANOTHER_STEP}")
+        else:
+            second = find_run(against, runs).workload
+            if not second.may_run:
+                raise InputError(
+                    f"--against {against}: a loop that was watched runs only by its script; name a run of `run`"
+                )
         if (first.dtype == "tf32") == (second.dtype == "tf32"):
             cells = [Cell(workload=first, settings=settings, against=second)]
         else:  # whether fp32's products may be TF32 holds for a whole process
@@ -443,16 +450,6 @@ _OF_ANOTHER_STEP = (
     '--against "--compile default"'
 )
 _OF_A_STEP = 'write those of a step, as in --against "--dtype bf16"'
-
-
-def _stored_workload(name: str, runs: Path) -> Workload:
-    """The workload of the run of this name. Raises InputError for a watched loop, which only its script can run."""
-    if not name.strip():
-        raise InputError(f"--against {name!r} names no run: {_OF_ANOTHER_STEP}")
-    workload = find_run(name, runs).workload
-    if not workload.may_run:
-        raise InputError(f"--against {name}: a loop that was watched runs only by its script; name a run of `run`")
-    return workload
 
 
 def with_options(workload: OneWorkload, text: str) -> OneWorkload:

@@ -16,7 +16,6 @@ from stepscope.core.run_directory import find_place
 from stepscope.core.units import Window, parse_window
 
 if TYPE_CHECKING:
-    from stepscope.traces.captures.details import View
     from stepscope.traces.captures.summary import TraceSummary
 
 
@@ -231,11 +230,16 @@ def command(
         return EXIT_DONE
     from stepscope.traces.captures.answer import answer_trace, trace_as_json
     from stepscope.traces.captures.checks import check_trace
+    from stepscope.traces.captures.details import View, captured_graphs
+    from stepscope.traces.captures.digest import read_trace
 
     findings = check_trace(summary)
     if perfetto is not None:
         _write_perfetto([("", summary, 0)], perfetto, [place])
-    view = _view(shown.only, top, sort, graph_capture)
+    captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
+    if graph_capture is not None and not captures:
+        raise InputError(f"--graph-capture {graph_capture}: no CUDA graph is captured in this trace")
+    view = View(only=shown.only, top=top, sort=sort, captures=captures)
     if cut is not None:
         from stepscope.rendering.chrome_trace import write_cut
 
@@ -264,16 +268,6 @@ def _write_perfetto(captures: Sequence[tuple[str, "TraceSummary", int]], out: Pa
     ]
     written = write_perfetto(ranks, out, sources=sources)
     warn(f"{written} slices in {out}: open it at https://ui.perfetto.dev")
-
-
-def _view(only: str | None, top: int | None, sort: str | None, graph_capture: Path | None) -> "View":
-    from stepscope.traces.captures.details import View, captured_graphs
-    from stepscope.traces.captures.digest import read_trace
-
-    captures = captured_graphs(read_trace(graph_capture)) if graph_capture is not None else ()
-    if graph_capture is not None and not captures:
-        raise InputError(f"--graph-capture {graph_capture}: no CUDA graph is captured in this trace")
-    return View(only=only, top=top, sort=sort, captures=captures)
 
 
 def _check_only(answer: Answer, only: str | None) -> None:

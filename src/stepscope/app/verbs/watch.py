@@ -221,9 +221,9 @@ def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:
         report(ended)
     if isinstance(ended, KeyboardInterrupt):
         die_of_interrupt()
-    sys.excepthook = _say_nothing  # the exception has been shown
+
+    def say_nothing(*_: object) -> None:
+        """The exception has been shown."""
+
+    sys.excepthook = say_nothing
     raise ended.with_traceback(None)
-
-
-def _say_nothing(*_: object) -> None:
-    pass

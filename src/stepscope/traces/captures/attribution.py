@@ -369,7 +369,9 @@ def attribute(table: TraceTable) -> Attribution:
     """Attribute every row of the table's work."""
     work = table.work.with_columns(numbered(table.work, ["process", "launch_thread"]).alias("track"))
     threads = work.select("track", "process", pl.col("launch_thread").alias("thread")).unique("track")
-    kinds = _kinds(table.ranges)
+    kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
+    for name in table.ranges["name"].unique().to_list():
+        kinds[range_kind(name)].append(name)
     names = [*kinds["step"], *kinds["phase"]]
     known = pl.DataFrame(
         {
@@ -428,14 +430,6 @@ def attribute(table: TraceTable) -> Attribution:
         links_agree=agree,
         forwards=forwards,
     )
-
-
-def _kinds(ranges: pl.DataFrame) -> dict[RangeKind, list[str]]:
-    """The names of the ranges, by kind."""
-    kinds: dict[RangeKind, list[str]] = {kind: [] for kind in RANGE_KINDS}
-    for name in ranges["name"].unique().to_list():
-        kinds[range_kind(name)].append(name)
-    return kinds
 
 
 def _recomputed(few: pl.DataFrame) -> pl.Series:
