@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from stepscope.recording.environment import HostLoad, read_environment, resolve_device
+from stepscope.recording.device import HostLoad
+from stepscope.recording.environment import read_environment, resolve_device
 from stored import measure_or_show
 
 COMMAND = ("stepscope", "run", "--model", "tiny", "--seconds", "1", "--device", "cpu")

@@ -34,7 +34,8 @@ from stepscope.engine.request import StepRequest
 from stepscope.engine.step import measure_step
 from stepscope.engine.sweep import run_sweep
 from stepscope.engine.sweep_plan import Cell, Policy, SweepPlan
-from stepscope.recording.environment import HostLoad, read_environment, resolve_device
+from stepscope.recording.device import HostLoad
+from stepscope.recording.environment import read_environment, resolve_device
 from stored import measure_or_show
 
 SETTINGS = Settings(warmup_floor=3, warmup_cap=3, steps_floor=10, steps_cap=10, seconds=0)

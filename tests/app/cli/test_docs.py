@@ -200,9 +200,9 @@ def test_commands_named_are_commands_that_there_are(document: Path):
     for words in commands_named(document.read_text()):
         verb = COMMAND
         for word in words[1:3]:
-            verb = getattr(verb, "commands", {}).get(word, verb)
+            verb = (verb.get_command(None, word) if hasattr(verb, "get_command") else None) or verb
         assert verb is not COMMAND, f"{name_of(document)}: no verb in {' '.join(words)!r}"
         options = {name for parameter in verb.params for name in (*parameter.opts, *parameter.secondary_opts)}
         ours = words[: words.index("--")] if "--" in words else words  # behind it stands another program's line
-        unknown = {word for word in ours if word.startswith("--")} - options - {"--help"}
+        unknown = {word for word in ours if word.startswith("--")} - options - {"--help", "--help-all"}
         assert not unknown, f"{name_of(document)}: {' '.join(words)!r} has no {', '.join(sorted(unknown))}"
