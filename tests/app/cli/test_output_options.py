@@ -151,8 +151,8 @@ def verbs() -> Iterator[tuple[str, list[str]]]:
     """Each verb with its output options, by their longest spelling."""
 
     def walk(command: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-        for name, inner in getattr(command, "commands", {}).items():
-            yield from walk(inner, (*path, name))
+        for name in getattr(command, "commands", {}):
+            yield from walk(command.get_command(None, name), (*path, name))
         if not hasattr(command, "commands"):
             yield " ".join(path), command
 

@@ -287,7 +287,6 @@ def test_workers_of_a_loader_and_forked_children_leave_no_run(tmp_path: Path, mo
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an optimizer asks CUDA, which no forked child can
     ending = """
     import os
-import re
     from torch.utils.data import DataLoader, TensorDataset
     loader = DataLoader(TensorDataset(torch.randn(80, 8)), batch_size=4, num_workers=2, multiprocessing_context="fork")
     for (x,) in loader:
