@@ -97,6 +97,7 @@ def test_what_cannot_be_measured_is_one_line(repository: Path):
         (("HEAD", "--share", "model.py", "--", "train.py"), "git tracks it"),
         (("HEAD", "--"), "no script behind --"),
         (("HEAD", "--", "stepscope", "show", "last"), "stores no run of a step"),
+        (("HEAD", "--across", "dtype", "--", "train.py"), "--across says nothing with a script"),
         (("HEAD", "--processes", "3"), "name a script behind --"),
         (("HEAD", "trunk", "--strict"), "belongs to a limit"),
     ):

@@ -233,6 +233,7 @@ def test_an_adapter_and_an_evaluation_are_said(tmp_path: Path):
     assert watched.run is not None and watched.run.evidence.loop is not None
     evaluated = watched.run.evidence.loop.evaluated
     assert evaluated is not None and (evaluated.steps, evaluated.of) == (1, 10)
+    assert "The times above are without it." in said
 
 
 def test_a_loop_that_ends_in_warm_up_is_not_said_to_skip_its_updates(tmp_path: Path):

@@ -26,6 +26,7 @@ def loop(*findings: Finding, flops: int = 0, on: str = "cpu", **parts: float) ->
 DATA = warning("waiting-for-data", "It waited.", {"share": 0.4}, "more workers")
 LOOPS = note("optimizer-loops", "One after another.", {}, "fused=True")
 FROZEN = warning("no-gradient", "2 parameters had none.", {}, "look why")
+GROWS = note("memory-grows", "By 8 B a step.", {}, "empty it")
 READS = note("host-waits", "Every step reads.", {}, "read it later")
 NOISE = warning("wide-spread", "The middle half spreads.", {}, "measure more steps")
 
@@ -49,6 +50,7 @@ def test_the_part_that_takes_most_is_named():
     [
         ((DATA, LOOPS), "cpu", "more workers", "up to 40.0 % of a step"),
         ((DATA, LOOPS, FROZEN), "cpu", "look why", ""),  # what trains nothing need not train faster
+        ((DATA, GROWS), "cpu", "more workers", "up to 40.0 % of a step"),  # by a few bytes, which is a note
         ((LOOPS,), "cuda", "fused=True", "up to 20.0 % of a step"),
         ((READS,), "cuda", "read it later", "not known from times alone"),
         ((READS, NOISE), "cpu", "", ""),  # which costs nothing there

@@ -69,7 +69,7 @@ def test_what_a_function_raises_writes_and_repeats_is_told():
 def test_errors_by_hand():
     exact = torch.tensor([[3.0, 4.0], [0.0, 0.0]], dtype=torch.float64)
     found = exact.float() + torch.tensor([[0.0, 0.0], [0.0, 0.5]])
-    # Of the norm 5, and for a row of the usual row's 5 over the root of two.
+    # An error of 0.5 is divided by the tensor's norm, 5; in the worst row by the usual row's, 5 over the root of two.
     assert relative_errors(found, exact) == pytest.approx((0.1, 0.1 * math.sqrt(2)))
     assert relative_errors(found, exact, 50.0) == pytest.approx((0.01, 0.01 * math.sqrt(2)))
     found[0, 0] = math.nan

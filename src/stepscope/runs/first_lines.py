@@ -72,7 +72,8 @@ def _most(run: Run) -> str:
 
 def _change_first(run: Run) -> str:
     """The remedy of the finding that matters most, and what it can give."""
-    wrong = next((finding for kind in _WRONG for finding in run.findings if finding.kind == kind), None)
+    doubted = [finding for finding in run.findings if finding.severity != "note"]
+    wrong = next((finding for kind in _WRONG for finding in doubted if finding.kind == kind), None)
     if wrong is not None:
         return f"Change first: {wrong.remedy}. {wrong.sentence}"
     costs = {

@@ -45,12 +45,12 @@ class Call:
         return [leaf for leaf in pytree.tree_leaves((self.args, dict(self.kwargs))) if isinstance(leaf, Tensor)]
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Call":
-        """The same call with every tensor changed."""
+        """A call that differs from this one in its tensors, each changed."""
         args, kwargs = pytree.tree_map_only(Tensor, change, (self.args, dict(self.kwargs)))
         return Call(args, kwargs)
 
     def widened(self) -> "Call":
-        """The same call in float64."""
+        """This call with its floating-point tensors in float64."""
         return self.changed(
             lambda t: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
         )

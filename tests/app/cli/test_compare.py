@@ -96,3 +96,4 @@ def test_what_cannot_be_compared_is_one_line(arguments: tuple[object, ...], said
 def test_what_cannot_be_decided_passes_unless_it_is_strict(strict: tuple[str, ...], code: int):
     done = stepscope("compare", STORED / "plain", STORED / "plain", "--fail-if-slower", "3%", *strict)
     assert done.returncode == code and "20 limits cannot be decided with what was run: " in done.stderr
+    assert done.stderr.count(" by more than 3.0 %: too few processes") == 3  # and 17 more

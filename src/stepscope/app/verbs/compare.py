@@ -226,15 +226,17 @@ def command(
     interrupted = False
     if "--" in sides and not words:
         raise InputError("there is no script behind --: name what is measured at both commits")
+    now = "is for what is measured now: name a script behind --"
+    unread = {"--across": "says nothing with a script, whose commits may differ in anything: leave it out"}
+    for flag, why in (unread if words else {"--processes": now, "--share": now}).items():
+        if is_given(flag):
+            raise InputError(f"{flag} {why}")
     if words:
         names = [*names, "."] if len(names) == 1 else names
         with progress() as tell:
             measured, interrupted = _measured(names, words, runs, processes, share, tell)
         compared = _compared_commits(measured, value)
     else:
-        for flag in ("--processes", "--share"):
-            if is_given(flag):
-                raise InputError(f"{flag} is for what is measured now: name a script behind --")
         if len(names) < 2:
             raise InputError(f"{names[0]!r} is one side: name what it is compared with, too")
         compared = _compared(names, across, value, runs)
