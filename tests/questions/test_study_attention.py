@@ -30,7 +30,7 @@ from stepscope.core.attention_call import (
 from stepscope.core.environment import Environment
 from stepscope.core.errors import InputError
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
-from stepscope.core.samples import Samples
+from stepscope.core.samples import Interval, Samples
 from stepscope.questions.attention import (
     PRESETS,
     grid_groups,
@@ -592,3 +592,46 @@ def test_a_worker_that_dies_costs_one_task_and_time_that_is_over_leaves_the_rest
 def test_no_two_columns_of_a_table_share_a_head():
     for table in answer_attention(STORY).tables:
         assert len(set(table.columns)) == len(table.columns), table.title
+
+
+def busy(name: Attention, seq: int, *both_ms: float) -> AttentionTiming:
+    """A timing whose passes took these times in all, a third of each forward."""
+    row = timing(name, seq, 1, 2, saved=1)
+    forward, backward = (Samples(values_s=tuple(ms * 1e-3 * k / 3 for ms in both_ms), clock="by hand") for k in (1, 2))
+    return msgspec.structs.replace(row, forward=forward, backward=backward)
+
+
+def test_no_conclusion_is_drawn_through_noise():
+    """From 12.6 to 514 ms at 128, beside 10 ms at 64, is a busy host: no sentence and no power is made of it."""
+    rows = [
+        busy("flash", 64, 9, 10, 11, 9.5, 10.5), busy("flash", 128, 12.6, 514, 20, 40, 13),
+        busy("flash", 256, 7, 70, 9, 30, 8),
+        *(timing("reference", seq, seq, 2 * seq, saved=1) for seq in (64, 128, 256)),
+    ]  # fmt: skip
+    study = arrange(timings_by_hand(*rows))
+    assert {cell.shape.queries for cell in study.unsure} == {128, 256}
+    answer = answer_attention(study.timings)
+    assert [(row[2], row[-1]) for row in answer.table(BOTH).rows] == [(64, None), (128, "flash"), (256, "flash")]
+    assert answer.table(SLOPES).rows[0][3:5] == (None, 1.0)
+    found = {finding.kind: finding.sentence for finding in answer.findings}
+    assert "In 2 cells the interval" in found["noise"] and "12.6 to" in found["noise"]
+    assert "The times of flash vary too much for a power" in found["noise"]
+    assert "flash" not in next(f.sentence for f in answer.findings if f.sentence.startswith("Time grows"))
+    assert "at sequence 64 " in found["rate"]
+    assert any(point.doubted for panel in answer.panels for point in panel.points)
+
+
+def test_a_single_pass_of_each_cell_shows_no_power():
+    rows = [busy("flash", seq, float(seq)) for seq in (64, 128)]
+    (found,) = (f for f in answer_attention(timings_by_hand(*rows)).findings if f.kind == "noise")
+    assert "fewer than three passes" in found.sentence
+
+
+@given(st.floats(0.2, 3), st.floats(0.001, 0.2))
+def test_the_reach_of_a_power_is_that_of_its_ends(power: float, half: float):
+    """Two points: the power moves by the root of the two reaches squared, over the distance of their logarithms."""
+    points = [(64, 64**power), (256, 256**power)]
+    ends = [Interval(low=y * math.exp(-half), high=y * math.exp(half)) for _, y in points]
+    found = fit_slope(points, ends)
+    assert found is not None and found.reach == pytest.approx(math.sqrt(2) * half / math.log(4), rel=1e-6)
+    assert (fit_slope(points, [ends[0], None]) or found).reach == math.inf

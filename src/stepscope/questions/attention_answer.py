@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 
@@ -23,6 +23,7 @@ from stepscope.core.answer import (
 from stepscope.core.attention_call import (
     CONVENTION,
     PRODUCTS,
+    AttentionCell,
     AttentionTiming,
     AttentionTimings,
     SavedByFormula,
@@ -31,7 +32,7 @@ from stepscope.core.attention_call import (
 )
 from stepscope.core.errors import InputError
 from stepscope.core.figures import digits, gibibytes, mebibytes, median_ms, milliseconds, percent, tera
-from stepscope.core.samples import Ratio
+from stepscope.core.samples import Interval, Ratio
 from stepscope.core.units import MIB, counted, format_bytes, format_rate, format_share
 from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
@@ -40,6 +41,10 @@ from stepscope.questions.comparison import table_of_rows, times_as_fast, within
 
 FITTED = 3
 """Points of a slope: the longest sequences, where what grows slower no longer shows."""
+WIDE = 1.25
+"""The ends of a wide interval are further apart than this factor."""
+_LOOSE = 0.5
+"""A power that may be off by so much does not tell linear growth from quadratic: it is not shown."""
 BASELINE = "reference"
 
 
@@ -49,15 +54,36 @@ class Slope:
 
     power: float
     sequences: tuple[int, ...]
+    reach: float = 0.0
+    """How far the power may lie to each side, by the intervals of its points; infinite where one has none."""
 
 
-def fit_slope(points: Sequence[tuple[int, float]]) -> Slope | None:
-    """The slope over the FITTED longest of (sequence, y); None for fewer than two, or if a y is not above zero."""
-    last = sorted(points)[-FITTED:]
+def fit_slope(points: Sequence[tuple[int, float]], ends: Sequence[Interval | None] | None = None) -> Slope | None:
+    """The slope over the FITTED longest of (sequence, y); None for fewer than two, or if a y is not above zero.
+
+    ends: the interval of each y, None where it has none; without them every y is exact. The reach of the power is that
+    of a least-squares slope with independent errors: the root of the sum of (weight * reach of log y) squared.
+    """
+    order = sorted(range(len(points)), key=points.__getitem__)[-FITTED:]
+    last = [points[i] for i in order]
     if len({x for x, _ in last}) < 2 or any(y <= 0 for _, y in last):
         return None
-    power = statistics.linear_regression([math.log(x) for x, _ in last], [math.log(y) for _, y in last]).slope
-    return Slope(power=power, sequences=tuple(x for x, _ in last))
+    logs = [math.log(x) for x, _ in last]
+    power = statistics.linear_regression(logs, [math.log(y) for _, y in last]).slope
+    reach = 0.0
+    if ends is not None:
+        middle = statistics.fmean(logs)
+        total = math.fsum((x - middle) ** 2 for x in logs)
+        reaches = [_log_reach(y, ends[i]) for i, (_, y) in zip(order, last, strict=True)]
+        # A weight of nothing times an unknown reach is nothing: the middle one of three is no part of the slope.
+        reach = math.hypot(*((x - middle) / total * far for x, far in zip(logs, reaches, strict=True) if x != middle))
+    return Slope(power=power, sequences=tuple(x for x, _ in last), reach=reach)
+
+
+def _log_reach(y: float, ends: Interval | None) -> float:
+    if ends is None or ends.low <= 0:
+        return math.inf
+    return max(math.log(y / ends.low), math.log(ends.high / y))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,9 +102,14 @@ class Curve:
 
     @property
     def slopes(self) -> dict[str, Slope | None]:
-        """The fitted powers of the sequence of three figures: time, bytes held before backward, and peak bytes."""
+        """The fitted powers of the sequence of three figures: time, bytes held before backward, and peak bytes.
+
+        A power of time that the noise leaves open is None.
+        """
+        times = [(row.cell.shape.queries, both_s(row) or 0.0) for row in self.measured]
+        time = fit_slope(times, [time_ends(row) for row in self.measured])
         return {
-            "time": self._slope(both_s),
+            "time": time if time and time.reach < _LOOSE else None,
             "before backward": self._slope(lambda row: row.memory.before_backward_bytes if row.memory else None),
             "peak": self._slope(lambda row: row.memory.peak_bytes if row.memory else None),
         }
@@ -86,6 +117,11 @@ class Curve:
     def _slope(self, figure: Callable[[AttentionTiming], float | None]) -> Slope | None:
         points = [(row.cell.shape.queries, figure(row)) for row in self.measured]
         return fit_slope([(length, value) for length, value in points if value is not None])
+
+    @property
+    def loose(self) -> bool:
+        """Whether there are times enough for a power, and too much noise in them."""
+        return len(self.measured) > 1 and self.slopes["time"] is None
 
     def at(self, length: int) -> AttentionTiming | None:
         """The row of this sequence, if it has a time."""
@@ -154,6 +190,28 @@ class AttentionStudy:
             (c for c in self.curves if (c.line, c.dtype, c.head_dim) == (line, curve.dtype, curve.head_dim)), None
         )
 
+    @cached_property
+    def unsure(self) -> frozenset[AttentionCell]:
+        """Cells whose time says nothing: its interval is wide, and wider than the factor between the time and that of
+        the next shorter or longer sequence, or that of attention written out at the same one.
+        """
+        cells: set[AttentionCell] = set()
+        for curve in self.curves:
+            base = self.same(curve, BASELINE)
+            for i, row in enumerate(curve.measured):
+                beside = [*curve.measured[max(0, i - 1) : i], *curve.measured[i + 1 : i + 2]]
+                if base is not None and base is not curve and (same := base.at(row.cell.shape.queries)):
+                    beside.append(same)
+                ends, time_s = time_ends(row), both_s(row) or 0.0
+                factors = [max(time_s / other, other / time_s) for each in beside if (other := both_s(each))]
+                if factors and (ends is None or (_wide(ends) and ends.high > ends.low * min(factors))):
+                    cells.add(row.cell)
+        return frozenset(cells)
+
+    def sure(self, curve: Curve) -> Curve:
+        """The curve without its unsure times."""
+        return replace(curve, rows=tuple(row for row in curve.rows if row.cell not in self.unsure))
+
     def contests(self) -> list[Contest]:
         """Each implementation against attention written out; none where the two have no time for a common sequence."""
         kept = []
@@ -194,6 +252,17 @@ def both_s(row: AttentionTiming) -> float | None:
     return (row.both.median_s or None) if row.both else None
 
 
+def time_ends(row: AttentionTiming) -> Interval | None:
+    """The interval of forward and backward together; the extremes where it has none; None below three passes."""
+    if row.both is None or row.both.count < 3:
+        return None
+    return row.both.interval() or Interval(low=row.both.smallest_s or 0.0, high=row.both.largest_s or 0.0)
+
+
+def _wide(ends: Interval) -> bool:
+    return ends.high > WIDE * ends.low
+
+
 def flops_per_s(row: AttentionTiming) -> float | None:
     """FLOP/s of forward and backward together, by the convention of `work.attention_call`."""
     seconds = both_s(row)
@@ -211,7 +280,8 @@ def attention_findings(study: AttentionStudy) -> Iterator[Finding]:
     """The gate first, since without it no figure means anything."""
     yield from _gate(study)
     if not study.mixed:
-        yield from chain(_memory_runs_out(study), _contests(study), _compiled_findings(study), _powers(study))
+        noise = _noise(study)
+        yield from chain(_memory_runs_out(study), noise, _contests(study), _compiled_findings(study), _powers(study))
     yield from chain(_formula(study), _best(study), _unfinished(study))
 
 
@@ -274,6 +344,33 @@ def _memory_runs_out(study: AttentionStudy) -> Iterator[Finding]:
         )
 
 
+def _noise(study: AttentionStudy) -> Iterator[Finding]:
+    """Times that say nothing, and the powers that are left out for it."""
+    unsure = [row for curve in study.curves for row in curve.measured if row.cell in study.unsure]
+    loose = [curve for curve in study.curves if curve.loose]
+    if not unsure and not loose:
+        return
+    sentences = []
+    if unsure:
+        first = unsure[0]
+        ends = time_ends(first)
+        which = (
+            f"{milliseconds(ends.low):.3g} to {milliseconds(ends.high):.3g} ms" if ends else "fewer than three passes"
+        )
+        sentences.append(
+            f"In {counted(len(unsure), 'cell')} the interval of the time is wider than what the time is compared by "
+            f"({first.cell}: {which}): the tables name them as unsure, and no sentence here rests on them."
+        )
+    if loose:
+        lines = ", ".join(dict.fromkeys(curve.line for curve in loose))
+        sentences.append(f"The times of {lines} vary too much for a power of the sequence.")
+    yield warning(
+        "noise",
+        f"{' '.join(sentences)} Give each cell more --seconds, or a quieter machine.",
+        {"cells": len(unsure), "powers left out": len(loose)},
+    )
+
+
 def _contests(study: AttentionStudy) -> Iterator[Finding]:
     """How many times as fast as written out, at the longest sequence that both have; and where the order changes."""
     contests = [contest for contest in study.contests() if not contest.other.line.endswith("compiled")]
@@ -284,7 +381,10 @@ def _contests(study: AttentionStudy) -> Iterator[Finding]:
         low, high = min(at, key=lambda d: at[d].value), max(at, key=lambda d: at[d].value)
         factor = times_as_fast(at[low])
         if low != high:
-            factor = f"{at[low].value:.3g} (head_dim {low}) to {at[high].value:.3g} ({high}) times as fast"
+            ends = [f"; {r.low:.3g} to {r.high:.3g}" if (r := at[d].interval) and _wide(r) else "" for d in (low, high)]
+            factor = (
+                f"{at[low].value:.3g} (head_dim {low}{ends[0]}) to {at[high].value:.3g} ({high}{ends[1]}) times as fast"
+            )
         # As fast, by their intervals: another head_dim may differ.
         alike = [d for d, ratio in at.items() if ratio.undecided]
         which = f" with head_dim {', '.join(map(str, alike))}" if 0 < len(alike) < len(at) else ""
@@ -310,8 +410,9 @@ def _compiled_findings(study: AttentionStudy) -> Iterator[Finding]:
     contests = []
     for curve in study.curves:
         compiled = study.same(curve, f"{curve.line}, compiled")
-        if compiled is not None and Contest(base=curve, other=compiled).ratios:
-            contests.append(Contest(base=curve, other=compiled))
+        contest = Contest(base=study.sure(curve), other=study.sure(compiled)) if compiled else None
+        if contest is not None and contest.ratios:
+            contests.append(contest)
     for dtype, line in dict.fromkeys((c.base.dtype, c.base.line) for c in contests):
         of_line = [c for c in contests if (c.base.dtype, c.base.line) == (dtype, line)]
         longest = max(max(c.ratios) for c in of_line)
@@ -379,7 +480,7 @@ def _formula(study: AttentionStudy) -> Iterator[Finding]:
 def _best(study: AttentionStudy) -> Iterator[Finding]:
     """For each dtype who reaches most of the device."""
     for dtype in dict.fromkeys(curve.dtype for curve in study.curves):
-        rows = [row for curve in study.curves if curve.dtype == dtype for row in curve.measured]
+        rows = [row for curve in study.curves if curve.dtype == dtype for row in study.sure(curve).measured]
         best = max(rows, key=lambda row: flops_per_s(row) or 0.0, default=None)
         rate = flops_per_s(best) if best else None
         if best is None or rate is None:
@@ -448,6 +549,7 @@ BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMP
 TITLES = (BOTH, FORWARD, BACKWARD, HELD, PEAK, RATES, SLOPES, SAVED, CELLS, COMPILED, COMPILED_SEEDS, MISSING)
 """Titles of all tables that an answer may have."""
 PHASES = ("forward", "backward")
+UNSURE = "unsure"
 _NOTHING = ("not supported", "not reached", "interrupted")
 _MOST_LINES = 8
 """The most lines that a plot can tell apart."""
@@ -464,12 +566,12 @@ def answer_attention(timings: AttentionTimings) -> Answer:
         if study.mixed
         else (
             _compiled(study),
-            _by_sequence(study, BOTH, lambda row: median_ms(row.both)),
-            _by_sequence(study, FORWARD, lambda row: median_ms(row.forward)),
-            _by_sequence(study, BACKWARD, lambda row: median_ms(row.backward)),
+            _by_sequence(study, BOTH, lambda row: median_ms(row.both), timed=True),
+            _by_sequence(study, FORWARD, lambda row: median_ms(row.forward), timed=True),
+            _by_sequence(study, BACKWARD, lambda row: median_ms(row.backward), timed=True),
             _by_sequence(study, HELD, lambda row: mebibytes(row.memory.before_backward_bytes) if row.memory else None),
             _by_sequence(study, PEAK, lambda row: mebibytes(row.memory.peak_bytes) if row.memory else None),
-            _by_sequence(study, RATES, lambda row: tera(flops_per_s(row))),
+            _by_sequence(study, RATES, lambda row: tera(flops_per_s(row)), timed=True),
             _slopes(study),
         )
     )
@@ -505,9 +607,13 @@ def _settings(study: AttentionStudy) -> dict[str, Cell]:
     return settings
 
 
-def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionTiming], float | None]) -> Table:
+def _by_sequence(
+    study: AttentionStudy, title: str, figure: Callable[[AttentionTiming], float | None], *, timed: bool = False
+) -> Table:
     """A row for each dtype, head_dim and sequence, a column for each implementation; without those of which there is
     no more to say than "not supported" or "not reached", which is said once, in the last table.
+
+    timed: whether the last column names the implementations whose time is unsure.
     """
     told = {curve.line for curve in study.curves for row in curve.rows if row.outcome not in _NOTHING}
     lines = [line for line in dict.fromkeys(curve.line for curve in study.curves) if line in told]
@@ -515,16 +621,22 @@ def _by_sequence(study: AttentionStudy, title: str, figure: Callable[[AttentionT
     for dtype, head_dim, curves in _groups(study):
         for length in sorted({row.cell.shape.queries for curve in curves for row in curve.rows}):
             figures: list[Cell] = []
+            unsure: list[str] = []
             for line in lines:
                 curve = next((c for c in curves if c.line == line), None)
                 row = next((r for r in curve.rows if r.cell.shape.queries == length), None) if curve else None
                 figures.append(_figure_or_word(row, figure))
+                if timed and row is not None and row.cell in study.unsure:
+                    unsure.append(line)
             if any(cell is not None and cell not in _NOTHING for cell in figures):
-                rows.append((dtype, head_dim, length, *figures))
+                rows.append((dtype, head_dim, length, *figures, ", ".join(unsure) or None))
     # A figure that nobody has is no table: a CPU counts no peak.
     if not any(isinstance(cell, float) for row in rows for cell in row[3:]):
         rows = []
-    return Table(title=title, columns=("dtype", "head_dim", "seq", *lines), rows=tuple(rows))
+    columns = ("dtype", "head_dim", "seq", *lines)
+    if any(row[-1] for row in rows):
+        return Table(title=title, columns=(*columns, UNSURE), rows=tuple(rows))
+    return Table(title=title, columns=columns, rows=tuple(row[:-1] for row in rows))
 
 
 def _figure_or_word(row: AttentionTiming | None, figure: Callable[[AttentionTiming], float | None]) -> Cell:
@@ -627,6 +739,7 @@ def _cells(study: AttentionStudy) -> Table:
                     # What a fused kernel reads and writes: inputs, output and three gradients.
                     "working set / L2": digits(2 * row.cell.input_bytes / l2_bytes) if l2_bytes else None,
                     "launches": row.launches,
+                    UNSURE: "yes" if row.cell in study.unsure else None,
                 }
             )
     return table_of_rows(CELLS, rows, known=True)
@@ -663,7 +776,8 @@ def _panels(study: AttentionStudy) -> tuple[Panel, ...]:
                 for row in curve.measured:
                     x, seconds = float(row.cell.shape.queries), both_s(row)
                     if seconds is not None:
-                        times.append(Point(line=line, x=x, y=milliseconds(seconds) or 0.0))
+                        doubted = row.cell in study.unsure
+                        times.append(Point(line=line, x=x, y=milliseconds(seconds) or 0.0, doubted=doubted))
                     if row.memory is not None:
                         bytes_.append(Point(line=line, x=x, y=mebibytes(row.memory.before_backward_bytes) or 0.0))
             x_title = f"sequence length ({dtype}, head_dim {head_dim}{part})"
