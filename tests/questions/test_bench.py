@@ -1,8 +1,12 @@
 """The bench of any function: inputs as they are spelled, faults that the gate must see, times, and what is said."""
 
 import dataclasses
+import json
 import math
 import re
+import shutil
+import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -443,6 +447,23 @@ def test_what_is_asked_needs_inputs_once():
     assert isinstance(asked, Asked) and asked.dtype == PRESETS["cs336-attention"].dtype
     assert [*asked.functions] == ["flash-tiled", "scaled_dot_product_attention", "flash"]
     assert math.isfinite(asked.seconds)
+
+
+@pytest.mark.parametrize("name", ["softmax", "flash"])
+def test_a_kernel_that_the_interpreter_runs_is_found_through_its_function(name: str, tmp_path: Path):
+    """Behind an autograd.Function, and imported from the user's other file: it is judged, and has no time."""
+    shutil.copy(Path(__file__).parents[2] / "docs" / "examples" / "kernels.py", tmp_path / "kernels.py")
+    rival, shape, takes = {
+        "softmax": ("torch.softmax", "4x16", "x"),
+        "flash": ("torch.nn.functional.scaled_dot_product_attention", "1x1x16x16*3", "q, k, v"),
+    }[name]
+    (tmp_path / "mine.py").write_text(f"import kernels\n\n\ndef mine({takes}):\n    return kernels.{name}({takes})\n")
+    options = ["--against", rival, "--shape", shape, "--seconds", "0", "--json"]
+    options += ["--arg", "dim=-1"] if name == "softmax" else []
+    command = [sys.executable, "-m", "stepscope", "bench", f"{tmp_path}/mine.py:mine", *options]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == (name == "flash"), ran.stderr  # which has a fault at odd lengths
+    assert json.loads(ran.stdout)["interpreted"] == ["mine"]
 
 
 # ---- on a GPU

@@ -1,8 +1,15 @@
 """The measured ceilings: the best of the sizes, at the rate that its own time gives. Real products, few of them."""
 
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import msgspec
 import pytest
 import torch
 
+from stepscope.core.device_spec import Ceiling, Ceilings
+from stepscope.core.files import replace_file
 from stepscope.core.run import Settings
 from stepscope.recording import ceilings
 
@@ -37,3 +44,36 @@ def test_the_rates_are_work_over_time_by_hand(monkeypatch: pytest.MonkeyPatch):
         assert ceiling.rate * ceiling.median_s == pytest.approx(2 * LARGE**3)
     assert found.copy is not None and found.copy.operation == "copy of 1 MiB"
     assert found.copy.rate * found.copy.median_s == pytest.approx(2 * 2**20)
+
+
+@pytest.fixture
+def _stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Stores ceilings, as a busy machine would have left them so many seconds ago."""
+    monkeypatch.setenv("STEPSCOPE_CACHE", str(tmp_path))
+    monkeypatch.setattr(ceilings, "_MATMUL_SIZES", {"cpu": (LARGE,)})
+
+    def store(rate: float, seconds_ago: float) -> None:
+        low = Ceiling(rate=rate, operation="when it was busy", median_s=1.0, samples=5)
+        name = ceilings.ceilings_for(CPU, [], keep=True).device_name
+        at = (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat(timespec="seconds")
+        kept = Ceilings(device_name=name, torch_version="any", measured_at=at, matmul={"fp32": low}, copy=low)
+        replace_file(ceilings._store_path(name), msgspec.json.encode(kept))
+
+    return store
+
+
+def test_a_ceiling_below_what_was_reached_is_measured_again(_stored: Callable[..., None]):
+    _stored(1000.0, ceilings.AGAIN_S + 1)
+    assert ceilings.ceilings_for(CPU, ["fp32"], reached={"fp32": 999.0}).matmul["fp32"].rate == 1000.0
+    found = ceilings.ceilings_for(CPU, ["fp32"], reached={"fp32": 1001.0, "copy": 999.0})
+    assert found.matmul["fp32"].rate > 1e6 and found.copy is not None and found.copy.rate == 1000.0
+    again = ceilings.load_ceilings(CPU)
+    assert again is not None and again.matmul["fp32"].rate == found.matmul["fp32"].rate
+
+
+def test_a_young_ceiling_stands_and_the_higher_of_two_stays(_stored: Callable[..., None]):
+    _stored(1000.0, 5)
+    assert ceilings.ceilings_for(CPU, ["fp32"], reached={"fp32": 1e9}).matmul["fp32"].rate == 1000.0
+    _stored(1e30, ceilings.AGAIN_S + 1)
+    found = ceilings.ceilings_for(CPU, ["fp32"], reached={"fp32": 1e31, "copy": 1e31})
+    assert found.matmul["fp32"].rate == 1e30 and found.copy is not None and found.copy.rate == 1e30

@@ -62,6 +62,7 @@ from stepscope.recording.precision import probe_relative_error, with_kernels
 from stepscope.recording.step import Step
 from stepscope.recording.timer import Measurement, Progress, StepFailed, measure, measure_one
 from stepscope.recording.updates import applied_updates, read_updates
+from stepscope.runs.metrics import devices, model_flops_per_s
 from stepscope.training.attention import chosen_attention
 from stepscope.training.making import make_parts, make_step
 from stepscope.training.training_step import StepParts
@@ -122,12 +123,14 @@ def find_ceilings(draft: Draft) -> None:
         return
     draft.begin("ceiling")
     request = draft.request
+    dtype = product_dtype(request.workload.dtype)
     with ranges.silenced():  # these steps are not the model's
         ceilings = ceilings_for(
             draft.device,
-            [dtype] if (dtype := product_dtype(request.workload.dtype)) in supported_dtypes(draft.device) else [],
+            [dtype] if dtype in supported_dtypes(draft.device) else [],
             lambda what: draft.tell(Stage(name="ceiling", detail=what)),
             keep=request.memory_limit_bytes is None,
+            reached={dtype: (model_flops_per_s(draft.run) or 0.0) / devices(draft.run)},
         )
     draft.set(ceilings=ceilings)
 

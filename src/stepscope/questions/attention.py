@@ -24,6 +24,7 @@ from stepscope.core.attention_call import (
 from stepscope.core.files import read_named
 from stepscope.core.options import CALLS, MEASURING, WORKLOAD, Option, completed, is_given, refuse_beside
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
+from stepscope.core.precisions import Dtype
 from stepscope.core.run_directory import write_atomically
 from stepscope.engine.request import Stage, Tell
 from stepscope.questions.attention_gate import (
@@ -181,6 +182,7 @@ def measure_grid(
     functions: measured in place of the implementations of these names. workers: processes that compile ahead, 0 none.
     every_shape: whether the gate judges each timed shape, and not only the smallest of a head_dim and dtype.
     """
+    from stepscope.questions.attention_answer import flops_per_s
     from stepscope.questions.attention_calls import AttentionCalls, judged_shape, odd_shapes
     from stepscope.recording.ceilings import ceilings_for
     from stepscope.recording.environment import read_environment, resolve_device
@@ -231,8 +233,13 @@ def measure_grid(
     needed_s = kept_s / 2 or _CEILING_S * len(dtypes)
     if ceilings and dtypes and not ended and deadline_s - time.monotonic() > needed_s:
         try:
+            reached: dict[Dtype, float] = {PRODUCTS[dtype]: 0.0 for dtype in dtypes}
+            for row in timings.timings:
+                if row.both:
+                    product = PRODUCTS[row.cell.dtype]
+                    reached[product] = max(reached[product], flops_per_s(row) or 0.0)
             rates = ceilings_for(
-                on, [PRODUCTS[dtype] for dtype in dtypes], lambda what: tell(Stage(name="ceiling", detail=what))
+                on, list(reached), lambda what: tell(Stage(name="ceiling", detail=what)), reached=reached
             )
         except KeyboardInterrupt:
             return timings, True

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from stepscope.core import answer
+from stepscope.core.device_spec import product_dtype
+from stepscope.core.precisions import Dtype
 from stepscope.core.processes import standing
 from stepscope.core.samples import Interval
 from stepscope.core.units import counted, format_bytes, format_seconds, format_share
@@ -229,6 +231,16 @@ def _ceiling(bench: Bench) -> answer.Table:
     return _shown(CEILING, columns, rows, notes=(answer.Line(of, "aside"),))
 
 
+def reached_rates(bench: Bench, dtype: Dtype) -> dict[str, float]:
+    """The highest rates of what was timed, as `ceilings_for` asks: FLOP/s by dtype, B/s of a copy."""
+    works = {work.inputs: work for work in bench.works}
+    timed = [(works[row.inputs], row.seconds) for row in bench.timings if row.seconds and row.inputs in works]
+    return {
+        product_dtype(dtype): max(((work.flops or 0) / seconds for work, seconds in timed), default=0.0),
+        "copy": max((work.moved_bytes / seconds for work, seconds in timed), default=0.0),
+    }
+
+
 def roofline_s(bench: Bench, work: Work) -> tuple[float, str] | None:
     """The least time that the ceilings measured here allow this work, and what bounds it; None without ceilings."""
     if bench.copy_bytes_s is None:
@@ -367,10 +379,12 @@ def _of_the_device(bench: Bench) -> Iterator[answer.Finding]:
         best = min(timed, key=lambda row: row.seconds or math.inf)
         share = limit[0] / (best.seconds or math.inf)
         flops = f"{work.flops / 1e9:,.3g} GFLOP and " if work.flops else ""
+        cached = share > 1 and limit[1] == "memory"
+        outrun = ": the data lie in a cache, which is faster than memory" if cached else ""
         yield answer.note(
             "roofline",
             f"{_where(best) or 'Of these '}{best.function} is the fastest, and reaches {format_share(share)} of what "
             f"{limit[1]} allow{'s' if limit[1] == 'memory' else ''} here: {format_seconds(limit[0])} for "
-            f"{flops}{format_bytes(work.moved_bytes)}.",
+            f"{flops}{format_bytes(work.moved_bytes)}{outrun}.",
             {"share": share},
         )

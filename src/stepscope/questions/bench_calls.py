@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
-from stepscope.core.errors import InputError, named_line, one_line
+from stepscope.core.errors import InputError, install_places, named_line, one_line
 from stepscope.core.range_names import BACKWARD, FORWARD
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_seconds
@@ -418,7 +418,7 @@ def patience(seconds: float) -> Iterator[None]:
 
 
 def reached_by(function: Any) -> Iterator[Any]:
-    """The function, and what it names in its own file, and so on."""
+    """The function, what it names in the user's own files, and so on; of libraries the kernels alone."""
     waiting, seen = [function], set[int]()
     while waiting:
         one = waiting.pop()
@@ -432,8 +432,17 @@ def reached_by(function: Any) -> Iterator[Any]:
             methods = [getattr(value, "__func__", value) for value in vars(one).values()]
             waiting += [method for method in methods if inspect.isfunction(method)]
         elif inspect.isfunction(one):
-            here = one.__globals__
-            near = [here[name] for name in one.__code__.co_names if name in here]
-            waiting += [value for value in near if getattr(value, "__module__", one.__module__) == one.__module__]
+            names = one.__code__.co_names
+            near = [one.__globals__[name] for name in names if name in one.__globals__]
+            modules = [value for value in near if inspect.ismodule(value) and _is_of_user(value)]
+            near += [getattr(module, name) for module in modules for name in names if hasattr(module, name)]
+            waiting += [value for value in near if hasattr(value, "fn") or _is_of_user(value)]
         elif hasattr(one, "fn"):  # a kernel under an autotuner
             waiting.append(one.fn)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether a module, or what a value is defined in, lies in no library."""
+    module = value if inspect.ismodule(value) else sys.modules.get(getattr(value, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    return bool(file) and not file.startswith(install_places())

@@ -1,8 +1,9 @@
 """Measures the rates that this device really reaches: matrix products by dtype, and a copy."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -37,6 +38,10 @@ _SUSTAINED = {
 """How the best size is measured: as long as a step is, since power and heat lower the rate."""
 _Tell = Callable[[str], object]
 _IN_SILENCE: _Tell = lambda _: None  # noqa: E731
+COPY = "copy"
+"""The name of the memory's ceiling beside those of dtypes."""
+AGAIN_S = 600.0
+"""Seconds for which a ceiling stands, even if something is faster."""
 _PATIENCE_S = 0.1
 """Seconds. The first size whose product takes longer is the last that is tried."""
 
@@ -69,22 +74,40 @@ def measure_ceilings(
 
 
 def ceilings_for(
-    device: torch.device, dtypes: Iterable[Dtype], tell: _Tell = _IN_SILENCE, *, keep: bool = True, again: bool = False
+    device: torch.device,
+    dtypes: Iterable[Dtype],
+    tell: _Tell = _IN_SILENCE,
+    *,
+    keep: bool = True,
+    again: bool = False,
+    reached: Mapping[Any, float] | None = None,
 ) -> Ceilings:
     """The stored ceilings of this device and build, after measuring what is missing, or all of them `again`.
 
-    With `keep`, what is measured is stored.
+    With `keep`, what is measured is stored. reached: rates that were just seen here, in FLOP/s by dtype and in B/s of
+    COPY. A stored ceiling below one of them was measured while the device was busy: it is measured again, but not
+    within AGAIN_S, since data in a cache outrun every copy; the higher of the two stays.
     """
     stored = None if again else load_ceilings(device)
-    matmul, copy = (stored.matmul, stored.copy) if stored else ({}, None)
-    missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in matmul]
-    if stored and copy and not missing:
+    known = {**stored.matmul, **({COPY: stored.copy} if stored.copy else {})} if stored else {}
+    below: set[str] = set()
+    if stored is not None and reached and _age_s(stored) > AGAIN_S:
+        below = {name for name, one in known.items() if reached.get(name, 0.0) > one.rate}
+    missing: list[Dtype] = [dtype for dtype in dtypes if dtype not in known or dtype in below]
+    if stored is not None and COPY in known and not missing and COPY not in below:
         return stored
-    fresh = measure_ceilings(device, missing, tell, copy=copy is None)
-    fresh = msgspec.structs.replace(fresh, matmul={**matmul, **fresh.matmul}, copy=copy or fresh.copy)
+    fresh = measure_ceilings(device, missing, tell, copy=COPY not in known or COPY in below)
+    new = {**fresh.matmul, **({COPY: fresh.copy} if fresh.copy else {})}
+    best = {**known, **{name: max(one, known.get(name, one), key=lambda each: each.rate) for name, one in new.items()}}
+    copy = best.pop(COPY, None)
+    fresh = msgspec.structs.replace(fresh, matmul=best, copy=copy)
     if keep:
         replace_file(_store_path(fresh.device_name), msgspec.json.encode(fresh))
     return fresh
+
+
+def _age_s(ceilings: Ceilings) -> float:
+    return (datetime.now(UTC) - datetime.fromisoformat(ceilings.measured_at)).total_seconds()
 
 
 def load_ceilings(device: torch.device) -> Ceilings | None:

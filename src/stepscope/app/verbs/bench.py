@@ -71,6 +71,7 @@ def _shown(found: Bench) -> Benched:
 def _measured(asked: Any, device: str, tell: Callable[[str], object]) -> Bench:
     """The bench, with the ceilings of this device."""
     from stepscope.core.errors import StepscopeError
+    from stepscope.questions.bench import reached_rates
     from stepscope.questions.bench_calls import run_bench
     from stepscope.recording.ceilings import ceilings_for
     from stepscope.recording.environment import resolve_device
@@ -80,7 +81,7 @@ def _measured(asked: Any, device: str, tell: Callable[[str], object]) -> Bench:
     if found.interrupted or not any(row.seconds for row in found.timings):
         return found
     try:
-        ceilings = ceilings_for(place, (asked.dtype,), tell)
+        ceilings = ceilings_for(place, (asked.dtype,), tell, reached=reached_rates(found, asked.dtype))
     except (StepscopeError, KeyboardInterrupt):  # what was measured stands without them
         return found
     matmul = ceilings.matmul_for(asked.dtype)
