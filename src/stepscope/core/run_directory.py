@@ -39,6 +39,15 @@ RANK_FOLDER = "rank-{rank}"
 """What a rank that does not write the run recorded by itself."""
 DIGEST_FILE = "trace-{tool}.json"
 """The file of a trace's digest, by the tool that took the trace."""
+SEARCH_FOLDER = "tune-{key}"
+"""Beside run directories, by the key of the workload that `tune` began with: the runs of its search. They are found
+where this folder is named."""
+_SEARCH_FOLDER = re.compile(r"tune-.*[0-9a-f]{8}")
+
+
+def is_search(folder: str) -> bool:
+    """Whether a folder of this name has the runs of a search."""
+    return _SEARCH_FOLDER.fullmatch(folder) is not None
 
 
 class _SchemaProbe(msgspec.Struct):
@@ -148,14 +157,18 @@ def load_run(path: Path) -> Run:
 def find_run_files(place: Path) -> Iterator[Path]:
     """run.json files of a run directory, of a directory of runs, or of a tree of them, oldest first by name.
 
-    Sweeps make and remove directories meanwhile: what vanishes under way is left out.
+    Sweeps make and remove directories meanwhile: what vanishes under way is left out, and so are folders of searches.
     """
     if place.is_file():
         yield place
     elif (place / RUN_FILE).is_file():
         yield place / RUN_FILE
     else:
-        found = (Path(folder, RUN_FILE) for folder, inside, files in os.walk(place) if RUN_FILE in {*inside, *files})
+        found: list[Path] = []
+        for folder, inside, files in os.walk(place):
+            if RUN_FILE in {*inside, *files}:
+                found.append(Path(folder, RUN_FILE))
+            inside[:] = [name for name in inside if not is_search(name)]
         yield from sorted(found, key=lambda file: (file.parent.name, str(file)))
 
 

@@ -387,6 +387,8 @@ class Search:
                 tell(f"{round_.name}: {change_words(change)}")
                 raced.append((len(self.tried), made))
                 tried = bench.race(self.best, made)
+                if tried.ratio is not None:
+                    tell(f"{change_words(change)}: {tried.ratio:.3f} times as long as the best step")
                 self.tried.append(msgspec.structs.replace(tried, round=round_.name, change=change))
         return self._judged(raced)
 

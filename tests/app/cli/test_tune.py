@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from stepscope.app.cli.output import sweep_progress
+from stepscope.core.formulas.spelled import cell_name
 from stepscope.core.study_results import TUNED_FIELDS
 from stepscope.engine.sweep_plan import Cell, CellState, SweepState
 from tests.command import stepscope
@@ -34,6 +35,10 @@ def test_wrong_input_is_one_line(options: tuple[str, ...], said: str, tmp_path: 
 
 def test_without_time_it_says_what_it_would_have_tried(tmp_path: Path):
     done = stepscope("tune", *SMALL, "--budget", "0.001s", "--runs", tmp_path)
+    (folder,) = tmp_path.iterdir()  # the runs of a search are not among a user's own
+    assert folder.name.startswith("tune-tiny") and "no runs" in stepscope("ls", "--runs", tmp_path).stdout
+    listed = stepscope("ls", "--runs", folder)
+    assert "done" in listed.stdout and folder.name in done.stdout.replace("\n", "")
     assert done.returncode == 0, done.stderr
     assert "No change was raced" in done.stdout and "dtype bf16" in done.stdout
     assert done.stdout.count("not reached") >= 3 and "had to be left out" in done.stdout
@@ -49,14 +54,22 @@ def test_each_sweep_of_a_search_tells_each_of_its_cells_once(capsys: pytest.Capt
     assert places == ["[1/1]", "[1/2]", "[2/2]"]
 
 
+def test_a_race_is_labelled_with_both_of_its_steps(capsys: pytest.CaptureFixture[str]):
+    cell = Cell(workload=workload(), against=workload(attention="sdpa"))
+    with sweep_progress() as tell:
+        tell(SweepState(cells=[CellState(cell=cell, state="done", run=make_run(step=[1.0]))], timeout_s=9.0))
+    said = capsys.readouterr().err
+    assert f"{cell_name(cell.workload)} in turns with {cell_name(cell.against)}: step" in said
+
+
 @pytest.mark.long
 def test_it_goes_on_where_it_stopped_and_confirms(tmp_path: Path):
     """Two real searches: the second measures nothing of what the first did."""
     words = ("tune", *SMALL, "--budget", "10min", "--keep", "compile,dtype", "--runs", tmp_path, "--json")
     first = json.loads(stepscope(*words).stdout)
-    runs = set(tmp_path.iterdir())
+    runs = set(tmp_path.rglob("*"))
     again = json.loads(stepscope(*words).stdout)
-    assert set(tmp_path.iterdir()) == runs and [t["ratio"] for t in again["tried"]] == [
+    assert set(tmp_path.rglob("*")) == runs and [t["ratio"] for t in again["tried"]] == [
         t["ratio"] for t in first["tried"]
     ]
     if first["best"] != first["baseline"]:

@@ -186,7 +186,9 @@ def sweep_progress() -> Generator[Callable[["SweepState"], None]]:
     def rows_of(state: "SweepState") -> list[ProgressRow]:
         return [
             ProgressRow(
-                name=cell_name(cell.cell.workload, cell.cell.settings),
+                name=" in turns with ".join(
+                    cell_name(each, cell.cell.settings) for each in (cell.cell.workload, cell.cell.against) if each
+                ),
                 state=cell.state,
                 stage=f"{cell.stage} {cell.detail}".strip(),
                 run=cell.run,

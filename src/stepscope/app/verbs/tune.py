@@ -11,6 +11,7 @@ from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import EXIT_INTERRUPTED, InputError, warn
 from stepscope.core.files import decode_document, json_document, read_named
 from stepscope.core.options import MEASURING, STORED, Option, Rule, verb
+from stepscope.core.run_directory import SEARCH_FOLDER
 from stepscope.core.strategies import shared_somehow
 from stepscope.core.study_results import TUNED_FIELDS, Tuned, fields_kept
 from stepscope.core.units import parse_bytes, parse_seconds
@@ -82,10 +83,16 @@ def tune(
         named = {"model": model} if model else {}
         workload = OneWorkload({**named, **choices}).workload(**usual_sizes(on_gpu=on_gpu))
     with Racing(
-        device=device, out=str(runs), budget_s=budget_s, memory_limit_bytes=limit, tag=tag, fresh=fresh
-    ) as racing:
+        device=device, out=_folder(runs, workload), budget_s=budget_s, memory_limit_bytes=limit, tag=tag or "tune",
+        fresh=fresh,
+    ) as racing:  # fmt: skip
         tuned = search(workload, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=limit, tell=tell)
     return Found(tuned, shown_answer(answer_tuned(tuned)))
+
+
+def _folder(runs: str | Path, workload: Workload) -> str:
+    """Where the search keeps what it measures."""
+    return str(Path(runs, SEARCH_FOLDER.format(key=workload.key)))
 
 
 Budget = Annotated[
@@ -144,8 +151,8 @@ def command(
             stdout_kept_clean(),
             sweep_progress() as tell,
             Racing(
-                device=device, out=str(runs), budget_s=budget, memory_limit_bytes=memory, tag=tag, fresh=fresh,
-                tell=tell,
+                device=device, out=_folder(runs, first), budget_s=budget, memory_limit_bytes=memory, tag=tag or "tune",
+                fresh=fresh, tell=tell,
             ) as racing,
         ):  # fmt: skip
             tuned = search(first, racing, device=device, on_gpu=on_gpu, kept=kept, memory_limit_bytes=memory, tell=warn)
