@@ -1,12 +1,15 @@
 """The sizes of a decoder-only transformer, and the presets by name."""
 
 import dataclasses
+import difflib
 import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypedDict, Unpack, get_args, get_type_hints
 
 import msgspec
 
-from stepscope.core.errors import InputError, choose
+from stepscope.core.errors import InputError
 from stepscope.core.files import identity_of
 from stepscope.core.options import MODEL, Option
 
@@ -163,10 +166,30 @@ PUBLIC_SHAPES: dict[str, ModelConfig] = _shapes(
 is measured here leave them out."""
 
 
+_OF_THE_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+"""A name as models have it on Hugging Face's hub."""
+
+
+def choose_model(name: str, known: Sequence[str]) -> str:
+    """The model of this name. Raises an InputError that lists those there are, and says how to name one of Hugging
+    Face's where it may be one."""
+    if name in known:
+        return name
+    other, file = "", Path(name, "config.json")
+    if name and file.is_file():
+        other = f"; for the model in that folder name its file, {file}"
+    elif _OF_THE_HUB.fullmatch(name) and not difflib.get_close_matches(name, known, 1):
+        other = (
+            f"; nothing is downloaded: for a model of Hugging Face, `hf download {name} config.json` prints the path "
+            "of a file that run, sweep, fit and tune take as --model"
+        )
+    raise InputError(f"unknown model {name!r}: choose one of {', '.join(known)}{other}")
+
+
 def configure(preset: str, **overrides: Unpack[ModelOptions]) -> ModelConfig:
     """The preset with the given sizes replaced; raises InputError on an unknown name or impossible sizes."""
     known = {**PRESETS, **PUBLIC_SHAPES}
-    base = known[choose(preset, tuple(known), "model")]
+    base = known[choose_model(preset, tuple(known))]
     changed: dict[str, Any] = {
         field: size for field, size in overrides.items() if size is not None and size != getattr(base, field)
     }

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from stepscope.core.answer import Answer, Cell, Finding, Table, as_lines, note, warning
 from stepscope.core.errors import InputError, choose
 from stepscope.core.float_formats import FORMATS
-from stepscope.core.model_config import PRESETS, configure
+from stepscope.core.model_config import PRESETS, choose_model, configure
 from stepscope.core.workloads import TextbookWorkload
 from stepscope.questions.answers import check_room, computed_answer, table_by
 from stepscope.questions.autocast_operators import (
@@ -112,7 +112,7 @@ def model_with_loss(
     torch.manual_seed(seed)
     if own is not None:
         return ModelWithLoss(name=own, own=load_module(own, arguments, seed=seed).on(device))
-    if choose(model, (TOY, *PRESETS), "model") == TOY:
+    if choose_model(model, (TOY, *PRESETS)) == TOY:
         targets_B = torch.randint(TOY_OUT, (TOY_BATCH,)).to(device)
 
         def cross_entropy(logits_BO: Tensor) -> Tensor:

@@ -124,7 +124,8 @@ def given_ones(options: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_textbook(model: str | None = None, **sizes: int | None) -> None:
     """Raise InputError for a preset, and for sizes of a batch, where a study has them of a config.json only."""
     if model is not None:
-        raise InputError(f"--model {model} is no config.json: this study takes one, or none at all")
+        where = "" if model in PRESETS else f"; `hf download {model} config.json` prints the path of one"
+        raise InputError(f"--model {model} is no config.json: this study takes one, or none at all{where}")
     flags = ", ".join(f"--{name.replace('_', '-')}" for name in given_ones(sizes))
     if flags:
         raise InputError(f"{flags} belongs to --model CONFIG.json here: leave it out, or name one")

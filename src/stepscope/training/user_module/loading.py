@@ -257,7 +257,7 @@ def find_factory(spelled: str) -> Factory:
     """Import what `--module` names. Raises InputError that says what is missing, with the nearest names."""
     place, _, name = spelled.rpartition(":")
     if not (place and name):
-        raise InputError(f"--module {spelled!r}: {HOW_TO_NAME}")
+        raise InputError(f"--module {spelled!r}: {HOW_TO_NAME}; a model of Hugging Face is named by its config.json")
     with printed_to_stderr():
         if place.endswith(".py"):
             home = _from_file(Path(place), spelled)
