@@ -428,6 +428,15 @@ def test_sizes_make_a_curve_and_the_document_comes_back(mine: Path):
     assert decode_bench(encode_bench(found), "file") == found
 
 
+def test_a_function_that_leaves_the_process_is_wrong():
+    def leaves(x: Tensor) -> Tensor:
+        sys.exit(0)
+
+    found = bench_of(leaves, torch.relu, "8x16")
+    assert all("it raises SystemExit: 0" in verdict.reason for verdict in found.wrong("mine")) and found.wrong("mine")
+    assert [row.outcome for row in found.timings] == ["wrong", "measured"]
+
+
 def test_an_argument_that_a_function_does_not_take_is_said():
     found = bench_of(lambda x: x.softmax(-1), torch.softmax, "8x16", arguments={"dim": -1})
     assert found.left_out == {"mine": ("dim",)} and not found.wrong("mine")
@@ -439,6 +448,8 @@ def test_what_is_asked_needs_inputs_once():
     more |= {"seconds": 1.0}
     with pytest.raises(InputError, match="needs what to call the function with"):
         asked_by_name("flash", (), preset=None, shape=None, inputs=None, **more)
+    with pytest.raises(InputError, match=r"names a file and no function in it: write flash\.py:NAME"):
+        asked_by_name("flash.py", (), preset=None, shape="8", inputs=None, **more)
     with pytest.raises(InputError, match="leave one out"):
         asked_by_name("flash", (), preset=None, shape="8", inputs="a.py:f", **more)
     with pytest.raises(InputError, match="choose among fp32, bf16, fp16"):

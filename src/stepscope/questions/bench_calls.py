@@ -221,7 +221,7 @@ class _Room:
                 self._first_s[name] = self._clock() - began
             except TimeoutError as error:
                 self.given_up[name] = f"its first call {error}"
-            except Exception as error:  # the gate says what it raises
+            except (Exception, SystemExit) as error:  # the gate says what it raises
                 let_go(error)
             one.prepare()
         self._calls.clean_up()

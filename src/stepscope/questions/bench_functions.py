@@ -67,6 +67,8 @@ def load_function(spelled: str, option: str) -> Function:
 
 
 def _dotted(spelled: str, option: str) -> Any:
+    if spelled.endswith(".py"):
+        raise InputError(f"{option} {spelled} names a file and no function in it: write {spelled}:NAME")
     place, dot, name = spelled.rpartition(".")
     if not dot or not place:
         raise InputError(

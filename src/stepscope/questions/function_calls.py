@@ -157,7 +157,7 @@ class FunctionCalls:
                 continue
             try:
                 found[name] = self.memory(one)
-            except Exception as error:  # whatever it raises is its own
+            except (Exception, SystemExit) as error:  # whatever it raises is its own
                 failed(name, error, "a first pass")
                 self._drop(name, passes, error)
         return found

@@ -194,7 +194,7 @@ def attempt(run: Callable[[], dict[str, Tensor]], watched: Mapping[str, Watched]
         if twice:
             again = run()
             repeats = all(torch.equal(tensor, again[name]) for name, tensor in results.items() if name in again)
-    except Exception as error:  # whatever it raises is its own fault
+    except (Exception, SystemExit) as error:  # whatever it raises is its own fault
         if is_out_of_memory(error):
             raise
         raised = error
