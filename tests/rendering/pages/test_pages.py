@@ -53,10 +53,21 @@ def test_a_run_is_a_sentence_five_figures_and_its_tables():
     assert page.kind == "run"
     assert page.sentence.startswith("A step of ") and "takes 32 ms on a CPU, 62.5 % of it in backward" in page.sentence
     assert [one.name for one in page.figures] == [
-        "a step", "tokens per second", "MFU", "peak memory", "gravest finding",
+        "a step", "tokens per second", "model FLOP/s", "peak memory", "gravest finding",
     ]  # fmt: skip
     assert figure(page, "tokens per second") == "1,000", "2 sequences of 16 tokens in 32 ms"
     assert titles(page) == ["What was measured", "The step by its phases", "Environment", "Notes"]
+
+
+def test_a_model_without_tokens_shows_samples_and_a_small_mfu_is_not_nothing():
+    run = load_run(next((ROOT / "results" / "h200" / "loops").glob("*Classifier*")))
+    page = page_of_run(run)
+    step_s = run.samples["step"].median_s
+    assert step_s is not None and figure(page, "samples per second") == f"{32 / step_s:,.0f}"
+    flops = sum(work.flops for work in run.work.values())
+    assert figure(page, "MFU") == f"{flops / step_s / 66.9e12 * 100:.1f} %", "of the datasheet's fp32"
+    share = page_named([str(LOOP)], Path("runs"), quiet)
+    assert figure(share, "MFU") == "0.008 %", "79.28 GFLOP/s of 989.4 TFLOP/s"
 
 
 def test_what_only_reads_is_said_to_show_and_not_to_measure():

@@ -16,7 +16,7 @@ import msgspec
 
 from stepscope.core.answer import SEVERITIES, Answer, Line, Panel, Table, name_of
 from stepscope.core.errors import middle_cut, printable
-from stepscope.core.units import figure_text
+from stepscope.core.units import counted, figure_text
 from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
 from stepscope.rendering.pages import GENERATOR, Page, Section
 from stepscope.rendering.picture import draw_svg
@@ -154,8 +154,13 @@ _FILTERED_FROM = 8
 """Rows from which a table has a field to filter by."""
 _MOST_ROWS = 5_000
 """Rows of a table that a page holds: more make it slow to open, and the verb's --json has them all."""
+_HEIGHT = re.compile(r'<svg[^>]* height="([0-9.]+)')
 _SUM = re.compile(r"all|together|total|the step|step|\d[\d,]* (?:more|others?)\b.*")
 """Names of rows that are no parts."""
+_SHOWN_FINDINGS, _SHOWN_LINES = 3, 3
+"""Findings of a page, and sentences below a table, that are not folded."""
+_SCREENS_PX = 2_200
+"""About three screens of 900 pixels without the head of the page: sections below are folded, a line each."""
 _SYMBOLS = {"error": "✕", "warning": "!", "note": "i"}
 
 
@@ -186,6 +191,12 @@ class _Table(NamedTuple):
     notes: list[Line]
     filtered: bool
     left_out: int
+    folded: bool
+    """Whether only its title is seen at first: what leads a section stays open."""
+
+    @property
+    def gist(self) -> str:
+        return counted(len(self.rows) + self.left_out, "row")
 
 
 def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None = None) -> str:
@@ -206,15 +217,20 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
     to_draw = [_to_draw(one.answer) for one in page.sections]
     drawn = iter(draw(pictures_of(page)) if draw is not None else map(draw_svg, pictures_of(page)))
     pictures = ["" if one is None else next(drawn) for one in to_draw]
+    findings = sorted(page.findings, key=lambda one: SEVERITIES.index(one.severity))
+    shown = sum(one.severity != "note" for one in findings[:_SHOWN_FINDINGS]) or min(1, len(findings))
     script = _file("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return environment.get_template("page.html").render(
         page=page,
         generator=GENERATOR,
-        sections=[
-            _section(one, place, svg) for place, (one, svg) in enumerate(zip(page.sections, pictures, strict=True))
-        ],
-        findings=sorted(page.findings, key=lambda one: SEVERITIES.index(one.severity)),
+        sections=_folded(
+            [_section(one, place, svg) for place, (one, svg) in enumerate(zip(page.sections, pictures, strict=True))],
+            110 * shown,
+        ),
+        findings=findings,
+        shown=shown,
+        most_lines=_SHOWN_LINES,
         symbols=_SYMBOLS,
         css=_file("page.css"),
         script=script,
@@ -226,12 +242,50 @@ def _file(name: str) -> str:
     return (resources.files("stepscope.rendering.pages") / name).read_text(encoding="utf-8")
 
 
-def _section(section: Section, place: int, svg: str) -> dict[str, object]:
+def _folded(sections: list[dict[str, Any]], used_px: int) -> list[dict[str, Any]]:
+    """The sections; those stay open that show figures within the first three screens, with a table where it fits."""
+    for section in sections:
+        pictures_px = sum(int(float(height)) for svg in section["pictures"] for height in _HEIGHT.findall(svg)[:1])
+        own_px = sum(
+            # Two maps stand abreast.
+            50 + 19 * len(one["heat"].rows) if "heat" in one else 90 + 30 * (one.get("depth") or len(one["lanes"]))
+            for one in section["own"]
+        )
+        leading = [table for table in section["tables"] if not table.folded]
+        titles_px = 100 + 32 * sum(bool(table.heads) for table in section["tables"])
+        tables_px = sum(40 + 31 * len(table.rows) for table in leading if table.heads)
+        lines_px = 34 * sum(min(_SHOWN_LINES, len(table.notes)) for table in leading)
+        room_px, drawn_px = _SCREENS_PX - used_px, titles_px + pictures_px + own_px
+        whole_px = drawn_px + tables_px + lines_px
+        if drawn_px > titles_px and whole_px > room_px >= drawn_px:  # its plots, and its tables by their titles
+            whole_px = drawn_px
+            section["tables"] = [
+                table._replace(folded=True, title=table.title or "in figures") if table.heads else table
+                for table in section["tables"]
+            ]
+        section["open"] = len(sections) == 1 or (whole_px > titles_px + lines_px and whole_px <= room_px)
+        used_px += whole_px if section["open"] else 46
+    return sections
+
+
+def _section(section: Section, place: int, svg: str) -> dict[str, Any]:
     title, answer = section.title, section.answer
     where = where_of(answer) if answer.device or answer.versions else ""
     lead = [*answer.lead, *([Line(where)] if where and not answer.lead else [])]
     sentences = sentences_of(answer) if answer.findings else []
+    drawn = bool(svg) or any(panel.kind in OWN for panel in answer.panels)
+    heads = [table for table in answer.tables if table.columns]
+    tables = [
+        _table(table, alone=len(heads) == 1, folded=bool(table.columns) and (table is not heads[0]))
+        for table in answer.tables
+    ]
+    contents = [
+        *([counted(len(answer.panels), "plot")] if drawn else []),
+        *([counted(len(heads), "table")] if len(heads) > 1 else [table.gist for table in tables if table.heads]),
+    ]
+    said = next((line.text for line in (*lead, *sentences)), "")
     return {
+        "gist": ", ".join(contents) or said or next(iter((*answer.asides, *answer.origin)), ""),
         "id": f"s{place}-{re.sub('[^a-z0-9]+', '-', title.casefold()).strip('-')}",
         "title": title,
         "part": section.part,
@@ -239,9 +293,7 @@ def _section(section: Section, place: int, svg: str) -> dict[str, object]:
         "lead": lead,
         "pictures": _pictures(svg, place, title),
         "own": [_own(panel) for panel in answer.panels if panel.kind in OWN],
-        "tables": [
-            _table(table, alone=sum(bool(one.columns) for one in answer.tables) == 1) for table in answer.tables
-        ],
+        "tables": tables,
         "sentences": sentences,
         "asides": answer.asides,
         "origin": answer.origin,
@@ -265,7 +317,7 @@ def _own(panel: Panel) -> dict[str, object]:
     return {**about, "heat": heat(panel)}
 
 
-def _table(table: Table, *, alone: bool) -> _Table:
+def _table(table: Table, *, alone: bool, folded: bool) -> _Table:
     """A table with a title over it, where the section has others or the table names itself."""
     texts = row_texts(table)
     numbers = [is_figures(table, column) for column in range(len(table.columns))]
@@ -297,6 +349,7 @@ def _table(table: Table, *, alone: bool) -> _Table:
         notes=list(table.notes),
         filtered=len(rows) >= _FILTERED_FROM,
         left_out=max(0, len(rows) - _MOST_ROWS),
+        folded=folded,
     )
 
 

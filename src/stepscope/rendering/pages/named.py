@@ -40,7 +40,7 @@ from stepscope.core.processes import FEWEST_PROCESSES
 from stepscope.core.range_names import STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import RUN_FILE, find_place, find_run, find_run_files, load_run, load_runs
-from stepscope.core.units import counted, format_bytes, format_seconds, format_share
+from stepscope.core.units import counted, format_bytes, format_rate, format_seconds, format_share
 from stepscope.questions.compare import SideComparison, SidePair, compare_sides, side_named
 from stepscope.questions.compare_answer import answer_comparison, conclusion, short_names, verdict
 from stepscope.rendering.pages import Figure, Page, Section
@@ -163,6 +163,10 @@ def _figures(runs: Sequence[Run], done: Sequence[Run], worst: Figure) -> tuple[F
     whole = [run for run in done if FIELDS["phase"].read(run) == "train"] if len(phases) > 1 else done
     of_train = ", training" if len(phases) > 1 and whole else ""
 
+    # Of models that take no tokens, samples are what is counted.
+    rate, things = (metrics.tokens_per_s, "tokens") if any(map(metrics.tokens_per_s, done)) else (
+        metrics.samples_per_s, "samples")  # fmt: skip
+
     def most(
         rivals: Sequence[Run], name: str, read: Callable[[Run], float | None], shown: Callable[[float], str]
     ) -> Figure:
@@ -174,8 +178,8 @@ def _figures(runs: Sequence[Run], done: Sequence[Run], worst: Figure) -> tuple[F
 
     return (
         Figure(name="measured", value=f"{len(done)} of {len(runs)}"),
-        most(whole or done, f"most tokens per second{of_train}", metrics.tokens_per_s, "{:,.0f}".format),
-        most(done, "best MFU", lambda run: metrics.mfu_datasheet(run) or metrics.mfu_measured(run), format_share),
+        most(whole or done, f"most {things} per second{of_train}", rate, rate_text),
+        most(done, "best MFU", lambda run: metrics.mfu_datasheet(run) or metrics.mfu_measured(run), share_text),
         most(done, "most memory", metrics.peak_bytes, format_bytes),
         worst,
     )
@@ -397,10 +401,7 @@ def sentence_of(run: Run) -> str:
 def _run_figures(run: Run) -> tuple[Figure, ...]:
     samples = run.samples.get(STEP)
     interval = samples.interval() if samples is not None and samples.count else None
-    step_s, tokens, peak = metrics.median_s(run, STEP), metrics.tokens_per_s(run), metrics.peak_bytes(run)
-    held, of_peak = metrics.mfu_datasheet(run), "of the datasheet's peak"
-    if held is None:
-        held, of_peak = metrics.mfu_measured(run), "of the measured ceiling"
+    step_s, peak = metrics.median_s(run, STEP), metrics.peak_bytes(run)
     capacity = run.environment.memory_bytes if run.environment else None
     between = (
         f"{interval_ms(interval)}, one process"
@@ -411,8 +412,8 @@ def _run_figures(run: Run) -> tuple[Figure, ...]:
     )
     return (
         Figure(name="a step", value=format_seconds(step_s) if step_s else _UNKNOWN, note=between),
-        Figure(name="tokens per second", value=f"{tokens:,.0f}" if tokens else _UNKNOWN),
-        Figure(name="MFU", value=format_share(held) if held else _UNKNOWN, note=of_peak if held else ""),
+        _rate(run),
+        _utilisation(run),
         Figure(
             name="peak memory",
             value=format_bytes(peak) if peak is not None else _UNKNOWN,
@@ -420,6 +421,36 @@ def _run_figures(run: Run) -> tuple[Figure, ...]:
         ),
         gravest(run.findings, ended=status_word(run) if run.status != "done" else ""),
     )
+
+
+def _rate(run: Run) -> Figure:
+    """Tokens per second, or samples per second where a batch holds no tokens."""
+    tokens, samples = metrics.tokens_per_s(run), metrics.samples_per_s(run)
+    if tokens is None and samples is not None:
+        return Figure(name="samples per second", value=rate_text(samples))
+    return Figure(name="tokens per second", value=rate_text(tokens) if tokens else _UNKNOWN)
+
+
+def _utilisation(run: Run) -> Figure:
+    """MFU; where no peak of the device is known, the rate of the model's FLOPs."""
+    for held, of in ((metrics.mfu_datasheet(run), "datasheet's peak"), (metrics.mfu_measured(run), "measured ceiling")):
+        if held:
+            return Figure(name="MFU", value=share_text(held), note=f"of the {of}")
+    rate = metrics.model_flops_per_s(run)
+    if rate:
+        return Figure(name="model FLOP/s", value=format_rate(rate, "FLOP/s"), note="the device's peak is not known")
+    measured = metrics.median_s(run, STEP) is not None
+    return Figure(name="MFU", value=_UNKNOWN, note="the FLOPs of a step are not known" if measured else "")
+
+
+def rate_text(per_second: float) -> str:
+    """A rate of tokens or samples: 14,232, or 3.417 where there are few."""
+    return f"{per_second:,.0f}" if per_second >= 100 else f"{per_second:.4g}"
+
+
+def share_text(share: float) -> str:
+    """A share as a percentage, which is never rounded to nothing: 41.3 %, 0.008 %."""
+    return format_share(share) if share >= 0.001 else f"{share * 100:.1g} %"
 
 
 def _numerics(run: Run) -> Iterator[Section]:

@@ -13,6 +13,41 @@
   name();
   theme.addEventListener("click", () => { root.dataset.theme = isDark() ? "light" : "dark"; stored.set(root.dataset.theme); name(); });
 
+  // Sections fold. What lies beyond three screens is folded at first; a link opens what it leads to, print opens all.
+  const folds = all("details"), parts = all("details.fold"), fold = document.getElementById("fold");
+  for (const part of parts) if (parts.length > 1 && part.open && part.getBoundingClientRect().bottom + scrollY > 3 * innerHeight) part.open = false;
+  const opened = () => { const at = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    const part = at && (at.querySelector("details.fold") || at.closest("details")); if (part) part.open = true; if (at) at.scrollIntoView(); };
+  addEventListener("hashchange", opened);
+  if (location.hash) opened();
+  const links = all("nav a"), places = links.map((link) => document.getElementById(link.hash.slice(1)));
+  links.forEach((link) => link.addEventListener("click", () => { if (link.hash === location.hash) opened(); }));
+  if (fold) {
+    const closed = () => parts.some((part) => !part.open), told = () => { fold.textContent = closed() ? "Unfold all" : "Fold all"; };
+    fold.hidden = false;
+    fold.addEventListener("click", () => { const open = closed(); folds.forEach((one) => { one.open = open; }); told(); });
+    parts.forEach((part) => part.addEventListener("toggle", told));
+    told();
+  }
+  let before = [];
+  addEventListener("beforeprint", () => { before = folds.filter((one) => !one.open); before.forEach((one) => { one.open = true; }); });
+  addEventListener("afterprint", () => { before.forEach((one) => { one.open = false; }); });
+  let current = null;
+  const follow = () => {
+    const line = innerHeight / 3, above = places.map((place, i) => [place, links[i]]).filter(([place]) => place && (place.tagName === "MAIN" || place.getBoundingClientRect().top < line));
+    const bottom = scrollY + innerHeight >= document.documentElement.scrollHeight - 2 && scrollY > 0;
+    const link = bottom ? links.at(-1) : (above.at(-1) || [])[1];
+    if (!link || link === current) return;
+    if (current) current.removeAttribute("aria-current");
+    current = link;
+    link.setAttribute("aria-current", "location");
+    const bar = link.closest("nav"), left = link.offsetLeft - bar.offsetLeft;
+    if (left < bar.scrollLeft + 20 || left + link.offsetWidth > bar.scrollLeft + bar.clientWidth - 30) bar.scrollTo({ left: left - 40 });
+  };
+  let waiting = false;
+  addEventListener("scroll", () => { if (!waiting) { waiting = true; requestAnimationFrame(() => { waiting = false; follow(); }); } }, { passive: true });
+  follow();
+
   // Tables: a click on a head sorts, the field filters, the button copies what is shown.
   for (const box of all(".table")) {
     const table = box.querySelector("table"), body = table.tBodies[0], rows = [...body.rows];
