@@ -1,5 +1,7 @@
 """The `stepscope` command, and `python -m stepscope`: signals are answered before anything large is imported."""
 
+import sys
+
 from stepscope.core import interrupts
 
 
@@ -7,17 +9,16 @@ def main() -> None:
     """Run the command line."""
     interrupts.install()
     from stepscope.app.cli.app import main as run_command  # noqa: PLC0415  (takes a while)
-    from stepscope.core.interrupts import HandedOver, leave  # noqa: PLC0415
 
     try:
         run_command()
     except SystemExit as ended:
-        if not isinstance(ended.code, int):
-            raise
-        leave(ended.code)
-    except HandedOver as handed:
-        go = handed.go
-    go()  # outside of the command's own contexts, handlers and tracebacks
+        code: object = ended.code
+    if isinstance(code, int):
+        interrupts.leave(code)
+    if callable(code):  # `watch`: outside of the command's own contexts, handlers and tracebacks
+        code()
+    sys.exit(None if code is None else str(code))
 
 
 if __name__ == "__main__":

@@ -32,11 +32,12 @@ def visible(text: str) -> str:
     return _UNSEEN.sub(lambda found: _escaped(found[0]), text)
 
 
-def printable(text: str) -> str:
-    """The text on one line: white space of any kind is a space, and other characters that are not seen are escaped."""
-    if text.isprintable():
-        return text
-    return "".join(" " if character.isspace() else _escaped(character) for character in text)
+def printable(text: str, most: int | None = None) -> str:
+    """The text on one line: white space of any kind is a space, and other characters that are not seen are escaped.
+    most: how many characters it may have; more are left out in the middle."""
+    if not text.isprintable():
+        text = "".join(" " if character.isspace() else _escaped(character) for character in text)
+    return text if most is None else middle_cut(text, most)
 
 
 LONGEST_NAME = 200
@@ -45,7 +46,7 @@ LONGEST_NAME = 200
 
 def name_shown(text: str) -> str:
     """A name from a file, cleaned and cut for a cell of a table."""
-    return middle_cut(printable(text), LONGEST_NAME)
+    return printable(text, LONGEST_NAME)
 
 
 def warn(line: str, stream: TextIO | None = None) -> None:
@@ -54,7 +55,7 @@ def warn(line: str, stream: TextIO | None = None) -> None:
     out = stream or sys.stderr
     if out is not None:  # print() would take stdout for it
         with contextlib.suppress(OSError, ValueError):
-            print(f"stepscope: {middle_cut(printable(line), LONGEST_MESSAGE)}", file=out, flush=True)
+            print(f"stepscope: {printable(line, LONGEST_MESSAGE)}", file=out, flush=True)
 
 
 def middle_cut(text: str, width: int) -> str:
@@ -113,7 +114,7 @@ def named_line(error: BaseException, limit: int = 300) -> str:
     line = _first_line(error)
     if not line or isinstance(error, StepscopeError):
         return one_line(error, limit)
-    return middle_cut(printable(f"{type(error).__name__}: {line}"), limit)
+    return printable(f"{type(error).__name__}: {line}", limit)
 
 
 def message_of(error: BaseException) -> str:

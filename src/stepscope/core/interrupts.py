@@ -20,11 +20,10 @@ import os
 import sys
 import time
 from collections.abc import Callable, Generator
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from types import FrameType
+from typing import NoReturn
 
 # `_signal` is built in. `signal`, `threading` and `ctypes` take ten milliseconds to import, and Ctrl-C would print a
 # traceback meanwhile.
@@ -93,77 +92,51 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
-class _Scope:
+@contextmanager
+def _scope(reaction: Reaction) -> Generator[None]:
     """A context in which signals have another effect.
 
     In a process that never called `install`, such as a notebook, this applies to Ctrl-C only, while the context lasts.
     """
-
-    def __init__(self, reaction: Reaction) -> None:
-        self._reaction = reaction
-        self._before: Reaction = _end
-        self._borrowed = False
-
-    def __enter__(self) -> None:
-        self._before, _state.reaction = _state.reaction, self._reaction
-        if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
-            try:
-                _signal.signal(_signal.SIGINT, _handle)
-                self._borrowed = True
-            except ValueError:  # only the main thread may set a signal handler
-                pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        _state.reaction = self._before
-        if self._borrowed:
+    before, _state.reaction = _state.reaction, reaction
+    borrowed = lost = False
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        with suppress(ValueError):  # only the main thread may set a signal handler
+            _signal.signal(_signal.SIGINT, _handle)
+            borrowed = True
+    try:
+        yield
+    finally:
+        _state.reaction = before
+        if borrowed:
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
             lost = _state.received is not None and not _state.raised
             _state.received, _state.raised = None, False
-            if lost and kind is None:
-                raise KeyboardInterrupt
+    if lost:
+        raise KeyboardInterrupt
 
 
-def raising() -> _Scope:
-    """A context in which the first signal raises KeyboardInterrupt, and a second ends the process at once."""
-    return _Scope(_raise)
-
-
-def keeping() -> _Scope:
-    """A context in which the first signal raises KeyboardInterrupt and others do nothing, since data is being saved."""
-    return _Scope(_raise_once)
-
-
-def held() -> _Scope:
-    """A context in which a signal raises nothing. `check` raises later, and the exit code shows the signal anyway."""
-    return _Scope(_wait)
-
-
-def told(callback: Callable[[], object]) -> _Scope:
+def told(callback: Callable[[], object]) -> AbstractContextManager[None]:
     """A context in which each signal calls `callback`, in the main thread, and raises nothing."""
 
     def tell(_number: int, _frame: FrameType | None) -> None:
         _state.raised = True
         callback()
 
-    return _Scope(tell)
+    return _scope(tell)
 
 
-def expected() -> "AbstractContextManager[None]":
+@contextmanager
+def expected() -> Generator[None]:
     """A context in which signals are ignored, since a tool that watches this process sends one when it is done."""
-    from contextlib import contextmanager  # noqa: PLC0415
-
-    @contextmanager
-    def ignored() -> Generator[None]:
-        ours = [number for number in SIGNALS if _signal.getsignal(number) is _handle]
+    ours = [number for number in SIGNALS if _signal.getsignal(number) is _handle]
+    for number in ours:
+        _signal.signal(number, _signal.SIG_IGN)
+    try:
+        yield
+    finally:
         for number in ours:
-            _signal.signal(number, _signal.SIG_IGN)
-        try:
-            yield
-        finally:
-            for number in ours:
-                _signal.signal(number, _handle)
-
-    return ignored()
+            _signal.signal(number, _handle)
 
 
 def leaving() -> None:
@@ -211,6 +184,14 @@ def _raise_once(_number: int, frame: FrameType | None) -> None:
 
 def _wait(_number: int, _frame: FrameType | None) -> None:
     pass
+
+
+raising = partial(_scope, _raise)
+"""Makes a context in which the first signal raises KeyboardInterrupt, and a second ends the process at once."""
+keeping = partial(_scope, _raise_once)
+"""Makes a context in which the first signal raises KeyboardInterrupt and others do nothing, since data is saved."""
+held = partial(_scope, _wait)
+"""Makes a context in which a signal raises nothing. `check` raises later; the exit code shows the signal anyway."""
 
 
 def _importing(frame: FrameType | None) -> bool:
@@ -263,17 +244,6 @@ _state.reaction = _end
 
 _WATCHERS = ("NVTX_INJECTION64_PATH", "CUDA_INJECTION64_PATH", "NSYS_PROFILING_SESSION_ID", "LD_PRELOAD")
 """Variables of profilers inside this process, which write what they have when it ends in the usual way."""
-
-
-class HandedOver(BaseException):
-    """Ends the command with a call that takes its place, once nothing of the command is under way any more.
-
-    It is no Exception, so that nothing on its way takes it for a failure.
-    """
-
-    def __init__(self, go: Callable[[], NoReturn]) -> None:
-        super().__init__()
-        self.go = go
 
 
 def leave(code: int) -> NoReturn:

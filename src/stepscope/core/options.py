@@ -93,11 +93,6 @@ GIVEN: ContextVar[tuple[str, ...]] = ContextVar("given", default=())
 """The options that this command line has, set before its verb runs. Those that only have a default are not."""
 
 
-def is_given(flag: str) -> bool:
-    """Whether the command line has this option."""
-    return flag in GIVEN.get()
-
-
 def refuse_beside(mode: str, *read: str) -> None:
     """Raise InputError for given options that are not read beside `mode`."""
     if fault := Rule("alone", (mode, *read)).fault((mode, *GIVEN.get())):

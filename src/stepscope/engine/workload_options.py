@@ -18,6 +18,7 @@ from stepscope.core.errors import InputError, choose, warn
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.model_config import MODEL_OPTIONS, PRESETS, PUBLIC_SHAPES, ModelOptions, configure
 from stepscope.core.options import (
+    GIVEN,
     MEASURING,
     MODEL,
     PARALLEL,
@@ -25,7 +26,6 @@ from stepscope.core.options import (
     WORKLOAD,
     Option,
     completed,
-    is_given,
     positive_number,
     words,
 )
@@ -452,8 +452,8 @@ class Recording:
         needs = (
             ("--trace-stacks", self.trace_stacks, ("kineto",), "stacks"),
             ("--memory-stacks", self.memory_stacks is not None, ("memory",), "stacks"),
-            ("--memory-steps", is_given("--memory-steps"), ("memory",), "steps"),
-            ("--trace-steps", is_given("--trace-steps"), TRACE_TOOLS, "steps"),
+            ("--memory-steps", "--memory-steps" in GIVEN.get(), ("memory",), "steps"),
+            ("--trace-steps", "--trace-steps" in GIVEN.get(), TRACE_TOOLS, "steps"),
         )
         for flag, given, records, what in needs:
             if given and not set(records) & set(named):

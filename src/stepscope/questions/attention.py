@@ -22,7 +22,7 @@ from stepscope.core.attention_call import (
     encode_timings,
 )
 from stepscope.core.files import read_named
-from stepscope.core.options import CALLS, MEASURING, WORKLOAD, Option, completed, is_given, refuse_beside
+from stepscope.core.options import CALLS, GIVEN, MEASURING, WORKLOAD, Option, completed, refuse_beside
 from stepscope.core.parts import ATTENTIONS, Attention, TensorDtype
 from stepscope.core.precisions import Dtype
 from stepscope.core.run_directory import write_atomically
@@ -403,7 +403,7 @@ def _stored(places: tuple[Path, ...], keep_digests: bool) -> Answer | Result:
 
             return answer_attention(decode_timings(data, str(place)))
         case "attention-gate":
-            if useless := [flag for flag in ("--save", "--only") if is_given(flag)]:
+            if useless := [flag for flag in ("--save", "--only") if flag in GIVEN.get()]:
                 raise errors.InputError(f"{', '.join(useless)} says nothing with the gate's matrix: leave it out")
             return result_of(decode_matrix(data, str(place)))
         case _:

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from stepscope.core.answer import SEVERITIES, Answer, Finding, Table
-from stepscope.core.errors import middle_cut, printable
+from stepscope.core.errors import printable
 from stepscope.core.files import json_document
 from stepscope.core.range_names import STEP
 from stepscope.rendering.cells import row_texts, unit_of, where_of
@@ -109,7 +109,7 @@ def _peak(answer: Answer) -> str:
 
 
 def _line(what: str, text: str) -> dict[str, Any]:
-    return {"what": what, "text": middle_cut(printable(text), _LONGEST)}
+    return {"what": what, "text": printable(text, _LONGEST)}
 
 
 def _finding(finding: Finding, *, named: bool) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stepscope.core.answer import PROSE, TEXT, Answer, Cell, Doubted, Line, Node, Severity, Table, Tone
-from stepscope.core.errors import name_shown, printable
+from stepscope.core.errors import LONGEST_NAME, printable
 from stepscope.core.units import UNITS, figure_text
 
 NOT_FINITE = ("nan", "inf", "-inf")
@@ -55,7 +55,7 @@ def _text(cell: Cell, unit: str) -> str:
     if cell is None:
         return ""
     if isinstance(cell, str):
-        return name_shown(cell)
+        return printable(cell, LONGEST_NAME)
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if unit not in ("", TEXT, PROSE):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import altair as alt
 
 from stepscope.core.answer import Guide, Panel, Point, Span
-from stepscope.core.errors import InputError, middle_cut, printable
+from stepscope.core.errors import InputError, printable
 from stepscope.core.units import GIB, KIB, MIB, format_bytes
 from stepscope.rendering.cells import icicle_places
 from stepscope.rendering.plots import CATEGORY_COLOURS, DASHES, FAINT, INK, PALETTE, SHAPES, told_apart
@@ -103,7 +103,7 @@ def draw_bars(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Layer
 
 
 def _name(point: Point) -> str:
-    return middle_cut(printable(point.name), LONGEST_NAME)
+    return printable(point.name, LONGEST_NAME)
 
 
 def _chart(points: Sequence[Point], lines: Sequence[str]) -> alt.Chart:
@@ -400,7 +400,7 @@ def draw_icicle(panel: Panel, *, title: str = "", subtitle: str = "") -> alt.Lay
     depths = [depth for _, depth in places]
     for node, (left, depth) in zip(panel.nodes, places, strict=True):
         kind = (node.name if node.name in kinds else _MORE) if node.level == "family" else "phases and modules"
-        name = middle_cut(printable(node.name), _LONGEST) if node.value / whole >= _LEAST_LABELLED else ""
+        name = printable(node.name, _LONGEST) if node.value / whole >= _LEAST_LABELLED else ""
         rows.append({"left": left, "right": left + node.value, "depth": depth, "kind": printable(kind), "name": name,
                      "part": printable(node.name), "below": depth + 0.96})  # fmt: skip
     shades = ["phases and modules", *map(printable, kinds), _MORE]

@@ -235,16 +235,16 @@ def make_table(figures: Figures) -> Table:
 
 
 def _line(line: Line) -> Text:
-    return Text(middle_cut(printable(line.text), _LONGEST_SENTENCE), style=_STYLES[line.tone])
+    return Text(printable(line.text, _LONGEST_SENTENCE), style=_STYLES[line.tone])
 
 
 def _finding(finding: Finding) -> Text:
     """Severity, kind, sentence, remedy."""
     text = Text()
     text.append(printable(f"{finding.severity} {finding.kind}: "), style=_SEVERITY_STYLE[finding.severity])
-    text.append(middle_cut(printable(finding.sentence), _LONGEST_SENTENCE))
+    text.append(printable(finding.sentence, _LONGEST_SENTENCE))
     if finding.remedy:
-        text.append(middle_cut(printable(f" Remedy: {finding.remedy}."), _LONGEST_SENTENCE), style="dim")
+        text.append(printable(f" Remedy: {finding.remedy}.", _LONGEST_SENTENCE), style="dim")
     return text
 
 

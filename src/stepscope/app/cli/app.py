@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, NoReturn
 
 import typer
@@ -171,18 +172,16 @@ def _root(version: bool = typer.Option(False, "--version", help="Say the version
     pass
 
 
-class _RoomForTorch:
-    """Finds nothing: refuses PyTorch, whoever imports it first, where it would raise, abort or retry for ever."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name == "torch":
-            interrupts.require_room_for_torch()
+def _find_spec(name: str, path: object = None, target: object = None) -> None:
+    """Find nothing: refuse PyTorch, whoever imports it first, where it would raise, abort or retry for ever."""
+    if name == "torch":
+        interrupts.require_room_for_torch()
 
 
 def main() -> NoReturn:
     """Run the command. Every failure that stepscope names is one line on stderr and its exit code."""
-    sys.meta_path.insert(0, _RoomForTorch)
+    finder: Any = SimpleNamespace(find_spec=_find_spec)
+    sys.meta_path.insert(0, finder)
     # Read by PyTorch's profiler when torch is imported: its start and stop are not worth a line to the user.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     interrupts.install()

@@ -10,7 +10,7 @@ import typer
 from stepscope.app.cli.output import Presentation, progress, stdout_kept_clean, sweep_progress
 from stepscope.core.answer import Answer
 from stepscope.core.errors import EXIT_DEVICE_FAILED, EXIT_INTERRUPTED, InputError, warn
-from stepscope.core.options import Rule, Verb, is_given
+from stepscope.core.options import GIVEN, Rule, Verb
 from stepscope.questions.question import Cells, Question, Result, read_answer
 
 _TOOLS = ("tell", "options_in")
@@ -33,7 +33,7 @@ def verb_of(question: Question) -> Verb:
         shown = shared.get("shown") or Presentation(**shared)
         if stored is not None:
             return _show(Result(answer=read_answer(stored, question.name)), shown, save)
-        if shown.only is not None and question.titles is not None and not is_given("--from"):
+        if shown.only is not None and question.titles is not None and "--from" not in GIVEN.get():
             _check_only(shown.only, *question.titles())
         with stdout_kept_clean(), progress() as tell:
             if "tell" in parameters:
@@ -70,7 +70,7 @@ def _show(result: Result, shown: Presentation, save: Path | None) -> int:
     """Show a result. One just measured that ended early has the exit code of an interrupt, or of a device that
     failed."""
     shown.show(result.answer, document=result.document, save=save)
-    kinds = {finding.kind for finding in result.answer.findings} if not is_given("--from") else set[str]()
+    kinds = {finding.kind for finding in result.answer.findings} if "--from" not in GIVEN.get() else set[str]()
     if "interrupted" in kinds:
         return EXIT_INTERRUPTED
     if "ended-early" in kinds:

@@ -10,7 +10,7 @@ from stepscope.app.cli.output import Presentation, draw, progress
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
 from stepscope.core.errors import EXIT_CHECK_FAILED, EXIT_DONE, EXIT_INTERRUPTED, InputError, choose, warn
 from stepscope.core.files import json_document
-from stepscope.core.options import MEASURING, Argument, Option, is_given, verb
+from stepscope.core.options import GIVEN, MEASURING, Argument, Option, verb
 from stepscope.core.processes import FEWEST_PROCESSES, Change
 from stepscope.core.range_names import STEP
 from stepscope.core.units import counted
@@ -229,7 +229,7 @@ def command(
     now = "is for what is measured now: name a script behind --"
     unread = {"--across": "says nothing with a script, whose commits may differ in anything: leave it out"}
     for flag, why in (unread if words else {"--processes": now, "--share": now}).items():
-        if is_given(flag):
+        if flag in GIVEN.get():
             raise InputError(f"{flag} {why}")
     if words:
         names = [*names, "."] if len(names) == 1 else names

@@ -25,7 +25,7 @@ from stepscope.core.errors import (
 from stepscope.core.evidence import TRACE_TOOLS, TraceTool
 from stepscope.core.files import json_document
 from stepscope.core.model_config import ModelOptions
-from stepscope.core.options import MEASURING, Option, is_given, spelled_out, verb
+from stepscope.core.options import GIVEN, MEASURING, Option, spelled_out, verb
 from stepscope.core.parts import Attention
 from stepscope.core.precisions import Dtype
 from stepscope.core.run import Run, Settings, settings_from
@@ -337,7 +337,7 @@ def command(
         workload=workload.any_workload(**usual_sizes(on_gpu=on_gpu)), settings=timing.settings, device=device,
         out=str(runs), tag=tag, memory_limit_bytes=memory, peak_flops_per_s=peak_flops, trace=recording.trace,
         memory=recording.memory, place=place if is_shared else None,
-        in_seconds=is_given("--seconds") and timing.steps is None and not is_shared,
+        in_seconds="--seconds" in GIVEN.get() and timing.steps is None and not is_shared,
     )  # fmt: skip
     with stdout_kept_clean(), progress() as tell:
         found, directory = measure_step(request, tell)

@@ -11,7 +11,7 @@ import msgspec
 from stepscope.app.cli.output import give_back, show
 from stepscope.core import interrupts
 from stepscope.core.errors import InputError, one_line, warn
-from stepscope.core.interrupts import HandedOver, die_of_interrupt
+from stepscope.core.interrupts import die_of_interrupt
 from stepscope.core.options import MEASURING, Argument, Option, verb
 from stepscope.engine.watched_script import (
     Launch,
@@ -80,6 +80,7 @@ def command(
 
     What the script prints, its exit code and its signals are its own. What was measured is shown on stderr at the end.
     """
+    # Each way ends with a call in place of an exit code: `stepscope/__main__.py` makes it when the command is over.
     between = steps_between(steps) if steps is not None else None
     if "nsys" in recording.trace.tools:
         raise InputError(_NSYS)
@@ -87,7 +88,7 @@ def command(
     if isinstance(program, Launch):
         options = _options(steps, step_of, recording, tag, runs)
         command = program.command(options)
-        raise HandedOver(lambda: _become(command))
+        raise SystemExit(lambda: _become(command))
     request = WatchRequest(
         runs=runs.absolute(), settings=settings_between(between), between=between, trace=recording.trace,
         memory=recording.memory, step_of=step_of, tag=tag, program=program.title,
@@ -98,7 +99,7 @@ def command(
         raise InputError(f"cannot write runs to {request.runs}: {error.strerror or error}; {_ELSEWHERE}") from error
     if not os.access(request.runs, os.W_OK | os.X_OK):
         raise InputError(f"cannot write runs to {request.runs}: permission denied; {_ELSEWHERE}")
-    raise HandedOver(lambda: _run(program, request))
+    raise SystemExit(lambda: _run(program, request))
 
 
 def _options(steps: str | None, step_of: str | None, recording: Recording, tag: str | None, runs: Path) -> list[str]:

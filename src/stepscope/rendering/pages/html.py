@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from stepscope.core.answer import SEVERITIES, Answer, Line, Panel, Table, name_of
-from stepscope.core.errors import middle_cut, printable
+from stepscope.core.errors import printable
 from stepscope.core.units import counted, figure_text
 from stepscope.rendering.cells import bare_row, icicle_places, is_figures, row_texts, sentences_of, where_of
 from stepscope.rendering.pages import GENERATOR, Page, Section
@@ -213,7 +213,7 @@ def render_page(page: Page, draw: Callable[[Sequence[Answer]], list[str]] | None
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["cut"] = lambda text: middle_cut(printable(text), _LONGEST_SENTENCE)
+    environment.filters["cut"] = lambda text: printable(text, _LONGEST_SENTENCE)
     to_draw = [_to_draw(one.answer) for one in page.sections]
     drawn = iter(draw(pictures_of(page)) if draw is not None else map(draw_svg, pictures_of(page)))
     pictures = ["" if one is None else next(drawn) for one in to_draw]

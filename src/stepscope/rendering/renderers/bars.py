@@ -10,7 +10,7 @@ import sys
 from rich.text import Text
 
 from stepscope.core.answer import MEASURED_STEP, Answer, Panel, Point
-from stepscope.core.errors import middle_cut, printable
+from stepscope.core.errors import printable
 from stepscope.core.units import figure_text
 from stepscope.rendering.cells import sentences_of, where_of
 
@@ -123,7 +123,7 @@ def _is_drawn(point: Point) -> bool:
 
 
 def _name(text: str) -> str:
-    return middle_cut(printable(text), _WIDEST_NAME)
+    return printable(text, _WIDEST_NAME)
 
 
 def says_blocks() -> bool:

@@ -3,7 +3,7 @@
 import html
 
 from stepscope.core.answer import Answer, Line, Table, Tone
-from stepscope.core.errors import middle_cut, printable
+from stepscope.core.errors import printable
 from stepscope.rendering.cells import is_figures, row_texts, sentences_of, where_of
 
 _STYLES: dict[Tone, str] = {
@@ -35,7 +35,7 @@ def render(answer: Answer) -> str:
 
 
 def _paragraph(text: str, tone: Tone) -> str:
-    return f"<p{_style('margin:0.3em 0', _STYLES[tone])}>{_text(middle_cut(printable(text), _LONGEST_SENTENCE))}</p>"
+    return f"<p{_style('margin:0.3em 0', _STYLES[tone])}>{_text(printable(text, _LONGEST_SENTENCE))}</p>"
 
 
 def _table(table: Table) -> str:

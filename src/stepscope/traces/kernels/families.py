@@ -10,7 +10,7 @@ from typing import Literal, get_args
 import msgspec
 
 from stepscope.core.answer import PROSE, Answer, Line, table_of
-from stepscope.core.errors import LONGEST_NAME, middle_cut, printable
+from stepscope.core.errors import LONGEST_NAME, printable
 from stepscope.core.range_names import OPTIMIZER, SOFTMAX
 from stepscope.traces.kernels.names import KernelName, decode, is_tf32, split_name
 
@@ -209,7 +209,7 @@ def explain_kernel(name: str) -> KernelExplanation:
 
 def answer_kernel(explanation: KernelExplanation) -> Answer:
     """The function's name, and a line for each thing that it says."""
-    function = middle_cut(printable(explanation.kernel.function), LONGEST_NAME)
+    function = printable(explanation.kernel.function, LONGEST_NAME)
     rows = [(heading, printable(sentence)) for heading, sentence in explanation.lines]
     return Answer(
         study="kernel",
