@@ -282,6 +282,7 @@ class WatchedRun:
             keep=lambda habits: draft.set_evidence(habits=habits),
             keep_work=draft.keep_work,
             changes=lambda: readings.changes,
+            inside_compiled=lambda: self.watch.step_is_compiled,
         )
         observed = ObservedStep(step, phases, device, draft.keep_memory)
         # What was asked for comes first, and the rest of what is timed last, for which the loop may be too short.

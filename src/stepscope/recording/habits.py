@@ -78,7 +78,11 @@ class Training:
         self._counted = self._count()
         for optimizer in self._optimizers:
             # A scaler that leaves an update out does not call the optimizer's step.
-            self.hooks.callback(optimizer.register_step_post_hook(self._count_update).remove)
+            hook = optimizer.register_step_post_hook(self._count_update)
+            # A hook that takes others off, as one that ends a step does, must be the last: PyTorch walks through them.
+            hooks: Any = optimizer._optimizer_step_post_hooks
+            hooks.move_to_end(hook.id, last=False)
+            self.hooks.callback(hook.remove)
 
     def look_at_gradients(self) -> None:
         """Look at the gradients that an update is about to take. What other models' losses left beside them counts

@@ -127,6 +127,26 @@ FORKED = {
             loss = step()
         print(loss.item(), counters["stats"]["unique_graphs"])
     """,
+    "a step of the optimizer is compiled, between steps of the model that are not": """
+        import logging
+        logging.disable()
+        net, optimizer = made()
+        update = torch.compile(lambda: optimizer.step(), backend="eager")
+        for _ in range(60):
+            net(torch.randn(4, 8)).square().mean().backward()
+            update()
+            optimizer.zero_grad()
+        print(net.b.bias.item(), torch._C._len_torch_dispatch_stack())
+    """,
+    "a step of the optimizer that was taken before": """
+        net, optimizer = made()
+        update = optimizer.step
+        for _ in range(60):
+            net(torch.randn(4, 8)).square().mean().backward()
+            update()
+            optimizer.zero_grad()
+        print(net.b.bias.item())
+    """,
     "a scripted model": """
         net = torch.jit.script(Net())
         print(train(net, torch.optim.AdamW(net.parameters(), lr=1e-2)).item())

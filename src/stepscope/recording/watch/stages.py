@@ -183,9 +183,11 @@ class LookedAtSteps:
         keep: Callable[[Habits], None],
         keep_work: Callable[[dict[str, Work], dict[str, int]], None],
         changes: Callable[[], Changes | None],
+        inside_compiled: Callable[[], bool],
     ) -> None:
-        """changes: gives the parameters as they were before the timed steps."""
-        self._step, self._phases, self._device = step, phases, device
+        """changes: gives the parameters as they were before the timed steps. inside_compiled: tells whether a step ends
+        inside of what is compiled, which puts PyTorch's modes back as they were when it began."""
+        self._step, self._phases, self._device, self._inside_compiled = step, phases, device, inside_compiled
         self._keep, self._keep_work, self._changes = keep, keep_work, changes
         self._habits: HabitsRecorder | None = None
         self._work = _CountedWork()
@@ -193,6 +195,8 @@ class LookedAtSteps:
         self.recorders: tuple[Recorder, ...] = ()
 
     def begins(self, step: int) -> None:
+        if self._inside_compiled():
+            raise RuntimeError("a step ends inside of what torch.compile has compiled")
         watched, phases = self._step, self._phases
         phases.keeps_roots = phases.keeps_inputs = True
         dynamo = sys.modules.get("torch._dynamo.utils")

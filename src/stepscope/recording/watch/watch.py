@@ -155,6 +155,8 @@ class Watch:
         self.saves = Saves()
         self.steps = 0
         """Steps that have ended."""
+        self.step_is_compiled = False
+        """Whether the step ends inside of what the loop has compiled."""
         self.left_out: dict[str, str | None] = {}
         """The names of the stages that are not over, and why they could not begin; None where the loop had ended."""
         self._owner, self._profilers = owner, profilers
@@ -328,6 +330,7 @@ class Watch:
         try:
             phases.step_ends()
             self.steps += 1
+            self.step_is_compiled = self.step_is_compiled or before is not None
             over = stage.is_over(self.steps - 1)
         except Exception as error:  # An error of the watch must not end the loop that is watched.
             self._owner.stage_failed(stage.name, error)
