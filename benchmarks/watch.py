@@ -2,6 +2,7 @@
 
     python benchmarks/watch.py [--device cpu|cuda] [--size 100M] [--batch-size 4] [--seq-len 512] [--json FILE]
     python benchmarks/watch.py --show FILE...        # a table of results kept with --json
+    python benchmarks/watch.py --live [--steps 2000]  # the steps behind the measured ones
     python benchmarks/watch.py --calls [--device cpu|cuda]
 
 The loop is what people write round a Llama-like model: a DataLoader, forward, loss, backward, AdamW. A pair is a block
@@ -9,6 +10,9 @@ of bare steps and a block of watched ones, both timed from outside by the host's
 alternating order. The overhead is the median of the pairs' ratios, with its interval. The same clock is the stopwatch
 that the reported step times are held against. What a watch takes once, to find out what a step is and to read the times
 at the end, is timed by itself.
+
+With `--live` the watched block is steps behind the measured ones, while the live figures are written once a second: a
+block should last for seconds.
 
 `--size empty` is a loop that computes next to nothing, so that the watch's own cost shows, in seconds a step: on a GPU
 such a loop waits for the host all the time, and a larger step hides at least a part of it.
@@ -21,6 +25,7 @@ which other processes on the machine hardly change. Times that events give are r
 import argparse
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+import stepscope
 from stepscope.core.run import Settings
 from stepscope.core.samples import Samples
 from stepscope.core.units import format_count, format_seconds
@@ -39,7 +45,7 @@ from stepscope.recording.device import timing_device
 from stepscope.recording.environment import read_environment, resolve_device
 from stepscope.recording.watch.loop import LoopStep
 from stepscope.recording.watch.stopwatch import Stopwatch, TimedSteps, marks_for
-from stepscope.recording.watch.watch import Stage, Watch
+from stepscope.recording.watch.watch import Stage, StepCount, Watch
 from stored import bounds_of, keep, ratios_of
 
 EMPTY = "empty"
@@ -175,6 +181,8 @@ class Cost(msgspec.Struct, kw_only=True):
     watched_s: Samples
     reported_s: Samples
     """The mean of the step times that the watch reported, for each watched block."""
+    live: bool = False
+    """Whether the watched steps are those behind the measured ones, with live figures."""
     once_s: Samples | None = None
     """Seconds that each watch took once, beside those of its steps. None in results of before it was timed by itself,
     whose watched steps hold it."""
@@ -185,9 +193,11 @@ class Reporting:
 
     def __init__(self, device: torch.device, steps: int) -> None:
         self._device, self._steps = device, steps
+        self.loop: LoopStep | None = None
         self.stopwatch = Stopwatch(marks_for(device, 0))
 
     def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
+        self.loop = found
         # The stage begins with the second step, and ends after those that are timed, which reading them would delay.
         end = first_step + UNTIMED + self._steps
         return [TimedSteps(self.stopwatch, Settings(steps_floor=1), between=(first_step, end))]
@@ -242,7 +252,20 @@ def watched_block(
     return outside_s, statistics.fmean(reported_s), once_s
 
 
-def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs: int, steps: int) -> Cost:
+def live_block(loop: Loop, steps: int, synchronize: Callable[[], None]) -> float:
+    """Seconds a step of a block behind the measured steps of a watch, whose live figures go on."""
+    with (
+        tempfile.TemporaryDirectory() as runs,
+        stepscope.watch(loop.model, loop.optimizer, steps=(2, 3), runs=runs, quiet=True) as watched,
+    ):
+        while watched.run is None:
+            loop.run(1)
+        return timed(loop, steps, synchronize) / steps
+
+
+def compare(
+    size: str, device_name: str, *, batch_size: int, length: int, pairs: int, steps: int, live: bool = False
+) -> Cost:
     """Time the pairs, after two that warm up."""
     device = resolve_device(device_name)
     synchronize = timing_device(device).synchronize
@@ -256,7 +279,10 @@ def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs:
         bare_s = 0.0
         if pair % 2:
             bare_s = bare_block(loop, steps, synchronize)
-        watched_s, reported_s, once_s = watched_block(loop, device, steps, synchronize, stopwatch)
+        if live:
+            watched_s, reported_s, once_s = live_block(loop, steps, synchronize), 0.0, 0.0
+        else:
+            watched_s, reported_s, once_s = watched_block(loop, device, steps, synchronize, stopwatch)
         if not pair % 2:
             bare_s = bare_block(loop, steps, synchronize)
         if pair >= 2:
@@ -274,8 +300,9 @@ def compare(size: str, device_name: str, *, batch_size: int, length: int, pairs:
         steps_in_a_block=steps,
         bare_s=Samples(values_s=tuple(bare), clock=clock),
         watched_s=Samples(values_s=tuple(watched), clock=clock),
-        reported_s=Samples(values_s=tuple(reported), clock=clock),
-        once_s=Samples(values_s=tuple(once), clock=clock),
+        reported_s=Samples(values_s=() if live else tuple(reported), clock=clock),
+        once_s=None if live else Samples(values_s=tuple(once), clock=clock),
+        live=live,
     )
 
 
@@ -297,8 +324,9 @@ class Still(torch.optim.Optimizer):
         pass
 
 
-def cost_of_calls(device: torch.device, *, steps: int = 20, bursts: int = 3000) -> tuple[float, float]:
-    """Seconds a step, bare and watched, of a loop whose calls return at once: those of the fastest burst."""
+def cost_of_calls(device: torch.device, *, steps: int = 20, bursts: int = 3000) -> tuple[float, float, float]:
+    """Seconds a step of a loop whose calls return at once, those of the fastest burst: bare, watched, and counted when
+    the watch is over."""
     model, loader = Silent().to(device), _BaseDataLoaderIter.__new__(_BaseDataLoaderIter)
     optimizer, autograd = Still(model.parameters(), {}), vars(torch.autograd)
     synchronize = timing_device(device).synchronize
@@ -327,7 +355,12 @@ def cost_of_calls(device: torch.device, *, steps: int = 20, bursts: int = 3000) 
         watch.start()
         watched_s = least_s()
         watch.stop()
-    return bare_s, watched_s
+        assert told.loop is not None
+        count = StepCount(watch, told.loop)
+        count.go_on()
+        counted_s = least_s()
+        count.stop()
+    return bare_s, watched_s, counted_s
 
 
 def as_percent(ratios: Samples) -> str:
@@ -345,20 +378,23 @@ def in_microseconds(ratios: Samples, bare_s: float) -> str:
 
 def render(result: Cost) -> str:
     """The result in words."""
+    name = "live loop" if result.live else "watched loop"
     model = "Nothing" if result.size == EMPTY else "Llama-like"
     bare_s, over_bare = result.bare_s.median_s or 0.0, ratios_of(result.watched_s, result.bare_s)
-    over_stopwatch = ratios_of(result.reported_s, result.watched_s)
     lines = (
         f"{model}, {format_count(result.parameters)} parameters, batch {result.batch_size} x {result.seq_len}",
         result.environment,
         f"bare loop     {format_seconds(bare_s)} a step",
-        f"watched loop  {format_seconds(result.watched_s.median_s or 0)} a step",
+        f"{name:<14}{format_seconds(result.watched_s.median_s or 0)} a step",
         f"overhead      {as_percent(over_bare)}, {over_bare.count} pairs of {result.steps_in_a_block} steps",
         f"added         {in_microseconds(over_bare, bare_s)}",
-        f"reported      {as_percent(over_stopwatch)} beside a stopwatch round the same steps",
     )
+    if result.live:
+        return "\n".join(lines) + "\n"
+    over_stopwatch = as_percent(ratios_of(result.reported_s, result.watched_s))
+    reported = f"reported      {over_stopwatch} beside a stopwatch round the same steps"
     once = (f"once          {format_seconds(result.once_s.median_s or 0)} a watch",) if result.once_s else ()
-    return "\n".join((*lines, *once)) + "\n"
+    return "\n".join((*lines, reported, *once)) + "\n"
 
 
 def main() -> None:
@@ -370,6 +406,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--steps", type=int, default=10, help="steps in a block")
+    parser.add_argument("--live", action="store_true", help="the steps behind the measured ones, with live figures")
     parser.add_argument("--calls", action="store_true", help="calls that return at once: the watch's own cost")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--show", type=Path, nargs="+", metavar="FILE")
@@ -380,15 +417,17 @@ def main() -> None:
         return
     if given.calls:
         device = resolve_device(given.device)
-        bare_s, watched_s = cost_of_calls(device, bursts=3000 if device.type == "cpu" else 300)
+        bare_s, watched_s, counted_s = cost_of_calls(device, bursts=3000 if device.type == "cpu" else 300)
         added = (
-            f"{(watched_s - bare_s) * 1e6:.1f} us a step added to {bare_s * 1e6:.1f} us of calls that return at once"
+            f"{(watched_s - bare_s) * 1e6:.1f} us a step added to {bare_s * 1e6:.1f} us of calls that return at once\n"
+            f"{(counted_s - bare_s) * 1e6:.1f} us behind the measured steps"
         )
         sys.stdout.write(f"{read_environment(device).described}\n{added}\n")
         return
     result = compare(
         given.size, given.device,
         batch_size=given.batch_size, length=given.seq_len, pairs=given.pairs, steps=given.steps,
+        live=given.live,
     )  # fmt: skip
     sys.stdout.write(render(result))
     keep(result, given.json)

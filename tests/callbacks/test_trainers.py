@@ -7,12 +7,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from stepscope.core.run import Run
+from stepscope.engine.watched_run import Watched
+from stepscope.runs.live import read_live
 
 pytestmark = pytest.mark.slow
 
 
-def check(run: Run | None, *, model: str, accumulation: int, dtype: str) -> None:
+def check(watched: Watched, *, model: str, accumulation: int, dtype: str, steps_of: str = "") -> None:
+    run = watched.run
+    assert watched.directory is not None and (live := read_live(watched.directory)) is not None
+    assert (live.stage, live.step, live.steps_of) == ("over", 11 if steps_of else 13, steps_of)
+    assert live.steps_left == (0 if steps_of else None)
     assert run is not None and run.status == "done"
     assert run.samples["step"].count == 5
     assert run.workload.model.name == model
@@ -46,7 +51,7 @@ def test_hugging_faces_trainer(tmp_path: Path):
     model = transformers.LlamaForCausalLM(config)
     transformers.Trainer(model=model, args=arguments, train_dataset=Tokens(), callbacks=[callback]).train()
     assert callback.watched is not None
-    check(callback.watched.run, model="LlamaForCausalLM", accumulation=2, dtype="bf16")
+    check(callback.watched, steps_of="the Trainer", model="LlamaForCausalLM", accumulation=2, dtype="bf16")
 
 
 def test_lightnings_trainer(tmp_path: Path):
@@ -71,7 +76,7 @@ def test_lightnings_trainer(tmp_path: Path):
     )  # fmt: skip
     trainer.fit(Parts(), DataLoader(TensorDataset(torch.randn(100, 8)), batch_size=4))
     assert callback.watched is not None
-    check(callback.watched.run, model="Parts", accumulation=1, dtype="fp32")
+    check(callback.watched, steps_of="Lightning", model="Parts", accumulation=1, dtype="fp32")
 
 
 def test_accelerate(tmp_path: Path):
@@ -93,4 +98,4 @@ def test_accelerate(tmp_path: Path):
             optimizer.step()
             optimizer.zero_grad()
     accelerator.end_training()
-    check(tracker.watched.run, model="Sequential", accumulation=2, dtype="fp32")
+    check(tracker.watched, model="Sequential", accumulation=2, dtype="fp32")

@@ -1,19 +1,24 @@
 """One Watch and the Run that it makes of a loop that is not ours."""
 
 import atexit
+import contextlib
 import functools
 import math
 import os
 import shutil
+import socket
 import statistics
 import sys
+import threading
 import time
+import traceback
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 import torch
@@ -31,7 +36,7 @@ from stepscope.core.evidence import (
 )
 from stepscope.core.formulas import Work
 from stepscope.core.precisions import Dtype
-from stepscope.core.range_names import BACKWARD, FORWARD
+from stepscope.core.range_names import BACKWARD, FORWARD, STEP
 from stepscope.core.run import Run
 from stepscope.core.run_directory import KINETO_FILE, MEMORY_FILE, create_run_directory, save_run
 from stepscope.core.units import counted, format_seconds
@@ -41,11 +46,11 @@ from stepscope.engine.draft import RunDraft
 from stepscope.engine.request import MemoryRequest, TraceRequest
 from stepscope.engine.watched_script import WatchRequest, checked_steps, settings_between, when_imported
 from stepscope.recording import ranges
-from stepscope.recording.device import HostLoad
+from stepscope.recording.device import HostLoad, host_memory
 from stepscope.recording.environment import launcher, read_environment
-from stepscope.recording.nvml import read_gpu, sampler_of
+from stepscope.recording.nvml import free_memory, gpu_uuid, read_gpu, sampler_of
 from stepscope.recording.updates import Changes, most_updates
-from stepscope.recording.watch.finder import backward_has_run
+from stepscope.recording.watch.finder import next_backward
 from stepscope.recording.watch.loop import CallSeen, LoopStep, Loose, ModuleSeen, class_name, weakly, weakly_each
 from stepscope.recording.watch.phases import ScriptProfilers
 from stepscope.recording.watch.stages import (
@@ -57,10 +62,11 @@ from stepscope.recording.watch.stages import (
     WatchedStep,
 )
 from stepscope.recording.watch.stopwatch import SOON_STEADY, Stopwatch, TimedSteps, marks_for
-from stepscope.recording.watch.watch import Stage, Watch, watching
+from stepscope.recording.watch.watch import Stage, StepCount, Watch, watching
 from stepscope.runs.checks import check_run
 from stepscope.runs.first_lines import rate_words
-from stepscope.runs.metrics import summarise
+from stepscope.runs.live import LiveFigures, process_began, write_live
+from stepscope.runs.metrics import at_pace, median_s, summarise
 from stepscope.training.user_module.user_code import source_digest, structure_digest
 
 # Drafts the run of a watched loop: its workload as it was seen, and what the stages add.
@@ -204,6 +210,129 @@ _MOST_MARKS = 20_000
 
 Say = Callable[[str], None]
 """Says one line to the user."""
+Show = Callable[[LiveFigures], None]
+"""Shows live figures to the user."""
+
+
+# Figures of the loop as it runs, from the first step that is known until the script ends.
+
+
+_EVERY_S, _WINDOW_S = 1.0, 10.0
+_FEWEST_OF_A_BAR = 10
+"""So many turns a progress bar makes before its pace is compared with that of the steps."""
+_TRAINERS = ("transformers.trainer", "lightning.pytorch.trainer.trainer", "pytorch_lightning.trainer.trainer")
+
+
+class _Live:
+    """Writes the figures of a loop into its run's folder once a second, from a thread of its own; and shows them."""
+
+    def __init__(self, draft: WatchedDraft, count: StepCount, show: Show | None, say: Say) -> None:
+        self._draft, self._count, self._show, self._say = draft, count, show, say
+        self._window: deque[tuple[int, float, float]] = deque()
+        """What was counted in the last seconds, of different steps."""
+        self._bars: weakref.WeakKeyDictionary[Any, tuple[float, int]] = weakref.WeakKeyDictionary()
+        """How far each of the script's bars, and the loop, were when it was first seen."""
+        self._last_step, self._trainer = _trainers_last_step(count.read()[0])
+        self._gpu = gpu_uuid(draft.device) if draft.device.type == "cuda" else None
+        self._stage, self._over = "measuring", threading.Event()
+        self._figures = LiveFigures(
+            run=draft.run.id, written="", stage="measuring", step=0, idle_s=0.0,
+            memory="allocated by PyTorch at most" if self._gpu is not None else "resident memory",
+            rank=int(os.environ.get("RANK", "0") or 0), world_size=int(os.environ.get("WORLD_SIZE", "1") or 1),
+            host=socket.gethostname(), pid=os.getpid(), pid_began=process_began(os.getpid()) or "",
+        )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, name="stepscope-live", daemon=True)
+        self._thread.start()
+
+    def go_on(self) -> None:
+        """Count alone, since everything is measured."""
+        self._count.go_on()
+        self._stage, self._window = "running", deque([self._count.read()])
+
+    def stop(self) -> None:
+        """Take off what counts. No more figures come but the last."""
+        self._over.set()
+        self._thread.join(timeout=_WINDOW_S)
+        self._count.stop()
+
+    def write_last(self) -> None:
+        """Write the last figures, beside a run that is complete."""
+        self._stage = "over"
+        with contextlib.suppress(Exception), free_memory(self._gpu) as left:
+            write_live(self._read(left), self._draft.directory)
+
+    def _run(self) -> None:
+        try:
+            with free_memory(self._gpu) as left:
+                while not self._over.wait(_EVERY_S):
+                    live = self._read(left)
+                    write_live(live, self._draft.directory)
+                    if self._show is not None:
+                        self._show(live)
+        except Exception as error:  # The script goes on, whatever becomes of its figures.
+            if not self._over.is_set():
+                self._say(f"no more live figures: {one_line(error)}")
+
+    def _read(self, left: Callable[[], int | None]) -> LiveFigures:
+        """The figures as they are now."""
+        draft, window, now = self._draft, self._window, self._count.read()
+        steps, ended_s, _ = now
+        if steps and (not window or window[-1][0] != steps):
+            window.append(now)
+            while len(window) > 2 and window[1][1] < ended_s - _WINDOW_S:
+                window.popleft()
+        step_s = share = None
+        if len(window) > 1 and (between := window[-1][0] - window[0][0]) > 0:
+            passed_s = window[-1][1] - window[0][1]
+            step_s = passed_s / between or None
+            share = (window[-1][2] - window[0][2]) / passed_s if self._count.waits and passed_s else None
+        step_s = step_s or median_s(draft.run, STEP)
+        samples, tokens, mfu = at_pace(draft.run, step_s) if step_s else (None, None, None)
+        if self._gpu is not None:
+            memory = torch.cuda.memory_stats_as_nested_dict(draft.device)["allocated_bytes"]["all"]["peak"], left()
+        else:
+            memory = host_memory()
+        steps_left, steps_of = self._steps_left(steps)
+        return msgspec.structs.replace(
+            self._figures, written=datetime.now(UTC).isoformat(timespec="milliseconds"), stage=self._stage,
+            step=steps, idle_s=max(0.0, time.monotonic() - ended_s) if ended_s else 0.0, step_s=step_s,
+            samples_per_s=samples, tokens_per_s=tokens, mfu=mfu, data_share=share, memory_bytes=memory[0],
+            memory_left_bytes=memory[1], steps_left=steps_left, steps_of=steps_of,
+        )  # fmt: skip
+
+    def _steps_left(self, steps: int) -> tuple[int | None, str]:
+        """Steps to go, and who knows: the trainer, or of the script's progress bars that which lasts longest."""
+        if self._last_step is not None:
+            return max(0, self._last_step - steps), self._trainer
+        longest: tuple[int | None, str] = None, ""
+        for bar in progress_bars():
+            done, before = self._bars.setdefault(bar, (bar.n, steps))
+            if bar.n - done >= _FEWEST_OF_A_BAR and steps > before:
+                left = round((bar.total - bar.n) * (steps - before) / (bar.n - done))
+                longest = max(longest, (left, "the script's progress bar"), key=lambda each: each[0] or -1)
+        return longest
+
+
+def progress_bars() -> list[Any]:
+    """The bars of tqdm that the script shows, and that know their end."""
+    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    return [bar for bar in list(getattr(tqdm, "_instances", ())) if bar.total and not bar.disable]
+
+
+def _trainers_last_step(steps: int) -> tuple[int | None, str]:
+    """The step after which the trainer that called this ends, counted as the loop's steps are, and the trainer's name.
+    The trainer counts the step that ends now only when the optimizer has returned."""
+    for frame, _ in traceback.walk_stack(None):
+        if frame.f_globals.get("__name__") not in _TRAINERS or "self" not in frame.f_code.co_varnames:
+            continue
+        trainer: Any = frame.f_locals.get("self")
+        with contextlib.suppress(Exception):  # It is another library's, whose versions differ.
+            state: Any = getattr(trainer, "state", None)
+            if hasattr(state, "max_steps"):
+                return steps + state.max_steps - state.global_step - 1, "the Trainer"
+            if len(trainer.optimizers) == 1:
+                return steps + int(trainer.estimated_stepping_batches) - trainer.global_step - 1, "Lightning"
+    return None, ""
 
 
 class WatchedRun:
@@ -213,10 +342,12 @@ class WatchedRun:
         self,
         request: WatchRequest,
         say: Say,
+        show: Show | None = None,
         *,
         model: nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        """show: is called with the figures of the loop once a second, from another thread."""
         self.request = request
         self.run: Run | None = None
         """The run; None until its times are complete, or the loop has ended."""
@@ -227,8 +358,10 @@ class WatchedRun:
         records = bool(request.trace.tools or request.memory)
         self._profilers = ScriptProfilers() if records else None
         self.watch = Watch(self, step_of=request.step_of, model=model, optimizer=optimizer, profilers=self._profilers)
-        self._say = say
+        self._say, self._show = say, show
         self._draft: WatchedDraft | None = None
+        self._count: StepCount | None = None
+        self._live: _Live | None = None
         self._timed: TimedSteps | None = None
         self._readings: _Readings | None = None
 
@@ -285,6 +418,9 @@ class WatchedRun:
             inside_compiled=lambda: self.watch.step_is_compiled,
         )
         observed = ObservedStep(step, phases, device, draft.keep_memory)
+        if os.environ.get("RANK", "0") == "0":
+            self._count = StepCount(self.watch, found)
+            self._live = _Live(draft, self._count, self._show, self._say)
         # What was asked for comes first, and the rest of what is timed last, for which the loop may be too short.
         return [timed, *asked, observed, looked, *([timed] if more and not slowed else [])]
 
@@ -325,6 +461,12 @@ class WatchedRun:
         else:
             self._draft.note(f"{stage}, which failed: {one_line(error)}")
 
+    def step(self) -> None:
+        """Note that the loop itself says that a step has ended."""
+        if self._count is not None:
+            self._count.mark()
+        self.watch.step()
+
     def loop_gone(self) -> None:
         """End with the loop, whose model or optimizer is no more. Where nothing of it was timed, the next one is
         watched."""
@@ -336,6 +478,15 @@ class WatchedRun:
     def end(self, error: BaseException | None = None) -> Run | None:
         """End the watch with the loop, which an exception may have ended. Returns the run, or None if nothing was
         measured."""
+        live, self._live, self._count = self._live, None, None
+        if live is not None:
+            live.stop()
+        run = self._end(error)
+        if live is not None:
+            live.write_last()
+        return run
+
+    def _end(self, error: BaseException | None) -> Run | None:
         watch, draft = self.watch, self._draft
         failed_in, stage, under_way = watch.phases.failed, watch.stage, watch.running
         watch.stop()
@@ -382,7 +533,7 @@ class WatchedRun:
                 return f"step {first} was not reached, since {ended}"
             return f"none of the steps {first} to {last} was reached, since {ended}"
         why = "no optimizer of PyTorch stepped in this process"
-        if not backward_has_run():
+        if not next_backward():
             return why
         inside = "call watched.step() where a step ends"
         if self.request.program:
@@ -421,6 +572,8 @@ class WatchedRun:
     def finish(self) -> None:
         """Write the run with its findings, and say so, since the loop may go on for days."""
         self._finish()
+        if self._live is not None:
+            self._live.go_on()
         if self.run is not None and (words := rate_words(self.run)) and os.environ.get("RANK", "0") == "0":
             steps = counted(self.run.samples["step"].count, "step")
             self._say(f"measured: {words}, by {steps}; the script goes on alone: stepscope show {self.directory}")
@@ -551,7 +704,7 @@ class Watched:
 
     def step(self) -> None:
         """Say that a step ends here. From the first call on, no other end counts."""
-        self._watched.watch.step()
+        self._watched.step()
 
     def start(self) -> None:
         """Begin to watch, as the `with` block does."""

@@ -172,3 +172,20 @@ def let_go(error: BaseException) -> None:
         if known is not None and known.__traceback__ is not None:
             known.__traceback__ = None
             waiting += [known.__cause__, known.__context__]
+
+
+def host_memory() -> tuple[int | None, int | None]:
+    """Bytes of memory that this process has resident, and bytes that it may still take, by the host and by its group's
+    limit; None where the system does not tell."""
+    try:
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        left = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    except (OSError, ValueError, IndexError):
+        return None, None
+    try:  # the group's own limit, as a container and a scheduler set it
+        limit, used = (Path(f"/sys/fs/cgroup/memory.{name}").read_text().strip() for name in ("max", "current"))
+        left += [max(0, int(limit) - int(used))] if limit != "max" else []
+    except (OSError, ValueError):
+        pass
+    return resident, min(left, default=None)

@@ -136,6 +136,23 @@ def gpu_sampling(uuid: str) -> Iterator[Callable[[], Sample] | None]:
         yield read
 
 
+@contextlib.contextmanager
+def free_memory(uuid: str | None) -> Iterator[Callable[[], int | None]]:
+    """A function that reads how many bytes of a GPU's memory are free, without the CUDA driver: a script may be
+    capturing a graph. It gives None without a GPU, without NVML, and under MIG."""
+    with _session(uuid) if uuid is not None else contextlib.nullcontext() as session:
+        if session is None or session[2] is None or _is_divided(*session[1:]):
+            yield lambda: None
+            return
+        _, ask, handle = session
+
+        def read() -> int | None:
+            memory = ask("nvmlDeviceGetMemoryInfo", handle)
+            return None if memory is None else int(memory.free)
+
+        yield read
+
+
 def _is_divided(ask: Ask, handle: Any) -> bool:
     """Whether MIG divides the GPU."""
     mode = ask("nvmlDeviceGetMigMode", handle)

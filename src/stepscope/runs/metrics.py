@@ -258,7 +258,25 @@ def _per_s(run: Run, of_a_step: int | None) -> float | None:
         return None
     if loop is None or loop.forwards_mean is None or not loop.forwards:
         return of_a_step / samples.median_s
-    return of_a_step * loop.forwards_mean / loop.forwards / (samples.mean_s or samples.median_s)
+    return _of_a_step(run, of_a_step) / (samples.mean_s or samples.median_s)
+
+
+def _of_a_step(run: Run, seen: int) -> float:
+    """So many of the step that was looked at, in the mean of steps that may run different numbers of forwards."""
+    loop = run.evidence.loop
+    if loop is None or loop.forwards_mean is None or not loop.forwards:
+        return seen
+    return seen * loop.forwards_mean / loop.forwards
+
+
+def at_pace(run: Run, step_s: float) -> tuple[float | None, float | None, float | None]:
+    """Samples a second, tokens a second, and MFU by the datasheet, where a step takes this long."""
+    samples, tokens, flops, peak = run.workload.batch_size, _tokens(run), model_flops(run), peak_flops_per_s(run)
+    return (
+        _of_a_step(run, samples) / step_s if samples else None,
+        _of_a_step(run, tokens) / step_s if tokens else None,
+        flops / step_s / peak if flops and peak else None,
+    )
 
 
 def model_flops(run: Run) -> int | None:

@@ -6,18 +6,21 @@ import pickle
 import threading
 import time
 import weakref
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo import trace_rules
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from stepscope.core.range_names import TIMED
 from stepscope.core.run import Settings
-from stepscope.recording.watch.loop import class_name
+from stepscope.recording.watch.loop import LoopStep, class_name
 from stepscope.recording.watch.phases import Phases
 from stepscope.recording.watch.stopwatch import Marks, Stopwatch, TimedSteps
+from stepscope.recording.watch.watch import Stage, StepCount, Watch
 from tests.recording.watch.loops import DiaryStage, Net, Told, nothing_is_left, parts_of, timed, train_step, watch
 
 PLAIN = ["forward", "/forward", "backward", "/backward", "optimizer", "/optimizer"]
@@ -439,3 +442,58 @@ def test_other_stages_get_steps_between_the_two_parts_of_those_that_are_timed():
     # Steps 0 and 1 show what a step is, 2 warms up, 3 delays; 8 to 10 are the diary's, and 11 comes after them.
     assert stage.spans == [(4, 7), (12, 16)] and diary.first == 8
     assert stage.samples()["step"].count == 9 and told.over
+
+
+def step_of(kind: str, model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """A step whose optimizer is called in this way."""
+
+    def eager() -> None:
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().mean().backward()
+        update()
+        optimizer.zero_grad()
+
+    update = torch.compile(optimizer.step, backend="eager") if kind == "update" else optimizer.step
+    return torch.compile(eager, backend="eager") if kind == "whole" else eager
+
+
+@pytest.mark.parametrize("kind", ["eager", "update", "whole", "marked"])
+def test_steps_are_counted_after_the_watch_by_what_disturbs_them_least(kind: str):
+    torch._dynamo.reset()
+    trace_rules.add("stepscope.recording")  # as the run of a watched loop does
+    model, diary = Net(), DiaryStage(2)
+    optimizer = adamw(model)
+    told = Counting(diary)
+    told.watch = watching = watch(told)
+    step = step_of(kind, model, optimizer)
+    counted: list[int] = []
+    for _ in range(12):
+        step()
+        if kind == "marked":
+            if told.count is not None:
+                told.count.mark()
+            watching.step()
+        counted.append(told.count.read()[0] if told.count is not None else 0)
+    assert told.over and told.count is not None
+    assert counted[-8:] == list(range(5, 13))
+    assert bool(optimizer._optimizer_step_post_hooks) == (kind == "eager")
+    batches = DataLoader(TensorDataset(torch.randn(8, 8)))
+    assert told.count.waits is False and len(list(batches)) == 8 and told.count.waits
+    told.count.stop()
+    assert nothing_is_left(model, optimizer)
+
+
+class Counting(Told):
+    """Counts the loop's steps also when the watch is over."""
+
+    watch: Watch
+    count: StepCount | None = None
+
+    def found(self, found: LoopStep, first_step: int) -> Sequence[Stage]:
+        self.count = StepCount(self.watch, found)
+        return super().found(found, first_step)
+
+    def finish(self) -> None:
+        super().finish()
+        assert self.count is not None
+        self.count.go_on()

@@ -1,22 +1,34 @@
 """Verbs that read stored runs: `show`, `ls`, `table` and `history`. None needs PyTorch."""
 
+import contextlib
 import functools
 import gc
+import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
 import msgspec
 
-from stepscope.app.cli.output import Presentation, draw, emit, present
+from stepscope.app.cli.output import Presentation, draw, emit, json_line, present
 from stepscope.app.verbs.results import Shown, ShownAnswer, shown_answer
+from stepscope.core.answer import TEXT, Table, table_of
 from stepscope.core.errors import InputError, StepscopeError, choose, warn
 from stepscope.core.files import json_document
 from stepscope.core.options import STORED, Argument, Option, Rule, completed, verb
 from stepscope.core.run import Run
-from stepscope.core.run_directory import LAST, RUN_FILE, encode_run, find_place, find_run, find_run_files, load_runs
+from stepscope.core.run_directory import (
+    LAST,
+    RUN_FILE,
+    encode_run,
+    find_place,
+    find_run,
+    find_run_files,
+    load_run,
+    load_runs,
+)
 from stepscope.core.samples import Samples
 
 if TYPE_CHECKING:
@@ -113,17 +125,32 @@ def show(name: str | Path = "last", *, runs: str | Path = "runs") -> Measured:
     return measured(run, inside)
 
 
-@verb("show", "stepscope show last", "stepscope show xl-b4-s1024 --runs results/h200/limit-80GiB")
+Live = Annotated[
+    bool,
+    Option("Renew the figures of a script that is watched, until it is over; then show the run.", STORED),
+]
+
+
+@verb("show", "stepscope show last", "stepscope show last --live")
 def show_command(
     run: Annotated[
         str, Argument("A run directory, a part of its name, `last`, or the name of a set.", names_a_run=True)
     ],
     *,
+    live: Live = False,
     runs: Path,
     save: Path | None,
     shown: Presentation,
 ) -> None:
-    """Show a run read back from disk, or the runs of one set together."""
+    """Show a run read back from disk, or the runs of one set together.
+
+    With --live: what a script does now that `stepscope watch` runs, in another terminal.
+    """
+    if live:
+        folder = find_place(run, runs)
+        _follow(folder if folder.is_dir() else folder.parent, shown)
+        if shown.json:
+            return
     try:
         found = find_run(run, runs)
     except InputError:
@@ -139,6 +166,59 @@ def show_command(
         from stepscope.runs.answer import answer_run
 
         shown.show(answer_run(found), document=lambda: encode_run(found).decode(), save=save)
+
+
+_LOOK_EVERY_S, _LINE_EVERY_S = 0.5, 30.0
+
+
+def _follow(folder: Path, shown: Presentation) -> None:
+    """Show a watched script's figures as they come, until no more will: a table that is renewed on a terminal, a line
+    each half minute elsewhere, and a document each time for --json."""
+    from stepscope.runs.live import is_late, is_over, live_line, named_figures, read_live
+
+    figures = read_live(folder)
+    if figures is None:
+        load_run(folder)
+        warn("no live figures are kept of this run, as `stepscope watch` writes them: this is what is stored")
+        return
+    with contextlib.ExitStack() as screen:
+        renew: Callable[[Table, str | None], None] | None = None
+        written, line_s = "", -_LINE_EVERY_S
+        while is_over(figures) is None:
+            if shown.json:
+                if figures.written != written:
+                    emit(json_line(figures))
+            elif sys.stdout.isatty():
+                renew = renew or screen.enter_context(_renewed())
+                renew(
+                    table_of("figure", ("now", TEXT), rows=named_figures(figures), title=figures.run), is_late(figures)
+                )
+            elif time.monotonic() - line_s >= _LINE_EVERY_S:
+                line_s, late = time.monotonic(), is_late(figures)
+                emit(f"{live_line(figures)}{f'; {late}' if late else ''}\n")
+            written = figures.written
+            time.sleep(_LOOK_EVERY_S)
+            figures = read_live(folder) or figures
+    if shown.json:
+        emit(json_line(figures))
+    warn(f"{is_over(figures)}: this is what is stored")
+
+
+@contextlib.contextmanager
+def _renewed() -> Generator[Callable[[Table, str | None], None]]:
+    """A function that shows a table in place of the one before, and a sentence below it."""
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    from stepscope.rendering.terminal import CleanConsole, make_table
+
+    with Live(console=CleanConsole(), transient=True, auto_refresh=False) as screen:
+
+        def renew(table: Table, below: str | None) -> None:
+            screen.update(Group(Text(table.title), make_table(table), Text(below or "")), refresh=True)
+
+        yield renew
 
 
 # The runs of some places for the verbs that list many, with what must be said of them on stderr.

@@ -1,8 +1,13 @@
 """`stepscope watch`: a training script of the user's, run as it is. In Python: `engine/watched_run.py`."""
 
+import contextlib
 import os
+import shutil
 import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TextIO
 
@@ -30,6 +35,7 @@ from stepscope.engine.workload_options import Recording
 
 if TYPE_CHECKING:
     from stepscope.engine.watched_run import WatchedRun
+    from stepscope.runs.live import LiveFigures
 
 _NSYS = (
     "nsys watches a process from its start, and this one has started: write nsys profile -t cuda,nvtx "
@@ -167,6 +173,7 @@ class _Watching:
 
     def __init__(self, request: WatchRequest, stream: TextIO | None) -> None:
         self._request, self._stream = request, stream
+        self._line = _LiveLine(stream) if stream is not None else None
         self._watched: WatchedRun | None = None
         self._failed = False
 
@@ -174,7 +181,7 @@ class _Watching:
         try:
             from stepscope.engine.watched_run import WatchedRun
 
-            self._watched = WatchedRun(self._request, self._say)
+            self._watched = WatchedRun(self._request, self._say, self._line.show if self._line is not None else None)
             self._watched.start()
         except Exception as error:  # The script must run even if the watch fails, in whatever way it does.
             self._failed = True
@@ -190,6 +197,8 @@ class _Watching:
             return
         try:
             run, directory = watched.end(ended), watched.directory
+            if self._line is not None:
+                self._line.close()
             if run is None or directory is None:
                 if not watched.was_told:
                     self._say(f"nothing was measured: {watched.why_not}")
@@ -208,8 +217,109 @@ class _Watching:
             self._say(f"what was measured cannot be shown: {one_line(error)}")
 
     def _say(self, line: str) -> None:
-        if self._stream is not None:
+        if self._line is not None:
+            self._line.say(line)
+
+
+_PLAIN_EVERY_S = 30.0
+_ERASED = "\r\x1b[2K"
+"""The begin of a terminal's line, of which nothing is left."""
+
+
+class _LiveLine:
+    """The live figures where stderr leads: one line that is renewed, on a terminal on which the script draws nothing;
+    elsewhere a line each half minute.
+
+    What the script prints goes above the line, so its streams say when they write, as long as there is one.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._said_s, self._step = time.monotonic(), 0
+        self._is_terminal = stream.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._is_shown = self._script_draws = False
+        self._line_begins = True
+        """Whether the script's next character begins a line."""
+        self._lock = threading.Lock()
+        self._undo: list[Callable[[], None]] = []
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._leave_alone)
+
+    def show(self, live: "LiveFigures") -> None:
+        """Show these figures, if it is time for that."""
+        from stepscope.engine.watched_run import progress_bars
+        from stepscope.runs.live import live_line
+
+        draws = self._script_draws or bool(progress_bars()) or live.steps_of in ("the Trainer", "Lightning")
+        if self._is_terminal and not (draws or "rich.live" in sys.modules):
+            if live.step != self._step:  # Otherwise the script may be waiting for somebody to type.
+                self._renew(live_line(live))
+            self._step = live.step
+        elif time.monotonic() - self._said_s >= _PLAIN_EVERY_S:
+            self._said_s = time.monotonic()
+            self.say(live_line(live))
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        with self._lock:
+            if self._is_terminal and self._line_begins:
+                self._erase()
             warn(line, self._stream)
+
+    def close(self) -> None:
+        """Take the line away, and let the script's streams be."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        with self._lock:
+            if self._is_shown:
+                self._erase()
+
+    def _renew(self, line: str) -> None:
+        if not self._undo:
+            for stream in filter(None, (sys.stdout, sys.stderr)):
+                self._listen(stream)
+        with self._lock:
+            if self._line_begins:
+                width = shutil.get_terminal_size().columns
+                with contextlib.suppress(OSError):
+                    width = os.get_terminal_size(self._stream.fileno()).columns
+                self._write(f"{_ERASED}{line[: width - 1]}")
+                self._is_shown = True
+
+    def _listen(self, stream: TextIO) -> None:
+        """Let a stream of the script take the line away before it writes on the same terminal."""
+        if not stream.isatty():
+            return
+        original = stream.write
+
+        def write(text: str) -> int:
+            with self._lock:
+                if self._is_shown:
+                    self._erase()
+                self._script_draws = self._script_draws or "\r" in text or "\x1b[" in text
+                self._line_begins = text.endswith("\n") if text else self._line_begins
+                return original(text)
+
+        def undo() -> None:
+            if vars(stream).get("write") is write:
+                del stream.write
+
+        stream.write = write
+        self._undo.append(undo)
+
+    def _erase(self) -> None:
+        self._write(_ERASED)
+        self._is_shown = False
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+            self._stream.flush()
+
+    def _leave_alone(self) -> None:
+        """In a child that was forked: another thread may have held the lock."""
+        self._lock, self._is_shown, self._is_terminal = threading.Lock(), False, False
 
 
 def _end_as(ended: BaseException | None, *, reported: bool = False) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
+from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -293,14 +294,17 @@ def _leaves(roots: Any) -> Iterator[torch.Tensor]:
         waiting += [following for following, _ in node.next_functions]
 
 
-def backward_has_run() -> bool:
-    """Whether any backward has run in this process. Autograd numbers them, from 0."""
+def next_backward() -> int:
+    """The number of a backward that this runs on a CPU. Autograd numbers all of this process, from 0."""
     numbers: list[int] = []
     with torch.inference_mode(False), torch.enable_grad():
         probe = torch.zeros((), device="cpu", requires_grad=True).clone()
         probe.register_hook(lambda _: numbers.append(torch._C._current_graph_task_id()))
-        probe.backward()
-    return any(numbers)
+        # The engine itself: what a script may have put in place of `backward` is left alone.
+        Variable._execution_engine.run_backward(
+            (probe,), (torch.ones((), device="cpu"),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    return numbers[0]
 
 
 def _let_modules_call(call: Callable[..., Any]) -> None:

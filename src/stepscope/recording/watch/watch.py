@@ -12,11 +12,12 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch import nn
 from torch._C._dynamo.eval_frame import set_eval_frame
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from stepscope.core.evidence import Saved
 from stepscope.recording.habits import users_line
 from stepscope.recording.step import Recorder
-from stepscope.recording.watch.finder import Finder
+from stepscope.recording.watch.finder import Finder, next_backward
 from stepscope.recording.watch.loop import LoopStep, Unclear
 from stepscope.recording.watch.phases import (
     OptimizerWatch,
@@ -155,6 +156,8 @@ class Watch:
         self.saves = Saves()
         self.steps = 0
         """Steps that have ended."""
+        self.ended_s = 0.0
+        """When the last one ended, by the monotonic clock."""
         self.step_is_compiled = False
         """Whether the step ends inside of what the loop has compiled."""
         self.left_out: dict[str, str | None] = {}
@@ -171,7 +174,7 @@ class Watch:
         """Steps by which the stage has outlasted its own, since a range was open."""
         self._lives: list[weakref.ref[Any]] = []
         self._undo: list[Undo] = []
-        self._knows = self._marked = False
+        self._knows = self.marked = False
         self.running = False
 
     @property
@@ -207,7 +210,7 @@ class Watch:
         """Note that the loop itself says that a step has ended. From then on no other end counts."""
         if not self.running:
             return
-        self._marked = True
+        self.marked = True
         if self._knows:
             self._step_ended()
         else:
@@ -247,7 +250,7 @@ class Watch:
     def _begin(self, step: LoopStep) -> None:
         """Begin the stages. From here on nothing of the loop is kept alive."""
         self._finder.stop()
-        self._knows = True
+        self._knows, self.ended_s = True, time.monotonic()
         self._stages = list(self._owner.found(step, self.steps))
         phases = self.phases
         for root in step.roots:
@@ -264,7 +267,7 @@ class Watch:
         self._next_stage()
 
     def _backward_ended(self) -> None:
-        if threading.get_ident() == self.phases.thread and not self._marked:
+        if threading.get_ident() == self.phases.thread and not self.marked:
             self._step_ended()
 
     def _died(self, _: object) -> None:
@@ -278,7 +281,7 @@ class Watch:
             self.stop()
 
     def _optimizer_ended(self) -> None:
-        if not self._marked:
+        if not self.marked:
             self._step_ended()
 
     def _step_ended(self) -> None:
@@ -330,6 +333,7 @@ class Watch:
         try:
             phases.step_ends()
             self.steps += 1
+            self.ended_s = time.monotonic()
             self.step_is_compiled = self.step_is_compiled or before is not None
             over = stage.is_over(self.steps - 1)
         except Exception as error:  # An error of the watch must not end the loop that is watched.
@@ -401,6 +405,86 @@ class Watch:
 
 def _records(stage: Stage) -> TypeGuard[Recording]:
     return hasattr(stage, "give_way")
+
+
+class StepCount:
+    """The steps of a loop and its waiting for data: as its Watch counts them, then by itself until it is stopped.
+
+    What stays of a watch is a hook after the optimizer's step and a wrapper round a DataLoader's next. A step that is
+    compiled, which a hook would break in two, and one that ends inside backward have no hook: autograd numbers its
+    backwards, and one of our own now and then tells how many there were.
+    """
+
+    def __init__(self, watch: Watch, found: LoopStep) -> None:
+        self._watch: Watch | None = watch
+        self._optimizer = weakref.ref(found.optimizer) if found.optimizer is not None else None
+        self._in_backward, self._backwards = found.in_backward > 0, max(1, found.backwards)
+        self._ended = (0, 0.0, 0.0)
+        self._waited_s, self._waits = 0.0, False
+        self._first_step = self._first_backward = self._own_backwards = 0
+        self._by_backwards = False
+        self._undo: list[Undo] = []
+
+    @property
+    def waits(self) -> bool | None:
+        """Whether a DataLoader was asked for a batch; None while the Watch counts."""
+        return self._waits if self._watch is None else None
+
+    def go_on(self) -> None:
+        """Count without the Watch, which has ended with a step of this thread."""
+        watch, optimizer = self._watch, self._optimizer() if self._optimizer is not None else None
+        if watch is None:
+            return
+        self._watch, steps = None, watch.steps
+        self._ended = (steps, time.monotonic(), 0.0)
+        if not watch.marked and (optimizer is None or self._in_backward or watch.step_is_compiled):
+            self._by_backwards, self._first_step, self._first_backward = True, steps, next_backward()
+        elif optimizer is not None and not watch.marked:
+            self._undo.append(optimizer.register_step_post_hook(self._after_step()).remove)
+        self._undo.append(replace(_BaseDataLoaderIter, "__next__", self._next_batch(get_ident())))
+
+    def mark(self) -> None:
+        """Note that the loop itself says that a step has ended."""
+        if self._watch is None:
+            self._ended = (self._ended[0] + 1, time.monotonic(), self._waited_s)
+
+    def read(self) -> tuple[int, float, float]:
+        """Steps that have ended, when the last one did by the monotonic clock, and seconds waited for data by then."""
+        watch = self._watch
+        if watch is not None:
+            return watch.steps, watch.ended_s, 0.0
+        if self._by_backwards:
+            self._own_backwards += 1
+            backwards = next_backward() - self._first_backward - self._own_backwards
+            steps = self._first_step + backwards // self._backwards
+            if steps > self._ended[0]:
+                self._ended = (steps, time.monotonic(), self._waited_s)
+        return self._ended
+
+    def stop(self) -> None:
+        """Take off what is left."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+    # Plain functions: a copy of a bound method would copy this object with it.
+    def _after_step(self) -> Callable[..., None]:
+        def stepped(*_: Any) -> None:
+            self._ended = (self._ended[0] + 1, time.monotonic(), self._waited_s)
+
+        return stepped
+
+    def _next_batch(self, thread: int) -> Callable[..., Any]:
+        def next_batch(original: Callable[..., Any], loader: Any) -> Any:
+            if get_ident() != thread:
+                return original(loader)
+            began_s = time.monotonic()
+            try:
+                return original(loader)
+            finally:
+                self._waited_s, self._waits = self._waited_s + time.monotonic() - began_s, True
+
+        return next_batch
 
 
 _watches: "weakref.WeakSet[Watch]" = weakref.WeakSet()

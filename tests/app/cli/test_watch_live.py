@@ -1,0 +1,118 @@
+"""What a watched script does now: in the run's folder, in a second terminal, and in the script's own."""
+
+import io
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tqdm import tqdm
+
+from stepscope.app.verbs import watch
+from stepscope.runs.live import LIVE_FILE, LiveFigures, read_live
+from tests.command import stepscope
+
+SCRIPT = """
+import sys, time
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+optimizer = torch.optim.AdamW(net.parameters())
+for step, (x,) in enumerate(DataLoader(TensorDataset(torch.randn(int(sys.argv[1]), 8)), batch_size=4, num_workers=1)):
+    net(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    time.sleep(0.004)
+    if step % 100 == 0:
+        print("loss", step, "of a script that prints", end="")
+        print("!")
+"""
+COMMAND = (sys.executable, "-m", "stepscope")
+
+
+def live_of(runs: Path, seconds: float, stage: str) -> LiveFigures:
+    """The live figures of the one run, as soon as they are of this stage."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        for file in runs.glob(f"*/{LIVE_FILE}"):
+            if (live := read_live(file.parent)) is not None and live.stage == stage and live.data_share is not None:
+                return live
+        time.sleep(0.1)
+    raise AssertionError(f"no figures of stage {stage} in {runs}")
+
+
+@pytest.mark.slow
+def test_two_terminals_show_what_a_script_does_until_it_is_killed(tmp_path: Path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    process, terminal = pty.fork()
+    if not process:
+        os.chdir(tmp_path)
+        os.environ["TERM"] = "xterm"
+        os.execv(sys.executable, [*COMMAND, "watch", "--steps", "2:6", "--", "train.py", "400000"])
+    try:
+        live = live_of(tmp_path / "runs", 60, "running")
+        assert live.pid == process and live.step > 10 and live.steps_left is None
+        assert live.step_s is not None and 0.004 < live.step_s < 0.1
+        assert live.samples_per_s == pytest.approx(4 / live.step_s)
+        assert live.data_share is not None and 0 < live.data_share < 0.9
+        assert live.memory_bytes is not None and live.memory_left_bytes is not None
+        words = [*COMMAND, "show", "last", "--live", "--json"]
+        follows = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        assert follows.stdout is not None
+        first, second = (json.loads(follows.stdout.readline())["step"] for _ in range(2))
+        assert live.step <= first < second
+    finally:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    assert follows.wait(30) == 0
+    done = stepscope("show", "last", "--live", cwd=tmp_path)
+    assert done.returncode == 0
+    assert re.search(r"it stopped writing \d+ s ago at step [\d,]+, and its process is gone: this is what", done.stderr)
+    assert "4 steps of one process measured" in done.stdout
+
+    written = b""
+    while select.select([terminal], [], [], 1)[0]:
+        try:
+            written += os.read(terminal, 65536)
+        except OSError:  # Linux says so where the process has ended
+            break
+    lines = written.decode().split("\r\n")
+    renewed = [int(step.replace(",", "")) for step in re.findall(r"\r\x1b\[2Kstep ([\d,]+),", written.decode())]
+    assert len(renewed) >= 2 and renewed == sorted(renewed)
+    stays = [line.rpartition("\r\x1b[2K")[2] for line in lines[:-1]]
+    printed = [f"loss {step} of a script that prints!" for step in range(0, 100 * len(lines), 100)]
+    scripts = [line for line in stays if "loss" in line]
+    assert len(scripts) >= 3 and scripts == printed[: len(scripts)]
+    assert len(stays) == len(scripts) + 1 and any(line.startswith("stepscope: measured: ") for line in stays)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_where_the_script_draws_a_line_comes_each_half_minute(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    figures = LiveFigures(run="r", written="2026-11-28T12:00:00Z", stage="running", step=7, idle_s=0.0, step_s=0.5)
+    terminal = Terminal()
+    line = watch._LiveLine(terminal)
+    with tqdm(total=3, file=io.StringIO()):
+        line.show(figures)
+        assert terminal.getvalue() == ""
+        monkeypatch.setattr(watch, "_PLAIN_EVERY_S", 0.0)
+        line.show(figures)
+    assert terminal.getvalue() == "\r\x1b[2Kstepscope: step 7, 500 ms a step\n"
+
+
+def test_a_run_without_live_figures_is_shown_as_it_is():
+    done = stepscope("show", next(Path("results/cpu/first").glob("*tiny-b4-s128-fp32*")), "--live")
+    assert "no live figures are kept of this run" in done.stderr and "tiny" in done.stdout
